@@ -1,0 +1,32 @@
+"""Partially local federated learning: train the shared part of a model, rebuild the private part on the client."""
+
+from fedrecon import aggregate as aggregate
+from fedrecon import data as data
+from fedrecon import models as models
+from fedrecon import split as split
+from fedrecon._version import __version__ as __version__
+from fedrecon.algorithm import Algorithm as Algorithm
+from fedrecon.algorithm import ServerState as ServerState
+from fedrecon.algorithm import federated_reconstruction as federated_reconstruction
+from fedrecon.algorithms import federated_averaging as federated_averaging
+from fedrecon.clients import Clients as Clients
+from fedrecon.engine import Layout as Layout
+from fedrecon.engine import layout as layout
+from fedrecon.evaluate import Evaluation as Evaluation
+from fedrecon.evaluate import Evaluator as Evaluator
+from fedrecon.evaluate import evaluate as evaluate
+from fedrecon.local import Solver as Solver
+from fedrecon.local import gradient_descent as gradient_descent
+from fedrecon.local import least_squares as least_squares
+from fedrecon.model import Metric as Metric
+from fedrecon.model import Model as Model
+from fedrecon.model import partition as partition
+from fedrecon.optimizers import yogi as yogi
+from fedrecon.personalize import Recommendation as Recommendation
+from fedrecon.personalize import predict as predict
+from fedrecon.personalize import recommend as recommend
+from fedrecon.personalize import reconstruct as reconstruct
+from fedrecon.run import RunFolder as RunFolder
+from fedrecon.train import Run as Run
+from fedrecon.train import Sampling as Sampling
+from fedrecon.train import train as train

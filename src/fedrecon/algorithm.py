@@ -1,0 +1,174 @@
+"""The (init, client, server) triple, and Federated Reconstruction as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon import aggregate as aggregation_rules
+from fedrecon.aggregate import Aggregation, Upload
+from fedrecon.cohort import Cohort, Examples, Needs
+from fedrecon.local import Objective, Solver
+from fedrecon.model import Batch, Model, Params, flatten, unflatten
+from fedrecon.split import Split
+from fedrecon.split import half as half_split
+from fedrecon.update import Updater, differentiate_through, hold, start_local
+
+
+class ServerState(NamedTuple):
+    """All that the server knows: the global parameters and its optimizer's state."""
+
+    params: Params
+    optimizer: Any
+
+
+class Algorithm(NamedTuple):
+    """A federated algorithm. All functions are pure and can be compiled.
+
+    Attributes:
+      model: what it trains.
+      init: `key -> ServerState`.
+      client: `(global, kept, cohort, key) -> (Upload, kept)` for a block of clients at once, clients first in every
+        leaf of all but the global parameters. One client alone is a block of one.
+      server: `(state, mean delta by path, whether to take it) -> state`.
+      reconstruct: `(global, kept, support, keys) -> local` for a block of clients, for use after training.
+      needs: what `client` must be given of a client's data.
+      aggregation: how uploads become the mean.
+      keep: `keys -> kept` what an owner keeps across rounds before its first; None for stateless clients.
+      check: `(global, local, batch, mask)` of one client; raises if the model does not fit the algorithm.
+      groups: which deltas in an upload are by rows, as `{path: group of lookup tables}`.
+      support_limit: how many support examples `reconstruct` can use; None for no limit.
+    """
+
+    model: Model
+    init: Callable[[Array], ServerState]
+    client: Callable[[Params, Any, Cohort, Array], tuple[Upload, Any]]
+    server: Callable[[ServerState, dict[str, Array], Array], ServerState]
+    reconstruct: Callable[[Params, Any, Examples, Array], Params]
+    needs: Needs
+    aggregation: Aggregation
+    keep: Callable[[Array], Any] | None
+    check: Callable[[Params, Params, Batch, Array], None]
+    groups: Mapping[str, str]
+    support_limit: int | None
+
+
+def federated_reconstruction(
+    model: Model,
+    *,
+    reconstruct: Solver,
+    update: Solver,
+    server: optax.GradientTransformation,
+    split: Split | None = None,
+    joint: bool = False,
+    second_order: bool = False,
+    aggregate: Aggregation | None = None,
+) -> Algorithm:
+    """Train the global part of a model so that the local part is quick to rebuild.
+
+    In every round each client rebuilds its local parameters on its support examples with the global ones frozen,
+    updates the global ones on its query examples, returns that change alone and forgets the rest.
+
+    Args:
+      model: a partially local model.
+      reconstruct: R, how local parameters are rebuilt.
+      update: U, how global parameters are updated.
+      server: the optimizer that takes the negative mean change as a gradient; `optax.sgd(1.0)` is plain averaging.
+      split: S; half and half by default.
+      joint: let U move the local parameters too (they are still forgotten).
+      second_order: let U differentiate through R. R is then run again in every step of U, so U wants few steps.
+      aggregate: weights, clipping; see `aggregate.mean`.
+
+    Returns:
+      An `Algorithm`.
+
+    References:
+      Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
+    """
+    if joint and second_order:
+        raise ValueError(
+            "`joint` and `second_order` exclude each other: one moves what the other differentiates"
+        )
+    updater = Updater(model, update, through_support=second_order)
+    rebuild = rebuilder(model, reconstruct)
+
+    def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        keys = client_keys(key, cohort.client)
+        if second_order:
+            start = start_local(model, params, keys)
+            return updater.run(params, cohort, differentiate_through(model, reconstruct), start).upload, kept
+        local = rebuild.run(params, kept, cohort.support, keys)
+        if joint:
+            return updater.run(params, cohort, hold(model), (), solved=local).upload, kept
+        return updater.run(params, cohort, hold(model), local).upload, kept
+
+    return Algorithm(
+        model=model,
+        init=lambda key: init_server(model, server, key),
+        client=client,
+        server=lambda state, mean, take: step_server(server, state, mean, take),
+        reconstruct=rebuild.run,
+        needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
+        aggregation=aggregate or aggregation_rules.mean(),
+        keep=None,
+        check=rebuild.check,
+        groups=updater.groups,
+        support_limit=reconstruct.limit,
+    )
+
+
+class Rebuilder(NamedTuple):
+    """R for a block of clients: `run(global, kept, support, keys) -> local`, its check and its limit."""
+
+    run: Callable[[Params, Any, Examples, Array], Params]
+    check: Callable[[Params, Params, Batch, Array], None]
+    limit: int | None
+
+
+def rebuilder(model: Model, reconstruct: Solver | None) -> Rebuilder:
+    """Rebuild local parameters with a solver; without one, only models that have none can be rebuilt."""
+
+    def objective(params: Params) -> Objective:
+        return Objective(model, lambda local, _, batch: model.predict(params, local, batch))
+
+    def run(params: Params, kept: Any, support: Examples, keys: Array) -> Params:
+        del kept
+        start = start_local(model, params, keys)
+        if not jax.tree.leaves(start):
+            return start
+        if reconstruct is None:
+            raise ValueError("the model has local parameters; give `reconstruct`, a way to rebuild them")
+        return reconstruct.solve(objective(params), start, (), support, measured=False).params
+
+    def check(params: Params, local: Params, batch: Batch, mask: Array) -> None:
+        if reconstruct is not None and jax.tree.leaves(local):
+            reconstruct.check(objective(params), local, (), batch, mask)
+
+    return Rebuilder(run, check, None if reconstruct is None else reconstruct.limit)
+
+
+def client_keys(key: Array, client: Array) -> Array:
+    """Derive every client's key from the round's: by who it is, never by where it was packed."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, client)
+
+
+def init_server(model: Model, server: optax.GradientTransformation, key: Array) -> ServerState:
+    """Initialise the global parameters and the server's optimizer."""
+    params = model.init_global(key)
+    return ServerState(params, server.init(params))
+
+
+def step_server(
+    server: optax.GradientTransformation, state: ServerState, mean: Mapping[str, Array], take: Array
+) -> ServerState:
+    """Give the negative mean delta to the server's optimizer; where `take` is false, change nothing."""
+    structure = flatten(state.params)[1]
+    gradient = unflatten(structure, {path: -delta for path, delta in mean.items()})
+    updates, optimizer = server.update(gradient, state.optimizer, state.params)
+    new = ServerState(optax.apply_updates(state.params, updates), optimizer)
+    return jax.tree.map(lambda a, b: jnp.where(take, a, b), new, state)

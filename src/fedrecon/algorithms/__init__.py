@@ -1,0 +1,3 @@
+"""Relatives of Federated Reconstruction, one a file."""
+
+from fedrecon.algorithms.federated_averaging import federated_averaging as federated_averaging

@@ -1,0 +1,82 @@
+"""Federated averaging, of whole models or, with local parts that stay with their owners, FedPer.
+
+References:
+  McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+  Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon import aggregate as aggregation_rules
+from fedrecon.aggregate import Aggregation, Upload
+from fedrecon.algorithm import Algorithm, init_server, rebuilder, step_server
+from fedrecon.cohort import Cohort
+from fedrecon.local import Solver
+from fedrecon.model import Model, Params
+from fedrecon.split import query_only
+from fedrecon.update import Updater, hold
+
+
+def federated_averaging(
+    model: Model,
+    *,
+    update: Solver,
+    server: optax.GradientTransformation,
+    reconstruct: Solver | None = None,
+    aggregate: Aggregation | None = None,
+) -> Algorithm:
+    """Average what clients learn on all their examples.
+
+    Where the model has local parameters, each client keeps its own from round to round and trains them together
+    with the global ones; only the global ones are averaged.
+
+    Args:
+      model: with or without local parameters.
+      update: how a client trains.
+      server: the optimizer that takes the negative mean change as a gradient.
+      reconstruct: how clients that took no part in training get local parameters, for ReconEval; not needed for
+        models without any.
+      aggregate: weights, clipping; see `aggregate.mean`.
+    """
+    if model.default_local is not None:
+        raise ValueError(
+            "averaging starts local parameters once and keeps them; it cannot learn a default for them"
+        )
+    updater = Updater(model, update)
+    has_local = bool(jax.tree.leaves(jax.eval_shape(model.init_local, jax.random.key(0))))
+
+    def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        del key
+        found = updater.run(params, cohort, hold(model), (), solved=kept)
+        # A client whose training blew up keeps what it had, as the server does.
+        finite = [
+            jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(found.local)
+        ]
+        fine = jnp.stack(finite).all(0) if finite else None
+        local = jax.tree.map(
+            lambda new, old: jnp.where(fine.reshape(-1, *([1] * (new.ndim - 1))), new, old), found.local, kept
+        )
+        return found.upload, local
+
+    rebuild = rebuilder(model, reconstruct)
+
+    return Algorithm(
+        model=model,
+        init=lambda key: init_server(model, server, key),
+        client=client,
+        server=lambda state, mean, take: step_server(server, state, mean, take),
+        reconstruct=rebuild.run,
+        needs=updater.needs(query_only(), 1),
+        aggregation=aggregate or aggregation_rules.mean(),
+        keep=jax.vmap(model.init_local) if has_local else None,
+        check=rebuild.check,
+        groups=updater.groups,
+        support_limit=rebuild.limit,
+    )

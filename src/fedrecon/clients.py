@@ -1,0 +1,669 @@
+"""Clients: columns of examples and where each client's begin and end, in memory or memory-mapped.
+
+A client is a range of rows. Subsets of clients and parts of clients are other ranges over the same columns,
+so they cost two integers a client and copy nothing. A saved folder opens by mapping its files: a million
+clients take no memory until they are touched.
+"""
+
+import dataclasses
+import hashlib
+import json
+import operator
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.lib import format as npy
+
+Columns = Mapping[str, np.ndarray]
+
+FORMAT = "fedrecon-clients"
+VERSION = 1
+CLIENTS_PER_BLOCK = 16_384
+FINGERPRINT_EXAMPLES = (
+    1 << 20
+)  # data up to this size is hashed whole, larger data by a sample of about this size
+
+
+class Totals(NamedTuple):
+    """What is known about all clients together without looking at each."""
+
+    num_examples: int
+    max_size: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Clients:
+    """Examples of many clients: client `i` owns rows `starts[i]:ends[i]` of every column.
+
+    Attributes:
+      columns: arrays with one row per example; all have the same first dimension. May be memory-mapped.
+      starts: first row of each client.
+      ends: one past the last row of each client.
+      names: original id of each client, or None.
+      totals: number of examples and size of the largest client where they are known. Whoever passes them
+        vouches for the ranges too; without them the ranges are checked, which reads `starts` and `ends` once.
+    """
+
+    columns: Columns
+    starts: np.ndarray
+    ends: np.ndarray
+    names: np.ndarray | None = None
+    totals: Totals | None = None
+
+    def __post_init__(self) -> None:
+        """Check that columns, ranges and names fit together."""
+        starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
+        object.__setattr__(
+            self, "columns", {name: _plain(name, values) for name, values in self.columns.items()}
+        )
+        object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "ends", ends)
+        lengths = {name: len(values) for name, values in self.columns.items()}
+        if not lengths:
+            raise ValueError("`columns` is empty: give at least one column of examples.")
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns must have the same number of rows, but have {lengths}.")
+        if starts.ndim != 1 or starts.shape != ends.shape:
+            raise ValueError(
+                f"`starts` and `ends` must hold one row per client: {starts.shape}, {ends.shape}."
+            )
+        if self.names is not None and len(self.names) != len(starts):
+            raise ValueError(f"`names` has {len(self.names)} entries for {len(starts)} clients.")
+        rows = next(iter(lengths.values()))
+        if self.totals is None and len(starts) and not _in_order(starts, ends, rows):
+            raise ValueError(f"every client needs 0 <= start <= end <= {rows}, the number of rows.")
+
+    def __repr__(self) -> str:
+        """Describe in one line; never print the columns."""
+        columns = ", ".join(f"{name} {values.dtype}" for name, values in self.columns.items())
+        return f"{type(self).__name__}({len(self)} clients, {self.num_examples} examples: {columns})"
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yield each client's columns in turn."""
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return the columns of client `i`, as views."""
+        i = operator.index(i)
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"client {i} was asked for, but there are {len(self)}: indices start at 0.")
+        rows = slice(int(self.starts[i]), int(self.ends[i]))
+        return {name: np.asarray(values[rows]) for name, values in self.columns.items()}
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Number of examples of each client; reads all ranges once."""
+        return self.ends - self.starts
+
+    @cached_property
+    def num_examples(self) -> int:
+        """Number of examples of all clients together."""
+        return self.totals.num_examples if self.totals else int(self.sizes.sum())
+
+    @cached_property
+    def max_size(self) -> int:
+        """Number of examples of the largest client."""
+        return self.totals.max_size if self.totals else int(self.sizes.max(initial=0))
+
+    def index_of(self, name: object) -> int:
+        """Return the index of the client with this original id.
+
+        Args:
+          name: an id as in `names`; text that spells a number finds a numeric id.
+
+        Raises:
+          KeyError: no client has this name.
+        """
+        if self.names is None:
+            raise KeyError("these clients have no names: address them by index.")
+        try:
+            found = np.flatnonzero(self.names == self.names.dtype.type(name))
+        except (ValueError, OverflowError):
+            found = np.empty(0, np.int64)
+        if not len(found):
+            example = f" Names look like {self.names[0]!s}." if len(self) else ""
+            raise KeyError(f"no client is named {name!r} among {len(self)}.{example}")
+        return int(found[0])
+
+    # ---- constructors ----
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any], client: Any, **fields: Any) -> Self:
+        """Group rows by client.
+
+        Clients come in ascending order of id, a client's rows in their given order. Rows that come in that
+        order already are not copied.
+
+        Args:
+          columns: name to array, one row per example.
+          client: the client id of each row, or the name of the column that holds it (which is then left out).
+          **fields: further fields of a subclass.
+
+        Returns:
+          The clients, named by their ids.
+        """
+        arrays = {name: _plain(name, values) for name, values in columns.items()}
+        if isinstance(client, str):
+            if client not in arrays:
+                raise ValueError(f"no column {client!r} to group by; there are: {', '.join(arrays)}.")
+            ids = arrays.pop(client)
+        else:
+            ids = _plain("client", client)
+        short = {name: len(values) for name, values in arrays.items() if len(values) != len(ids)}
+        if ids.ndim != 1 or short:
+            raise ValueError(
+                f"every column needs one row per client id ({ids.shape}), but some differ: {short}."
+            )
+        if ids.dtype.kind == "f" and np.isnan(ids).any():
+            raise ValueError("some client ids are NaN: drop those rows or give them an id.")
+        if (ids[1:] < ids[:-1]).any():
+            order = np.argsort(ids, kind="stable")
+            ids = ids[order]
+            arrays = {name: values[order] for name, values in arrays.items()}
+        names, starts, sizes = np.unique(ids, return_index=True, return_counts=True)
+        return cls(columns=arrays, starts=starts, ends=starts + sizes, names=names, **fields)
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: str | Path,
+        client: str = "user",
+        columns: Mapping[str, Any] | None = None,
+        delimiter: str = ",",
+    ) -> Self:
+        """Read a text file with a header line and group its rows by client.
+
+        Args:
+          path: the file.
+          client: header of the column with client ids.
+          columns: header to dtype of the columns wanted; None takes all, each as integers, floats or text,
+            whichever is the first to fit.
+          delimiter: what separates fields.
+        """
+        with open(path, encoding="utf-8-sig") as file:
+            header = [name.strip().strip('"') for name in file.readline().rstrip("\n").split(delimiter)]
+            if not file.readline().strip():
+                raise ValueError(f"{path} has no rows: expected a header line and one line per example.")
+        wanted = {client: None, **(dict.fromkeys(header) if columns is None else columns)}
+        for name in wanted:
+            if name not in header:
+                raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(header)}.")
+        read = {
+            name: _csv_column(path, header.index(name), dtype, delimiter) for name, dtype in wanted.items()
+        }
+        return cls.from_columns(read, client=client)
+
+    @classmethod
+    def from_parquet(
+        cls, path: str | Path, client: str = "user", columns: Sequence[str] | None = None
+    ) -> Self:
+        """Read a Parquet file and group its rows by client.
+
+        Args:
+          path: the file.
+          client: name of the column with client ids.
+          columns: names of the columns wanted; None takes all.
+        """
+
+        def choose(there: list[str]) -> list[str]:
+            wanted = there if columns is None else list(dict.fromkeys([client, *columns]))
+            for name in (client, *wanted):
+                if name not in there:
+                    raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(there)}.")
+            return wanted
+
+        arrays, _ = read_parquet(path, choose)
+        return cls.from_columns(arrays, client=client)
+
+    @classmethod
+    def from_generator(
+        cls, path: str | Path, iterable: Iterable[tuple[object, Mapping[str, Any]]], **fields: Any
+    ) -> Self:
+        """Stream clients to a folder, one at a time, and open it.
+
+        Only one client is in memory at a time. The first one fixes the columns, their dtypes and shapes.
+
+        Args:
+          path: the folder to write; must not exist yet.
+          iterable: yields (name, columns) for each client. Names are all integers or all text.
+          **fields: further fields of a subclass.
+        """
+        with _new_folder(path) as folder:
+            with _ClientStream(folder) as stream:
+                for name, client in iterable:
+                    stream.add(name, {column: _plain(column, values) for column, values in client.items()})
+            if not stream.columns:
+                raise ValueError("`iterable` yielded no clients: expected (name, columns) pairs.")
+            _write_manifest(folder, cls, stream.columns, stream.totals, fields)
+        return cls.open(path)
+
+    # ---- on disk ----
+
+    def save(self, path: str | Path) -> None:
+        """Write these clients, and only what they hold, to a folder that `open` can map.
+
+        Args:
+          path: the folder; must not exist yet. It appears under this name only when it is complete.
+        """
+        with _new_folder(path) as folder:
+            columns = {}
+            for name, values in self.columns.items():
+                with _ArrayFile(_column_path(folder, name), values.dtype, values.shape[1:]) as columns[name]:
+                    for start in range(0, len(self), CLIENTS_PER_BLOCK):
+                        block = slice(start, start + CLIENTS_PER_BLOCK)
+                        columns[name].append(values[_rows(self.starts[block], self.ends[block])])
+            np.save(folder / "offsets.npy", np.append(0, np.cumsum(self.sizes)).astype(np.int64))
+            if self.names is not None:
+                np.save(folder / "names.npy", self.names, allow_pickle=False)
+            fields = {name: getattr(self, name) for name in _extra_fields(type(self))}
+            _write_manifest(folder, type(self), columns, Totals(self.num_examples, self.max_size), fields)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Map a folder written by `save` or `from_generator`; nothing is read but its manifest.
+
+        Args:
+          path: the folder.
+
+        Raises:
+          ValueError: the folder is missing, incomplete, of another kind, or of a newer version.
+        """
+        folder = Path(path)
+        manifest = _read_manifest(folder)
+        try:
+            columns = {name: _map(_column_path(folder, name)) for name in manifest["columns"]}
+            offsets = _map(folder / "offsets.npy")
+            names = np.asarray(_map(folder / "names.npy")) if (folder / "names.npy").exists() else None
+            fields = dict(manifest["fields"])
+            fields |= {name: _map(folder / f"field-{name}.npy") for name in manifest["array_fields"]}
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder} is damaged or incomplete: {error}. Write it again.") from error
+        totals = Totals(manifest["num_examples"], manifest["max_size"])
+        lengths = [totals.num_examples, *(len(values) for values in columns.values())]
+        if len(set(lengths)) > 1 or len(offsets) != manifest["num_clients"] + 1:
+            raise ValueError(
+                f"{folder} is damaged: its arrays do not have the lengths that manifest.json records."
+            )
+        if missing := set(_extra_fields(cls)) - set(fields):
+            raise ValueError(
+                f"{folder} holds {manifest['kind']}, not {cls.__name__}: it has no {sorted(missing)}."
+            )
+        extra = {name: fields[name] for name in _extra_fields(cls)}
+        offsets = np.asarray(offsets)
+        return cls(
+            columns=columns, starts=offsets[:-1], ends=offsets[1:], names=names, totals=totals, **extra
+        )
+
+    # ---- views ----
+
+    def take(self, indices: Any) -> Self:
+        """Return the clients at these indices (or where a boolean mask is true), sharing the columns."""
+        indices = np.asarray(indices)
+        if indices.dtype == bool:
+            if len(indices) != len(self):
+                raise ValueError(f"a mask needs one entry per client: {len(indices)} given for {len(self)}.")
+            indices = np.flatnonzero(indices)
+        indices = indices.astype(np.int64, casting="same_kind" if indices.size else "unsafe")
+        if indices.size and not (-len(self) <= indices.min() and indices.max() < len(self)):
+            raise IndexError(
+                f"indices {indices.min()} to {indices.max()} were given, but there are {len(self)}."
+            )
+        names = None if self.names is None else self.names[indices]
+        return dataclasses.replace(
+            self, starts=self.starts[indices], ends=self.ends[indices], names=names, totals=None
+        )
+
+    def at_least(self, n: int) -> Self:
+        """Return the clients that have at least `n` examples, sharing the columns."""
+        return self.take(np.flatnonzero(self.sizes >= n))
+
+    def cap(self, n: int) -> Self:
+        """Return all clients with their first `n` examples, sharing the columns."""
+        if n < 0:
+            raise ValueError(f"`n` is the number of examples to keep and must not be negative, but is {n}.")
+        return dataclasses.replace(self, ends=np.minimum(self.ends, self.starts + n), totals=None)
+
+    def split_clients(self, *fractions: float, seed: int) -> tuple[Self, ...]:
+        """Divide the clients at random into disjoint groups; every group keeps the stored order.
+
+        Args:
+          *fractions: share of each group. Together at most 1; if they are 1, no client is left out.
+          seed: decides who goes where.
+
+        Returns:
+          One `Clients` per fraction, sharing the columns.
+        """
+        order = np.random.default_rng(seed).permutation(len(self))
+        bounds = [edge.numerator * len(self) // edge.denominator for edge in _edges(fractions)]
+        return tuple(self.take(np.sort(order[start:end])) for start, end in pairwise(bounds))
+
+    def split_time(self, *fractions: float, column: str = "time") -> tuple[Self, ...]:
+        """Divide every client's examples by time: the first fraction, the next, ...; ties in stored order.
+
+        Args:
+          *fractions: share of each part. Together at most 1; if they are 1, no example is left out.
+          column: what to sort by.
+
+        Returns:
+          One `Clients` per fraction, all with the same clients, sharing one sorted copy of the columns.
+        """
+        if column not in self.columns:
+            raise ValueError(f"no column {column!r} to split by; there are: {', '.join(self.columns)}.")
+        edges = _edges(fractions)
+        whole = self._reordered_by(lambda rows: self.columns[column][rows])
+        bounds = [whole.starts + edge.numerator * whole.sizes // edge.denominator for edge in edges]
+        return tuple(
+            dataclasses.replace(whole, starts=start, ends=end, totals=None) for start, end in pairwise(bounds)
+        )
+
+    def shuffle(self, seed: int) -> Self:
+        """Return the same clients with each one's examples in a random order, as a copy in memory."""
+        rng = np.random.default_rng(seed)
+        return self._reordered_by(lambda rows: rng.random(len(rows)))
+
+    def _reordered_by(self, keys: Callable[[np.ndarray], np.ndarray]) -> Self:
+        """Copy the examples, each client's sorted (stably) by `keys(rows)`."""
+        rows = _rows(self.starts, self.ends)
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        rows = rows[np.lexsort((keys(rows), owner))]
+        ends = np.cumsum(self.sizes)
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return dataclasses.replace(self, columns=columns, starts=ends - self.sizes, ends=ends, totals=None)
+
+    def fingerprint(self) -> str:
+        """Return a short digest of the content, the same in memory and on disk.
+
+        Up to about a million examples are hashed whole. Of more, 4,096 clients at even distances are, each
+        with its first 256 examples: enough to tell data sets apart, not to notice every single edit.
+        """
+        sample = self
+        if self.num_examples + len(self) > FINGERPRINT_EXAMPLES:
+            sample = self.take(np.linspace(0, len(self) - 1, min(len(self), 4096)).astype(np.int64)).cap(256)
+        digest = hashlib.blake2b(digest_size=8)
+        digest.update(f"{len(self)} {self.num_examples} {self.max_size}".encode())
+        rows = _rows(sample.starts, sample.ends)
+        parts = {f"column {name}": sample.columns[name][rows] for name in sorted(sample.columns)}
+        parts["sizes"] = sample.sizes
+        if sample.names is not None:
+            parts["names"] = sample.names
+        for label, values in parts.items():
+            if values.dtype.kind == "U":  # the width of text is storage, not content
+                values = values.astype(f"U{max(1, int(np.strings.str_len(values).max(initial=1)))}")
+            digest.update(f"{label} {values.dtype.str} {values.shape}".encode())
+            digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+
+def read_parquet(
+    path: str | Path, choose: Callable[[list[str]], list[str]], skip_empty: bool = False
+) -> tuple[dict[str, np.ndarray], int]:
+    """Read columns of a Parquet file.
+
+    Args:
+      path: the file.
+      choose: given the names of all columns, returns those wanted.
+      skip_empty: leave out rows with an empty entry instead of refusing the file.
+
+    Returns:
+      The columns, and how many rows were left out.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("reading Parquet needs pyarrow: pip install fedrecon[parquet]") from error
+    with parquet.ParquetFile(path) as file:
+        table = file.read(columns=choose(file.schema_arrow.names))
+    empty = [name for name in table.column_names if table[name].null_count]
+    if empty and not skip_empty:
+        raise ValueError(
+            f"{path}: column {empty[0]!r} has {table[empty[0]].null_count} empty entries: drop them."
+        )
+    full = table.drop_null()
+    arrays = {name: full[name].to_numpy() for name in full.column_names}
+    texts = {name for name in arrays if "string" in str(full.schema.field(name).type)}
+    columns = {name: values.astype(str) if name in texts else values for name, values in arrays.items()}
+    return columns, len(table) - len(full)
+
+
+def _plain(name: str, values: Any) -> np.ndarray:
+    """Return values as an array that can be mapped from disk: no Python objects, at least one dimension."""
+    array = values if isinstance(values, np.ndarray) else np.asarray(values)
+    if array.dtype.hasobject or array.dtype.kind == "T":
+        raise TypeError(
+            f"column {name!r} holds Python objects: give numbers, or text of fixed width (astype(str))."
+        )
+    if array.ndim == 0:
+        raise ValueError(f"column {name!r} is a single value: expected one entry per example.")
+    return array
+
+
+def _in_order(starts: np.ndarray, ends: np.ndarray, rows: int) -> bool:
+    return bool(starts.min() >= 0 and ends.max() <= rows and (starts <= ends).all())
+
+
+def _rows(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the rows of these ranges, one range after another."""
+    sizes = ends - starts
+    before = np.cumsum(sizes) - sizes
+    return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
+
+
+def _edges(fractions: Sequence[float]) -> list[Fraction]:
+    """Return 0 and the running sums of the fractions, exact: .8, .1, .1 end at 1, and so do three 1/3."""
+    exact = [Fraction(fraction).limit_denominator(1_000_000) for fraction in fractions]
+    if not exact or min(exact) < 0 or sum(exact) > 1:
+        raise ValueError(f"fractions must not be negative and add up to at most 1, but are {fractions}.")
+    return [sum(exact[:k], Fraction(0)) for k in range(len(exact) + 1)]
+
+
+def _csv_column(path: str | Path, index: int, dtype: Any, delimiter: str) -> np.ndarray:
+    """Read one column of a text file with a header line; without a dtype try integers, floats, then text."""
+    for kind in (np.int64, np.float64, str) if dtype is None else (dtype,):
+        try:
+            with warnings.catch_warnings():  # numpy before 2.4 warns where it reads 2.0 as an integer
+                warnings.simplefilter("error", DeprecationWarning)
+                return np.loadtxt(
+                    path,
+                    kind,
+                    None,
+                    delimiter,
+                    skiprows=1,
+                    usecols=index,
+                    ndmin=1,
+                    encoding="utf-8",
+                    quotechar='"',
+                )
+        except (ValueError, DeprecationWarning) as error:
+            problem = error
+    raise ValueError(f"{path}: {problem}") from problem
+
+
+# ---- the folder: offsets.npy, names.npy, column-<name>.npy, field-<name>.npy, manifest.json ----
+
+
+class _ArrayFile:
+    """A `.npy` file that grows along its first axis, so that a column need never be in memory."""
+
+    def __init__(self, path: Path, dtype: Any, shape: tuple[int, ...] = ()) -> None:
+        self.dtype, self.shape, self.length = np.dtype(dtype), shape, 0
+        self.file = path.open("wb")
+        self._write_header()
+
+    def _write_header(self) -> None:
+        # numpy pads the header so that the first dimension can grow in place
+        header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False}
+        npy.write_array_header_1_0(self.file, {**header, "shape": (self.length, *self.shape)})
+
+    def append(self, values: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data)
+        self.length += len(values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
+
+
+class _ClientStream:
+    """Writes clients one by one into a folder; what it keeps in memory does not grow with their number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, ExitStack()
+        self.columns: dict[str, _ArrayFile] = {}
+        self.offsets = self.files.enter_context(_ArrayFile(folder / "offsets.npy", np.int64))
+        self.offsets.append(np.zeros(1, np.int64))
+        self.names = self.files.enter_context(
+            (folder / "names.txt").open("w+", encoding="utf-8", newline="\n")
+        )
+        self.kind, self.width, self.totals = "", 1, Totals(0, 0)
+
+    def add(self, name: object, client: Columns) -> None:
+        """Append one client."""
+        if not self.columns:
+            for column, values in client.items():
+                file = _ArrayFile(_column_path(self.folder, column), values.dtype, values.shape[1:])
+                self.columns[column] = self.files.enter_context(file)
+        sizes = {len(values) for values in client.values()}
+        first = {column: (file.dtype, file.shape) for column, file in self.columns.items()}
+        if len(sizes) != 1 or client.keys() != first.keys():
+            raise ValueError(
+                f"client {name!r} has columns {_shapes(client)}; expected {list(first)} of one length."
+            )
+        for column, values in client.items():
+            dtype, shape = first[column]
+            if values.shape[1:] != shape or not np.can_cast(values.dtype, dtype, "safe"):
+                given, expected = f"{values.dtype}{list(values.shape[1:])}", f"{dtype}{list(shape)}"
+                raise ValueError(
+                    f"client {name!r}: rows of column {column!r} are {given}, but the first client's are "
+                    f"{expected}: give every client the same dtype and shape."
+                )
+            self.columns[column].append(values)
+        size = sizes.pop()
+        self.totals = Totals(self.totals.num_examples + size, max(self.totals.max_size, size))
+        self.offsets.append(np.array([self.totals.num_examples]))
+        self._add_name(name)
+
+    def _add_name(self, name: object) -> None:
+        kind = "integer" if isinstance(name, int | np.integer) else "text"
+        if self.kind not in ("", kind) or (text := str(name)).splitlines() not in ([text], []):
+            raise ValueError(
+                f"client name {name!r}: names must be all integers or all text of a single line."
+            )
+        self.kind, self.width = kind, max(self.width, len(text))
+        self.names.write(text + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.files:
+            self.names.seek(0)
+            dtype = np.int64 if self.kind == "integer" else f"U{self.width}"
+            with _ArrayFile(self.folder / "names.npy", dtype) as names:
+                while lines := list(islice(self.names, CLIENTS_PER_BLOCK)):
+                    names.append(np.array([line[:-1] for line in lines]).astype(dtype))
+        (self.folder / "names.txt").unlink()
+
+
+def _shapes(columns: Columns) -> str:
+    return ", ".join(f"{name} {values.shape}" for name, values in columns.items()) or "none"
+
+
+def _column_path(folder: Path, name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError(
+            f"column name {name!r} cannot be a file name: use letters, digits, '_', '-' and '.'."
+        )
+    return folder / f"column-{name}.npy"
+
+
+def _extra_fields(cls: type[Clients]) -> list[str]:
+    own = {field.name for field in dataclasses.fields(Clients)}
+    return [field.name for field in dataclasses.fields(cls) if field.name not in own]
+
+
+@contextmanager
+def _new_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a folder under a temporary name; it becomes `path` if the block succeeds and vanishes if not."""
+    path = Path(path)
+    if path.exists():
+        raise FileExistsError(f"{path} exists already: remove it or choose another name.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb+") as opened:
+                os.fsync(opened.fileno())
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_manifest(
+    folder: Path,
+    cls: type[Clients],
+    columns: Mapping[str, _ArrayFile],
+    totals: Totals,
+    fields: Mapping[str, Any],
+) -> None:
+    """Write the arrays among a subclass's own fields, and the manifest that makes the folder complete."""
+    arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+    for name, value in arrays.items():
+        np.save(folder / f"field-{name}.npy", value, allow_pickle=False)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": cls.__name__,
+        "num_clients": len(np.load(folder / "offsets.npy", mmap_mode="r")) - 1,
+        "num_examples": totals.num_examples,
+        "max_size": totals.max_size,
+        "columns": {
+            name: {"dtype": file.dtype.str, "shape": list(file.shape)} for name, file in columns.items()
+        },
+        "array_fields": sorted(arrays),
+        "fields": {name: value for name, value in fields.items() if name not in arrays},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / "manifest.json").is_file():
+        raise ValueError(f"{folder} is not a saved Clients folder: it has no manifest.json.")
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        kind, version = manifest["format"], manifest["version"]
+    except (ValueError, KeyError, TypeError):
+        kind, version = "unknown", 0
+    if kind != FORMAT:
+        raise ValueError(f"{folder} is not a saved Clients folder: its manifest.json is of another kind.")
+    if version > VERSION:
+        raise ValueError(
+            f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it."
+        )
+    return manifest
+
+
+def _map(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r", allow_pickle=False)

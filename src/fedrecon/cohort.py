@@ -1,0 +1,273 @@
+"""A round's clients packed into arrays: who is in it, their support and query, the rows they touch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedrecon.clients import Clients
+from fedrecon.split import Place, Split
+
+ABSENT = -1  # the index of a place in a cohort that no client fills
+ROW_CHUNK = 32  # lists of rows have a multiple of this length, so that they can be gone through in chunks
+
+
+class Examples(NamedTuple):
+    """Examples of several clients: features of `(clients, examples, ...)` and how many each client has."""
+
+    columns: Mapping[str, Any]
+    count: Any  # (clients,)
+
+
+class Cohort(NamedTuple):
+    """Clients ready to run. Every leaf has the clients in its first dimension.
+
+    Attributes:
+      client: the index of each client in its population; `ABSENT` where nobody is.
+      support: what reconstruction sees.
+      query: what updates or measurements see.
+      rows: for every group of lookup tables, the ids of the rows a client touches, `(clients, rows)`.
+      num_rows: how many of those count, `(clients,)`.
+      slots: for every feature that indexes lookup tables, where in `rows` each query example's ids are.
+      support_slots: the same for support examples, where they are wanted too.
+    """
+
+    client: Any
+    support: Examples
+    query: Examples
+    rows: dict[str, Any]
+    num_rows: dict[str, Any]
+    slots: dict[str, Any]
+    support_slots: dict[str, Any]
+
+
+class Needs(NamedTuple):
+    """What must be packed of a client's data.
+
+    Attributes:
+      split: how examples become support and query.
+      support_limit: support examples after this many are never used; None for no limit.
+      query_limit: the same for query.
+      groups: lookup tables to list rows of, as `{group: (number of rows, features)}`.
+      support_rows: whether rows touched by support alone are listed too.
+      columns: the features to pack; None for all.
+    """
+
+    split: Split
+    support_limit: int | None = None
+    query_limit: int | None = None
+    groups: Mapping[str, tuple[int, Sequence[str]]] = {}
+    support_rows: bool = False
+    columns: Sequence[str] | None = None
+
+
+class Packer:
+    """Packs clients of one population into cohorts of one shape.
+
+    The shape follows from the population and from `needs`, never from who is in a cohort, so that whatever runs on
+    cohorts is compiled once.
+    """
+
+    def __init__(self, clients: Clients, needs: Needs):
+        """Prepare to pack `clients`."""
+        self._clients, self._needs = clients, needs
+        names = list(clients.columns) if needs.columns is None else list(needs.columns)
+        for name in names:
+            if name not in clients.columns:
+                raise ValueError(
+                    f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}"
+                )
+        self._columns = {name: clients.columns[name] for name in names}
+        largest = np.arange(clients.max_size + 1)
+        support, query = needs.split.counts(largest)
+        self.support_length = max(1, _limited(int(support.max()), needs.support_limit))
+        self.query_length = max(1, _limited(int(query.max()), needs.query_limit))
+        self._scratch = np.empty(0, np.int32)
+
+    def pack(self, indices: np.ndarray) -> Cohort:
+        """Pack the clients at `indices`, in that order; `ABSENT` leaves a place empty."""
+        needs, here = self._needs, indices >= 0
+        safe = np.where(here, indices, 0)
+        starts = np.where(here, self._clients.starts[safe], 0)
+        sizes = np.where(here, self._clients.ends[safe], 0) - starts
+        counts = needs.split.counts(sizes)
+        ordered = self._ordered(starts, sizes)
+        support = self._side(starts, sizes, counts[0], needs.split.support, self.support_length, ordered)
+        query = self._side(starts, sizes, counts[1], needs.split.query, self.query_length, ordered)
+        cohort = Cohort(
+            indices.astype(np.int32),
+            self._examples(support, self.support_length),
+            self._examples(query, self.query_length),
+            *({}, {}, {}, {}),
+        )
+        for group, (rows, features) in needs.groups.items():
+            found = self._list_rows(rows, features, support if needs.support_rows else None, query)
+            cohort.rows[group], cohort.num_rows[group] = found[:2]
+            cohort.slots.update(found[2])
+            cohort.support_slots.update(found[3])
+        return cohort
+
+    def _ordered(self, starts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Put every client's examples in the split's order; None where that is the stored order."""
+        by = self._needs.split.by
+        if by is None:
+            return None
+        if by not in self._clients.columns:
+            raise ValueError(
+                f"the split orders by {by!r}; the clients have: {', '.join(self._clients.columns)}"
+            )
+        owner, j, first = _ragged(sizes)
+        source = starts[owner] + j
+        return source[np.lexsort((self._clients.columns[by][source], owner))], first
+
+    def _side(
+        self,
+        starts: np.ndarray,
+        sizes: np.ndarray,
+        counts: np.ndarray,
+        place: Place,
+        length: int,
+        ordered: tuple[np.ndarray, np.ndarray] | None,
+    ) -> _Side:
+        counts = np.minimum(counts, length)
+        owner, j, first = _ragged(counts)
+        position = place(sizes[owner], j)
+        source = starts[owner] + position if ordered is None else ordered[0][ordered[1][owner] + position]
+        return _Side(
+            {name: column[source] for name, column in self._columns.items()}, counts, owner, j, first
+        )
+
+    def _examples(self, side: _Side, length: int) -> Examples:
+        columns = {name: side.spread(values, length) for name, values in side.columns.items()}
+        return Examples(columns, side.counts.astype(np.int32))
+
+    def _list_rows(
+        self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """List the rows each client touches, in order of first use, query before support."""
+        sides = [(query, self.query_length)] + (
+            [(support, self.support_length)] if support is not None else []
+        )
+        ids = [
+            np.concatenate([side.flat(f) for f in features], axis=1) for side, _ in sides
+        ]  # (examples, ids)
+        owner = np.concatenate([np.repeat(s.owner, i.shape[1]) for (s, _), i in zip(sides, ids, strict=True)])
+        flat = np.concatenate([i.reshape(-1) for i in ids])
+        if flat.size and (flat.min() < 0 or flat.max() >= table_rows):
+            bad = int(flat[(flat < 0) | (flat >= table_rows)][0])
+            raise ValueError(
+                f"feature {'/'.join(features)} holds id {bad}; the table has rows 0 to {table_rows - 1}"
+            )
+        clients = len(query.counts)
+        capacity = min(
+            sum(i.shape[1] * length for i, (_, length) in zip(ids, sides, strict=True)), table_rows
+        )
+        rows, num_rows, slot = self._number(flat, owner, clients, table_rows, capacity)
+        slots, stop = [], 0
+        for (side, length), i in zip(sides, ids, strict=True):
+            start, stop = stop, stop + i.size
+            slots.append(_by_feature(side, slot[start:stop].reshape(i.shape), features, length))
+        return rows, num_rows, slots[0], slots[1] if support is not None else {}
+
+    def _number(
+        self, flat: np.ndarray, owner: np.ndarray, clients: int, table_rows: int, capacity: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Number each client's distinct ids from 0 in order of first use.
+
+        A table indexed by (client, id) remembers where an id was first seen: two passes over the ids and no sort.
+        It is never cleared, since only entries written in the same call are read. Many clients of a large table
+        would make it large, so they go through it a group at a time.
+        """
+        group = max(1, min(clients, 2**24 // table_rows))
+        if self._scratch.size < group * table_rows:
+            self._scratch = np.empty(group * table_rows, np.int32)
+        first = np.empty(flat.size, np.int32)
+        for begin in range(0, clients, group):
+            here = (
+                slice(None)
+                if group == clients
+                else np.flatnonzero((owner >= begin) & (owner < begin + group))
+            )
+            key = (owner[here] - begin) * table_rows + flat[here]
+            place = np.arange(len(key), dtype=np.int32)
+            self._scratch[key[::-1]] = place[
+                ::-1
+            ]  # where a key repeats, the last write wins: the first place
+            seen = self._scratch[key]
+            first[here] = seen if group == clients else here[seen]
+        new = first == np.arange(flat.size, dtype=np.int32)
+        num_rows = np.bincount(owner[new], minlength=clients).astype(np.int32)
+        rows = np.zeros((clients, capacity), np.int32)
+        order = np.argsort(owner[new], kind="stable")
+        _, rank_in_order, _ = _ragged(num_rows)
+        rank = np.empty(flat.size, np.int32)
+        rank[np.flatnonzero(new)[order]] = rank_in_order
+        rows[owner[new], rank[new]] = flat[new]
+        return rows, num_rows, rank[first]
+
+
+class _Side(NamedTuple):
+    """Support or query of a cohort, one example after another, without padding."""
+
+    columns: dict[str, np.ndarray]
+    counts: np.ndarray
+    owner: np.ndarray  # which client of the cohort an example belongs to
+    j: np.ndarray  # which of that client's examples it is
+    first: np.ndarray  # where a client's examples begin
+
+    def flat(self, feature: str) -> np.ndarray:
+        values = self.columns[feature]
+        return values.reshape(len(values), -1) if values.ndim > 1 else values[:, None]
+
+    def spread(self, values: np.ndarray, length: int) -> np.ndarray:
+        """Lay values of `(examples, ...)` out as `(clients, length, ...)`."""
+        clients = len(self.counts)
+        laid = np.zeros((clients * length, *values.shape[1:]), values.dtype)
+        laid[self.owner * length + self.j] = values
+        return laid.reshape(clients, length, *values.shape[1:])
+
+
+def _by_feature(side: _Side, slot: np.ndarray, features: Sequence[str], length: int) -> dict[str, np.ndarray]:
+    found, start = {}, 0
+    for feature in features:
+        stop = start + side.flat(feature).shape[1]
+        values = slot[:, start:stop].reshape(side.columns[feature].shape)
+        found[feature], start = side.spread(values, length), stop
+    return found
+
+
+def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Enumerate `counts[i]` things of each owner i: the owners, the number within the owner, where each begins."""
+    first = np.cumsum(counts) - counts
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - first[owner], first
+
+
+def _limited(length: int, limit: int | None) -> int:
+    return length if limit is None else min(length, limit)
+
+
+def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) -> np.ndarray:
+    """Put clients in the order they run in: similar sizes together in blocks, blocks dealt evenly to devices.
+
+    Args:
+      indices: of the clients, `ABSENT` allowed.
+      sizes: how much work each client is.
+      devices: among how many devices the cohort is divided, in equal consecutive parts.
+      block: how many clients run side by side.
+
+    Returns:
+      The indices in order, filled up with `ABSENT` to a multiple of `devices * block`.
+    """
+    work = np.where(indices >= 0, sizes, -1)
+    ranked = indices[np.lexsort((indices, -work))]
+    short = -len(ranked) % (devices * block)
+    blocks = np.concatenate([ranked, np.full(short, ABSENT, ranked.dtype)]).reshape(-1, block)
+    turn = np.arange(len(blocks))
+    lap, seat = np.divmod(turn, devices)
+    device = np.where(
+        lap % 2 == 0, seat, devices - 1 - seat
+    )  # to and fro, so that nobody always gets the longest
+    return blocks[np.lexsort((turn, device))].reshape(-1)

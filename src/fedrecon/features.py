@@ -1,0 +1,101 @@
+"""Which features of the clients' data a model uses, found out by asking it, and whether it fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.clients import Clients
+from fedrecon.lookups import check_lookups
+from fedrecon.model import Model, measure
+
+PROBED = 8  # examples of a batch that is only there to ask questions of a model
+
+
+class _Recorder(Mapping[str, Any]):
+    """A batch that remembers which of its features were read."""
+
+    def __init__(self, columns: Mapping[str, Any], asked: set[str]):
+        self._columns, self._asked = columns, asked
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._columns:
+            raise ValueError(
+                f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}"
+            )
+        self._asked.add(name)
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def features_used(model: Model, clients: Clients) -> list[str]:
+    """List the features that the model's predictions, loss and metrics read, in the order the clients have them.
+
+    Raises:
+      ValueError: if the model reads a feature that the clients do not have, or if loss or predictions have a shape
+        that does not fit the examples.
+    """
+    asked: set[str] = set()
+    batch = _probe(clients)
+    key = jax.random.key(0)
+
+    def ask(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
+        recorder = _Recorder(columns, asked)
+        predictions = model.predict(params, local, recorder)
+        for name, weighted in [("loss", model.loss), *((n, m.measure) for n, m in model.metrics.items())]:
+            values, weights = weighted(predictions, recorder)
+            if jnp.shape(values)[:1] != (PROBED,) or jnp.shape(values) != jnp.shape(weights):
+                raise ValueError(
+                    f"`{name}` returns values of shape {jnp.shape(values)} and weights of shape {jnp.shape(weights)} "
+                    f"for {PROBED} examples; both must be ({PROBED}, ...)"
+                )
+        return measure(model, predictions, recorder, jnp.ones(PROBED, bool))
+
+    jax.eval_shape(ask, *_shapes(model, key), batch)
+    return [name for name in clients.columns if name in asked]
+
+
+def check_fit(algorithm: Algorithm, clients: Clients) -> None:
+    """Fail with a sentence if the model, the algorithm and the data do not fit together."""
+    model = algorithm.model
+    used = features_used(model, clients)
+    batch = {name: jnp.asarray(column) for name, column in _probe(clients).items() if name in used}
+    global_key, local_key = jax.random.split(jax.random.key(0))
+    params, local = model.init_global(global_key), model.init_local(local_key)
+    for path in model.lookups:
+        features = model.lookups[path]
+        for feature in (features,) if isinstance(features, str) else features:
+            if feature in batch and not jnp.issubdtype(batch[feature].dtype, jnp.integer):
+                raise ValueError(
+                    f"`lookups` reads {path!r} at {feature!r}, which holds {batch[feature].dtype}, not ids"
+                )
+    check_lookups(model, params, local, batch)
+    algorithm.check(params, local, batch, jnp.ones(PROBED, bool))
+
+
+def _shapes(model: Model, key: Any) -> tuple[Any, Any]:
+    return jax.eval_shape(model.init_global, key), jax.eval_shape(model.init_local, key)
+
+
+def _probe(clients: Clients) -> dict[str, np.ndarray]:
+    """Take a few examples, some more than once if there are not enough."""
+    if clients.num_examples == 0:
+        raise ValueError("the clients have no examples")
+    sizes = clients.ends[:1000] - clients.starts[:1000]  # not of all clients: there may be millions
+    who = int(np.argmax(sizes))
+    at = int(clients.starts[who]) + np.arange(PROBED) % max(1, int(sizes[who]))
+    return {
+        name: np.asarray(column[at])
+        for name, column in clients.columns.items()
+        if column.dtype.kind in "biuf"
+    }

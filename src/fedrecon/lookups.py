@@ -1,0 +1,310 @@
+"""Lookup tables: global tables read only by rows, so that a client holds and changes just its own rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon.model import Batch, Model, Params, flatten, unflatten
+
+Reach = Literal["each", "rows", "copy", "whole"]
+
+
+class Rows:
+    """A table of which only the rows of one batch are here, in the order of that batch's ids.
+
+    A model writes `table[batch["item"]]` and gets its rows, whether `table` is whole or is this. When the index is
+    the very array these rows were fetched for, no second gather is made; any other use falls back on the array of
+    rows, where the batch's ids (already renumbered to match) are right.
+    """
+
+    def __init__(self, values: Array, ids: Mapping[str, Array], places: Mapping[str, slice]):
+        """Hold `values` (rows, ...), of which `places[feature]` were fetched for the renumbered `ids[feature]`."""
+        self.values, self.ids, self.places = values, ids, places
+
+    def __getitem__(self, index: Any) -> Array:
+        """Return rows by renumbered ids."""
+        for feature, place in self.places.items():
+            if index is self.ids[feature]:
+                return self.values[place].reshape(index.shape + self.values.shape[1:])
+        return self.values[index]
+
+    def __jax_array__(self) -> Array:
+        """Stand in for an array wherever jax.numpy is given one."""
+        return self.values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows that are here."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the rows."""
+        return self.values.dtype
+
+
+def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
+    """Return, for every lookup table, the features that index it: tables with the same features form a group.
+
+    Raises:
+      ValueError: if two tables share some features but not all, since one numbering of rows must serve both.
+    """
+    groups = {
+        path: (features,) if isinstance(features, str) else tuple(features)
+        for path, features in model.lookups.items()
+    }
+    for one, mine in groups.items():
+        for other, theirs in groups.items():
+            if set(mine) & set(theirs) and mine != theirs:
+                raise ValueError(
+                    f"`lookups` of {one!r} and {other!r} share features but differ: {mine} and {theirs}; "
+                    "give both the same features, or leave one out"
+                )
+    return groups
+
+
+def group_name(features: Sequence[str]) -> str:
+    """Name a group of lookup tables by the features that index them."""
+    return ",".join(features)
+
+
+def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> None:
+    """Fail if a declared lookup table is used in any other way than by rows.
+
+    The declaration is compared with the model itself on one batch: predictions from whole tables against
+    predictions from tables that hold only the batch's rows. All parameters are replaced by noise first, since a
+    dense use multiplied by a zero would not show.
+
+    Raises:
+      ValueError: naming the table, if it does not exist, a feature is missing, or the predictions differ.
+    """
+    leaves, structure = flatten(params)
+    for path, features in lookup_groups(model).items():
+        if path not in leaves:
+            raise ValueError(f"`lookups` names {path!r}; the global parameters are: {', '.join(leaves)}")
+        for feature in features:
+            if feature not in batch:
+                raise ValueError(
+                    f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
+                )
+    noise = _noise_like(leaves)
+    local = _noise_like(local)
+    whole = model.predict(unflatten(structure, noise), local, batch)
+    for path, features in lookup_groups(model).items():
+        renumbered, rows = fetch_rows(noise[path], batch, features)
+        narrowed = {**noise, path: rows}
+        try:
+            narrow = model.predict(unflatten(structure, narrowed), local, {**batch, **renumbered})
+            same = jax.tree.map(
+                lambda a, b: a.shape == b.shape and bool(jnp.allclose(a, b, 1e-4, 1e-5)), whole, narrow
+            )
+            honest = all(jax.tree.leaves(same))
+        except (TypeError, ValueError, IndexError):
+            honest = False
+        if not honest:
+            raise ValueError(
+                f"`lookups` says the table {path!r} is only read by rows at {', '.join(features)}, but predictions "
+                "change when the other rows are missing; take it out of `lookups`"
+            )
+
+
+def _noise_like(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
+    noise = [
+        jax.random.normal(k, jnp.shape(x), jnp.result_type(x)) for k, x in zip(keys, leaves, strict=False)
+    ]
+    return jax.tree.unflatten(structure, noise)
+
+
+def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], Rows]:
+    """Fetch the rows of a batch from a table, and the batch's ids renumbered to match."""
+    renumbered, places = _lay_out({feature: batch[feature].shape for feature in features})
+    values = table[_flat(batch, features)]
+    return renumbered, Rows(values, renumbered, places)
+
+
+def _flat(batch: Batch, features: Sequence[str]) -> Array:
+    return jnp.concatenate([batch[feature].reshape(-1) for feature in features])
+
+
+def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], dict[str, slice]]:
+    """Number the ids of several features one after another, and say where each feature's rows then are."""
+    renumbered, places, start = {}, {}, 0
+    for feature, shape in shapes.items():
+        stop = start + math.prod(shape)
+        renumbered[feature] = jnp.arange(start, stop, dtype=jnp.int32).reshape(shape)
+        places[feature] = slice(start, stop)
+        start = stop
+    return renumbered, places
+
+
+class Tables(NamedTuple):
+    """The lookup tables of several clients while they change them.
+
+    Attributes:
+      values: each table as the server sent it, `(table rows, ...)`, shared by all clients.
+      features: the features that index each table.
+      slots: for each of those features, `(clients, examples, ...)` places in the client's own list of rows.
+      capacity: the length of the list, for each table.
+    """
+
+    values: Mapping[str, Array]
+    features: Mapping[str, tuple[str, ...]]
+    slots: Mapping[str, Array]
+    capacity: Mapping[str, int]
+
+    def unchanged(self, clients: int) -> dict[str, Array]:
+        """Return the change of every client's rows before the first step: none."""
+        return {
+            path: jnp.zeros((clients, self.capacity[path], *table.shape[1:]), table.dtype)
+            for path, table in self.values.items()
+        }
+
+    def fetch(self, changes: Mapping[str, Array], batch: Batch, slots: Batch) -> Fetched:
+        """Fetch one client's rows for a batch: the server's values plus what the client has changed so far."""
+        layout = {
+            group: _lay_out({f: batch[f].shape for f in group}) for group in set(self.features.values())
+        }
+        rows, slot = {}, {}
+        for path, table in self.values.items():
+            group = self.features[path]
+            slot[path] = _flat(slots, group)
+            # Packing has checked that ids and slots are in range.
+            rows[path] = table.at[_flat(batch, group)].get(mode="promise_in_bounds")
+            rows[path] += changes[path].at[slot[path]].get(mode="promise_in_bounds")
+        renumbered = {feature: ids for ids, _ in layout.values() for feature, ids in ids.items()}
+        places = {path: layout[group][1] for path, group in self.features.items()}
+        return Fetched(rows, slot, {**batch, **renumbered}, places)
+
+
+class Fetched(NamedTuple):
+    """The rows of one batch of one client."""
+
+    rows: dict[str, Array]  # table -> (ids, ...)
+    slot: dict[str, Array]  # table -> (ids,) where they are in the client's list
+    batch: Batch  # with ids renumbered to match
+    places: dict[str, dict[str, slice]]
+
+    def as_tables(self, rows: Mapping[str, Array]) -> dict[str, Rows]:
+        """Present values of these rows to a model as the tables it expects."""
+        return {path: Rows(values, self.batch, self.places[path]) for path, values in rows.items()}
+
+
+def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
+    """Sum the gradients of rows that occur more than once into their first place.
+
+    Returns:
+      The gradients, zero at repeats, and the slots, beyond the end at repeats so that they are dropped when written.
+    """
+    same = slot[:, None] == slot[None, :]
+    first = jnp.argmax(same, axis=1) == jnp.arange(len(slot))
+    summed = jnp.tensordot(same.astype(grads.dtype), grads, 1)
+    keep = first.reshape(-1, *([1] * (grads.ndim - 1)))
+    return jnp.where(keep, summed, 0), jnp.where(first, slot, jnp.iinfo(jnp.int32).max)
+
+
+def state_labels(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> Any:
+    """Label the leaves of an optimizer's state with the path of the parameter they belong to, or with None.
+
+    The result is a list in the order of the state's leaves.
+    """
+    state = jax.eval_shape(optimizer.init, dict(params))
+    labelled = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, path: _Label(path),
+        state,
+        {path: path for path in params},
+        transform_non_params=lambda leaf: _Label(None),
+    )
+    return [label.path for label in jax.tree.leaves(labelled, is_leaf=lambda x: isinstance(x, _Label))]
+
+
+class _Label:
+    def __init__(self, path: str | None):
+        self.path = path
+
+
+def reach(optimizer: optax.GradientTransformation) -> Reach:
+    """Find out how little of a table this optimizer must be given for its updates to be exact.
+
+    An optimizer is only a pair of functions, so it is asked: a few steps on a small random table, whole, are
+    compared with the same steps on less and less of it.
+
+    Returns:
+      `each`: every occurrence of a row in a batch on its own (plain SGD);
+      `rows`: the rows of a batch, repeats summed, with the state of just those rows (Adagrad; SGD clipped by norm);
+      `copy`: all rows a client ever touches, at every step (momentum, Adam);
+      `whole`: the whole table (weight decay: it moves rows that nobody touched).
+    """
+    table, dense, grads, touched = _probe()
+    with_dense = {"dense": dense}
+    whole, used, by_rows, by_each = jax.jit(
+        lambda: (
+            _descend(optimizer, {**with_dense, "table": table}, grads),
+            _descend(optimizer, {**with_dense, "table": table[:-1]}, [(d, t[:-1]) for d, t in grads]),
+            _descend_rows(optimizer, {**with_dense, "table": table}, grads, touched, parts=1),
+            _descend_rows(optimizer, {**with_dense, "table": table}, grads, touched, parts=2),
+        )
+    )()
+    if not jnp.allclose(whole["table"][-1], table[-1], 0, 1e-7):  # row that no gradient ever touches
+        return "whole"
+    whole = {**whole, "table": whole["table"][:-1]}
+    names: list[tuple[Reach, Any]] = [("each", by_each), ("rows", by_rows), ("copy", used)]
+    for name, found in names:
+        found = {**found, "table": found["table"][: len(whole["table"])]}
+        if all(bool(jnp.allclose(found[k], whole[k], 1e-5, 1e-6)) for k in whole):
+            return name
+    return "whole"
+
+
+def _probe() -> tuple[Array, Array, list[tuple[Array, Array]], list[list[int]]]:
+    """Make a table of five rows, a dense parameter, and four steps of gradients that touch some rows each."""
+    keys = jax.random.split(jax.random.key(1), 10)
+    touched = [[0, 1], [1, 2], [0, 3], [2, 0]]
+    grads = []
+    for step, rows in enumerate(touched):
+        hit = jnp.zeros((5, 3)).at[jnp.array(rows)].set(1.0)
+        grads.append((jax.random.normal(keys[step], (2,)), hit * jax.random.normal(keys[step + 4], (5, 3))))
+    return jax.random.normal(keys[8], (5, 3)), jax.random.normal(keys[9], (2,)), grads, touched
+
+
+def _descend(optimizer: optax.GradientTransformation, params: Params, grads: Sequence[Any]) -> Params:
+    state = optimizer.init(params)
+    for dense, table in grads:
+        updates, state = optimizer.update({"dense": dense, "table": table}, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def _descend_rows(
+    optimizer: optax.GradientTransformation, params: Params, grads: Sequence[Any], touched: Any, parts: int
+) -> Params:
+    """Descend by rows as a client's solver does; with two parts, every row occurs twice with half its gradient."""
+    labels = state_labels(optimizer, params)
+    state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])})
+    for (dense, table), rows in zip(grads, touched, strict=True):
+        at = jnp.array(rows * parts)
+        leaves, structure = jax.tree.flatten(state)
+        small = [leaf[at] if label == "table" else leaf for leaf, label in zip(leaves, labels, strict=True)]
+        held = {**params, "table": params["table"][at]}
+        updates, new = optimizer.update(
+            {"dense": dense, "table": table[at] / parts}, jax.tree.unflatten(structure, small), held
+        )
+        params = {
+            "dense": params["dense"] + updates["dense"],
+            "table": params["table"].at[at].add(updates["table"]),
+        }
+        written = [
+            leaf.at[at].set(fresh) if label == "table" else fresh
+            for leaf, fresh, label in zip(leaves, jax.tree.leaves(new), labels, strict=True)
+        ]
+        state = jax.tree.unflatten(structure, written)
+    return params

@@ -1,0 +1,103 @@
+"""Personal models: rebuild a client's local parameters, predict with them, recommend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon.algorithm import Algorithm, client_keys
+from fedrecon.clients import Clients
+from fedrecon.cohort import Needs, Packer
+from fedrecon.engine import compile_each, everywhere, layout
+from fedrecon.features import features_used
+from fedrecon.model import Model
+from fedrecon.split import support_only
+
+
+def reconstruct(
+    algorithm: Algorithm, params: Any, examples: Clients | Mapping[str, Any], *, seed: int = 0
+) -> Any:
+    """Rebuild local parameters from a client's own examples, all of them.
+
+    Args:
+      algorithm: whose reconstruction is run.
+      params: global parameters.
+      examples: one client's columns, or `Clients` for many at once.
+      seed: of the local parameters' initialisation.
+
+    Returns:
+      The client's local parameters; for `Clients`, with the clients first in every leaf.
+    """
+    if not isinstance(examples, Clients):
+        alone = _alone(examples)
+        return jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, params, alone, seed=seed))
+    # Features that only the loss of a query needs are in the data as well; those of the model are enough.
+    needs = Needs(support_only(), algorithm.support_limit, columns=features_used(algorithm.model, examples))
+    place = layout(model=algorithm.model)
+    order = place.arrange(np.arange(len(examples)), np.asarray(examples.sizes))
+    cohort = Packer(examples, needs).pack(order)
+
+    def block(shared: Any, part: Any) -> Any:
+        keys = client_keys(shared[1], part.client)
+        return algorithm.reconstruct(shared[0], (), part.support, keys)
+
+    local = compile_each(block, place)(everywhere((params, jax.random.key(seed)), place), cohort)
+    back = np.empty(len(examples), np.int64)
+    back[order[order >= 0]] = np.flatnonzero(order >= 0)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[back], local)
+
+
+def _alone(columns: Mapping[str, Any]) -> Clients:
+    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    lengths = {len(column) for column in arrays.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"a client's columns must have one length, not {sorted(lengths)}")
+    return Clients(arrays, np.array([0]), np.array([lengths.pop()]))
+
+
+def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> np.ndarray:
+    """Predict for one client, with its local parameters."""
+    columns = {name: jnp.asarray(column) for name, column in batch.items()}
+    return np.asarray(model.predict(jax.tree.map(jnp.asarray, params), local, columns))
+
+
+class Recommendation(NamedTuple):
+    """Items for one client, best first, and the predictions for them."""
+
+    items: np.ndarray
+    scores: np.ndarray
+
+
+def recommend(
+    model: Model,
+    params: Any,
+    local: Any,
+    *,
+    num_items: int,
+    rated: Any = (),
+    n: int = 10,
+    feature: str = "item",
+) -> Recommendation:
+    """Recommend the `n` items with the highest predictions that the client has not rated.
+
+    Args:
+      model: predicts from batches that have just `feature`.
+      params: global parameters.
+      local: the client's local parameters.
+      num_items: items are 0 to `num_items - 1`.
+      rated: items to leave out.
+      n: how many; fewer come back if fewer are left.
+      feature: the name of the feature that holds items.
+    """
+    if n < 1:
+        raise ValueError(f"`n` is {n}; it must be at least 1")
+    scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
+    scores[np.asarray(rated, np.int64)] = -np.inf
+    scores[np.isnan(scores)] = -np.inf
+    best = np.lexsort((np.arange(num_items), -scores))[:n]
+    best = best[np.isfinite(scores[best])]
+    return Recommendation(best, scores[best])

