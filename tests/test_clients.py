@@ -27,9 +27,7 @@ def rows(clients):
 
 
 sizes_lists = st.lists(st.integers(0, 12), min_size=1, max_size=12)
-fractions = (
-    st.lists(st.integers(0, 10), min_size=1, max_size=4).filter(sum).map(lambda w: [x / sum(w) for x in w])
-)
+fractions = st.lists(st.integers(0, 10), min_size=1, max_size=4).filter(sum).map(lambda w: [x / sum(w) for x in w])
 
 
 def test_a_client_is_a_view_of_its_rows():
@@ -359,10 +357,7 @@ def test_streamed_clients_equal_the_same_clients_in_memory(tmp_path, names):
     sizes = [2, 0, 3]
     streamed = Clients.from_generator(
         tmp_path / "a",
-        (
-            (n, {"x": np.arange(k), "y": np.ones((k, 2), np.float32)})
-            for n, k in zip(names, sizes, strict=True)
-        ),
+        ((n, {"x": np.arange(k), "y": np.ones((k, 2), np.float32)}) for n, k in zip(names, sizes, strict=True)),
     )
     assert streamed.names.tolist() == names
     assert streamed.sizes.tolist() == sizes
@@ -409,9 +404,7 @@ def test_streaming_many_clients_keeps_names_of_several_blocks_in_order(tmp_path)
 def million(tmp_path_factory):
     path = tmp_path_factory.mktemp("million") / "clients"
     n = 1_000_000
-    clients = Clients(
-        {"x": np.arange(2 * n, dtype=np.int32)}, np.arange(n) * 2, np.arange(n) * 2 + 2, np.arange(n)
-    )
+    clients = Clients({"x": np.arange(2 * n, dtype=np.int32)}, np.arange(n) * 2, np.arange(n) * 2 + 2, np.arange(n))
     clients.save(path)
     return path
 
@@ -440,9 +433,7 @@ def test_opening_a_million_clients_maps_every_file(million):
     assert all(mapped(a) for a in (clients.starts, clients.ends, clients.names, clients.columns["x"]))
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/smaps").exists(), reason="only Linux tells which mapped pages are in memory"
-)
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells which mapped pages are in memory")
 def test_opening_a_million_clients_reads_none_of_them(million):
     clients = Clients.open(million)
     assert clients[999_999]["x"].tolist() == [1_999_998, 1_999_999]
@@ -478,9 +469,7 @@ def test_a_large_fingerprint_reads_a_sample(million, monkeypatch):
     clients = Clients.open(million)
     seen = []
     take = Clients.take
-    monkeypatch.setattr(
-        Clients, "take", lambda self, indices: seen.append(len(indices)) or take(self, indices)
-    )
+    monkeypatch.setattr(Clients, "take", lambda self, indices: seen.append(len(indices)) or take(self, indices))
     assert clients.fingerprint() == clients.fingerprint()
     assert seen == [4096, 4096]
     assert clients.fingerprint() != clients.take(np.arange(len(clients) - 1)).fingerprint()
@@ -496,9 +485,7 @@ class Labelled(Clients):
 
 
 def test_fields_of_a_subclass_survive_views_and_disk(tmp_path):
-    clients = Labelled.from_columns(
-        {"x": np.arange(4)}, client=[1, 0, 1, 0], labels=np.array(["a", "b"]), note="n"
-    )
+    clients = Labelled.from_columns({"x": np.arange(4)}, client=[1, 0, 1, 0], labels=np.array(["a", "b"]), note="n")
     for view in (clients.cap(1), clients.shuffle(0), clients.take([0]), *clients.split_clients(0.5, seed=0)):
         assert isinstance(view, Labelled)
         assert view.labels.tolist() == ["a", "b"]

@@ -24,9 +24,7 @@ ML_100K = {
     "ml-100k/u1.base": "1\t1\t1\t1\n",
 }
 ML_LATEST = {
-    "ml-latest-small/ratings.csv": (
-        "userId,movieId,rating,timestamp\n2,30,4.0,1000\n2,7,3.0,1001\n1,30,5.0,1002\n"
-    ),
+    "ml-latest-small/ratings.csv": ("userId,movieId,rating,timestamp\n2,30,4.0,1000\n2,7,3.0,1001\n1,30,5.0,1002\n"),
     "ml-latest-small/movies.csv": 'movieId,title,genres\n7,Caf\xe9 (1990),Drama\n30,"A: B (1992)",Comedy\n',
 }
 EDITIONS = [(ML_1M, "latin-1"), (ML_100K, "latin-1"), (ML_LATEST, "utf-8")]
@@ -94,9 +92,7 @@ def test_what_is_not_movielens_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"text\.zip is not a zip file; expected a MovieLens archive"):
         movielens(tmp_path / "text.zip")
     other = write_zip(tmp_path / "other.zip", {"a.txt": "a"}, "utf-8")
-    with pytest.raises(
-        DataError, match=r"holds no MovieLens ratings; expected a file named ratings\.dat, u\.data"
-    ):
+    with pytest.raises(DataError, match=r"holds no MovieLens ratings; expected a file named ratings\.dat, u\.data"):
         movielens(other)
     with pytest.raises(DataError, match="holds no MovieLens ratings"):
         movielens(tmp_path)
@@ -134,9 +130,7 @@ def no_network(url, timeout):
 def test_a_failed_download_says_how_to_get_the_file_by_hand(tmp_path, missing):
     target = tmp_path / "cache" / "ml-1m.zip"
     options = {} if missing is None else {"opener": missing}
-    with pytest.raises(
-        DataError, match=r"cannot download .* Get ml-1m\.zip by hand from .* and pass its path"
-    ):
+    with pytest.raises(DataError, match=r"cannot download .* Get ml-1m\.zip by hand from .* and pass its path"):
         download((tmp_path / "absent.zip").as_uri(), target, refuse, **options)
     assert list(target.parent.iterdir()) == []
 
@@ -166,9 +160,7 @@ def test_a_cached_archive_is_used_without_network(tmp_path, monkeypatch, name):
 # ---- real data ----
 
 
-@pytest.mark.skipif(
-    not REAL.exists(), reason="MovieLens 1M may not be redistributed and is not beside the repository"
-)
+@pytest.mark.skipif(not REAL.exists(), reason="MovieLens 1M may not be redistributed and is not beside the repository")
 def test_the_real_movielens_1m_has_its_published_counts():
     check_md5(REAL, PUBLISHED["movielens-1m"].checked, PUBLISHED["movielens-1m"].md5)
     ratings = movielens(REAL)

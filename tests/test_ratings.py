@@ -233,11 +233,7 @@ def test_unknown_items_only_says_so(write):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    rows=st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 10)), min_size=1, max_size=30
-    )
-)
+@given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 10)), min_size=1, max_size=30))
 def test_the_last_rating_of_each_pair_survives_on_both_paths(tmp_path_factory, rows):
     lines = [f"{user},{item},{rating / 2}" for user, item, rating in rows]
     folder = tmp_path_factory.mktemp("rows")
@@ -316,9 +312,7 @@ def test_without_pyarrow_the_extra_is_named(write, monkeypatch):
 
 def test_an_unknown_name_lists_the_known_ones():
     known = "movielens-small, movielens-100k, movielens-1m, synthetic"
-    with pytest.raises(
-        DataError, match=f"nosuch is neither a file nor a known data set; known names are: {known}"
-    ):
+    with pytest.raises(DataError, match=f"nosuch is neither a file nor a known data set; known names are: {known}"):
         load("nosuch")
 
 

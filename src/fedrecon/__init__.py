@@ -27,6 +27,6 @@ from fedrecon.personalize import predict as predict
 from fedrecon.personalize import recommend as recommend
 from fedrecon.personalize import reconstruct as reconstruct
 from fedrecon.run import RunFolder as RunFolder
+from fedrecon.sampling import Sampling as Sampling
 from fedrecon.train import Run as Run
-from fedrecon.train import Sampling as Sampling
 from fedrecon.train import train as train

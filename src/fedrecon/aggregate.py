@@ -55,9 +55,7 @@ class Aggregation(NamedTuple):
     zero_norm: float | None = None
 
 
-def mean(
-    weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm: float | None = None
-) -> Aggregation:
+def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm: float | None = None) -> Aggregation:
     """Average deltas (see `Aggregation`). Clients with any non-finite entry never count, and are counted."""
     for name, value in (("clip_norm", clip_norm), ("zero_norm", zero_norm)):
         if value is not None and not value > 0:
@@ -80,16 +78,12 @@ def no_totals(params: Any, num_metrics: int) -> Totals:
     )
 
 
-def add(
-    aggregation: Aggregation, totals: Totals, upload: Upload, cohort: Cohort, groups: Mapping[str, str]
-) -> Totals:
+def add(aggregation: Aggregation, totals: Totals, upload: Upload, cohort: Cohort, groups: Mapping[str, str]) -> Totals:
     """Add the uploads of a block of clients to the totals; `groups` says which deltas are by which rows."""
     by_rows = {path: delta for path, delta in upload.delta.items() if path in groups}
     whole = {path: delta for path, delta in upload.delta.items() if path not in groups}
     rows = {path: (cohort.rows[groups[path]], cohort.num_rows[groups[path]]) for path in by_rows}
-    finite, norm = _inspect(
-        aggregation, whole, {p: (by_rows[p], rows[p][1]) for p in rows}, len(upload.examples)
-    )
+    finite, norm = _inspect(aggregation, upload.delta, len(upload.examples))
     weighed = upload.examples > 0
     weight = jnp.where(weighed, _weigh(aggregation, upload), 0.0).astype(jnp.float32)
     finite &= jnp.isfinite(weight)
@@ -123,39 +117,21 @@ def _weigh(aggregation: Aggregation, upload: Upload) -> Array:
     return upload.examples if aggregation.weigh == "examples" else jnp.ones(upload.examples.shape)
 
 
-def _inspect(
-    aggregation: Aggregation,
-    whole: Mapping[str, Array],
-    by_rows: Mapping[str, tuple[Array, Array]],
-    clients: int,
-) -> tuple[Array, Array]:
+def _inspect(aggregation: Aggregation, deltas: Mapping[str, Array], clients: int) -> tuple[Array, Array]:
     """Find which deltas are finite throughout, and their norms (zero where no limit asks for them)."""
     wanted = aggregation.clip_norm is not None or aggregation.zero_norm is not None
     taint, squares = jnp.zeros(clients), jnp.zeros(clients)
-
-    def look(part: Array) -> tuple[Array, Array]:
-        # A finite number times zero is zero, anything else is not: one sum finds any non-finite entry. The middle
-        # dimension of (clients, many, few) is summed first, which vectorises.
-        squared = jnp.sum(jnp.sum(jnp.square(part), 1), 1) if wanted else 0.0
-        return jnp.sum(jnp.sum(part * 0, 1), 1), squared
-
-    for delta in whole.values():
-        zeros, squared = look(delta.reshape(clients, -1, delta.shape[-1] if delta.ndim > 1 else 1))
-        taint, squares = taint + zeros, squares + squared
-
-    def step(carry: tuple[Array, Array], part: Array, at: Array) -> tuple[Array, Array]:
-        del at
-        zeros, squared = look(part.reshape(*part.shape[:2], -1))
-        return carry[0] + zeros, carry[1] + squared
-
-    for change, num_rows in by_rows.values():
-        taint, squares = _over_chunks(step, (taint, squares), change, num_rows)
+    for delta in deltas.values():
+        flat = delta.reshape(clients, -1)
+        # A finite number times zero is zero, anything else is not. As a product with a vector of zeros, hidden from
+        # the compiler so that it is not left out, this is many times faster than a reduction of isfinite.
+        taint += flat @ jax.lax.optimization_barrier(jnp.zeros(flat.shape[1], flat.dtype))
+        if wanted:
+            squares += jax.vmap(jnp.vdot)(flat, flat)
     return taint == 0, jnp.sqrt(squares)
 
 
-def _add_rows(
-    total: Array, change: Array, rows: Array, num_rows: Array, counted: Array, factor: Array
-) -> Array:
+def _add_rows(total: Array, change: Array, rows: Array, num_rows: Array, counted: Array, factor: Array) -> Array:
     """Add `factor` times the changes of `(clients, rows, ...)` to the rows of a table."""
 
     def step(total: Array, part: Array, at: Array) -> Array:

@@ -91,9 +91,7 @@ def federated_reconstruction(
       Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
     """
     if joint and second_order:
-        raise ValueError(
-            "`joint` and `second_order` exclude each other: one moves what the other differentiates"
-        )
+        raise ValueError("`joint` and `second_order` exclude each other: one moves what the other differentiates")
     updater = Updater(model, update, through_support=second_order)
     rebuild = rebuilder(model, reconstruct)
 

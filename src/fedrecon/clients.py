@@ -7,40 +7,32 @@ clients take no memory until they are touched.
 
 import dataclasses
 import hashlib
-import json
 import operator
-import os
-import re
-import shutil
-import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
-from numpy.lib import format as npy
 
-Columns = Mapping[str, np.ndarray]
+from fedrecon.client_files import (
+    CLIENTS_PER_BLOCK,
+    ArrayFile,
+    ClientStream,
+    Columns,
+    Totals,
+    column_path,
+    map_array,
+    read_manifest,
+    write_manifest,
+)
+from fedrecon.folders import whole_folder
+from fedrecon.tabular import read_csv_column, read_parquet
 
-FORMAT = "fedrecon-clients"
-VERSION = 1
-CLIENTS_PER_BLOCK = 16_384
-FINGERPRINT_EXAMPLES = (
-    1 << 20
-)  # data up to this size is hashed whole, larger data by a sample of about this size
-
-
-class Totals(NamedTuple):
-    """What is known about all clients together without looking at each."""
-
-    num_examples: int
-    max_size: int
+FINGERPRINT_EXAMPLES = 1 << 20  # data up to this size is hashed whole, larger data by a sample of about this size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,9 +57,7 @@ class Clients:
     def __post_init__(self) -> None:
         """Check that columns, ranges and names fit together."""
         starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
-        object.__setattr__(
-            self, "columns", {name: _plain(name, values) for name, values in self.columns.items()}
-        )
+        object.__setattr__(self, "columns", {name: _plain(name, values) for name, values in self.columns.items()})
         object.__setattr__(self, "starts", starts)
         object.__setattr__(self, "ends", ends)
         lengths = {name: len(values) for name, values in self.columns.items()}
@@ -76,9 +66,7 @@ class Clients:
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns must have the same number of rows, but have {lengths}.")
         if starts.ndim != 1 or starts.shape != ends.shape:
-            raise ValueError(
-                f"`starts` and `ends` must hold one row per client: {starts.shape}, {ends.shape}."
-            )
+            raise ValueError(f"`starts` and `ends` must hold one row per client: {starts.shape}, {ends.shape}.")
         if self.names is not None and len(self.names) != len(starts):
             raise ValueError(f"`names` has {len(self.names)} entries for {len(starts)} clients.")
         rows = next(iter(lengths.values()))
@@ -167,9 +155,7 @@ class Clients:
             ids = _plain("client", client)
         short = {name: len(values) for name, values in arrays.items() if len(values) != len(ids)}
         if ids.ndim != 1 or short:
-            raise ValueError(
-                f"every column needs one row per client id ({ids.shape}), but some differ: {short}."
-            )
+            raise ValueError(f"every column needs one row per client id ({ids.shape}), but some differ: {short}.")
         if ids.dtype.kind == "f" and np.isnan(ids).any():
             raise ValueError("some client ids are NaN: drop those rows or give them an id.")
         if (ids[1:] < ids[:-1]).any():
@@ -204,15 +190,11 @@ class Clients:
         for name in wanted:
             if name not in header:
                 raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(header)}.")
-        read = {
-            name: _csv_column(path, header.index(name), dtype, delimiter) for name, dtype in wanted.items()
-        }
+        read = {name: read_csv_column(path, header.index(name), dtype, delimiter) for name, dtype in wanted.items()}
         return cls.from_columns(read, client=client)
 
     @classmethod
-    def from_parquet(
-        cls, path: str | Path, client: str = "user", columns: Sequence[str] | None = None
-    ) -> Self:
+    def from_parquet(cls, path: str | Path, client: str = "user", columns: Sequence[str] | None = None) -> Self:
         """Read a Parquet file and group its rows by client.
 
         Args:
@@ -244,13 +226,13 @@ class Clients:
           iterable: yields (name, columns) for each client. Names are all integers or all text.
           **fields: further fields of a subclass.
         """
-        with _new_folder(path) as folder:
-            with _ClientStream(folder) as stream:
+        with whole_folder(path) as folder:
+            with ClientStream(folder) as stream:
                 for name, client in iterable:
                     stream.add(name, {column: _plain(column, values) for column, values in client.items()})
             if not stream.columns:
                 raise ValueError("`iterable` yielded no clients: expected (name, columns) pairs.")
-            _write_manifest(folder, cls, stream.columns, stream.totals, fields)
+            write_manifest(folder, cls.__name__, stream.columns, stream.totals, fields)
         return cls.open(path)
 
     # ---- on disk ----
@@ -261,10 +243,10 @@ class Clients:
         Args:
           path: the folder; must not exist yet. It appears under this name only when it is complete.
         """
-        with _new_folder(path) as folder:
+        with whole_folder(path) as folder:
             columns = {}
             for name, values in self.columns.items():
-                with _ArrayFile(_column_path(folder, name), values.dtype, values.shape[1:]) as columns[name]:
+                with ArrayFile(column_path(folder, name), values.dtype, values.shape[1:]) as columns[name]:
                     for start in range(0, len(self), CLIENTS_PER_BLOCK):
                         block = slice(start, start + CLIENTS_PER_BLOCK)
                         columns[name].append(values[_rows(self.starts[block], self.ends[block])])
@@ -272,7 +254,7 @@ class Clients:
             if self.names is not None:
                 np.save(folder / "names.npy", self.names, allow_pickle=False)
             fields = {name: getattr(self, name) for name in _extra_fields(type(self))}
-            _write_manifest(folder, type(self), columns, Totals(self.num_examples, self.max_size), fields)
+            write_manifest(folder, type(self).__name__, columns, Totals(self.num_examples, self.max_size), fields)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -285,30 +267,24 @@ class Clients:
           ValueError: the folder is missing, incomplete, of another kind, or of a newer version.
         """
         folder = Path(path)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         try:
-            columns = {name: _map(_column_path(folder, name)) for name in manifest["columns"]}
-            offsets = _map(folder / "offsets.npy")
-            names = np.asarray(_map(folder / "names.npy")) if (folder / "names.npy").exists() else None
+            columns = {name: map_array(column_path(folder, name)) for name in manifest["columns"]}
+            offsets = map_array(folder / "offsets.npy")
+            names = np.asarray(map_array(folder / "names.npy")) if (folder / "names.npy").exists() else None
             fields = dict(manifest["fields"])
-            fields |= {name: _map(folder / f"field-{name}.npy") for name in manifest["array_fields"]}
+            fields |= {name: map_array(folder / f"field-{name}.npy") for name in manifest["array_fields"]}
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder} is damaged or incomplete: {error}. Write it again.") from error
         totals = Totals(manifest["num_examples"], manifest["max_size"])
         lengths = [totals.num_examples, *(len(values) for values in columns.values())]
         if len(set(lengths)) > 1 or len(offsets) != manifest["num_clients"] + 1:
-            raise ValueError(
-                f"{folder} is damaged: its arrays do not have the lengths that manifest.json records."
-            )
+            raise ValueError(f"{folder} is damaged: its arrays do not have the lengths that manifest.json records.")
         if missing := set(_extra_fields(cls)) - set(fields):
-            raise ValueError(
-                f"{folder} holds {manifest['kind']}, not {cls.__name__}: it has no {sorted(missing)}."
-            )
+            raise ValueError(f"{folder} holds {manifest['kind']}, not {cls.__name__}: it has no {sorted(missing)}.")
         extra = {name: fields[name] for name in _extra_fields(cls)}
         offsets = np.asarray(offsets)
-        return cls(
-            columns=columns, starts=offsets[:-1], ends=offsets[1:], names=names, totals=totals, **extra
-        )
+        return cls(columns=columns, starts=offsets[:-1], ends=offsets[1:], names=names, totals=totals, **extra)
 
     # ---- views ----
 
@@ -321,13 +297,9 @@ class Clients:
             indices = np.flatnonzero(indices)
         indices = indices.astype(np.int64, casting="same_kind" if indices.size else "unsafe")
         if indices.size and not (-len(self) <= indices.min() and indices.max() < len(self)):
-            raise IndexError(
-                f"indices {indices.min()} to {indices.max()} were given, but there are {len(self)}."
-            )
+            raise IndexError(f"indices {indices.min()} to {indices.max()} were given, but there are {len(self)}.")
         names = None if self.names is None else self.names[indices]
-        return dataclasses.replace(
-            self, starts=self.starts[indices], ends=self.ends[indices], names=names, totals=None
-        )
+        return dataclasses.replace(self, starts=self.starts[indices], ends=self.ends[indices], names=names, totals=None)
 
     def at_least(self, n: int) -> Self:
         """Return the clients that have at least `n` examples, sharing the columns."""
@@ -368,9 +340,7 @@ class Clients:
         edges = _edges(fractions)
         whole = self._reordered_by(lambda rows: self.columns[column][rows])
         bounds = [whole.starts + edge.numerator * whole.sizes // edge.denominator for edge in edges]
-        return tuple(
-            dataclasses.replace(whole, starts=start, ends=end, totals=None) for start, end in pairwise(bounds)
-        )
+        return tuple(dataclasses.replace(whole, starts=start, ends=end, totals=None) for start, end in pairwise(bounds))
 
     def shuffle(self, seed: int) -> Self:
         """Return the same clients with each one's examples in a random order, as a copy in memory."""
@@ -410,44 +380,11 @@ class Clients:
         return digest.hexdigest()
 
 
-def read_parquet(
-    path: str | Path, choose: Callable[[list[str]], list[str]], skip_empty: bool = False
-) -> tuple[dict[str, np.ndarray], int]:
-    """Read columns of a Parquet file.
-
-    Args:
-      path: the file.
-      choose: given the names of all columns, returns those wanted.
-      skip_empty: leave out rows with an empty entry instead of refusing the file.
-
-    Returns:
-      The columns, and how many rows were left out.
-    """
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("reading Parquet needs pyarrow: pip install fedrecon[parquet]") from error
-    with parquet.ParquetFile(path) as file:
-        table = file.read(columns=choose(file.schema_arrow.names))
-    empty = [name for name in table.column_names if table[name].null_count]
-    if empty and not skip_empty:
-        raise ValueError(
-            f"{path}: column {empty[0]!r} has {table[empty[0]].null_count} empty entries: drop them."
-        )
-    full = table.drop_null()
-    arrays = {name: full[name].to_numpy() for name in full.column_names}
-    texts = {name for name in arrays if "string" in str(full.schema.field(name).type)}
-    columns = {name: values.astype(str) if name in texts else values for name, values in arrays.items()}
-    return columns, len(table) - len(full)
-
-
 def _plain(name: str, values: Any) -> np.ndarray:
     """Return values as an array that can be mapped from disk: no Python objects, at least one dimension."""
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
     if array.dtype.hasobject or array.dtype.kind == "T":
-        raise TypeError(
-            f"column {name!r} holds Python objects: give numbers, or text of fixed width (astype(str))."
-        )
+        raise TypeError(f"column {name!r} holds Python objects: give numbers, or text of fixed width (astype(str)).")
     if array.ndim == 0:
         raise ValueError(f"column {name!r} is a single value: expected one entry per example.")
     return array
@@ -472,198 +409,6 @@ def _edges(fractions: Sequence[float]) -> list[Fraction]:
     return [sum(exact[:k], Fraction(0)) for k in range(len(exact) + 1)]
 
 
-def _csv_column(path: str | Path, index: int, dtype: Any, delimiter: str) -> np.ndarray:
-    """Read one column of a text file with a header line; without a dtype try integers, floats, then text."""
-    for kind in (np.int64, np.float64, str) if dtype is None else (dtype,):
-        try:
-            with warnings.catch_warnings():  # numpy before 2.4 warns where it reads 2.0 as an integer
-                warnings.simplefilter("error", DeprecationWarning)
-                return np.loadtxt(
-                    path,
-                    kind,
-                    None,
-                    delimiter,
-                    skiprows=1,
-                    usecols=index,
-                    ndmin=1,
-                    encoding="utf-8",
-                    quotechar='"',
-                )
-        except (ValueError, DeprecationWarning) as error:
-            problem = error
-    raise ValueError(f"{path}: {problem}") from problem
-
-
-# ---- the folder: offsets.npy, names.npy, column-<name>.npy, field-<name>.npy, manifest.json ----
-
-
-class _ArrayFile:
-    """A `.npy` file that grows along its first axis, so that a column need never be in memory."""
-
-    def __init__(self, path: Path, dtype: Any, shape: tuple[int, ...] = ()) -> None:
-        self.dtype, self.shape, self.length = np.dtype(dtype), shape, 0
-        self.file = path.open("wb")
-        self._write_header()
-
-    def _write_header(self) -> None:
-        # numpy pads the header so that the first dimension can grow in place
-        header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False}
-        npy.write_array_header_1_0(self.file, {**header, "shape": (self.length, *self.shape)})
-
-    def append(self, values: np.ndarray) -> None:
-        self.file.write(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data)
-        self.length += len(values)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.seek(0)
-        self._write_header()
-        self.file.close()
-
-
-class _ClientStream:
-    """Writes clients one by one into a folder; what it keeps in memory does not grow with their number."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, ExitStack()
-        self.columns: dict[str, _ArrayFile] = {}
-        self.offsets = self.files.enter_context(_ArrayFile(folder / "offsets.npy", np.int64))
-        self.offsets.append(np.zeros(1, np.int64))
-        self.names = self.files.enter_context(
-            (folder / "names.txt").open("w+", encoding="utf-8", newline="\n")
-        )
-        self.kind, self.width, self.totals = "", 1, Totals(0, 0)
-
-    def add(self, name: object, client: Columns) -> None:
-        """Append one client."""
-        if not self.columns:
-            for column, values in client.items():
-                file = _ArrayFile(_column_path(self.folder, column), values.dtype, values.shape[1:])
-                self.columns[column] = self.files.enter_context(file)
-        sizes = {len(values) for values in client.values()}
-        first = {column: (file.dtype, file.shape) for column, file in self.columns.items()}
-        if len(sizes) != 1 or client.keys() != first.keys():
-            raise ValueError(
-                f"client {name!r} has columns {_shapes(client)}; expected {list(first)} of one length."
-            )
-        for column, values in client.items():
-            dtype, shape = first[column]
-            if values.shape[1:] != shape or not np.can_cast(values.dtype, dtype, "safe"):
-                given, expected = f"{values.dtype}{list(values.shape[1:])}", f"{dtype}{list(shape)}"
-                raise ValueError(
-                    f"client {name!r}: rows of column {column!r} are {given}, but the first client's are "
-                    f"{expected}: give every client the same dtype and shape."
-                )
-            self.columns[column].append(values)
-        size = sizes.pop()
-        self.totals = Totals(self.totals.num_examples + size, max(self.totals.max_size, size))
-        self.offsets.append(np.array([self.totals.num_examples]))
-        self._add_name(name)
-
-    def _add_name(self, name: object) -> None:
-        kind = "integer" if isinstance(name, int | np.integer) else "text"
-        if self.kind not in ("", kind) or (text := str(name)).splitlines() not in ([text], []):
-            raise ValueError(
-                f"client name {name!r}: names must be all integers or all text of a single line."
-            )
-        self.kind, self.width = kind, max(self.width, len(text))
-        self.names.write(text + "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with self.files:
-            self.names.seek(0)
-            dtype = np.int64 if self.kind == "integer" else f"U{self.width}"
-            with _ArrayFile(self.folder / "names.npy", dtype) as names:
-                while lines := list(islice(self.names, CLIENTS_PER_BLOCK)):
-                    names.append(np.array([line[:-1] for line in lines]).astype(dtype))
-        (self.folder / "names.txt").unlink()
-
-
-def _shapes(columns: Columns) -> str:
-    return ", ".join(f"{name} {values.shape}" for name, values in columns.items()) or "none"
-
-
-def _column_path(folder: Path, name: str) -> Path:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ValueError(
-            f"column name {name!r} cannot be a file name: use letters, digits, '_', '-' and '.'."
-        )
-    return folder / f"column-{name}.npy"
-
-
 def _extra_fields(cls: type[Clients]) -> list[str]:
     own = {field.name for field in dataclasses.fields(Clients)}
     return [field.name for field in dataclasses.fields(cls) if field.name not in own]
-
-
-@contextmanager
-def _new_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a folder under a temporary name; it becomes `path` if the block succeeds and vanishes if not."""
-    path = Path(path)
-    if path.exists():
-        raise FileExistsError(f"{path} exists already: remove it or choose another name.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    temporary.mkdir()
-    try:
-        yield temporary
-        for file in temporary.iterdir():
-            with file.open("rb+") as opened:
-                os.fsync(opened.fileno())
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _write_manifest(
-    folder: Path,
-    cls: type[Clients],
-    columns: Mapping[str, _ArrayFile],
-    totals: Totals,
-    fields: Mapping[str, Any],
-) -> None:
-    """Write the arrays among a subclass's own fields, and the manifest that makes the folder complete."""
-    arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
-    for name, value in arrays.items():
-        np.save(folder / f"field-{name}.npy", value, allow_pickle=False)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": cls.__name__,
-        "num_clients": len(np.load(folder / "offsets.npy", mmap_mode="r")) - 1,
-        "num_examples": totals.num_examples,
-        "max_size": totals.max_size,
-        "columns": {
-            name: {"dtype": file.dtype.str, "shape": list(file.shape)} for name, file in columns.items()
-        },
-        "array_fields": sorted(arrays),
-        "fields": {name: value for name, value in fields.items() if name not in arrays},
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not (folder / "manifest.json").is_file():
-        raise ValueError(f"{folder} is not a saved Clients folder: it has no manifest.json.")
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        kind, version = manifest["format"], manifest["version"]
-    except (ValueError, KeyError, TypeError):
-        kind, version = "unknown", 0
-    if kind != FORMAT:
-        raise ValueError(f"{folder} is not a saved Clients folder: its manifest.json is of another kind.")
-    if version > VERSION:
-        raise ValueError(
-            f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it."
-        )
-    return manifest
-
-
-def _map(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon.clients import Clients
-from fedrecon.split import Place, Split
+from fedrecon.split import Split
 
 ABSENT = -1  # the index of a place in a cohort that no client fills
+SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
 ROW_CHUNK = 32  # lists of rows have a multiple of this length, so that they can be gone through in chunks
 
 
@@ -76,9 +77,7 @@ class Packer:
         names = list(clients.columns) if needs.columns is None else list(needs.columns)
         for name in names:
             if name not in clients.columns:
-                raise ValueError(
-                    f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}"
-                )
+                raise ValueError(f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}")
         self._columns = {name: clients.columns[name] for name in names}
         largest = np.arange(clients.max_size + 1)
         support, query = needs.split.counts(largest)
@@ -88,124 +87,100 @@ class Packer:
 
     def pack(self, indices: np.ndarray) -> Cohort:
         """Pack the clients at `indices`, in that order; `ABSENT` leaves a place empty."""
-        needs, here = self._needs, indices >= 0
+        split, here = self._needs.split, indices >= 0
         safe = np.where(here, indices, 0)
         starts = np.where(here, self._clients.starts[safe], 0)
         sizes = np.where(here, self._clients.ends[safe], 0) - starts
-        counts = needs.split.counts(sizes)
         ordered = self._ordered(starts, sizes)
-        support = self._side(starts, sizes, counts[0], needs.split.support, self.support_length, ordered)
-        query = self._side(starts, sizes, counts[1], needs.split.query, self.query_length, ordered)
-        cohort = Cohort(
-            indices.astype(np.int32),
-            self._examples(support, self.support_length),
-            self._examples(query, self.query_length),
-            *({}, {}, {}, {}),
+        origin = starts if ordered is None else np.cumsum(sizes) - sizes
+        support, query = (
+            self._side(origin + begin, count, length, ordered)
+            for begin, count, length in zip(
+                split.begins(sizes), split.counts(sizes), (self.support_length, self.query_length), strict=True
+            )
         )
-        for group, (rows, features) in needs.groups.items():
-            found = self._list_rows(rows, features, support if needs.support_rows else None, query)
+        cohort = Cohort(indices.astype(np.int32), support.examples(), query.examples(), {}, {}, {}, {})
+        for group, (rows, features) in self._needs.groups.items():
+            found = self._list_rows(rows, features, support if self._needs.support_rows else None, query)
             cohort.rows[group], cohort.num_rows[group] = found[:2]
             cohort.slots.update(found[2])
             cohort.support_slots.update(found[3])
         return cohort
 
-    def _ordered(self, starts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Put every client's examples in the split's order; None where that is the stored order."""
+    def _ordered(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray | None:
+        """List all examples of the clients in the split's order; None where that is the stored order."""
         by = self._needs.split.by
         if by is None:
             return None
         if by not in self._clients.columns:
-            raise ValueError(
-                f"the split orders by {by!r}; the clients have: {', '.join(self._clients.columns)}"
-            )
-        owner, j, first = _ragged(sizes)
+            raise ValueError(f"the split orders by {by!r}; the clients have: {', '.join(self._clients.columns)}")
+        owner, j = _ragged(sizes)
         source = starts[owner] + j
-        return source[np.lexsort((self._clients.columns[by][source], owner))], first
+        return source[np.lexsort((self._clients.columns[by][source], owner))]
 
-    def _side(
-        self,
-        starts: np.ndarray,
-        sizes: np.ndarray,
-        counts: np.ndarray,
-        place: Place,
-        length: int,
-        ordered: tuple[np.ndarray, np.ndarray] | None,
-    ) -> _Side:
+    def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> _Side:
         counts = np.minimum(counts, length)
-        owner, j, first = _ragged(counts)
-        position = place(sizes[owner], j)
-        source = starts[owner] + position if ordered is None else ordered[0][ordered[1][owner] + position]
-        return _Side(
-            {name: column[source] for name, column in self._columns.items()}, counts, owner, j, first
-        )
-
-    def _examples(self, side: _Side, length: int) -> Examples:
-        columns = {name: side.spread(values, length) for name, values in side.columns.items()}
-        return Examples(columns, side.counts.astype(np.int32))
+        owner, j = _ragged(counts)
+        pattern = self._needs.split.pattern
+        source = begins[owner] + (j if pattern is None else pattern(np.arange(length))[j])
+        source = source if ordered is None else ordered[source]
+        columns = {name: column[source] for name, column in self._columns.items()}
+        return _Side(columns, counts, length, owner, owner * length + j)
 
     def _list_rows(
         self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """List the rows each client touches, in order of first use, query before support."""
-        sides = [(query, self.query_length)] + (
-            [(support, self.support_length)] if support is not None else []
-        )
-        ids = [
-            np.concatenate([side.flat(f) for f in features], axis=1) for side, _ in sides
-        ]  # (examples, ids)
-        owner = np.concatenate([np.repeat(s.owner, i.shape[1]) for (s, _), i in zip(sides, ids, strict=True)])
+        sides = [query] if support is None else [query, support]
+        ids = [np.concatenate([side.flat(f) for f in features], axis=1) for side in sides]  # (examples, ids)
         flat = np.concatenate([i.reshape(-1) for i in ids])
         if flat.size and (flat.min() < 0 or flat.max() >= table_rows):
             bad = int(flat[(flat < 0) | (flat >= table_rows)][0])
-            raise ValueError(
-                f"feature {'/'.join(features)} holds id {bad}; the table has rows 0 to {table_rows - 1}"
-            )
-        clients = len(query.counts)
-        capacity = min(
-            sum(i.shape[1] * length for i, (_, length) in zip(ids, sides, strict=True)), table_rows
-        )
-        rows, num_rows, slot = self._number(flat, owner, clients, table_rows, capacity)
+            raise ValueError(f"feature {'/'.join(features)} holds id {bad}; the table has rows 0 to {table_rows - 1}")
+        capacity = min(sum(i.shape[1] * side.length for i, side in zip(ids, sides, strict=True)), table_rows)
+        capacity += -capacity % ROW_CHUNK
+        owner = np.concatenate([np.repeat(s.owner, i.shape[1]) for s, i in zip(sides, ids, strict=True)])
+        if support is None:
+            rows, num_rows, slot = self._number(flat, owner, len(query.counts), table_rows, capacity)
+        else:
+            order = np.argsort(owner, kind="stable")
+            rows, num_rows, in_order = self._number(flat[order], owner[order], len(query.counts), table_rows, capacity)
+            slot = np.empty_like(in_order)
+            slot[order] = in_order
         slots, stop = [], 0
-        for (side, length), i in zip(sides, ids, strict=True):
+        for side, i in zip(sides, ids, strict=True):
             start, stop = stop, stop + i.size
-            slots.append(_by_feature(side, slot[start:stop].reshape(i.shape), features, length))
+            slots.append(_by_feature(side, slot[start:stop].reshape(i.shape), features))
         return rows, num_rows, slots[0], slots[1] if support is not None else {}
 
     def _number(
         self, flat: np.ndarray, owner: np.ndarray, clients: int, table_rows: int, capacity: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Number each client's distinct ids from 0 in order of first use.
+        """Number each client's distinct ids from 0 in order of first use; `owner` ascends.
 
         A table indexed by (client, id) remembers where an id was first seen: two passes over the ids and no sort.
-        It is never cleared, since only entries written in the same call are read. Many clients of a large table
-        would make it large, so they go through it a group at a time.
+        It is never cleared, since only entries written in the same call are read. Clients go through it in groups
+        that keep it in cache, or small enough where a single client's part is not.
         """
-        group = max(1, min(clients, 2**24 // table_rows))
+        group = max(1, min(clients, SCRATCH_ENTRIES // table_rows))
         if self._scratch.size < group * table_rows:
             self._scratch = np.empty(group * table_rows, np.int32)
-        first = np.empty(flat.size, np.int32)
-        for begin in range(0, clients, group):
-            here = (
-                slice(None)
-                if group == clients
-                else np.flatnonzero((owner >= begin) & (owner < begin + group))
-            )
-            key = (owner[here] - begin) * table_rows + flat[here]
-            place = np.arange(len(key), dtype=np.int32)
-            self._scratch[key[::-1]] = place[
-                ::-1
-            ]  # where a key repeats, the last write wins: the first place
-            seen = self._scratch[key]
-            first[here] = seen if group == clients else here[seen]
-        new = first == np.arange(flat.size, dtype=np.int32)
-        num_rows = np.bincount(owner[new], minlength=clients).astype(np.int32)
-        rows = np.zeros((clients, capacity), np.int32)
-        order = np.argsort(owner[new], kind="stable")
-        _, rank_in_order, _ = _ragged(num_rows)
-        rank = np.empty(flat.size, np.int32)
-        rank[np.flatnonzero(new)[order]] = rank_in_order
-        rows[owner[new], rank[new]] = flat[new]
-        return rows, num_rows, rank[first]
+        first = np.empty(flat.size, np.int64)
+        key = owner % group * table_rows + flat
+        bounds = np.searchsorted(owner, np.arange(0, clients + group, group))
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            here = key[begin:end]
+            place = np.arange(begin, end, dtype=np.int32)
+            self._scratch[here[::-1]] = place[::-1]  # where a key repeats, the last write wins: the first place
+            first[begin:end] = self._scratch[here]
+        new = first == np.arange(flat.size)
+        rank = np.cumsum(new)
+        whose = owner[new]
+        num_rows = np.bincount(whose, minlength=clients)
+        rank -= (np.cumsum(num_rows) - num_rows + 1)[owner]
+        rows = np.zeros(clients * capacity, np.int32)
+        rows[whose * capacity + rank[new]] = flat[new]
+        return rows.reshape(clients, capacity), num_rows.astype(np.int32), rank[first].astype(np.int32)
 
 
 class _Side(NamedTuple):
@@ -213,36 +188,39 @@ class _Side(NamedTuple):
 
     columns: dict[str, np.ndarray]
     counts: np.ndarray
+    length: int
     owner: np.ndarray  # which client of the cohort an example belongs to
-    j: np.ndarray  # which of that client's examples it is
-    first: np.ndarray  # where a client's examples begin
+    place: np.ndarray  # where it goes when clients are laid out in `length` places each
 
     def flat(self, feature: str) -> np.ndarray:
         values = self.columns[feature]
         return values.reshape(len(values), -1) if values.ndim > 1 else values[:, None]
 
-    def spread(self, values: np.ndarray, length: int) -> np.ndarray:
+    def spread(self, values: np.ndarray) -> np.ndarray:
         """Lay values of `(examples, ...)` out as `(clients, length, ...)`."""
         clients = len(self.counts)
-        laid = np.zeros((clients * length, *values.shape[1:]), values.dtype)
-        laid[self.owner * length + self.j] = values
-        return laid.reshape(clients, length, *values.shape[1:])
+        laid = np.zeros((clients * self.length, *values.shape[1:]), values.dtype)
+        laid[self.place] = values
+        return laid.reshape(clients, self.length, *values.shape[1:])
+
+    def examples(self) -> Examples:
+        columns = {name: self.spread(values) for name, values in self.columns.items()}
+        return Examples(columns, self.counts.astype(np.int32))
 
 
-def _by_feature(side: _Side, slot: np.ndarray, features: Sequence[str], length: int) -> dict[str, np.ndarray]:
+def _by_feature(side: _Side, slot: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
     found, start = {}, 0
     for feature in features:
         stop = start + side.flat(feature).shape[1]
-        values = slot[:, start:stop].reshape(side.columns[feature].shape)
-        found[feature], start = side.spread(values, length), stop
+        found[feature] = side.spread(slot[:, start:stop].reshape(side.columns[feature].shape))
+        start = stop
     return found
 
 
-def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Enumerate `counts[i]` things of each owner i: the owners, the number within the owner, where each begins."""
-    first = np.cumsum(counts) - counts
+def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Enumerate `counts[i]` things of each owner i: the owners, and the number within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - first[owner], first
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
 def _limited(length: int, limit: int | None) -> int:
@@ -267,7 +245,5 @@ def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) ->
     blocks = np.concatenate([ranked, np.full(short, ABSENT, ranked.dtype)]).reshape(-1, block)
     turn = np.arange(len(blocks))
     lap, seat = np.divmod(turn, devices)
-    device = np.where(
-        lap % 2 == 0, seat, devices - 1 - seat
-    )  # to and fro, so that nobody always gets the longest
+    device = np.where(lap % 2 == 0, seat, devices - 1 - seat)  # to and fro, so that nobody always gets the longest
     return blocks[np.lexsort((turn, device))].reshape(-1)

@@ -95,9 +95,7 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     """
     names = metric_names(algorithm.model)
 
-    def one_round(
-        state: ServerState, kept: Any, cohort: Cohort, key: Array
-    ) -> tuple[ServerState, Any, RoundMetrics]:
+    def one_round(state: ServerState, kept: Any, cohort: Cohort, key: Array) -> tuple[ServerState, Any, RoundMetrics]:
         totals, kept = _run_blocks(algorithm, state.params, kept, cohort, key, place.block)
         totals = jax.lax.psum(totals, AXIS)
         weight = jnp.where(totals.weight > 0, totals.weight, 1.0)
@@ -170,9 +168,7 @@ def compile_each(function: Callable[..., Any], place: Layout) -> Callable[..., A
 
     by_client = PartitionSpec(AXIS)
     return jax.jit(
-        jax.shard_map(
-            run, mesh=place.mesh, in_specs=(PartitionSpec(), by_client), out_specs=by_client, check_vma=False
-        )
+        jax.shard_map(run, mesh=place.mesh, in_specs=(PartitionSpec(), by_client), out_specs=by_client, check_vma=False)
     )
 
 

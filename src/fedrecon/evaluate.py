@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -78,9 +79,18 @@ class Evaluator:
         self._split = query_only() if protocol == "standard" else split or half()
         self._key, self._batch_size = jax.random.key(seed), batch_size
         self._place = place or layout(model=algorithm.model)
-        needs = Needs(self._split, algorithm.support_limit, columns=features_used(algorithm.model, clients))
-        self._packer = Packer(clients, needs)
+        self._needs = Needs(self._split, algorithm.support_limit, columns=features_used(algorithm.model, clients))
+        self._packer = Packer(clients, self._needs)
         self._run = compile_each(self._block, self._place)
+
+    def on(self, clients: Clients) -> Evaluator:
+        """Return an evaluator of other clients; where they pack to the same shape nothing is compiled again."""
+        if len(clients) == 0:
+            raise ValueError("there are no clients to evaluate on")
+        other = copy.copy(self)
+        other.clients = clients
+        other._packer = Packer(clients, self._needs)
+        return other
 
     def _block(self, shared: Any, part: tuple[Cohort, Any]) -> Any:
         params, key = shared
@@ -172,10 +182,7 @@ def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
         micro=finish(model, sums[good].sum(0)),
         macro={name: float("nan") if empty else float(np.nanmean(per_client[name])) for name in names},
         quantiles={
-            name: {
-                f"{q:g}": float("nan") if empty else float(np.nanquantile(per_client[name], q))
-                for q in QUANTILES
-            }
+            name: {f"{q:g}": float("nan") if empty else float(np.nanquantile(per_client[name], q)) for q in QUANTILES}
             for name in names
         },
         per_client=per_client,

@@ -25,9 +25,7 @@ class _Recorder(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._columns:
-            raise ValueError(
-                f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}"
-            )
+            raise ValueError(f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}")
         self._asked.add(name)
         return self._columns[name]
 
@@ -94,8 +92,4 @@ def _probe(clients: Clients) -> dict[str, np.ndarray]:
     sizes = clients.ends[:1000] - clients.starts[:1000]  # not of all clients: there may be millions
     who = int(np.argmax(sizes))
     at = int(clients.starts[who]) + np.arange(PROBED) % max(1, int(sizes[who]))
-    return {
-        name: np.asarray(column[at])
-        for name, column in clients.columns.items()
-        if column.dtype.kind in "biuf"
-    }
+    return {name: np.asarray(column[at]) for name, column in clients.columns.items() if column.dtype.kind in "biuf"}

@@ -13,7 +13,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedrecon.cohort import Examples
-from fedrecon.lookups import Reach, Tables, merge_repeats, reach, state_labels
+from fedrecon.lookups import Reach, Tables, change_rows, merge_repeats, reach, state_labels
 from fedrecon.model import Batch, Model, Params, measure, metric_names
 
 
@@ -125,8 +125,8 @@ def gradient_descent(
             take = _row_step(objective, optimizer, params, context, examples, tables, each, measured, alone)
 
         def advance(t: Array, carry: Any) -> Any:
-            epoch_step = t % jnp.maximum(batches, 1)
-            index = epoch_step[:, None] * batch_size + jnp.arange(batch_size)  # (clients, batch)
+            batch_number = t + 0 * batches if epochs == 1 else t % jnp.maximum(batches, 1)
+            index = batch_number[:, None] * batch_size + jnp.arange(batch_size)  # (clients, batch)
             active = t < todo
             mask = (index < examples.count[:, None]) & active[:, None]
             # Padding is never read: a partial batch repeats the client's last example, with no weight.
@@ -219,7 +219,7 @@ def _row_step(
         slots: Batch,
         mask: Array,
         active: Array,
-    ) -> tuple[Params, dict[str, Array], Any, Array]:
+    ) -> tuple[Params, dict[str, Array], Any, dict[str, Array], Array]:
         fetched = tables.fetch(changes, batch, slots)
         rows, slot = fetched.rows, fetched.slot
 
@@ -233,8 +233,7 @@ def _row_step(
             slot = {path: pair[1] for path, pair in merged.items()}
         leaves, structure = jax.tree.flatten(state)
         small = [
-            leaf[fetched.slot[label]] if label in rows else leaf
-            for leaf, label in zip(leaves, labels, strict=True)
+            leaf[fetched.slot[label]] if label in rows else leaf for leaf, label in zip(leaves, labels, strict=True)
         ]
         updates, small_state = optimizer.update(
             {**grads, **row_grads}, jax.tree.unflatten(structure, small), {**params, **rows}
@@ -242,21 +241,24 @@ def _row_step(
         if not alone:
             updates = _where(active, updates, jax.tree.map(jnp.zeros_like, updates))
             small_state = _where(active, small_state, jax.tree.unflatten(structure, small))
-        mode = "promise_in_bounds" if each else "drop"
-        changes = {path: changes[path].at[slot[path]].add(updates[path], mode=mode) for path in rows}
-        new_leaves = [
-            leaf.at[slot[label]].set(new, mode=mode) if label in rows else new
-            for leaf, new, label in zip(leaves, jax.tree.leaves(small_state), labels, strict=True)
-        ]
         params = {path: params[path] + updates[path] for path in params}
-        return params, changes, jax.tree.unflatten(structure, new_leaves), jnp.where(active, sums, 0)
+        return params, {path: updates[path] for path in rows}, small_state, slot, jnp.where(active, sums, 0)
 
     def advance(carry: Any, index: Array, mask: Array, active: Array) -> Any:
         params, changes, state, total = carry
         batch = _batch(examples.columns, index)
         slots = _batch(tables.slots, index)
-        params, changes, state, sums = jax.vmap(one)(
+        params, updates, small_state, slot, sums = jax.vmap(one)(
             params, changes, state, context, batch, slots, mask, active
+        )
+        changes = {path: change_rows(changes[path], slot[path], updates[path]) for path in changes}
+        leaves, structure = jax.tree.flatten(state)
+        state = jax.tree.unflatten(
+            structure,
+            [
+                change_rows(leaf, slot[label], new, replace=True) if label in changes else new
+                for leaf, new, label in zip(leaves, jax.tree.leaves(small_state), labels, strict=True)
+            ],
         )
         return params, changes, state, total + sums if measured else total
 
@@ -265,9 +267,7 @@ def _row_step(
     return _Step(start, advance, lambda carry: (carry[0], carry[1], carry[3]))
 
 
-def measure_all(
-    objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int
-) -> Array:
+def measure_all(objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int) -> Array:
     """Measure several clients on all their examples, without solving: sums of `(clients, metrics, 2)`."""
     batches = -(-examples.count // batch_size)
 
@@ -314,9 +314,7 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
       limit: use at most this many examples of a client.
     """
     if not ridge > 0:
-        raise ValueError(
-            f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution"
-        )
+        raise ValueError(f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution")
 
     def solve(
         objective: Objective,
@@ -336,9 +334,7 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
             mask = jnp.arange(next(iter(batch.values())).shape[0]) < count
             start, restore = ravel_pytree(params)
             if start.size > MOST_SOLVED_FOR:
-                raise ValueError(
-                    f"least squares would solve for {start.size} numbers; at most {MOST_SOLVED_FOR}"
-                )
+                raise ValueError(f"least squares would solve for {start.size} numbers; at most {MOST_SOLVED_FOR}")
 
             def predict(vector: Array) -> Array:
                 return objective.predict(restore(vector), context, batch)
@@ -374,9 +370,7 @@ def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Arra
     return jnp.sum(values), weights
 
 
-def _check_least_squares(
-    objective: Objective, params: Params, context: Any, batch: Batch, mask: Array
-) -> None:
+def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
     """Fail unless predictions are affine in the parameters and the loss is the squared error."""
     del mask
     vector, restore = ravel_pytree(params)

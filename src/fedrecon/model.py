@@ -82,10 +82,7 @@ def finish(model: Model, sums: Any) -> dict[str, float]:
     """Turn sums of `(metrics, 2)` into named means; a metric without any weight is NaN."""
     finishers = [lambda mean: mean, *(metric.finish for metric in model.metrics.values())]
     means = (float(total) / float(weight) if weight > 0 else float("nan") for total, weight in sums)
-    return {
-        name: float(done(mean))
-        for name, done, mean in zip(metric_names(model), finishers, means, strict=True)
-    }
+    return {name: float(done(mean)) for name, done, mean in zip(metric_names(model), finishers, means, strict=True)}
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -150,9 +147,7 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
             raise ValueError(f"`local` and `frozen` overlap: both match {path!r}; make one of them narrower")
         part = 1 if is_local(path, leaf) else 2 if is_frozen(path, leaf) else 0
         if part != 2 and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise ValueError(
-                f"{path!r} is {jnp.result_type(leaf)}, which cannot be trained; match it with `frozen`"
-            )
+            raise ValueError(f"{path!r} is {jnp.result_type(leaf)}, which cannot be trained; match it with `frozen`")
         parts[part][path] = leaf
     if not parts[1]:
         raise ValueError(f"`local` matched nothing; the paths are: {', '.join(leaves)}")
@@ -171,7 +166,5 @@ def _matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[st
     patterns = [which] if isinstance(which, str) else list(which)
     for pattern in patterns:
         if not fnmatch.filter(leaves, pattern):
-            raise ValueError(
-                f"`{name}` pattern {pattern!r} matched nothing; the paths are: {', '.join(leaves)}"
-            )
+            raise ValueError(f"`{name}` pattern {pattern!r} matched nothing; the paths are: {', '.join(leaves)}")
     return lambda path, leaf: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

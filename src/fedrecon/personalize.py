@@ -18,9 +18,7 @@ from fedrecon.model import Model
 from fedrecon.split import support_only
 
 
-def reconstruct(
-    algorithm: Algorithm, params: Any, examples: Clients | Mapping[str, Any], *, seed: int = 0
-) -> Any:
+def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[str, Any], *, seed: int = 0) -> Any:
     """Rebuild local parameters from a client's own examples, all of them.
 
     Args:

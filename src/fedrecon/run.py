@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedrecon.folders import whole_folder
 from fedrecon.storage import (
     ARRAYS,
     MANIFEST,
@@ -15,7 +16,7 @@ from fedrecon.storage import (
     load_arrays,
     read_json,
     save_arrays,
-    whole_folder,
+    without_nan,
     write_json,
 )
 
@@ -58,7 +59,7 @@ class RunFolder:
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one line of metrics."""
         with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(without_nan(entry)) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
         """Read all complete lines of metrics; a last line that was cut off is not one."""
@@ -79,9 +80,7 @@ class RunFolder:
             return
         with whole_folder(folder) as temporary:
             save_arrays(temporary / ARRAYS, tree)
-            (temporary / MANIFEST).write_text(
-                json.dumps({"format": 1, "rounds": done}) + "\n", encoding="utf-8"
-            )
+            (temporary / MANIFEST).write_text(json.dumps({"format": 1, "rounds": done}) + "\n", encoding="utf-8")
         for old in self._complete()[:-1]:
             shutil.rmtree(old)
 
@@ -91,7 +90,7 @@ class RunFolder:
         if not complete:
             self.metrics_path.unlink(missing_ok=True)
             return None
-        done = int(read_json(complete[-1] / MANIFEST)["rounds"])
+        done = _rounds_of(complete[-1])
         tree = load_arrays(complete[-1] / ARRAYS, like)
         records = [entry for entry in self.records() if entry["round"] <= done]
         lines = "".join(json.dumps(entry) + "\n" for entry in records)
@@ -110,6 +109,11 @@ class RunFolder:
         """Say whether there is something to resume from."""
         return bool(self._complete())
 
+    def rounds_done(self) -> int | None:
+        """Return after how many rounds the newest complete checkpoint was made; None if there is none."""
+        complete = self._complete()
+        return _rounds_of(complete[-1]) if complete else None
+
     @property
     def _checkpoints(self) -> Path:
         return self.path / "checkpoint"
@@ -118,6 +122,15 @@ class RunFolder:
         if not self._checkpoints.exists():
             return []
         return sorted(p for p in self._checkpoints.iterdir() if p.name.startswith("round-"))
+
+
+def _rounds_of(checkpoint: Path) -> int:
+    try:
+        return int(read_json(checkpoint / MANIFEST)["rounds"])
+    except (KeyError, TypeError, ValueError) as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise StorageError(f"{checkpoint / MANIFEST} is damaged: {problem!r}") from None
 
 
 __all__ = ["RunFolder", "StorageError"]

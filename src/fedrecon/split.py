@@ -7,23 +7,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-Sizes = np.ndarray  # how many examples a client has
-Place = Callable[[Sizes, np.ndarray], np.ndarray]  # (its client's size, j) -> position of the j-th example
+Sizes = np.ndarray  # (clients,) how many examples each has
+Pair = tuple[np.ndarray, np.ndarray]  # for support and for query
 
 
 class Split(NamedTuple):
-    """How clients divide their examples.
+    """How clients divide their examples: the j-th support example of a client is at `begin + pattern(j)`.
 
     Attributes:
       counts: `sizes -> (support counts, query counts)`.
-      support: `(size, j) -> position` of the j-th support example of a client of that size, elementwise.
-      query: the same for query examples.
+      begins: `sizes -> (where support begins, where query begins)`.
+      pattern: `j -> position` from there; None for one after another.
       by: a column to put the examples in order by before splitting (a time, say), or None for stored order.
     """
 
-    counts: Callable[[Sizes], tuple[np.ndarray, np.ndarray]]
-    support: Place
-    query: Place
+    counts: Callable[[Sizes], Pair]
+    begins: Callable[[Sizes], Pair]
+    pattern: Callable[[np.ndarray], np.ndarray] | None = None
     by: str | None = None
 
 
@@ -43,9 +43,7 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
     if not 0 <= support <= 1:
         raise ValueError(f"`support` is {support}; a fraction lies between 0 and 1")
     if min_support < 0 or min_query < 0:
-        raise ValueError(
-            f"minimum sizes cannot be negative: min_support={min_support}, min_query={min_query}"
-        )
+        raise ValueError(f"minimum sizes cannot be negative: min_support={min_support}, min_query={min_query}")
 
     def counts(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
         share = np.floor(sizes * support + 0.5 + 1e-9).astype(np.int64)
@@ -53,7 +51,7 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
         share = np.where(sizes < min_support + min_query, sizes, share)
         return share, sizes - share
 
-    return Split(counts, _as_stored, lambda sizes, j: counts(sizes)[0] + j, by)
+    return Split(counts, lambda sizes: (np.zeros_like(sizes), counts(sizes)[0]), None, by)
 
 
 def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
@@ -71,30 +69,29 @@ def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
         support = whole * chunk + np.minimum(rest, chunk)
         return support, sizes - support
 
-    def place(j: np.ndarray) -> np.ndarray:
+    def pattern(j: np.ndarray) -> np.ndarray:
         return (j // chunk) * 2 * chunk + j % chunk
 
-    return Split(counts, lambda sizes, j: place(j), lambda sizes, j: place(j) + chunk, by)
+    return Split(counts, lambda sizes: (np.zeros_like(sizes), np.full_like(sizes, chunk)), pattern, by)
 
 
 def none(*, by: str | None = None) -> Split:
     """Let support and query both be all of a client's examples."""
-    return Split(lambda sizes: (sizes, sizes), _as_stored, _as_stored, by)
+    return Split(lambda sizes: (sizes, sizes), _both_from_start, None, by)
 
 
 def query_only() -> Split:
     """Give every example to query: for algorithms that reconstruct nothing."""
-    return Split(lambda sizes: (np.zeros_like(sizes), sizes), _as_stored, _as_stored)
+    return Split(lambda sizes: (np.zeros_like(sizes), sizes), _both_from_start)
 
 
 def support_only() -> Split:
     """Give every example to support: for serving a client rather than measuring on it."""
-    return Split(lambda sizes: (sizes, np.zeros_like(sizes)), _as_stored, _as_stored)
+    return Split(lambda sizes: (sizes, np.zeros_like(sizes)), _both_from_start)
 
 
-def _as_stored(sizes: Sizes, j: np.ndarray) -> np.ndarray:
-    del sizes
-    return j
+def _both_from_start(sizes: Sizes) -> Pair:
+    return np.zeros_like(sizes), np.zeros_like(sizes)
 
 
 NAMED: dict[str, Callable[[], Split]] = {"half": half, "alternate": alternate, "none": none}

@@ -1,12 +1,10 @@
-"""Arrays on disk: pytrees as safetensors with a JSON manifest, in folders that are whole or not there."""
+"""Pytrees and settings on disk: safetensors and JSON files."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from fedrecon.folders import sync
 from fedrecon.model import flatten, unflatten
 
 ARRAYS, MANIFEST = "arrays.safetensors", "manifest.json"
@@ -23,45 +22,21 @@ class StorageError(ValueError):
     """Something on disk is not what it should be."""
 
 
-@contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Write a folder under a temporary name, sync it to disk, then give it its name.
-
-    Whoever finds the folder under its name finds all of it: a process that is killed leaves at most a folder with a
-    temporary name, which nobody reads and the next writer removes.
-    """
-    temporary = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    for file in temporary.iterdir():
-        _sync(file)
-    _sync(temporary)
-    if path.exists():
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        temporary.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that it is either the old one or the new one, whenever the process ends."""
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    _sync(temporary)
+    temporary.write_text(json.dumps(without_nan(value), indent=2) + "\n", encoding="utf-8")
+    sync(temporary)
     temporary.replace(path)
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value for JSON with null for every number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> Any:

@@ -1,86 +1,30 @@
-"""The training loop: sample, pack, run, report, checkpoint."""
+"""The training loop: run rounds, evaluate, report, checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from fedrecon.aggregate import COUNTS
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
-from fedrecon.cohort import ABSENT, Cohort, Packer
 from fedrecon.engine import Layout, RoundMetrics, compile_rounds, everywhere, layout
 from fedrecon.evaluate import Evaluator, kept_like
-from fedrecon.features import check_fit, features_used
+from fedrecon.features import check_fit
 from fedrecon.model import finish
 from fedrecon.progress import Progress, silent
 from fedrecon.run import RunFolder
+from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that starting it does not show
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """Who takes part in a round.
-
-    Attributes:
-      clients_per_round: how many clients' updates a round takes.
-      oversample: invite this many times as many, and take the first that answer.
-      drop_out: the share of invited clients that never answer.
-      min_examples: clients with fewer examples do not answer either.
-    """
-
-    clients_per_round: int = 100
-    oversample: float = 1.0
-    drop_out: float = 0.0
-    min_examples: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        if self.clients_per_round < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
-            raise ValueError(
-                "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
-                f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
-            )
-
-
-class Sample(NamedTuple):
-    """The clients of one round, and what became of the others that were invited."""
-
-    clients: np.ndarray  # (clients per round,) indices, ABSENT where too few answered
-    counts: dict[str, int]
-
-
-def sample(key: np.ndarray, clients: Clients, sampling: Sampling) -> Sample:
-    """Draw the clients of a round without replacement, in time that does not grow with the population.
-
-    Args:
-      key: the words of a JAX key (`jax.random.key_data`); the same key draws the same clients.
-      clients: the population.
-      sampling: how many, and who does not answer.
-    """
-    words = np.asarray(key, np.uint32).astype(np.uint64)
-    generator = np.random.Generator(
-        np.random.Philox(key=[words[0] << np.uint64(32) | words[1], np.uint64(0)])
-    )
-    wanted = sampling.clients_per_round
-    invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
-    drawn = generator.choice(len(clients), invited, replace=False)
-    large = clients.ends[drawn] - clients.starts[drawn] >= sampling.min_examples
-    answered = generator.random(invited) >= sampling.drop_out
-    taken = drawn[large & answered][:wanted]
-    chosen = np.full(wanted, ABSENT, np.int64)
-    chosen[: len(taken)] = taken
-    counts = {"invited": invited, "too_small": int((~large).sum()), "dropped": int((large & ~answered).sum())}
-    return Sample(chosen, counts)
+OnRecord = Callable[[dict[str, Any]], None]
 
 
 @dataclasses.dataclass
@@ -109,7 +53,7 @@ def train(
     rounds: int,
     clients_per_round: int | None = None,
     sampling: Sampling | None = None,
-    valid: Clients | None = None,
+    valid: Clients | Evaluator | None = None,
     evaluate_every: int = 0,
     evaluate_split: Split | None = None,
     seed: int = 0,
@@ -117,7 +61,7 @@ def train(
     checkpoint_every: int = 100,
     place: Layout | None = None,
     progress: Progress = silent,
-    on_record: Callable[[dict[str, Any]], None] | None = None,
+    on_record: OnRecord | None = None,
 ) -> Run:
     """Train global parameters.
 
@@ -127,7 +71,7 @@ def train(
       rounds: how many rounds in all, those of a resumed run included.
       clients_per_round: short for `sampling=Sampling(clients_per_round=...)`.
       sampling: who takes part in a round.
-      valid: clients to evaluate on.
+      valid: clients to evaluate on, or an evaluator of them.
       evaluate_every: evaluate after every so many rounds, and after the last; 0 for the last alone.
       evaluate_split: support and query in evaluation; half and half by default.
       seed: of everything random.
@@ -149,9 +93,9 @@ def train(
         raise ValueError("there are no clients to train on")
     check_fit(algorithm, clients)
     loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
-    evaluator = None
-    if valid is not None:
-        evaluator = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
+    evaluator = valid
+    if isinstance(evaluator, Clients):
+        evaluator = Evaluator(algorithm, evaluator, split=evaluate_split, seed=seed, place=loop.place)
     history: list[dict[str, Any]] = []
     done = loop.restore(folder, history) if folder else 0
 
@@ -162,25 +106,30 @@ def train(
         if on_record:
             on_record(entry)
 
+    def record_pending() -> None:
+        while loop.pending:
+            record(loop.pending.popleft())
+            advance(1, f"loss {history[-1]['loss']:.4f}")
+
     stops = _stops(rounds, evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
-    with progress("training", rounds) as advance, contextlib.ExitStack() as at_end:
-        if folder:
-            at_end.callback(lambda: folder.checkpoint(loop.round, loop.everything()))
+    interrupted = False
+    with progress("training", rounds) as advance:
         advance(done)
         try:
-            while loop.round < rounds:
-                stop = next(s for s in stops if s > loop.round)
-                for entry in loop.advance(stop):
-                    record(entry)
-                    advance(1, f"loss {entry['loss']:.4f}")
-                if evaluator and _due(loop.round, rounds, evaluate_every):
-                    found = evaluator(loop.state.params, ()).summary()
-                    record({"kind": "evaluation", "round": loop.round, **found})
-                if folder and _due(loop.round, rounds, checkpoint_every):
-                    folder.checkpoint(loop.round, loop.everything())
+            while loop.now.round < rounds:
+                loop.advance(next(stop for stop in stops if stop > loop.now.round))
+                record_pending()
+                if evaluator and _due(loop.now.round, rounds, evaluate_every):
+                    found = evaluator(loop.now.server.params, ()).summary()
+                    record({"kind": "evaluation", "round": loop.now.round, **found})
+                if folder and _due(loop.now.round, rounds, checkpoint_every):
+                    folder.checkpoint(loop.now.round, loop.everything())
         except KeyboardInterrupt:
-            return Run(loop.params(), history, loop.round, loop.kept, interrupted=True)
-    return Run(loop.params(), history, loop.round, loop.kept)
+            interrupted = True
+            record_pending()
+            if folder:
+                folder.checkpoint(loop.now.round, loop.everything())
+    return Run(jax.tree.map(np.asarray, loop.now.server.params), history, loop.now.round, loop.now.kept, interrupted)
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -192,88 +141,72 @@ def _stops(rounds: int, *every: int) -> list[int]:
     return sorted({rounds}.union(*(range(n, rounds, n) for n in every if n)))
 
 
+class _Now(NamedTuple):
+    """Where training is: replaced as a whole after every call, so that an interruption finds it consistent."""
+
+    round: int
+    server: ServerState
+    kept: Any
+
+
 class _Loop:
-    """The state of training between rounds, and how to run some more of them."""
+    """Training between rounds, and how to run some more of them."""
 
     def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, place: Layout):
-        self.algorithm, self.clients, self.sampling, self.place = algorithm, clients, sampling, place
-        init_key, self._round_key = jax.random.split(jax.random.key(seed))
-        self._seed = seed
-        self.state: ServerState = everywhere(algorithm.init(init_key), place)
-        self.kept = kept_like(algorithm, len(clients), seed)
-        self.round = 0
-        self._at_once = 1 if jax.tree.leaves(self.kept) else ROUNDS_AT_ONCE
-        needs = algorithm.needs._replace(columns=features_used(algorithm.model, clients))
-        self._packer = Packer(clients, needs)
+        self.place, self._model = place, algorithm.model
+        init_key, round_key = jax.random.split(jax.random.key(seed))
+        kept = kept_like(algorithm, len(clients), seed)
+        self.now = _Now(0, everywhere(algorithm.init(init_key), place), kept)
+        self.pending: collections.deque[dict[str, Any]] = collections.deque()
+        at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
+        self._cohorts = Cohorts(algorithm, clients, sampling, place, round_key, at_once)
+        self._ahead: Prepared | None = None
         self._run = compile_rounds(algorithm, place)
 
-    def params(self) -> Any:
-        return jax.tree.map(np.asarray, self.state.params)
-
     def everything(self) -> Any:
-        return {"server": jax.tree.map(np.asarray, self.state._asdict()), "kept": self.kept}
+        return {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
 
     def restore(self, folder: RunFolder, history: list[dict[str, Any]]) -> int:
         found = folder.restore(self.everything())
         if found is None:
             return 0
-        self.round, saved, records = found
-        self.state = everywhere(ServerState(**saved["server"]), self.place)
-        self.kept = jax.tree.map(np.array, saved["kept"])
+        done, saved, records = found
+        self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.place), saved["kept"])
         history.extend(records)
-        return self.round
+        return done
 
-    def advance(self, stop: int) -> list[dict[str, Any]]:
-        """Run rounds until `stop`, packing the next call's cohorts while the devices run this call's."""
-        entries: list[dict[str, Any]] = []
-        ahead = self._prepare(self.round, stop)
-        while ahead is not None:
-            first, number, cohorts, keys, samples = ahead
-            theirs = jax.tree.map(lambda x, at=np.maximum(cohorts.client[0], 0): x[at], self.kept)
-            state, theirs, metrics = self._run(self.state, theirs, cohorts, keys, number)
-            ahead = self._prepare(first + number, stop)
-            self._keep(cohorts.client[0], theirs)
-            found = jax.tree.map(np.asarray, metrics)
-            self.state, self.round = state, first + number
-            entries += [self._entry(first + r, found, r, samples[r]) for r in range(number)]
-        return entries
+    def advance(self, stop: int) -> None:
+        """Run one call of rounds, `stop` at most, packing the next call's cohorts while the devices run this one's."""
+        ready = self._ahead
+        if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
+            ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
+        who = ready.cohorts.client[0]
+        theirs = jax.tree.map(lambda x: x[np.maximum(who, 0)], self.now.kept)
+        server, theirs, metrics = self._run(self.now.server, theirs, ready.cohorts, ready.keys, ready.number)
+        done = ready.first + ready.number
+        self._ahead = self._cohorts.prepare(done, stop - done) if done < stop else None
+        found = jax.tree.map(np.asarray, metrics)
+        self.now = _Now(done, server, _put(self.now.kept, who, theirs))
+        self.pending.extend(self._entry(ready, found, r) for r in range(ready.number))
 
-    def _prepare(self, first: int, stop: int) -> tuple[int, int, Cohort, Array, list[Sample]] | None:
-        number = min(self._at_once, stop - first)
-        if number <= 0:
-            return None
-        keys = _round_keys(self._round_key, np.arange(first, first + self._at_once, dtype=np.uint32))
-        words = np.asarray(jax.random.key_data(keys[:, 0]))
-        samples = [sample(words[r], self.clients, self.sampling) for r in range(number)]
-        packed = [self._pack(s.clients) for s in samples]
-        packed += [packed[-1]] * (self._at_once - number)  # never run: only there to keep the shape
-        return first, number, jax.tree.map(lambda *x: np.stack(x), *packed), keys[:, 1], samples
-
-    def _pack(self, chosen: np.ndarray) -> Cohort:
-        safe = np.maximum(chosen, 0)
-        sizes = np.where(chosen >= 0, self.clients.ends[safe] - self.clients.starts[safe], 0)
-        return self._packer.pack(self.place.arrange(chosen, sizes))
-
-    def _keep(self, client: np.ndarray, theirs: Any) -> None:
-        if not jax.tree.leaves(self.kept):
-            return
-        here = client >= 0
-        for store, new in zip(jax.tree.leaves(self.kept), jax.tree.leaves(theirs), strict=True):
-            store[client[here]] = np.asarray(new)[here]
-
-    def _entry(self, number: int, metrics: RoundMetrics, r: int, drawn: Sample) -> dict[str, Any]:
+    def _entry(self, ready: Prepared, metrics: RoundMetrics, r: int) -> dict[str, Any]:
         return {
             "kind": "round",
-            "round": number + 1,
-            **finish(self.algorithm.model, metrics.sums[r]),
+            "round": ready.first + r + 1,
+            **finish(self._model, metrics.sums[r]),
             "weight": float(metrics.weight[r]),
             **{name: int(metrics.counts[name][r]) for name in COUNTS},
-            **drawn.counts,
+            **ready.samples[r].counts,
             "skipped": bool(metrics.skipped[r]),
         }
 
 
-@jax.jit
-def _round_keys(key: Array, numbers: Array) -> Array:
-    """Derive, for every round, the key that samples clients and the key that clients get: `(rounds, 2)`."""
-    return jax.vmap(lambda r: jax.random.split(jax.random.fold_in(key, r)))(jnp.asarray(numbers))
+def _put(kept: Any, client: np.ndarray, theirs: Any) -> Any:
+    """Return what owners keep with the entries of some clients replaced."""
+
+    def put(store: np.ndarray, new: Array) -> np.ndarray:
+        store = store.copy()
+        store[client[client >= 0]] = np.asarray(new)[client >= 0]
+        return store
+
+    return jax.tree.map(put, kept, theirs)

@@ -57,9 +57,7 @@ class Updater:
             groups[name] = (rows, features)
         return Needs(split, support_limit, self._update.limit, groups, self._through_support)
 
-    def run(
-        self, params: Params, cohort: Cohort, predict: Predict, context: Any, solved: Params = ()
-    ) -> Updated:
+    def run(self, params: Params, cohort: Cohort, predict: Predict, context: Any, solved: Params = ()) -> Updated:
         """Run U.
 
         Args:
@@ -96,9 +94,7 @@ class Updater:
         upload = Upload({path: delta[path] for path in leaves}, solution.examples, solution.sums)
         return Updated(upload, local_of(solution.params))
 
-    def _tables(
-        self, leaves: dict[str, Array], cohort: Cohort
-    ) -> tuple[Tables | None, dict[str, Array], Cohort]:
+    def _tables(self, leaves: dict[str, Array], cohort: Cohort) -> tuple[Tables | None, dict[str, Array], Cohort]:
         """Lay out the lookup tables: to be changed by rows, or copied with the clients' ids renumbered to match."""
         rows = {path: cohort.rows[group] for path, group in self.groups.items()}
         if not rows:

@@ -55,11 +55,11 @@ def federated_averaging(
     def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
         del key
         found = updater.run(params, cohort, hold(model), (), solved=kept)
+        if not has_local:
+            return found.upload, kept
         # A client whose training blew up keeps what it had, as the server does.
-        finite = [
-            jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(found.local)
-        ]
-        fine = jnp.stack(finite).all(0) if finite else None
+        finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(found.local)]
+        fine = jnp.stack(finite).all(0)
         local = jax.tree.map(
             lambda new, old: jnp.where(fine.reshape(-1, *([1] * (new.ndim - 1))), new, old), found.local, kept
         )

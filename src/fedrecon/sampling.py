@@ -1,0 +1,116 @@
+"""Who takes part in a round, and their cohorts made ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.clients import Clients
+from fedrecon.cohort import ABSENT, Cohort, Packer
+from fedrecon.engine import Layout
+from fedrecon.features import features_used
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Who takes part in a round.
+
+    Attributes:
+      clients_per_round: how many clients' updates a round takes.
+      oversample: invite this many times as many, and take the first that answer.
+      drop_out: the share of invited clients that never answer.
+      min_examples: clients with fewer examples do not answer either.
+    """
+
+    clients_per_round: int = 100
+    oversample: float = 1.0
+    drop_out: float = 0.0
+    min_examples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.clients_per_round < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
+            raise ValueError(
+                "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
+                f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
+            )
+
+
+class Sample(NamedTuple):
+    """The clients of one round, and what became of the others that were invited."""
+
+    clients: np.ndarray  # (clients per round,) indices, ABSENT where too few answered
+    counts: dict[str, int]
+
+
+def sample(key: np.ndarray, clients: Clients, sampling: Sampling) -> Sample:
+    """Draw the clients of a round without replacement, in time that does not grow with the population.
+
+    Args:
+      key: the words of a JAX key (`jax.random.key_data`); the same key draws the same clients.
+      clients: the population.
+      sampling: how many, and who does not answer.
+    """
+    words = np.asarray(key, np.uint32).astype(np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=[words[0] << np.uint64(32) | words[1], np.uint64(0)]))
+    wanted = sampling.clients_per_round
+    invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
+    drawn = generator.choice(len(clients), invited, replace=False)
+    large = clients.ends[drawn] - clients.starts[drawn] >= sampling.min_examples
+    answered = generator.random(invited) >= sampling.drop_out
+    taken = drawn[large & answered][:wanted]
+    chosen = np.full(wanted, ABSENT, np.int64)
+    chosen[: len(taken)] = taken
+    counts = {"invited": invited, "too_small": int((~large).sum()), "dropped": int((large & ~answered).sum())}
+    return Sample(chosen, counts)
+
+
+class Prepared(NamedTuple):
+    """Several rounds ready to run in one call, rounds first in every leaf of the cohorts and keys."""
+
+    first: int
+    number: int
+    cohorts: Cohort
+    keys: Array
+    samples: list[Sample]
+
+
+class Cohorts:
+    """Draws and packs the cohorts of rounds: round r's depend on the key and on r alone."""
+
+    def __init__(
+        self, algorithm: Algorithm, clients: Clients, sampling: Sampling, place: Layout, key: Array, at_once: int
+    ):
+        """Prepare `at_once` rounds at a time, always that many so that nothing is compiled twice."""
+        self._clients, self._sampling, self._place, self._key, self._at_once = clients, sampling, place, key, at_once
+        needs = algorithm.needs._replace(columns=features_used(algorithm.model, clients))
+        self._packer = Packer(clients, needs)
+
+    def prepare(self, first: int, number: int) -> Prepared:
+        """Prepare `number` rounds from `first` on; places beyond them are filled with absent clients."""
+        number = min(number, self._at_once)
+        keys = _round_keys(self._key, np.arange(first, first + self._at_once, dtype=np.uint32))
+        words = np.asarray(jax.random.key_data(keys[:, 0]))
+        samples = [sample(words[r], self._clients, self._sampling) for r in range(number)]
+        orders = [self._arrange(s.clients) for s in samples]
+        orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
+        packed = self._packer.pack(np.concatenate(orders))
+        cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
+        return Prepared(first, number, cohorts, keys[:, 1], samples)
+
+    def _arrange(self, chosen: np.ndarray) -> np.ndarray:
+        safe = np.maximum(chosen, 0)
+        sizes = np.where(chosen >= 0, self._clients.ends[safe] - self._clients.starts[safe], 0)
+        return self._place.arrange(chosen, sizes)
+
+
+@jax.jit
+def _round_keys(key: Array, numbers: Array) -> Array:
+    """Derive, for every round, the key that samples clients and the key that clients get: `(rounds, 2)`."""
+    return jax.vmap(lambda r: jax.random.split(jax.random.fold_in(key, r)))(jnp.asarray(numbers))
