@@ -3,10 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toy_models import a_and_b, clients_of, descend, linear, one_by_one, one_round, xy
 
 import fedrecon as fr
 from fedrecon.algorithm import ServerState, step_server
+from toy_models import a_and_b, clients_of, descend, linear, one_by_one, one_round, xy
 
 NEVER = fr.split.none()
 

@@ -3,11 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toy_models import a_and_b, clients_of, descend, linear, squared_error, xy
 
 import fedrecon as fr
 from fedrecon.cohort import Examples
-from fedrecon.local import MOST_SOLVED_FOR, Objective
+from fedrecon.least_squares import MOST_SOLVED_FOR
+from fedrecon.local import Objective
+from toy_models import a_and_b, clients_of, descend, linear, squared_error, xy
 
 ITEMS, DIM = 10, 3
 

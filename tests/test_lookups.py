@@ -3,6 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import fedrecon as fr
+from fedrecon.lookups import check_lookups, lookup_groups, merge_repeats, reach
 from toy_models import (
     DIM,
     ITEMS,
@@ -13,9 +16,6 @@ from toy_models import (
     lookup_model,
     one_round,
 )
-
-import fedrecon as fr
-from fedrecon.lookups import check_lookups, lookup_groups, merge_repeats, reach
 
 CLIENTS = lookup_clients([7, 1, 4, 10, 0, 2], seed=1)
 

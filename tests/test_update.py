@@ -5,6 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import fedrecon as fr
+from fedrecon.cohort import Packer
+from fedrecon.features import features_used
+from fedrecon.model import flatten, path_name
 from toy_models import (
     assert_close,
     assert_same_bits,
@@ -17,11 +22,6 @@ from toy_models import (
     squared_error,
     xy,
 )
-
-import fedrecon as fr
-from fedrecon.cohort import Packer
-from fedrecon.features import features_used
-from fedrecon.model import flatten, path_name
 
 
 def uploads(algorithm, params, clients):

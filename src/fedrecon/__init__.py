@@ -10,14 +10,14 @@ from fedrecon.algorithm import ServerState as ServerState
 from fedrecon.algorithm import federated_reconstruction as federated_reconstruction
 from fedrecon.algorithms import federated_averaging as federated_averaging
 from fedrecon.clients import Clients as Clients
+from fedrecon.descent import gradient_descent as gradient_descent
 from fedrecon.engine import Layout as Layout
 from fedrecon.engine import layout as layout
 from fedrecon.evaluate import Evaluation as Evaluation
 from fedrecon.evaluate import Evaluator as Evaluator
 from fedrecon.evaluate import evaluate as evaluate
+from fedrecon.least_squares import least_squares as least_squares
 from fedrecon.local import Solver as Solver
-from fedrecon.local import gradient_descent as gradient_descent
-from fedrecon.local import least_squares as least_squares
 from fedrecon.model import Metric as Metric
 from fedrecon.model import Model as Model
 from fedrecon.model import partition as partition

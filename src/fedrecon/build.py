@@ -17,8 +17,10 @@ from fedrecon.config import Config, Data, Factorization, Reading, Reconstruct, S
 from fedrecon.data import Ratings, load
 from fedrecon.data.errors import DataError
 from fedrecon.data.movielens import NAMES
+from fedrecon.descent import gradient_descent
 from fedrecon.engine import Layout, layout
-from fedrecon.local import Solver, gradient_descent, least_squares
+from fedrecon.least_squares import least_squares
+from fedrecon.local import Solver
 from fedrecon.model import Model
 from fedrecon.models import learned_default, matrix_factorization
 from fedrecon.optimizers import yogi

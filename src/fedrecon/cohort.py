@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -168,7 +169,7 @@ class Packer:
         first = np.empty(flat.size, np.int64)
         key = owner % group * table_rows + flat
         bounds = np.searchsorted(owner, np.arange(0, clients + group, group))
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for begin, end in itertools.pairwise(bounds):
             here = key[begin:end]
             place = np.arange(begin, end, dtype=np.int32)
             self._scratch[here[::-1]] = place[::-1]  # where a key repeats, the last write wins: the first place

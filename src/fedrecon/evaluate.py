@@ -119,8 +119,7 @@ class Evaluator:
                 padded[: len(indices)] = indices
                 sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
                 order = self._place.arrange(padded, sizes)
-                theirs = jax.tree.map(lambda x, at=np.maximum(order, 0): np.asarray(x)[at], kept)
-                sums = np.asarray(self._run(shared, (self._packer.pack(order), theirs)))
+                sums = np.asarray(self._run(shared, (self._packer.pack(order), _of(kept, order))))
                 found[order[order >= 0]] = sums[order >= 0]
                 advance(len(indices))
         return summarize(self.algorithm.model, self.protocol, found)
@@ -195,3 +194,7 @@ def kept_like(algorithm: Algorithm, clients: int, seed: int) -> Any:
         return ()
     keys = client_keys(jax.random.key(seed), jnp.arange(clients))
     return jax.tree.map(np.array, algorithm.keep(keys))
+
+
+def _of(kept: Any, order: np.ndarray) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x)[np.maximum(order, 0)], kept)

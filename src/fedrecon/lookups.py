@@ -257,7 +257,7 @@ def reach(optimizer: optax.GradientTransformation) -> Reach:
     Returns:
       `each`: every occurrence of a row in a batch on its own (plain SGD);
       `rows`: the rows of a batch, repeats summed, with the state of just those rows (Adagrad; SGD clipped by norm);
-      `copy`: all rows a client ever touches, at every step (momentum, Adam);
+      `copy`: all rows that the client has touched so far (momentum, Adam);
       `whole`: the whole table (weight decay: it moves rows that nobody touched).
     """
     table, dense, grads, touched = _probe()
@@ -265,7 +265,7 @@ def reach(optimizer: optax.GradientTransformation) -> Reach:
     whole, used, by_rows, by_each = jax.jit(
         lambda: (
             _descend(optimizer, {**with_dense, "table": table}, grads),
-            _descend(optimizer, {**with_dense, "table": table[:-1]}, [(d, t[:-1]) for d, t in grads]),
+            _descend_growing(optimizer, {**with_dense, "table": table}, grads, touched),
             _descend_rows(optimizer, {**with_dense, "table": table}, grads, touched, parts=1),
             _descend_rows(optimizer, {**with_dense, "table": table}, grads, touched, parts=2),
         )
@@ -297,6 +297,28 @@ def _descend(optimizer: optax.GradientTransformation, params: Params, grads: Seq
     for dense, table in grads:
         updates, state = optimizer.update({"dense": dense, "table": table}, state, params)
         params = optax.apply_updates(params, updates)
+    return params
+
+
+def _descend_growing(
+    optimizer: optax.GradientTransformation, params: Params, grads: Sequence[Any], touched: Any
+) -> Params:
+    """Descend on the rows up to the last one touched so far; rows are touched in order."""
+    labels, state, known = state_labels(optimizer, params), optimizer.init(params), 0
+    for (dense, table), rows in zip(grads, touched, strict=True):
+        known = max(known, *(row + 1 for row in rows))
+        leaves, structure = jax.tree.flatten(state)
+        small = [leaf[:known] if label == "table" else leaf for leaf, label in zip(leaves, labels, strict=True)]
+        held = {**params, "table": params["table"][:known]}
+        gradient = {"dense": dense, "table": table[:known]}
+        updates, new = optimizer.update(gradient, jax.tree.unflatten(structure, small), held)
+        held = optax.apply_updates(held, updates)
+        params = {**held, "table": params["table"].at[:known].set(held["table"])}
+        written = [
+            leaf.at[:known].set(fresh) if label == "table" else fresh
+            for leaf, fresh, label in zip(leaves, jax.tree.leaves(new), labels, strict=True)
+        ]
+        state = jax.tree.unflatten(structure, written)
     return params
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -89,10 +90,15 @@ class Updater:
             (context, cohort.support if self._through_support else ()),
             cohort.query,
             tables,
+            grows=None if self._through_support else {path: self._ids(path, cohort) for path in copies},
         )
         delta = {path: solution.params[path] - sent[path] for path in sent} | solution.changes
         upload = Upload({path: delta[path] for path in leaves}, solution.examples, solution.sums)
         return Updated(upload, local_of(solution.params))
+
+    def _ids(self, path: str, cohort: Cohort) -> int:
+        """Count the ids that one example has of a table."""
+        return sum(math.prod(cohort.slots[feature].shape[2:]) for feature in self._features[path])
 
     def _tables(self, leaves: dict[str, Array], cohort: Cohort) -> tuple[Tables | None, dict[str, Array], Cohort]:
         """Lay out the lookup tables: to be changed by rows, or copied with the clients' ids renumbered to match."""

@@ -70,5 +70,5 @@ def matrix_factorization(
         predict=predict,
         loss=squared_error,
         metrics={"rmse": Metric(squared_error, lambda mean: mean**0.5), "accuracy": Metric(accurate)},
-        lookups={path: "item" for path in tables},
+        lookups=dict.fromkeys(tables, "item"),
     )

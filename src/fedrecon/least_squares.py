@@ -1,0 +1,112 @@
+"""Least squares as a solver: for squared-error models that are linear in what is solved for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from fedrecon.cohort import Examples
+from fedrecon.local import Objective, Solution, Solver
+from fedrecon.lookups import Tables
+from fedrecon.model import Batch, Model, Params, measure, metric_names
+
+MOST_SOLVED_FOR = 2048  # least squares forms a square matrix of this side for every client
+
+
+def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
+    """Solve a squared-error model that is linear in what is solved for, at once and exactly.
+
+    Minimises the sum of squared errors plus `ridge` times the squared distance from where the parameters started,
+    which is zero-centred ridge regression for parameters that start near zero, and draws clients with little
+    data towards the default where one is learned.
+
+    Args:
+      ridge: above 0, so that clients with less data than parameters have a solution too.
+      limit: use at most this many examples of a client.
+    """
+    if not ridge > 0:
+        raise ValueError(f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution")
+
+    def solve(
+        objective: Objective,
+        params: Params,
+        context: Any,
+        examples: Examples,
+        tables: Tables | None = None,
+        *,
+        grows: Mapping[str, int] | None = None,
+        measured: bool = True,
+        differentiable: bool = False,
+    ) -> Solution:
+        del grows, differentiable  # a linear solve is
+        if tables is not None:
+            raise ValueError("least squares solves for whole parameters, not for rows of lookup tables")
+
+        def one(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:
+            mask = jnp.arange(next(iter(batch.values())).shape[0]) < count
+            start, restore = ravel_pytree(params)
+            if start.size > MOST_SOLVED_FOR:
+                raise ValueError(f"least squares would solve for {start.size} numbers; at most {MOST_SOLVED_FOR}")
+
+            def predict(vector: Array) -> Array:
+                return objective.predict(restore(vector), context, batch)
+
+            predictions = predict(start)
+            matrix = jax.jacfwd(predict)(start)  # (examples, parameters)
+            error, weights = _error(objective.model, predictions, batch)
+            weights = jnp.where(mask, weights, 0)
+            error = jnp.where(weights > 0, error, 0)
+            gram = matrix.T @ (weights[:, None] * matrix) + ridge * jnp.eye(start.size)
+            moment = matrix.T @ (weights * error)
+            solution = start - jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(gram), moment)
+            if not measured:
+                return restore(solution), jnp.zeros((len(metric_names(objective.model)), 2))
+            return restore(solution), measure(objective.model, predictions, batch, mask)[1]
+
+        columns = {name: column[:, :limit] for name, column in examples.columns.items()}
+        count = examples.count if limit is None else jnp.minimum(examples.count, limit)
+        solved, sums = jax.vmap(one)(params, context, columns, count)
+        return Solution(solved, {}, sums, count)
+
+    return Solver(solve, limit, lambda: "whole", _check_least_squares)
+
+
+def _error(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
+    """Return the error of predictions under a squared loss, (p - y), and the weights: half the loss's slope."""
+    slope, weights = jax.grad(lambda p: _summed(model, p, batch), has_aux=True)(predictions)
+    return slope / 2, weights
+
+
+def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
+    values, weights = model.loss(predictions, batch)
+    return jnp.sum(values), weights
+
+
+def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
+    """Fail unless predictions are affine in the parameters and the loss is the squared error."""
+    del mask
+    vector, restore = ravel_pytree(params)
+    a, b = (jax.random.normal(key, vector.shape) for key in jax.random.split(jax.random.key(0)))
+
+    def predict(v: Array) -> Array:
+        return objective.predict(restore(v), context, batch)
+
+    bend = predict(a + b) - predict(a) - predict(b) + predict(jnp.zeros_like(a))
+    scale = 1 + jnp.max(jnp.abs(predict(a))) + jnp.max(jnp.abs(predict(b)))
+    if not bool(jnp.all(jnp.abs(bend) <= 1e-3 * scale)):
+        raise ValueError(
+            "least squares needs predictions that are linear in what is solved for, and these are not; "
+            "use gradient_descent"
+        )
+    predictions = predict(a)
+    error, _ = _error(objective.model, predictions, batch)
+    values, _ = objective.model.loss(predictions, batch)
+    if values.shape != error.shape or not bool(jnp.allclose(values, error**2, 1e-3, 1e-4)):
+        raise ValueError(
+            "least squares needs the squared error as the loss, one value a prediction; use gradient_descent"
+        )

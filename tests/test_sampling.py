@@ -1,0 +1,81 @@
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedrecon as fr
+from fedrecon.cohort import ABSENT
+from fedrecon.sampling import sample
+
+
+def words(seed):
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+def sized(sizes):
+    ends = np.cumsum(sizes)
+    return fr.Clients({"x": np.zeros(ends[-1])}, ends - sizes, ends)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=30),
+    wanted=st.integers(1, 12),
+    oversample=st.sampled_from([1.0, 1.5, 3.0]),
+    drop_out=st.sampled_from([0.0, 0.3, 0.9]),
+    min_examples=st.integers(0, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_round_takes_the_first_that_answer(sizes, wanted, oversample, drop_out, min_examples, seed):
+    sizes = np.array([1, *sizes])
+    clients, key = sized(sizes), words(seed)
+    found = sample(key, clients, fr.Sampling(wanted, oversample, drop_out, min_examples))
+    invited = min(len(sizes), int(np.ceil(wanted * oversample)))
+    asked = sample(key, clients, fr.Sampling(invited, min_examples=0)).clients
+    assert len(found.clients) == wanted
+    taken = found.clients[found.clients >= 0]
+    assert (found.clients[len(taken) :] == ABSENT).all()
+    assert len(np.unique(taken)) == len(taken)
+    assert (sizes[taken] >= min_examples).all()
+    small = int((sizes[asked] < min_examples).sum())
+    assert found.counts["invited"] == invited
+    assert found.counts["too_small"] == small
+    answered = invited - small - found.counts["dropped"]
+    assert len(taken) == min(wanted, answered)
+    order = [int(np.flatnonzero(asked == client)[0]) for client in taken]
+    assert order == sorted(order), "not in the order in which they were invited"
+    if drop_out == 0:
+        assert found.counts["dropped"] == 0
+        np.testing.assert_array_equal(taken, asked[sizes[asked] >= min_examples][:wanted])
+
+
+def test_one_key_draws_the_same_clients_and_another_key_others():
+    clients = sized(np.ones(1000, int))
+    sampling = fr.Sampling(50, 1.3, 0.1)
+    one, same, other = (sample(words(seed), clients, sampling) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one.clients, same.clients)
+    assert one.counts == same.counts
+    assert len(np.intersect1d(one.clients, other.clients)) < 20
+
+
+def test_every_client_is_as_likely_as_any_other():
+    clients = sized(np.ones(20, int))
+    seen = np.concatenate([sample(words(seed), clients, fr.Sampling(5)).clients for seed in range(800)])
+    counts = np.bincount(seen, minlength=20)
+    assert counts.min() > 140  # 200 expected, with a standard deviation of 12
+    assert counts.max() < 260
+
+
+def test_the_share_that_drops_out_is_as_asked_for():
+    clients = sized(np.ones(5000, int))
+    found = sample(words(0), clients, fr.Sampling(5000, drop_out=0.3))
+    assert found.counts["dropped"] == pytest.approx(1500, abs=150)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"clients_per_round": 0}, {"oversample": 0.5}, {"drop_out": 1.0}, {"drop_out": -0.1}]
+)
+def test_impossible_sampling_is_refused(settings):
+    with pytest.raises(ValueError, match="sampling needs clients_per_round >= 1"):
+        fr.Sampling(**settings)

@@ -1,0 +1,287 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+import fedrecon as fr
+from toy_models import (
+    a_and_b,
+    assert_same_bits,
+    assert_same_history,
+    clients_of,
+    descend,
+    leaves_of,
+    linear,
+    one_by_one,
+    one_round,
+)
+
+ITEMS = 12
+
+
+def ratings(sizes=(9, 4, 7, 2, 6, 0), seed=0):
+    generator = np.random.default_rng(seed)
+    return clients_of(
+        *(
+            {
+                "item": generator.permutation(ITEMS)[:n].astype(np.int32),
+                "rating": generator.integers(1, 6, n).astype(np.float32),
+            }
+            for n in sizes
+        )
+    )
+
+
+def momentum():
+    """Federated Reconstruction with an optimizer on the server that has something to remember."""
+    return fr.federated_reconstruction(
+        fr.models.matrix_factorization(ITEMS, dim=2, biases=True),
+        reconstruct=descend(0.1, 2),
+        update=descend(0.1, 2),
+        server=optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale(-0.05)),
+    )
+
+
+def keeping():
+    """Federated averaging whose clients keep their local parameters."""
+    return fr.federated_averaging(
+        fr.models.matrix_factorization(ITEMS, dim=2, biases=True),
+        update=descend(0.1, 2),
+        server=optax.sgd(1.0, momentum=0.5),
+        reconstruct=descend(0.1, 2),
+    )
+
+
+def run(algorithm, rounds=12, folder=None, **options):
+    options = {"evaluate_every": 5, "valid": ratings(seed=9), "checkpoint_every": 4, "seed": 3, **options}
+    return fr.train(
+        algorithm,
+        ratings(),
+        rounds=rounds,
+        clients_per_round=3,
+        folder=fr.RunFolder(folder) if folder else None,
+        place=one_by_one(),
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of twelve rounds that nothing disturbed, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(momentum(), folder=folder), folder
+
+
+@pytest.fixture(scope="module")
+def whole_keeping():
+    return run(keeping())
+
+
+def of_kind(history, kind):
+    return [entry for entry in history if entry["kind"] == kind]
+
+
+def test_there_is_a_record_a_round_and_an_evaluation_every_n_rounds_and_after_the_last(whole):
+    history = whole[0].history
+    assert [entry["round"] for entry in of_kind(history, "round")] == list(range(1, 13))
+    assert [entry["round"] for entry in of_kind(history, "evaluation")] == [5, 10, 12]
+    assert [entry["round"] for entry in history] == sorted(entry["round"] for entry in history)
+
+
+def test_a_round_reports_its_metrics_and_what_the_guards_did(whole):
+    entry = of_kind(whole[0].history, "round")[0]
+    assert entry.keys() == {
+        *("kind", "round", "loss", "rmse", "accuracy", "weight"),
+        *("clients", "non_finite", "clipped", "zeroed", "invited", "too_small", "dropped", "skipped"),
+    }
+    assert entry["rmse"] == pytest.approx(entry["loss"] ** 0.5)
+    assert entry["invited"] == 3
+
+
+def test_metrics_jsonl_holds_the_history(whole):
+    run, folder = whole
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == run.history
+
+
+def test_an_evaluation_in_training_is_the_evaluation_of_those_parameters(whole):
+    found = fr.evaluate(momentum(), whole[0].params, ratings(seed=9), seed=3, place=one_by_one())
+    assert of_kind(whole[0].history, "evaluation")[-1] == {
+        "kind": "evaluation",
+        "round": 12,
+        **found.summary(),
+    }
+
+
+def test_one_seed_gives_one_result_to_the_bit(whole):
+    again = run(momentum())
+    assert_same_bits(again.params, whole[0].params)
+    assert again.history == whole[0].history
+
+
+def test_another_seed_gives_another_result(whole):
+    other = run(momentum(), seed=4, valid=None)
+    assert (leaves_of(other.params) != leaves_of(whole[0].params)).mean() > 0.9
+
+
+def test_evaluating_and_saving_do_not_change_what_is_learned(whole):
+    assert_same_bits(run(momentum(), valid=None).params, whole[0].params)
+
+
+@pytest.mark.parametrize("algorithm", [momentum, keeping])
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path, algorithm, whole, whole_keeping):
+    expected = whole[0] if algorithm is momentum else whole_keeping
+    first = run(algorithm(), rounds=7, folder=tmp_path)
+    assert first.rounds == 7
+    assert (leaves_of(first.params) != leaves_of(expected.params)).any()
+    found = run(algorithm(), folder=tmp_path)
+    assert found.rounds == 12
+    assert_same_bits(found.params, expected.params)
+    assert_same_bits(found.kept, expected.kept)
+    assert of_kind(found.history, "round") == of_kind(expected.history, "round")
+    evaluations = {entry["round"]: entry for entry in of_kind(found.history, "evaluation")}
+    assert sorted(evaluations) == [5, 7, 10, 12]
+    assert [evaluations[r] for r in (5, 10, 12)] == of_kind(expected.history, "evaluation")
+    assert fr.RunFolder(tmp_path).records() == found.history
+
+
+def test_a_finished_run_is_not_run_again(whole, tmp_path):
+    result, folder = whole
+    told = []
+    again = run(momentum(), folder=folder, on_record=told.append)
+    assert told == []
+    assert_same_bits(again.params, result.params)
+    assert again.history == result.history
+
+
+class Stop:
+    """Presses Ctrl-C when a record comes."""
+
+    def __init__(self, kind, number):
+        self.kind, self.number = kind, number
+
+    def __call__(self, entry):
+        if (entry["kind"], entry["round"]) == (self.kind, self.number):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("kind", "number"), [("round", 3), ("round", 8), ("evaluation", 5), ("round", 12)])
+def test_ctrl_c_leaves_what_was_learned_and_the_run_can_go_on(tmp_path, whole, kind, number):
+    stopped = run(momentum(), folder=tmp_path, on_record=Stop(kind, number))
+    assert stopped.interrupted
+    assert number <= stopped.rounds <= 12
+    folder = fr.RunFolder(tmp_path)
+    assert folder.has_checkpoint()
+    found = run(momentum(), folder=tmp_path)
+    assert not found.interrupted
+    assert_same_bits(found.params, whole[0].params)
+    assert [entry["round"] for entry in of_kind(found.history, "round")] == list(range(1, 13))
+    assert of_kind(found.history, "evaluation")[-1]["round"] == 12
+    assert folder.records() == found.history
+
+
+def test_ctrl_c_without_a_folder_returns_what_was_learned():
+    stopped = run(momentum(), valid=None, on_record=Stop("round", 3))
+    assert stopped.interrupted
+    assert np.isfinite(leaves_of(stopped.params)).all()
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+sys.path.insert(0, {tests!r})
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+from test_train import momentum, run
+from toy_models import leaves_of
+
+pause = float(sys.argv[2])
+found = run(
+    momentum(), rounds=40, folder=sys.argv[1], checkpoint_every=3, on_record=lambda entry: time.sleep(pause)
+)
+np.save(sys.argv[1] + "/found.npy", leaves_of(found.params))
+"""
+
+
+def test_a_killed_run_continues_to_the_same_bits(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    folder = tmp_path / "run"
+
+    def start(pause):
+        return subprocess.Popen([sys.executable, script, folder, str(pause)], env=environment)
+
+    killed = start(0.05)
+    while not fr.RunFolder(folder).has_checkpoint():
+        assert killed.poll() is None, "it ended before its first checkpoint"
+        time.sleep(0.01)
+    time.sleep(np.random.default_rng().uniform(0, 0.5))
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    assert not (folder / "found.npy").exists()
+
+    assert start(0).wait() == 0
+    expected = run(momentum(), rounds=40)
+    np.testing.assert_array_equal(np.load(folder / "found.npy"), leaves_of(expected.params), strict=True)
+    assert fr.RunFolder(folder).records() == expected.history
+
+
+def test_drop_out_and_too_small_clients_are_counted_in_the_round():
+    found = run(momentum(), valid=None, rounds=8, sampling=None)
+    assert {entry["clients"] for entry in found.history} <= {1, 2, 3}
+    sampling = fr.Sampling(6, drop_out=0.5, min_examples=3)
+    found = fr.train(momentum(), ratings(), rounds=8, sampling=sampling, place=one_by_one())
+    for entry in found.history:
+        assert entry["invited"] == 6
+        assert entry["too_small"] == 2  # of two examples and of none
+        assert entry["clients"] == 6 - 2 - entry["dropped"]
+    assert {entry["dropped"] for entry in found.history} > {1}
+
+
+def test_a_round_in_which_nobody_answers_changes_nothing():
+    sampling = fr.Sampling(2, min_examples=99)
+    found = fr.train(momentum(), ratings(), rounds=2, sampling=sampling, place=one_by_one())
+    start = fr.train(momentum(), ratings(), rounds=0, sampling=sampling, place=one_by_one())
+    assert_same_bits(found.params, start.params)
+    assert [entry["skipped"] for entry in found.history] == [True, True]
+    assert np.isnan(found.history[0]["loss"])
+
+
+def test_rounds_come_out_the_same_however_they_are_grouped():
+    """Evaluations and checkpoints stop the loop at other rounds than ten at a time."""
+    algorithm = fr.federated_reconstruction(
+        linear(), reconstruct=descend(0.05), update=descend(0.01), server=optax.sgd(1.0)
+    )
+    one = one_round(algorithm, a_and_b(), rounds=23)
+    other = one_round(algorithm, a_and_b(), rounds=23, valid=a_and_b(), evaluate_every=3)
+    assert_same_bits(other.params, one.params)
+    other.history = of_kind(other.history, "round")
+    assert_same_history(other, one, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clients_per_round": 3, "sampling": fr.Sampling(3)}, "give `clients_per_round` or `sampling`"),
+        ({"rounds": -1}, "`rounds` and `evaluate_every` must be at least 0"),
+        ({"checkpoint_every": 0}, "`checkpoint_every` at least 1"),
+    ],
+)
+def test_impossible_training_is_refused(options, message):
+    options = {"rounds": 1, **options}
+    with pytest.raises(ValueError, match=message):
+        fr.train(momentum(), ratings(), **options)
+
+
+def test_no_clients_are_refused():
+    nobody = ratings().take(np.array([], int))
+    with pytest.raises(ValueError, match="there are no clients to train on"):
+        fr.train(momentum(), nobody, rounds=1)
