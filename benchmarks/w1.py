@@ -47,13 +47,14 @@ class Rounds:
         self.prepared = [self.cohorts.prepare(k * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE) for k in range(calls)]
         self.run_rounds = fr.engine.compile_rounds(algorithm, self.place)
         self.state = fr.engine.everywhere(algorithm.init(jax.random.key(1)), self.place)
+        self.key = fr.engine.everywhere(jax.random.key(2), self.place)
         self.call(0)
 
     def call(self, k):
         """Run one call of prepared rounds; return the seconds a round."""
         ready = self.prepared[k % len(self.prepared)]
         begin = time.perf_counter()
-        self.state, _, metrics = self.run_rounds(self.state, (), ready.cohorts, ready.keys, ROUNDS_AT_ONCE)
+        self.state, _, metrics = self.run_rounds(self.state, (), ready.cohorts, self.key, ready.first, ROUNDS_AT_ONCE)
         jax.block_until_ready((self.state, metrics))
         return (time.perf_counter() - begin) / ROUNDS_AT_ONCE
 
@@ -61,7 +62,7 @@ class Rounds:
         """Do what the training loop does: prepare the next call's cohorts while this call runs."""
         begin = time.perf_counter()
         ready = self.prepared[k % len(self.prepared)]
-        self.state, _, metrics = self.run_rounds(self.state, (), ready.cohorts, ready.keys, ROUNDS_AT_ONCE)
+        self.state, _, metrics = self.run_rounds(self.state, (), ready.cohorts, self.key, ready.first, ROUNDS_AT_ONCE)
         self.prepared[(k + 1) % len(self.prepared)] = self.cohorts.prepare((k + 1) * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE)
         jax.block_until_ready((self.state, metrics))
         return (time.perf_counter() - begin) / ROUNDS_AT_ONCE

@@ -30,9 +30,9 @@ def sized(sizes):
 def test_a_round_takes_the_first_that_answer(sizes, wanted, oversample, drop_out, min_examples, seed):
     sizes = np.array([1, *sizes])
     clients, key = sized(sizes), words(seed)
-    found = sample(key, clients, fr.Sampling(wanted, oversample, drop_out, min_examples))
+    found = sample(key, 4, clients, fr.Sampling(wanted, oversample, drop_out, min_examples))
     invited = min(len(sizes), int(np.ceil(wanted * oversample)))
-    asked = sample(key, clients, fr.Sampling(invited, min_examples=0)).clients
+    asked = sample(key, 4, clients, fr.Sampling(invited, min_examples=0)).clients
     assert len(found.clients) == wanted
     taken = found.clients[found.clients >= 0]
     assert (found.clients[len(taken) :] == ABSENT).all()
@@ -50,18 +50,21 @@ def test_a_round_takes_the_first_that_answer(sizes, wanted, oversample, drop_out
         np.testing.assert_array_equal(taken, asked[sizes[asked] >= min_examples][:wanted])
 
 
-def test_one_key_draws_the_same_clients_and_another_key_others():
+def test_one_key_and_round_draw_the_same_clients_and_others_draw_others():
     clients = sized(np.ones(1000, int))
     sampling = fr.Sampling(50, 1.3, 0.1)
-    one, same, other = (sample(words(seed), clients, sampling) for seed in (1, 1, 2))
+    one, same, later, other = (
+        sample(words(seed), number, clients, sampling) for seed, number in ((1, 0), (1, 0), (1, 1), (2, 0))
+    )
     np.testing.assert_array_equal(one.clients, same.clients)
     assert one.counts == same.counts
+    assert len(np.intersect1d(one.clients, later.clients)) < 20
     assert len(np.intersect1d(one.clients, other.clients)) < 20
 
 
 def test_every_client_is_as_likely_as_any_other():
     clients = sized(np.ones(20, int))
-    seen = np.concatenate([sample(words(seed), clients, fr.Sampling(5)).clients for seed in range(800)])
+    seen = np.concatenate([sample(words(0), number, clients, fr.Sampling(5)).clients for number in range(800)])
     counts = np.bincount(seen, minlength=20)
     assert counts.min() > 140  # 200 expected, with a standard deviation of 12
     assert counts.max() < 260
@@ -69,7 +72,7 @@ def test_every_client_is_as_likely_as_any_other():
 
 def test_the_share_that_drops_out_is_as_asked_for():
     clients = sized(np.ones(5000, int))
-    found = sample(words(0), clients, fr.Sampling(5000, drop_out=0.3))
+    found = sample(words(0), 0, clients, fr.Sampling(5000, drop_out=0.3))
     assert found.counts["dropped"] == pytest.approx(1500, abs=150)
 
 

@@ -42,7 +42,7 @@ def ratings(sizes=(9, 4, 7, 2, 6, 0), seed=0):
 def momentum():
     """Federated Reconstruction with an optimizer on the server that has something to remember."""
     return fr.federated_reconstruction(
-        fr.models.matrix_factorization(ITEMS, dim=2, biases=True),
+        fr.models.matrix_factorization(ITEMS, dim=2),
         reconstruct=descend(0.1, 2),
         update=descend(0.1, 2),
         server=optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale(-0.05)),
@@ -52,7 +52,7 @@ def momentum():
 def keeping():
     """Federated averaging whose clients keep their local parameters."""
     return fr.federated_averaging(
-        fr.models.matrix_factorization(ITEMS, dim=2, biases=True),
+        fr.models.matrix_factorization(ITEMS, dim=2),
         update=descend(0.1, 2),
         server=optax.sgd(1.0, momentum=0.5),
         reconstruct=descend(0.1, 2),
@@ -172,7 +172,7 @@ class Stop:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("kind", "number"), [("round", 3), ("round", 8), ("evaluation", 5), ("round", 12)])
+@pytest.mark.parametrize(("kind", "number"), [("round", 3), ("evaluation", 5), ("round", 12)])
 def test_ctrl_c_leaves_what_was_learned_and_the_run_can_go_on(tmp_path, whole, kind, number):
     stopped = run(momentum(), folder=tmp_path, on_record=Stop(kind, number))
     assert stopped.interrupted

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import fedrecon as fr
+from fedrecon.cohort import Packer
 
 
 def squared_error(predictions, batch):
@@ -55,6 +56,13 @@ def one_round(algorithm, clients, rounds=1, **options):
     """Train with every client in every round."""
     options = {"place": one_by_one(), "clients_per_round": len(clients), **options}
     return fr.train(algorithm, clients, rounds=rounds, **options)
+
+
+def run_cohort(rounds, algorithm, state, clients, order, seed=5):
+    """Run one round of compiled rounds with these clients, in this order, on a state."""
+    cohort = Packer(clients, algorithm.needs).pack(np.asarray(order))
+    state, _, metrics = rounds(state, (), jax.tree.map(lambda x: x[None], cohort), jax.random.key(seed), 0, 1)
+    return state, metrics
 
 
 ITEMS, TAGS, DIM = 9, 6, 2

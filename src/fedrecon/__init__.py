@@ -26,6 +26,8 @@ from fedrecon.personalize import Recommendation as Recommendation
 from fedrecon.personalize import predict as predict
 from fedrecon.personalize import recommend as recommend
 from fedrecon.personalize import reconstruct as reconstruct
+from fedrecon.pool import pooled as pooled
+from fedrecon.pool import with_owner as with_owner
 from fedrecon.run import RunFolder as RunFolder
 from fedrecon.sampling import Sampling as Sampling
 from fedrecon.train import Run as Run

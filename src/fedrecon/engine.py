@@ -82,16 +82,17 @@ class RoundMetrics(NamedTuple):
     skipped: Any  # (rounds,) whether the server left the model as it was
 
 
-Rounds = Callable[[ServerState, Any, Cohort, Array, int], tuple[ServerState, Any, RoundMetrics]]
+Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState, Any, RoundMetrics]]
 
 
 def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     """Compile the rounds of an algorithm.
 
     Returns:
-      `(state, kept, cohorts, keys, number) -> (state, kept, metrics)`: runs the first `number` of several rounds
-      whose cohorts are packed together, rounds first in every leaf, clients second. Any `number` runs the same
-      compiled code, and rounds come out the same however they are grouped into calls.
+      `(state, kept, cohorts, key, first, number) -> (state, kept, metrics)`: runs `number` rounds from round `first`
+      on, whose cohorts are packed together, rounds first in every leaf, clients second. Any `number` up to how many are
+      packed runs the same compiled code, and rounds come out the same however they are grouped into calls: what is
+      random in a round depends on the key and on the round's number.
     """
     names = metric_names(algorithm.model)
 
@@ -105,8 +106,8 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
         state = algorithm.server(state, mean, take)
         return state, kept, RoundMetrics(totals.sums, totals.weight, totals.counts, ~take)
 
-    def rounds(state: ServerState, kept: Any, cohorts: Cohort, keys: Array, number: Array) -> Any:
-        most = keys.shape[0]
+    def rounds(state: ServerState, kept: Any, cohorts: Cohort, key: Array, first: Array, number: Array) -> Any:
+        most = cohorts.client.shape[0]
         metrics = RoundMetrics(
             jnp.zeros((most, len(names), 2)),
             jnp.zeros(most),
@@ -117,7 +118,7 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
         def body(carry: Any) -> Any:
             r, state, kept, metrics = carry
             cohort = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), cohorts)
-            state, kept, found = one_round(state, kept, cohort, keys[r])
+            state, kept, found = one_round(state, kept, cohort, jax.random.fold_in(key, first + r))
             metrics = jax.tree.map(lambda all_, one: all_.at[r].set(one), metrics, found)
             return r + 1, state, kept, metrics
 
@@ -128,7 +129,7 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     sharded = jax.shard_map(
         rounds,
         mesh=place.mesh,
-        in_specs=(whole, by_client, PartitionSpec(None, AXIS), whole, whole),
+        in_specs=(whole, by_client, PartitionSpec(None, AXIS), whole, whole, whole),
         out_specs=(whole, by_client, whole),
         check_vma=False,  # blocks begin from zeros that belong to no device yet
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 from dataclasses import dataclass
@@ -78,8 +79,13 @@ def run_experiment(
       StorageError: the folder holds another run, and neither option allows for that.
     """
     start_devices(config.devices)
-    earlier = _prepare(config, folder, resume, overwrite)
-    ratings = load_ratings(config.data)
+    try:
+        earlier = _prepare(config, folder, resume, overwrite)
+        ratings = load_ratings(config.data)
+    except ValueError:
+        with contextlib.suppress(OSError):  # leave no empty folder behind for a name that was mistyped
+            folder.path.rmdir()
+        raise
     facts = _facts(config, ratings.fingerprint(), earlier)
     if earlier and earlier["data"]["fingerprint"] != facts["data"]["fingerprint"]:
         raise StorageError(
@@ -189,7 +195,7 @@ def _prepare(config: Config, folder: RunFolder, resume: bool, overwrite: bool) -
         return None
     if not resume:
         raise StorageError(
-            f"{folder.path} holds a run after {done} rounds; go on with it with --resume, or replace it with --overwrite"
+            f"{folder.path} holds a run after {done} rounds; continue it with --resume, or replace it with --overwrite"
         )
     settings, facts = read_run(folder.path)
     changed = differences(to_json(settings), to_json(config))

@@ -68,8 +68,7 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     model = algorithm.model
     used = features_used(model, clients)
     batch = {name: jnp.asarray(column) for name, column in _probe(clients).items() if name in used}
-    global_key, local_key = jax.random.split(jax.random.key(0))
-    params, local = model.init_global(global_key), model.init_local(local_key)
+    params, local = jax.jit(lambda key: (model.init_global(key), model.init_local(key)))(jax.random.key(0))
     for path in model.lookups:
         features = model.lookups[path]
         for feature in (features,) if isinstance(features, str) else features:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -93,35 +94,38 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
                 raise ValueError(
                     f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
                 )
-    noise = _noise_like(leaves)
-    local = _noise_like(local)
-    whole = model.predict(unflatten(structure, noise), local, batch)
+    noise, local = _noise_like(leaves), _noise_like(local)
+    whole = jax.jit(lambda leaves, local, batch: model.predict(unflatten(structure, leaves), local, batch))
     groups = lookup_groups(model)
     for features in dict.fromkeys(groups.values()):
         # Ids are renumbered for all tables that they index, so these can only be narrowed together.
         paths = [path for path, group in groups.items() if group == features]
-        fetched = {path: fetch_rows(noise[path], batch, features) for path in paths}
-        renumbered = fetched[paths[0]][0]
-        narrowed = {**noise, **{path: rows for path, (_, rows) in fetched.items()}}
+
+        def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
+            fetched = {path: fetch_rows(leaves[path], batch, features) for path in paths}
+            narrowed = {**leaves, **{path: rows for path, (_, rows) in fetched.items()}}
+            return model.predict(unflatten(structure, narrowed), local, {**batch, **fetched[paths[0]][0]})
+
         try:
-            narrow = model.predict(unflatten(structure, narrowed), local, {**batch, **renumbered})
-            same = jax.tree.map(lambda a, b: a.shape == b.shape and bool(jnp.allclose(a, b, 1e-4, 1e-5)), whole, narrow)
-            honest = all(jax.tree.leaves(same))
+            pairs = zip(
+                jax.tree.leaves(whole(noise, local, batch)),
+                jax.tree.leaves(jax.jit(narrow)(noise, local, batch)),
+                strict=True,
+            )
+            honest = all(a.shape == b.shape and np.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
         except (TypeError, ValueError, IndexError):
             honest = False
         if not honest:
             raise ValueError(
                 f"`lookups` says the table {' and '.join(map(repr, paths))} is only read by rows at "
-                f"{', '.join(features)}, but predictions "
-                "change when the other rows are missing; take it out of `lookups`"
+                f"{', '.join(features)}, but predictions change when the other rows are missing; "
+                "take it out of `lookups`"
             )
 
 
 def _noise_like(tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
-    noise = [jax.random.normal(k, jnp.shape(x), jnp.result_type(x)) for k, x in zip(keys, leaves, strict=False)]
-    return jax.tree.unflatten(structure, noise)
+    generator = np.random.default_rng(0)
+    return jax.tree.map(lambda x: generator.standard_normal(x.shape, np.float32).astype(x.dtype), tree)
 
 
 def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], Rows]:

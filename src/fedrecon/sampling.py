@@ -6,7 +6,6 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -49,16 +48,19 @@ class Sample(NamedTuple):
     counts: dict[str, int]
 
 
-def sample(key: np.ndarray, clients: Clients, sampling: Sampling) -> Sample:
+def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -> Sample:
     """Draw the clients of a round without replacement, in time that does not grow with the population.
 
+    This runs beside compiled rounds and must not wait for their devices, so it draws with numpy.
+
     Args:
-      key: the words of a JAX key (`jax.random.key_data`); the same key draws the same clients.
+      key: the words of a JAX key (`jax.random.key_data`).
+      number: of the round; the same key and number draw the same clients.
       clients: the population.
       sampling: how many, and who does not answer.
     """
     words = np.asarray(key, np.uint32).astype(np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=[words[0] << np.uint64(32) | words[1], np.uint64(0)]))
+    generator = np.random.Generator(np.random.Philox(key=[words[0] << np.uint64(32) | words[1], np.uint64(number)]))
     wanted = sampling.clients_per_round
     invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
     drawn = generator.choice(len(clients), invited, replace=False)
@@ -72,12 +74,11 @@ def sample(key: np.ndarray, clients: Clients, sampling: Sampling) -> Sample:
 
 
 class Prepared(NamedTuple):
-    """Several rounds ready to run in one call, rounds first in every leaf of the cohorts and keys."""
+    """Several rounds ready to run in one call, rounds first in every leaf of the cohorts."""
 
     first: int
     number: int
     cohorts: Cohort
-    keys: Array
     samples: list[Sample]
 
 
@@ -88,29 +89,22 @@ class Cohorts:
         self, algorithm: Algorithm, clients: Clients, sampling: Sampling, place: Layout, key: Array, at_once: int
     ):
         """Prepare `at_once` rounds at a time, always that many so that nothing is compiled twice."""
-        self._clients, self._sampling, self._place, self._key, self._at_once = clients, sampling, place, key, at_once
+        self._clients, self._sampling, self._place, self._at_once = clients, sampling, place, at_once
+        self._key = np.asarray(jax.random.key_data(key))
         needs = algorithm.needs._replace(columns=features_used(algorithm.model, clients))
         self._packer = Packer(clients, needs)
 
     def prepare(self, first: int, number: int) -> Prepared:
         """Prepare `number` rounds from `first` on; places beyond them are filled with absent clients."""
         number = min(number, self._at_once)
-        keys = _round_keys(self._key, np.arange(first, first + self._at_once, dtype=np.uint32))
-        words = np.asarray(jax.random.key_data(keys[:, 0]))
-        samples = [sample(words[r], self._clients, self._sampling) for r in range(number)]
+        samples = [sample(self._key, first + r, self._clients, self._sampling) for r in range(number)]
         orders = [self._arrange(s.clients) for s in samples]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
         packed = self._packer.pack(np.concatenate(orders))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
-        return Prepared(first, number, cohorts, keys[:, 1], samples)
+        return Prepared(first, number, cohorts, samples)
 
     def _arrange(self, chosen: np.ndarray) -> np.ndarray:
         safe = np.maximum(chosen, 0)
         sizes = np.where(chosen >= 0, self._clients.ends[safe] - self._clients.starts[safe], 0)
         return self._place.arrange(chosen, sizes)
-
-
-@jax.jit
-def _round_keys(key: Array, numbers: Array) -> Array:
-    """Derive, for every round, the key that samples clients and the key that clients get: `(rounds, 2)`."""
-    return jax.vmap(lambda r: jax.random.split(jax.random.fold_in(key, r)))(jnp.asarray(numbers))

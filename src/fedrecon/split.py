@@ -59,6 +59,18 @@ def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> 
     return fraction(0.5, by=by, min_support=min_support, min_query=min_query)
 
 
+def at_most(support: int, split: Split) -> Split:
+    """Split alike, but leave a client only the first `support` of its support examples; the query stays the same."""
+    if support < 0:
+        raise ValueError(f"`support` is {support}; it cannot be negative")
+
+    def counts(sizes: Sizes) -> Pair:
+        before, query = split.counts(sizes)
+        return np.minimum(before, support), query
+
+    return split._replace(counts=counts)
+
+
 def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
     """Deal chunks of examples in turn: the first `chunk` to support, the next `chunk` to query, and so on."""
     if chunk < 1:

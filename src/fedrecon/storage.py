@@ -52,7 +52,7 @@ def read_json(path: Path) -> Any:
 def save_arrays(path: Path, tree: Any) -> None:
     """Save a pytree of arrays to one safetensors file, by path."""
     leaves, _ = flatten(tree)
-    save_file({name or "value": np.ascontiguousarray(leaf) for name, leaf in leaves.items()}, path)
+    save_file({name or "value": np.asarray(leaf, order="C") for name, leaf in leaves.items()}, path)
 
 
 def load_arrays(path: Path, like: Any) -> Any:

@@ -15,7 +15,7 @@ from fedrecon.aggregate import COUNTS
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
 from fedrecon.engine import Layout, RoundMetrics, compile_rounds, everywhere, layout
-from fedrecon.evaluate import Evaluator, kept_like
+from fedrecon.evaluate import Evaluation, Evaluator, kept_like
 from fedrecon.features import check_fit
 from fedrecon.model import finish
 from fedrecon.progress import Progress, silent
@@ -25,6 +25,7 @@ from fedrecon.split import Split
 
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that starting it does not show
 OnRecord = Callable[[dict[str, Any]], None]
+Evaluate = Callable[[Any, Any], Evaluation]  # of the global parameters and of what the training clients kept
 
 
 @dataclasses.dataclass
@@ -53,7 +54,7 @@ def train(
     rounds: int,
     clients_per_round: int | None = None,
     sampling: Sampling | None = None,
-    valid: Clients | Evaluator | None = None,
+    valid: Clients | Evaluate | None = None,
     evaluate_every: int = 0,
     evaluate_split: Split | None = None,
     seed: int = 0,
@@ -71,7 +72,8 @@ def train(
       rounds: how many rounds in all, those of a resumed run included.
       clients_per_round: short for `sampling=Sampling(clients_per_round=...)`.
       sampling: who takes part in a round.
-      valid: clients to evaluate on, or an evaluator of them.
+      valid: clients to evaluate on, an evaluator of them (with StandardEval, of other examples of the training
+        clients), or any function of the global parameters and of what the training clients kept.
       evaluate_every: evaluate after every so many rounds, and after the last; 0 for the last alone.
       evaluate_split: support and query in evaluation; half and half by default.
       seed: of everything random.
@@ -120,7 +122,8 @@ def train(
                 loop.advance(next(stop for stop in stops if stop > loop.now.round))
                 record_pending()
                 if evaluator and _due(loop.now.round, rounds, evaluate_every):
-                    found = evaluator(loop.now.server.params, ()).summary()
+                    kept = () if isinstance(evaluator, Evaluator) and evaluator.protocol == "recon" else loop.now.kept
+                    found = evaluator(loop.now.server.params, kept).summary()
                     record({"kind": "evaluation", "round": loop.now.round, **found})
                 if folder and _due(loop.now.round, rounds, checkpoint_every):
                     folder.checkpoint(loop.now.round, loop.everything())
@@ -154,12 +157,13 @@ class _Loop:
 
     def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, place: Layout):
         self.place, self._model = place, algorithm.model
-        init_key, round_key = jax.random.split(jax.random.key(seed))
+        init_key, sampling_key, client_key = jax.random.split(jax.random.key(seed), 3)
+        self._key = everywhere(client_key, place)
         kept = kept_like(algorithm, len(clients), seed)
         self.now = _Now(0, everywhere(algorithm.init(init_key), place), kept)
         self.pending: collections.deque[dict[str, Any]] = collections.deque()
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
-        self._cohorts = Cohorts(algorithm, clients, sampling, place, round_key, at_once)
+        self._cohorts = Cohorts(algorithm, clients, sampling, place, sampling_key, at_once)
         self._ahead: Prepared | None = None
         self._run = compile_rounds(algorithm, place)
 
@@ -182,7 +186,9 @@ class _Loop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
         who = ready.cohorts.client[0]
         theirs = jax.tree.map(lambda x: x[np.maximum(who, 0)], self.now.kept)
-        server, theirs, metrics = self._run(self.now.server, theirs, ready.cohorts, ready.keys, ready.number)
+        server, theirs, metrics = self._run(
+            self.now.server, theirs, ready.cohorts, self._key, ready.first, ready.number
+        )
         done = ready.first + ready.number
         self._ahead = self._cohorts.prepare(done, stop - done) if done < stop else None
         found = jax.tree.map(np.asarray, metrics)

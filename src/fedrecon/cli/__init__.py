@@ -15,6 +15,7 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "evaluate": "measure a trained model on users it has never met",
     "recommend": "recommend items to the users of a ratings file",
     "demo": "train on real ratings, compare with baselines, recommend: under a minute",
+    "reproduce": "run a study of the paper: its rows and figures, next to its numbers",
 }
 HELP = """\
 usage: fedrecon COMMAND [OPTIONS]

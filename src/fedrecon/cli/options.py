@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -55,17 +56,27 @@ def _explain(event: Any, flags: Sequence[str]) -> str | None:
     if what == "MissingArgs":
         if event.unrecognized_tokens:
             return _unknown(event.unrecognized_tokens, flags)
-        names = [missing.arg.display_name() for missing in event.missing_arguments]
+        names = [_called(missing.arg) for missing in event.missing_arguments]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
     if what == "InvalidChoice":
-        name = event.argument.display_name()
+        name = _called(event.argument)
         return f"{name} is {event.value!r}; it must be one of {', '.join(event.choices)}"
     if what == "BadValue":
-        return f"{event.argument.display_name()} needs a value"
+        return f"{_called(event.argument)} needs a value"
     if what == "InstantiationFailure":
         message = str(event.message)
-        return message if event.argument is None else f"{event.argument.display_name()}: {message}"
+        if event.argument is None:
+            return message
+        number = re.match(r"(invalid literal for int|could not convert string to float).*?('.*')$", message)
+        if number:
+            kind = "whole number" if number[1].endswith("int") else "number"
+            return f"{_called(event.argument)} is {number[2]}; it must be a {kind}"
+        return f"{_called(event.argument)}: {message}"
     return None
+
+
+def _called(argument: Any) -> str:
+    return str(argument.lowered.metavar) if argument.is_positional() else argument.display_name()
 
 
 def _unknown(tokens: Sequence[str], flags: Sequence[str]) -> str:

@@ -21,12 +21,13 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for k, name in enumerate(columns):
         shown.add_column(name, justify="right" if k else "left", overflow="fold")
     for row in rows:
         shown.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 100).print(shown)
+    print(title)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(shown)
 
 
 def figures(metrics: dict[str, float]) -> tuple[str, str]:

@@ -55,9 +55,9 @@ def parse(argv: Sequence[str]) -> Train:
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:
-    for here, following in zip(argv, [*argv[1:], None], strict=True):
-        if here == "--config" and following is not None:
-            return Path(following)
+    for k, here in enumerate(argv):
+        if here == "--config" and k + 1 < len(argv):
+            return Path(argv[k + 1])
         if here.startswith("--config="):
             return Path(here.removeprefix("--config="))
     return None
@@ -82,7 +82,8 @@ def run(args: Train) -> int:
     learning_curve(found.run.history, folder.plots_path / "learning_curve.png")
     if found.run.interrupted:
         again = [word for word in args.typed if word not in ("--overwrite", "--resume")]
-        show.remark(f"stopped after {found.run.rounds} of {args.settings.rounds} rounds; what was learned is saved in {args.out}")
+        done = f"{found.run.rounds} of {args.settings.rounds} rounds"
+        show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
         show.remark(f"to go on: {shlex.join(['fedrecon', 'train', *again, '--resume'])}")
         return 130
     if found.test is None:

@@ -1,0 +1,39 @@
+# Everything runs in .venv, made with any Python 3.11 or later. Each stamp is one installation, done again when
+# pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/demo.stamp
+	$(BIN)/fedrecon demo --out demo
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/demo.stamp
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv demo build .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name '*.egg-info' -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("fedrecon needs Python 3.11 or later, not " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+
+.venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[datasets]'
+	touch $@
+
+.venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[dev]'
+	touch $@ .venv/demo.stamp

@@ -1,0 +1,29 @@
+"""Examples that say whose they are, and all examples in one place: for what is trained with a `client_table`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedrecon.clients import Clients
+
+
+def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
+    """Return the same clients with a column that holds, for every example, the index of its client."""
+    owner = np.repeat(np.arange(len(clients), dtype=np.int32), clients.sizes)
+    rows = _rows(clients)
+    columns = {name: values[rows] for name, values in clients.columns.items()}
+    ends = np.cumsum(clients.sizes)
+    return Clients(columns | {feature: owner}, ends - clients.sizes, ends, clients.names)
+
+
+def pooled(clients: Clients, *, seed: int, feature: str = "client") -> Clients:
+    """Return one client that has everybody's examples, shuffled, with a column that says whose each is."""
+    owned = with_owner(clients, feature=feature)
+    order = np.random.default_rng(seed).permutation(owned.num_examples)
+    columns = {name: values[order] for name, values in owned.columns.items()}
+    return Clients(columns, np.array([0]), np.array([len(order)]))
+
+
+def _rows(clients: Clients) -> np.ndarray:
+    before = np.cumsum(clients.sizes) - clients.sizes
+    return np.repeat(clients.starts - before, clients.sizes) + np.arange(clients.sizes.sum())

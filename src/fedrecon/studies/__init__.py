@@ -1,0 +1,1 @@
+"""The paper's tables and figures, each study a list of rows over the library's public interface."""

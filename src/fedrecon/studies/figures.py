@@ -1,0 +1,195 @@
+"""Figures of studies: the numbers each shows, for its JSON file, and how it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fedrecon.studies.numbers import spread
+from fedrecon.studies.study import Result, Results
+
+Data = dict[str, Any]
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
+SMOOTHED = 10  # rounds of the running mean of losses
+SHOWN_RMSE = 2.5  # users beyond are drawn together
+
+
+def relative_accuracy(points: Mapping[int, str], base: str) -> Callable[[Results], Data]:
+    """Return what computes accuracy against a number of steps, each seed's relative to its own base."""
+
+    def data(results: Results) -> Data:
+        bases = {result["seed"]: _accuracy(result) for result in results[base]}
+        lines = []
+        for steps, job in points.items():
+            found = [result for result in results[job] if result["seed"] in bases]
+            percent = spread([_accuracy(result) for result in found])
+            share = spread([_accuracy(result) / bases[result["seed"]] for result in found])
+            lines.append(
+                {
+                    "steps": steps,
+                    "accuracy": percent.mean,
+                    "accuracy_deviation": percent.deviation,
+                    "relative": share.mean,
+                    "relative_deviation": share.deviation,
+                }
+            )
+        return {"base": base, "rounds": results[base][0]["setting"]["rounds"], "seeds": len(bases), "points": lines}
+
+    return data
+
+
+def draw_relative_accuracy(what: str) -> Callable[[Data, Any], None]:
+    """Return what draws accuracy against a number of steps."""
+
+    def draw(data: Data, figure: Any) -> None:
+        axes = _axes(figure, xlabel=f"{what} steps (at most)", ylabel="accuracy relative to the base")
+        points = data["points"]
+        places = np.arange(len(points))
+        share = [point["relative"] for point in points]
+        axes.axhline(1, color="gray", linewidth=1, linestyle="--")
+        axes.errorbar(
+            places, share, [p["relative_deviation"] for p in points], fmt="o-", color=COLORS[0], capsize=3, markersize=5
+        )
+        for place, point in zip(places, points, strict=True):
+            axes.annotate(
+                f"{point['accuracy']:.1f} %",
+                (place, point["relative"]),
+                xytext=(0, -16 if point["relative"] > 0.15 else 9),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
+        axes.set_xticks(places, [str(point["steps"]) for point in points])
+        axes.set_xlim(-0.4, len(points) - 0.6)
+        axes.set_ylim(min(0, min(share)) - 0.03, 1.12)
+
+    return draw
+
+
+def losses(series: Mapping[str, str]) -> Callable[[Results], Data]:
+    """Return what computes the mean training loss of every round, for named jobs, up to the fewest rounds of them."""
+
+    def data(results: Results) -> Data:
+        rounds = min(int(result["setting"]["rounds"]) for job in series.values() for result in results[job])
+        lines = []
+        for name, job in series.items():
+            loss = np.nanmean(np.array([result["losses"][:rounds] for result in results[job]], float), 0)
+            lines.append({"name": name, "loss": [round(float(x), 5) for x in loss]})
+        return {"rounds": rounds, "seeds": len(results[next(iter(series.values()))]), "series": lines}
+
+    return data
+
+
+def draw_losses(data: Data, figure: Any) -> None:
+    """Draw losses over rounds."""
+    axes = _axes(figure, xlabel="round", ylabel="mean squared error of the round's clients")
+    rounds = np.arange(1, data["rounds"] + 1)
+    window = min(SMOOTHED, len(rounds))
+    highest = 0.0
+    for line, color in zip(data["series"], COLORS, strict=False):
+        smooth = np.convolve(line["loss"], np.ones(window) / window, "valid")
+        axes.plot(rounds[window - 1 :], smooth, label=line["name"], color=color, linewidth=1.6)
+        highest = max(highest, float(np.nanmax(smooth[len(smooth) // 10 :])))
+    lowest = min(min(line["loss"]) for line in data["series"])
+    axes.set_ylim(lowest * 0.97, min(highest * 1.15, 2.5))
+    axes.set_xlim(0, data["rounds"])
+    axes.legend(frameon=False, title="server optimizer")
+
+
+def communication(series: Mapping[str, str]) -> Callable[[Results], Data]:
+    """Return what computes accuracy against parameters communicated in total, for named jobs."""
+
+    def data(results: Results) -> Data:
+        lines = []
+        for name, job in series.items():
+            found = results[job]
+            clients = found[0]["setting"]["clients_per_round"]
+            rounds = [entry["round"] for entry in found[0]["evaluations"]]
+            curves = [[100 * entry["recon"]["micro"]["accuracy"] for entry in r["evaluations"]] for r in found]
+            lines.append(
+                {
+                    "name": name,
+                    "sent_per_client_and_round": found[0]["sent"],
+                    "rounds": rounds,
+                    "communicated": [n * clients * found[0]["sent"] for n in rounds],
+                    "accuracy": [round(float(x), 3) for x in np.mean(curves, 0)],
+                }
+            )
+        return {"seeds": len(results[next(iter(series.values()))]), "series": lines}
+
+    return data
+
+
+def draw_communication(data: Data, figure: Any) -> None:
+    """Draw accuracy against parameters communicated."""
+    axes = _axes(figure, xlabel="parameters communicated in total, all clients", ylabel="accuracy on unseen users (%)")
+    for line, color in zip(data["series"], COLORS, strict=False):
+        label = f"{line['name']} ({line['sent_per_client_and_round']:,} a client and round)"
+        axes.plot(line["communicated"], line["accuracy"], "o-", markersize=3, linewidth=1.4, color=color, label=label)
+    axes.set_xscale("log")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def distribution(series: Mapping[str, tuple[str, str]]) -> Callable[[Results], Data]:
+    """Return what lists the RMSE of every single user, for named jobs and measures, all seeds together."""
+
+    def data(results: Results) -> Data:
+        lines = []
+        for name, (job, measure) in series.items():
+            users = [value for result in results[job] for value in result["per_client"][measure]]
+            lines.append(
+                {
+                    "name": name,
+                    "users": len(users),
+                    "diverged": sum(value is None for value in users),
+                    "rmse": sorted(value for value in users if value is not None),
+                }
+            )
+        return {"seeds": len(results[next(iter(series.values()))[0]]), "series": lines}
+
+    return data
+
+
+def draw_distribution(data: Data, figure: Any) -> None:
+    """Draw how many users have which RMSE."""
+    axes = _axes(figure, xlabel="RMSE of a single user", ylabel="share of users (%)")
+    bins = np.arange(0.2, SHOWN_RMSE + 0.051, 0.05)
+    for line, color in zip(data["series"], COLORS, strict=False):
+        values = np.array(line["rmse"])
+        beyond = int((values > SHOWN_RMSE).sum())
+        label = (
+            f"{line['name']}: median {np.median(values):.2f}, 95 % below {np.quantile(values, 0.95):.2f}\n"
+            f"({beyond} of {line['users']} users beyond {SHOWN_RMSE:g}, {line['diverged']} more diverged)"
+        )
+        share = np.full(len(values), 100 / line["users"])
+        axes.hist(values, bins, weights=share, histtype="stepfilled", alpha=0.35, color=color, label=label)
+        axes.hist(values, bins, weights=share, histtype="step", color=color, linewidth=1.2)
+    axes.set_xlim(bins[0], bins[-1])
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_to(path: Any, draw: Callable[[Data, Any], None], data: Data, title: str) -> None:
+    """Draw a figure to a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    draw(data, figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _axes(figure: Any, **labels: str) -> Any:
+    axes = figure.subplots()
+    axes.set(**labels)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _accuracy(result: Result) -> float:
+    rounds = result["setting"]["rounds"]
+    at = next(entry for entry in result["evaluations"] if entry["round"] == rounds)
+    return 100 * float(at["recon"]["micro"]["accuracy"])

@@ -1,0 +1,188 @@
+"""Run one job of a study: train as its setting says, and measure."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import fedrecon as fr
+from fedrecon.build import build_model, build_optimizer, build_reconstruction
+from fedrecon.data import Ratings
+from fedrecon.progress import Progress, silent
+from fedrecon.studies.study import Setting
+
+KEPT_PER_CLIENT = "rmse"  # the metric whose value for every single client is stored
+
+
+class Parts(NamedTuple):
+    """Ratings of one seed: to train on, to choose settings on, to report."""
+
+    train: fr.Clients
+    valid: fr.Clients
+    test: fr.Clients
+
+
+class Divided:
+    """The ratings divided for one seed after another, the newest kept."""
+
+    def __init__(self, ratings: Ratings, max_examples: int):
+        """Divide `ratings`, using at most `max_examples` of a user to train."""
+        self.ratings, self._most = ratings, max_examples
+        self._made: dict[tuple[str, int], Parts] = {}
+
+    def of(self, users: str, seed: int) -> Parts:
+        """Return the parts of a seed: users divided at random, or everybody's ratings by time."""
+        if (users, seed) not in self._made:
+            if users == "seen":
+                train, valid, test = self.ratings.split_time(0.8, 0.1, 0.1)
+                parts = Parts(train.shuffle(seed).cap(self._most), valid, test)
+            else:
+                capped = self.ratings.shuffle(seed).cap(self._most)
+                parts = Parts(*capped.split_clients(0.8, 0.1, 0.1, seed=seed))
+            self._made[users, seed] = parts
+        return self._made[users, seed]
+
+
+class Trainer(NamedTuple):
+    """A setting made ready: what trains, on what, and what evaluates the outcome.
+
+    Attributes:
+      algorithm: what trains.
+      clients: `parts -> the clients it trains on`.
+      serving: the algorithm whose reconstruction and model serve users after training.
+      shared: `trained global parameters -> those that serving has`.
+      kept: `(trained global parameters, what clients kept) -> local parameters of the training clients`.
+    """
+
+    algorithm: fr.Algorithm
+    clients: Any
+    serving: fr.Algorithm
+    shared: Any
+    kept: Any
+
+
+def make_trainer(setting: Setting, num_items: int, num_clients: int, seed: int) -> Trainer:
+    """Return the trainer of a setting."""
+    model = build_model(setting.model, num_items)
+    update = fr.gradient_descent(
+        build_optimizer(setting.update.optimizer, setting.update.learning_rate),
+        batch_size=setting.update.batch_size,
+        epochs=setting.update.epochs,
+        steps=setting.update.steps,
+    )
+    server = build_optimizer(setting.server.optimizer, setting.server.learning_rate)
+    rebuild = build_reconstruction(setting.reconstruct)
+    if setting.train == "fedrecon":
+        algorithm = fr.federated_reconstruction(
+            model,
+            split=fr.split.named(setting.split),
+            reconstruct=rebuild,
+            update=update,
+            server=server,
+            joint=setting.update.joint,
+            second_order=setting.update.second_order,
+        )
+        return Trainer(algorithm, lambda clients: clients, algorithm, lambda params: params, lambda params, kept: kept)
+    serving = fr.federated_averaging(model, update=update, server=server, reconstruct=rebuild)
+    if setting.train == "fedavg":
+        return Trainer(serving, lambda clients: clients, serving, lambda params: params, lambda params, kept: kept)
+    table = fr.models.client_table(model, num_clients)
+    algorithm = fr.federated_averaging(table, update=update, server=server)
+
+    def gather(clients: fr.Clients) -> fr.Clients:
+        return fr.with_owner(clients) if setting.train == "fedavg-dense" else fr.pooled(clients, seed=seed)
+
+    return Trainer(algorithm, gather, serving, lambda params: params["shared"], lambda params, kept: params["locals"])
+
+
+class Observer:
+    """Evaluates during training, and remembers."""
+
+    def __init__(self, setting: Setting, trainer: Trainer, clients: fr.Clients, seed: int):
+        """Prepare to measure `clients`."""
+        self._setting, self._trainer = setting, trainer
+        self._clients, self._seed = clients, seed
+        self._evaluators = {measure: self._evaluator(measure) for measure in setting.measures}
+        self.found: list[dict[str, Any]] = []
+        self.per_client: dict[str, list[float | None]] = {}
+        self.few: dict[str, Any] = {}
+
+    def _evaluator(self, measure: str, split: fr.split.Split | None = None) -> fr.Evaluator:
+        protocol = "recon" if measure == "recon" else "standard"
+        return fr.Evaluator(self._trainer.serving, self._clients, protocol=protocol, split=split, seed=self._seed)
+
+    def __call__(self, params: Any, kept: Any) -> fr.Evaluation:
+        """Measure, in all the ways that the setting asks for; return the last of them."""
+        done = (len(self.found) + 1) * self._setting.every
+        shared = self._trainer.shared(params)
+        entry: dict[str, Any] = {"round": done}
+        for measure, evaluator in self._evaluators.items():
+            found = evaluator(shared, self._local(measure, params, kept))
+            entry[measure] = found.summary()
+            if done == self._setting.rounds:
+                values = found.per_client[KEPT_PER_CLIENT]
+                self.per_client[measure] = [None if np.isnan(x) else round(float(x), 4) for x in values]
+        self.found.append(entry)
+        if done == self._setting.rounds:
+            for n in self._setting.few:
+                split = fr.split.at_most(n, fr.split.half())
+                self.few[str(n)] = self._evaluator("recon", split)(shared).summary()
+        return found
+
+    def _local(self, measure: str, params: Any, kept: Any) -> Any:
+        if measure == "recon":
+            return ()
+        if measure == "kept":
+            return self._trainer.kept(params, kept)
+        keys = jax.random.split(jax.random.key(self._seed), len(self._clients))
+        return jax.vmap(self._trainer.serving.model.init_local)(keys)
+
+
+def run_job(
+    setting: Setting, divided: Divided, seed: int, *, part: str = "test", progress: Progress = silent
+) -> dict[str, Any]:
+    """Train one setting with one seed and measure it on the users or ratings of a part.
+
+    Returns:
+      `evaluations` (one a measured round, by measure), `per_client` and `few` at the setting's number of rounds,
+      `losses` of all rounds, `sent` (parameters to and from a client in a round), `global` and `local` (numbers of
+      parameters), `trained_on` (how many users), `seconds`.
+    """
+    began = time.perf_counter()
+    parts = divided.of(setting.users, seed)
+    trainer = make_trainer(setting, divided.ratings.num_items, len(parts.train), seed)
+    observer = Observer(setting, trainer, getattr(parts, part), seed)
+    central = setting.train == "centralized"
+    run = fr.train(
+        trainer.algorithm,
+        trainer.clients(parts.train),
+        rounds=setting.last_round,
+        clients_per_round=1 if central else setting.clients_per_round,
+        valid=observer,
+        evaluate_every=setting.every,
+        seed=seed,
+        place=fr.layout(1, 1) if central else None,
+        progress=progress,
+    )
+    if run.interrupted:
+        raise KeyboardInterrupt
+    shared = count(run.params)
+    return {
+        "evaluations": observer.found,
+        "per_client": observer.per_client,
+        "few": observer.few,
+        "losses": [round(entry["loss"], 5) for entry in run.history if entry["kind"] == "round"],
+        "sent": 0 if central else 2 * shared,  # down and up
+        "global": shared,
+        "local": count(jax.eval_shape(trainer.algorithm.model.init_local, jax.random.key(0))),
+        "trained_on": len(parts.train),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def count(tree: Any) -> int:
+    """Count the numbers in a tree of arrays."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))

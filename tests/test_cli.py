@@ -1,0 +1,432 @@
+"""The commands, end to end on small files: results, files, and one sentence for every error."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fedrecon.cli import COMMANDS, main
+
+SMALL = ["--model.dim", "3", "--sampling.clients-per-round", "6", "--evaluate-every", "4", "--devices", "1"]
+SMALL += ["--data.fractions", "0.6", "0.2", "0.2", "--checkpoint-every", "3"]
+
+
+def write_ratings(path, users=20, items=12, seed=0):
+    """Write a file of ratings in which every user rates eight items."""
+    rng = np.random.default_rng(seed)
+    lines = ["user,item,rating"]
+    for user in range(users):
+        chosen = rng.choice(items, 8, replace=False)
+        lines += [f"u{user},{100 + item},{rng.integers(1, 6)}" for item in chosen]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a ratings file and the folder of a run on it."""
+    folder = tmp_path_factory.mktemp("cli")
+    ratings = write_ratings(folder / "ratings.csv")
+    assert main(["train", str(ratings), "--out", str(folder / "run"), "--rounds", "8", *SMALL]) == 0
+    return ratings, folder / "run"
+
+
+def said(capsys):
+    """Return what a failed command said, which must be one sentence on standard error alone."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fedrecon: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# ---- help ----
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"usage: fedrecon {command}" in out
+    undocumented = re.findall(r"│ +(--\S+)[^│]*│\n│ +\(default", out)
+    assert not undocumented
+
+
+def test_the_top_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out and what in out for name, what in COMMANDS.items())
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+
+
+def test_help_starts_no_device():
+    check = "import fedrecon.cli, jax; fedrecon.cli.main(['train', '--help']);"
+    check += "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
+
+
+# ---- train ----
+
+
+def test_a_run_leaves_what_the_design_says(trained):
+    ratings, run = trained
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["config"]["model"]["dim"] == 3
+    assert facts["seed"] == 0
+    assert set(facts["versions"]) == {"python", "jax", "numpy", "optax", "fedrecon"}
+    assert facts["data"]["source"] == str(ratings)
+    assert facts["data"]["users"] == [12, 4, 4]
+    assert facts["started"] <= facts["ended"]
+    assert facts["rounds"] == 8
+    assert facts["interrupted"] is False
+    assert facts["test"]["clients"] == 4
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["round"] for r in records if r["kind"] == "round"] == list(range(1, 9))
+    assert [r["round"] for r in records if r["kind"] == "evaluation"] == [4, 8]
+    assert [p.name for p in (run / "checkpoint").iterdir()] == ["round-000000008"]
+    assert (run / "plots" / "learning_curve.png").exists()
+
+
+def test_a_model_folder_tells_nothing_of_who_trained_it(trained):
+    _, run = trained
+    assert {p.name for p in (run / "model").iterdir()} == {"global.safetensors", "model.json"}
+    assert set(load_file(run / "model" / "global.safetensors")) == {"item_embedding"}
+    text = (run / "model" / "model.json").read_text()
+    assert not re.search(r"u\d|ratings\.csv", text)
+    assert json.loads(text)["item_ids"] == list(range(100, 112))
+
+
+def test_a_resumed_run_ends_with_the_same_bits(trained, tmp_path, capsys):
+    ratings, run = trained
+    again = [str(ratings), "--out", str(tmp_path), *SMALL]
+    assert main(["train", *again, "--rounds", "4"]) == 0
+    assert main(["train", *again, "--rounds", "8", "--resume"]) == 0
+    whole, parts = (load_file(p / "model" / "global.safetensors") for p in (run, tmp_path))
+    assert whole["item_embedding"].tobytes() == parts["item_embedding"].tobytes()
+    assert (tmp_path / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert len(facts["resumed"]) == 1
+    capsys.readouterr()
+
+
+def test_a_model_with_biases_and_a_default_resumes_too(trained, tmp_path):
+    ratings, _ = trained
+    options = [str(ratings), *SMALL, "--model.biases", "--model.learned-default", "--server.optimizer", "yogi"]
+    options += ["--reconstruct.solver", "least-squares"]
+    assert main(["train", *options, "--out", str(tmp_path / "whole"), "--rounds", "5"]) == 0
+    assert main(["train", *options, "--out", str(tmp_path / "parts"), "--rounds", "2"]) == 0
+    assert main(["train", *options, "--out", str(tmp_path / "parts"), "--rounds", "5", "--resume"]) == 0
+    whole, parts = (load_file(tmp_path / p / "model" / "global.safetensors") for p in ("whole", "parts"))
+    assert {name: leaf.tobytes() for name, leaf in whole.items()} == {n: leaf.tobytes() for n, leaf in parts.items()}
+    assert main(["evaluate", str(tmp_path / "parts")]) == 0
+
+
+def test_resuming_nothing_begins(trained, tmp_path):
+    ratings, _ = trained
+    assert main(["train", str(ratings), "--out", str(tmp_path / "new"), "--rounds", "1", *SMALL, "--resume"]) == 0
+
+
+def test_a_config_file_gives_defaults_that_options_override(trained, tmp_path):
+    _, run = trained
+    out = tmp_path / "run"
+    assert main(["train", "--config", str(run / "run.json"), "--out", str(out), "--rounds", "2", "--seed", "5"]) == 0
+    old, new = (json.loads((p / "run.json").read_text())["config"] for p in (run, out))
+    assert new == {**old, "rounds": 2, "seed": 5}
+
+
+def test_a_config_file_may_leave_the_data_to_the_command_line(trained, tmp_path):
+    ratings, _ = trained
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"rounds": 1, "data": {"min_ratings": 2}}))
+    assert main(["train", str(ratings), f"--config={file}", "--out", str(tmp_path / "run"), *SMALL]) == 0
+    found = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert (found["rounds"], found["data"]["min_ratings"], found["data"]["source"]) == (1, 2, str(ratings))
+    assert main(["train", "--config", str(file), "--out", str(tmp_path / "other")]) == 2
+
+
+def test_an_existing_run_is_neither_replaced_nor_mixed_with_another(trained, tmp_path, capsys):
+    ratings, run = trained
+    command = ["train", str(ratings), "--out", str(run), "--rounds", "8", *SMALL]
+    before = (run / "run.json").read_bytes()
+    capsys.readouterr()
+    assert main(command) == 1
+    assert "--resume" in (told := said(capsys))
+    assert "--overwrite" in told
+    assert main([*command, "--resume", "--seed", "3"]) == 1
+    assert "other settings: seed (was 0, now 3)" in said(capsys)
+    assert main([*command, "--resume", "--rounds", "5"]) == 1
+    assert "is past round 5: it has done 8" in said(capsys)
+    assert main([*command, "--resume", "--overwrite"]) == 1
+    assert "exclude each other" in said(capsys)
+    assert (run / "run.json").read_bytes() == before
+
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path, capsys):
+    ratings = write_ratings(tmp_path / "ratings.csv")
+    command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]
+    assert main(command) == 0
+    write_ratings(ratings, seed=1)
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 1
+    assert "is no longer what the run" in said(capsys)
+    assert main(["evaluate", str(tmp_path / "run")]) == 1
+    assert "is no longer what the run" in said(capsys)
+    assert main([*command, "--overwrite"]) == 0
+
+
+def test_ctrl_c_saves_what_was_learned_and_says_how_to_go_on(trained, tmp_path, monkeypatch, capsys):
+    ratings, run = trained
+    from fedrecon.cli import show
+
+    def stop(record):
+        if record["round"] == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(show, "progress_of", stop)
+    command = ["train", str(ratings), "--out", str(tmp_path), "--rounds", "8", *SMALL]
+    capsys.readouterr()
+    assert main(command) == 130
+    told = capsys.readouterr().err
+    assert f"to go on: fedrecon {' '.join(command)} --resume" in told
+    assert json.loads((tmp_path / "run.json").read_text())["interrupted"] is True
+    assert (tmp_path / "model" / "model.json").exists()
+    monkeypatch.undo()
+    assert main([*command, "--resume"]) == 0
+    whole, parts = (load_file(p / "model" / "global.safetensors") for p in (run, tmp_path))
+    assert whole["item_embedding"].tobytes() == parts["item_embedding"].tobytes()
+
+
+def test_few_users_train_without_validation_or_test(tmp_path, capsys):
+    ratings = write_ratings(tmp_path / "ratings.csv", users=1)
+    command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]
+    assert main([*command, "--data.fractions", "1", "0", "0"]) == 0
+    assert "no test users" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run")]) == 1
+    assert "has no test users" in said(capsys)
+
+
+# ---- evaluate ----
+
+
+def test_evaluation_is_one_json_object(trained, capsys):
+    _, run = trained
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["protocol"] == "recon"
+    assert found["clients"] == 4
+    assert found["diverged"] == 0
+    assert set(found["micro"]) >= {"rmse", "accuracy"}
+    assert set(found["macro"]) >= {"rmse", "accuracy"}
+    assert "0.5" in found["quantiles"]["rmse"]
+    assert found == json.loads((run / "run.json").read_text())["test"]
+
+
+def test_validation_users_are_others_than_test_users(trained, capsys):
+    _, run = trained
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--split", "valid", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert found["micro"]["rmse"] == pytest.approx(records[-1]["micro"]["rmse"], rel=1e-5)
+    assert found != json.loads((run / "run.json").read_text())["test"]
+
+
+def test_evaluation_on_a_file_needs_no_more_than_the_model(trained, tmp_path, capsys):
+    _, run = trained
+    other = write_ratings(tmp_path / "other.csv", users=5, items=14, seed=3)
+    capsys.readouterr()
+    assert main(["evaluate", str(run / "model"), "--ratings", str(other)]) == 0
+    told = capsys.readouterr()
+    assert "5 users, " in told.out
+    assert "unknown items" in told.err
+
+
+def test_json_has_null_where_there_is_no_number(trained, tmp_path, capsys):
+    _, run = trained
+    lonely = tmp_path / "lonely.csv"
+    lonely.write_text("user,item,rating\na,100,3\nb,101,4\n")  # nothing is left for query
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--ratings", str(lonely), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["clients"] == 0
+    assert found["micro"]["rmse"] is None
+
+
+# ---- recommend ----
+
+
+def test_recommendations_leave_out_what_is_rated(trained, tmp_path, capsys):
+    ratings, run = trained
+    capsys.readouterr()
+    assert main(["recommend", str(run), "--ratings", str(ratings), "--user", "u3", "u1", "-n", "20", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["user"] for one in found["users"]] == ["u3", "u1"]
+    rows = [line.split(",") for line in ratings.read_text().splitlines()[1:]]
+    for one in found["users"]:
+        rated = {int(item) for user, item, _ in rows if user == one["user"]}
+        items = [best["item"] for best in one["recommendations"]]
+        assert set(items) == set(range(100, 112)) - rated
+        scores = [best["rating"] for best in one["recommendations"]]
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_recommendations_are_for_everybody_in_the_file(trained, capsys):
+    ratings, run = trained
+    capsys.readouterr()
+    assert main(["recommend", str(run / "model"), "--ratings", str(ratings), "--top", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("for user u") == 20
+
+
+def test_column_names_are_options(trained, tmp_path, capsys):
+    _, run = trained
+    mine = tmp_path / "mine.csv"
+    mine.write_text("who;what;stars\nme;100;5\nme;103;1\n")
+    names = ["--data.user", "who", "--data.item", "what", "--data.rating", "stars"]
+    capsys.readouterr()
+    assert main(["recommend", str(run), "--ratings", str(mine), "-n", "2", *names]) == 0
+    assert "for user me, from 2 ratings" in capsys.readouterr().out
+
+
+# ---- demo ----
+
+
+def test_the_demo_compares_and_recommends(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--rounds", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "the movie's mean rating" in out
+    assert "without reconstruction" in out
+    assert "10. " in out
+    assert (tmp_path / "plots" / "learning_curve.png").exists()
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["fly"], 2, "there is no command 'fly'; there are: train, evaluate"),
+        (["train"], 2, "DATA and --out are missing"),
+        (["train", "synthetic"], 2, "--out is missing"),
+        (["train", "synthetic", "--out", "run", "--ronds", "3"], 2, "no option --ronds; did you mean --rounds?"),
+        (["train", "synthetic", "more", "--out", "run"], 2, "'more' was not expected"),
+        (["train", "synthetic", "--out", "run", "--rounds", "x"], 2, "--rounds is 'x'; it must be a whole number"),
+        (["train", "synthetic", "--out", "run", "--rounds"], 2, "--rounds needs a value"),
+        (["train", "synthetic", "--out", "run", "--server.optimizer", "lion"], 2, "must be one of sgd, momentum"),
+        (["train", "synthetic", "--out", "run", "--model.dim", "0"], 2, "dim is 0"),
+        (["train", "synthetic", "--out", "run", "--data.fractions", "1", "1", "1"], 2, "sum to 1"),
+        (["train", "synthetic", "--out", "run", "--config", "none.json"], 1, "none.json cannot be read"),
+        (["train", "synthetic", "--out", "run", "--data.user", "who"], 1, "no use for data.user"),
+        (["train", "nothing.csv", "--out", "run"], 1, "nothing.csv is neither a file nor a known data set"),
+        (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' is not a number"),
+        (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv: File exists"),
+        (["train", "ok.csv", "--out", "run", "--devices", "0"], 1, "devices is 0"),
+        (["train", "ok.csv", "--out", "run", "--devices", "60"], 1, "JAX sees"),
+        (["train", "ok.csv", "--out", "run", "--devices", "9999"], 1, "devices is 9999; from 1 to"),
+        (["train", "ok.csv", "--out", "run", "--rounds", "-1"], 1, "`rounds`"),
+        (["train", "ok.csv", "--out", "run", "--update.joint", "--update.second-order"], 1, "exclude each other"),
+        (["evaluate", "nowhere"], 1, "nowhere is not a folder"),
+        (["evaluate", "."], 1, "holds no model"),
+        (["recommend", "nowhere", "--ratings", "ok.csv"], 1, "nowhere is not a folder"),
+        (["recommend", "nowhere"], 2, "--ratings is missing"),
+    ],
+)
+def test_an_error_is_one_sentence(argv, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.csv").write_text("user,item,rating\n1,2,3\n1,3,x\n")
+    write_ratings(tmp_path / "ok.csv")
+    assert main(argv) == code
+    assert message in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model/model.json", None, "holds no model|model.json is missing"),
+        ("model/model.json", "{", "model.json is not valid JSON"),
+        ("model/model.json", "{}", "model.json is damaged"),
+        ("model/global.safetensors", None, "global.safetensors is missing"),
+        ("model/global.safetensors", "junk", "global.safetensors cannot be read"),
+        ("run.json", None, "run.json is missing"),
+        ("run.json", '{"config": {"data": {"source": "x"}, "rounds": "many"}}', 'rounds is "many"'),
+        ("run.json", "[]", "run.json is damaged"),
+    ],
+)
+def test_a_damaged_run_is_one_sentence(file, content, message, trained, tmp_path, capsys):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(trained[1], run)
+    (run / file).unlink()
+    if content is not None:
+        (run / file).write_text(content)
+    assert main(["evaluate", str(run)]) == 1
+    assert re.search(message, said(capsys))
+
+
+def test_a_damaged_checkpoint_is_one_sentence(trained, tmp_path, capsys):
+    import shutil
+
+    ratings, done = trained
+    run = tmp_path / "run"
+    shutil.copytree(done, run)
+    command = ["train", str(ratings), "--out", str(run), "--rounds", "8", *SMALL, "--resume"]
+    arrays = next(run.glob("checkpoint/*/arrays.safetensors"))
+    arrays.write_bytes(arrays.read_bytes()[:-10])
+    assert main(command) == 1
+    assert "arrays.safetensors cannot be read" in said(capsys)
+    next(run.glob("checkpoint/*/manifest.json")).write_text("{}")
+    assert main(command) == 1
+    assert "manifest.json is damaged" in said(capsys)
+
+
+def test_unknown_users_and_data_that_is_gone_are_named(trained, tmp_path, capsys):
+    ratings, run = trained
+    assert main(["recommend", str(run), "--ratings", str(ratings), "--user", "nobody"]) == 1
+    assert "no client is named 'nobody'" in said(capsys)
+    assert main(["recommend", str(run), "--ratings", str(ratings), "-n", "0"]) == 2
+    assert "--top is 0" in said(capsys)
+    moved = write_ratings(tmp_path / "moved.csv")
+    assert main(["train", str(moved), "--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]) == 0
+    moved.unlink()
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run")]) == 1
+    assert "cannot be loaded again" in said(capsys)
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path, capsys):
+    assert main(["train", str(tmp_path / "none.csv"), "--out", str(tmp_path / "run")]) == 1
+    assert "neither a file" in said(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_debug_shows_where_an_error_came_from(tmp_path, monkeypatch, capsys):
+    assert main(["evaluate", str(tmp_path / "none"), "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("FEDRECON_DEBUG", "1")
+    assert main(["evaluate", str(tmp_path / "none")]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_command_runs_as_a_process_on_every_core(tmp_path):
+    ratings = write_ratings(tmp_path / "ratings.csv")
+    command = [sys.executable, "-m", "fedrecon"]
+    options = [option for option in SMALL if option not in ("--devices", "1")]
+    train = [*command, "train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "3", *options]
+    done = subprocess.run(train, capture_output=True, text=True, check=True)
+    assert "none seen in training" in done.stdout
+    assert "round 3: validation RMSE" in done.stderr
+    done = subprocess.run(
+        [*command, "evaluate", str(tmp_path / "run"), "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["clients"] == 4
+    done = subprocess.run([*command, "evaluate", str(tmp_path / "gone")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

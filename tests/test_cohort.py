@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedrecon as fr
+from fedrecon import cohort as cohort_module
+from fedrecon.cohort import ABSENT, Needs, Packer, arrange
+from toy_models import ITEMS, TAGS, lookup_clients
+
+quick = settings(max_examples=40, deadline=None)
+GROUPS = {"item": (ITEMS, ("item",)), "tag": (TAGS, ("main_tag", "tags"))}
+sizes_lists = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)
+
+
+def pack(clients, order=None, **needs):
+    needs = {"split": fr.split.half(), "groups": GROUPS, **needs}
+    return Packer(clients, Needs(**needs)).pack(np.arange(len(clients)) if order is None else np.asarray(order))
+
+
+def check_rows(cohort, support_rows):
+    """Rows are each client's own ids, once each; slots lead back to every example's ids."""
+    for group, (_, features) in GROUPS.items():
+        for i in range(len(cohort.client)):
+            rows = cohort.rows[group][i][: cohort.num_rows[group][i]]
+            sides = [(cohort.query, cohort.slots)] + ([(cohort.support, cohort.support_slots)] * support_rows)
+            ids = []
+            for side, slots in sides:
+                for feature in features:
+                    here = side.columns[feature][i, : side.count[i]]
+                    np.testing.assert_array_equal(rows[slots[feature][i, : side.count[i]]], here)
+                    ids.append(here.ravel())
+            assert sorted(rows) == np.unique(np.concatenate(ids)).tolist()
+            assert (cohort.rows[group][i][cohort.num_rows[group][i] :] == 0).all()
+
+
+@pytest.mark.parametrize("support_rows", [False, True])
+@quick
+@given(sizes=sizes_lists, seed=st.integers(0, 1000), data=st.data())
+def test_rows_are_exactly_the_ids_of_the_client_and_slots_point_to_them(support_rows, sizes, seed, data):
+    order = data.draw(st.lists(st.integers(ABSENT, len(sizes) - 1), min_size=1, max_size=6))
+    check_rows(pack(lookup_clients(sizes, seed), order, support_rows=support_rows), support_rows)
+
+
+@pytest.mark.parametrize("entries", [1, 2 * ITEMS, 5 * ITEMS])
+@pytest.mark.parametrize("support_rows", [False, True])
+@quick
+@given(sizes=sizes_lists, seed=st.integers(0, 1000))
+def test_large_tables_that_are_numbered_in_groups_of_clients_come_out_the_same(entries, support_rows, sizes, seed):
+    clients = lookup_clients(sizes, seed)
+    whole = pack(clients, support_rows=support_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cohort_module, "SCRATCH_ENTRIES", entries)
+        found = pack(clients, support_rows=support_rows)
+    for field in ("rows", "num_rows", "slots", "support_slots"):
+        for name, value in getattr(whole, field).items():
+            np.testing.assert_array_equal(getattr(found, field)[name], value)
+
+
+def test_a_table_of_millions_of_rows_is_packed_by_the_rows_in_use():
+    ids = np.array([9_999_999, 3, 9_999_999, 5_000_000, 3, 0], np.int32)
+    clients = fr.Clients({"item": ids}, np.array([0, 3]), np.array([3, 6]))
+    found = pack(clients, split=fr.split.none(), groups={"item": (10_000_000, ("item",))})
+    assert found.num_rows["item"].tolist() == [2, 3]
+    assert found.rows["item"][0, :2].tolist() == [9_999_999, 3]
+    assert found.rows["item"][1, :3].tolist() == [5_000_000, 3, 0]
+    assert found.slots["item"].tolist() == [[0, 1, 0], [0, 1, 2]]
+
+
+def test_one_packer_packs_one_cohort_after_another_without_mixing_them_up():
+    clients = lookup_clients([5, 8, 3, 6])
+    packer = Packer(clients, Needs(fr.split.half(), groups=GROUPS))
+    for order in ([0, 1], [3, 2], [1, ABSENT], [2, 1], [0, 1]):
+        found, fresh = packer.pack(np.array(order)), pack(clients, order)
+        np.testing.assert_array_equal(found.rows["item"], fresh.rows["item"])
+        np.testing.assert_array_equal(found.slots["tags"], fresh.slots["tags"])
+
+
+@quick
+@given(sizes=sizes_lists, seed=st.integers(0, 1000), data=st.data())
+def test_a_client_is_packed_the_same_wherever_it_stands(sizes, seed, data):
+    clients = lookup_clients(sizes, seed)
+    order = data.draw(st.permutations([*range(len(sizes)), ABSENT]))
+    straight, found = pack(clients), pack(clients, order)
+    for place, who in enumerate(order):
+        if who == ABSENT:
+            assert found.client[place] == ABSENT
+            assert found.support.count[place] == found.query.count[place] == 0
+            continue
+        for one, other in zip((found.support, found.query), (straight.support, straight.query), strict=True):
+            assert one.count[place] == other.count[who]
+            for name in one.columns:
+                np.testing.assert_array_equal(one.columns[name][place], other.columns[name][who])
+        np.testing.assert_array_equal(found.rows["tag"][place], straight.rows["tag"][who])
+
+
+@quick
+@given(sizes=sizes_lists, data=st.data())
+def test_the_shape_of_a_cohort_does_not_depend_on_who_is_in_it(sizes, data):
+    clients = lookup_clients(sizes)
+    orders = [data.draw(st.lists(st.integers(ABSENT, len(sizes) - 1), min_size=4, max_size=4)) for _ in range(2)]
+    shapes = [
+        [np.shape(leaf) for side in (c.support, c.query) for leaf in side.columns.values()]
+        + [leaf.shape for leaf in (*c.rows.values(), *c.slots.values())]
+        for c in (pack(clients, order) for order in orders)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_examples_are_those_of_the_client():
+    clients = lookup_clients([5, 3])
+    found = pack(clients, [1, 0])
+    np.testing.assert_array_equal(found.support.columns["y"][0, :2], clients[1]["y"][:2])
+    np.testing.assert_array_equal(found.query.columns["tags"][1, :2], clients[0]["tags"][3:])
+    assert found.client.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("bad", [-1, ITEMS])
+def test_an_id_out_of_range_is_named(bad):
+    clients = lookup_clients([5, 3])
+    clients.columns["item"][4] = bad
+    message = f"feature item holds id {bad}; the table has rows 0 to {ITEMS - 1}"
+    with pytest.raises(ValueError, match=message):
+        pack(clients)
+
+
+def test_a_feature_that_is_not_there_is_named():
+    message = "the model uses the feature 'film'; the clients have: item, tags, main_tag, y"
+    with pytest.raises(ValueError, match=message):
+        pack(lookup_clients([3]), columns=["item", "film"])
+
+
+def test_only_the_features_asked_for_are_packed():
+    found = pack(lookup_clients([3, 2]), columns=["y"], groups={})
+    assert list(found.query.columns) == ["y"]
+
+
+@quick
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30),
+    absent=st.integers(0, 3),
+    devices=st.integers(1, 4),
+    block=st.integers(1, 6),
+)
+def test_arranging_keeps_every_client_once_and_fills_up_blocks(sizes, absent, devices, block):
+    indices = np.concatenate([np.arange(len(sizes)), np.full(absent, ABSENT)])
+    found = arrange(indices, np.array(sizes + [0] * absent), devices, block)
+    assert len(found) % (devices * block) == 0
+    assert len(found) - len(indices) < devices * block
+    assert sorted(found[found >= 0]) == list(range(len(sizes)))
+    assert (np.delete(found, np.flatnonzero(found >= 0)) == ABSENT).all()
+
+
+def test_arranging_puts_similar_clients_together_and_deals_blocks_evenly():
+    sizes = np.array([1, 8, 2, 7, 3, 6, 4, 5])
+    found = arrange(np.arange(8), sizes, devices=2, block=2)
+    assert [sorted(sizes[found[i : i + 2]].tolist()) for i in (0, 2, 4, 6)] == [[7, 8], [1, 2], [5, 6], [3, 4]]
+
+
+def test_arranging_does_not_depend_on_the_order_in_which_clients_were_drawn():
+    sizes = np.array([3, 3, 5, 1, 3])
+    one = arrange(np.arange(5), sizes, 2, 2)
+    turned = np.array([4, 2, 0, 3, 1])
+    np.testing.assert_array_equal(arrange(turned, sizes[turned], 2, 2), one)

@@ -1,0 +1,164 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedrecon as fr
+from fedrecon.cohort import ABSENT
+from fedrecon.engine import MOST_IN_BLOCK, compile_each, compile_rounds, everywhere
+from fedrecon.sampling import Cohorts
+from toy_models import (
+    assert_close,
+    descend,
+    linear,
+    lookup_clients,
+    lookup_model,
+    one_by_one,
+    one_round,
+    run_cohort,
+    xy,
+)
+
+PLACES = 12  # of a cohort, for all layouts below
+LARGEST = 7
+LAYOUTS = [(2, 1), (3, 1), (12, 1), (3, 2), (1, 4)]
+
+ALGORITHM = fr.federated_reconstruction(
+    lookup_model(),
+    reconstruct=descend(0.1, 2),
+    update=descend(0.1, 2, epochs=2),
+    server=optax.sgd(1.0),
+    aggregate=fr.aggregate.mean(clip_norm=0.4),
+)
+
+
+@functools.cache
+def compiled(block, devices):
+    place = fr.layout(block, devices)
+    return compile_rounds(ALGORITHM, place), place
+
+
+def run(clients, order, block=1, devices=1):
+    """The parameters and metrics of one round with these clients in this order."""
+    rounds, place = compiled(block, devices)
+    order = np.concatenate([order, np.full(PLACES - len(order), ABSENT)]).astype(int)
+    state = everywhere(ALGORITHM.init(jax.random.key(0)), place)
+    state, metrics = run_cohort(rounds, ALGORITHM, state, clients, order)
+    return jax.tree.map(np.asarray, (state.params, metrics))
+
+
+def population(sizes, seed):
+    """Clients of which one always has the largest size, so that every population has the same shape."""
+    return lookup_clients([LARGEST, *sizes], seed)
+
+
+sizes_lists = st.lists(st.integers(0, LARGEST), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize(("block", "devices"), LAYOUTS)
+@settings(max_examples=12, deadline=None)
+@given(sizes=sizes_lists, seed=st.integers(0, 10_000))
+def test_neither_block_size_nor_device_count_changes_a_result(block, devices, sizes, seed):
+    clients = population(sizes, seed)
+    order = np.arange(len(clients))
+    assert_close(run(clients, order, block, devices), run(clients, order))
+
+
+@pytest.mark.parametrize(("block", "devices"), [(1, 1), (3, 2)])
+@settings(max_examples=25, deadline=None)
+@given(sizes=sizes_lists, seed=st.integers(0, 10_000), data=st.data())
+def test_neither_the_order_of_packing_nor_empty_places_change_a_result(block, devices, sizes, seed, data):
+    clients = population(sizes, seed)
+    straight = np.arange(len(clients))
+    order = data.draw(st.permutations([*straight, *[ABSENT] * (PLACES - len(clients))]))
+    assert_close(run(clients, np.array(order), block, devices), run(clients, straight, block, devices))
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_padding_never_changes_a_result(block):
+    """A client that takes no part but is much larger makes everybody's arrays longer."""
+    clients = population([3, 5, 1, 6], seed=1)
+    longer = lookup_clients([LARGEST, 3, 5, 1, 6, 40], seed=1)
+    for name, column in longer.columns.items():
+        column[: clients.num_examples] = clients.columns[name]
+    found = run(longer, np.arange(5), block)
+    assert_close(found, run(clients, np.arange(5), block), 1e-6)
+
+
+def test_the_number_of_devices_does_not_change_what_is_learned_or_evaluated():
+    algorithm = fr.federated_reconstruction(
+        linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    clients = xy(*(([1, 0.5, -1][: i % 4], [i, 2, 0][: i % 4]) for i in range(1, 8)))
+    options = {"rounds": 3, "clients_per_round": 4, "valid": clients, "seed": 2}
+    expected, found = (one_round(algorithm, clients, place=place, **options) for place in (one_by_one(), fr.layout()))
+    assert_close(found.params, expected.params)
+    for name in ("micro", "macro"):
+        assert found.history[-1][name] == pytest.approx(expected.history[-1][name], rel=1e-5)
+
+
+def test_nothing_is_compiled_again_whatever_the_cohort():
+    algorithm, place = ALGORITHM, fr.layout(2, 2)
+    clients = population([3, 5, 1, 6, 0, 0], seed=1)
+    rounds = compile_rounds(algorithm, place)
+    state = everywhere(algorithm.init(jax.random.key(0)), place)
+    orders = [[0, 1, 2, 3], [6, 5, 4, 0], [1, ABSENT, ABSENT, 2], [5, 6, 5, 6], [ABSENT] * 4]
+    for number, order in enumerate(orders):
+        state, _ = run_cohort(rounds, algorithm, state, clients, order, seed=number)
+    assert rounds._cache_size() == 1
+
+
+def test_nothing_is_compiled_again_however_many_rounds_are_left():
+    clients, place = population([3, 5, 1, 6, 0, 0], seed=1), one_by_one()
+    rounds = compile_rounds(ALGORITHM, place)
+    sampling = fr.Sampling(4, drop_out=0.5)
+    cohorts = Cohorts(ALGORITHM, clients, sampling, place, jax.random.key(0), 5)
+    start = everywhere(ALGORITHM.init(jax.random.key(0)), place)
+    for steps in ([5, 4], [1, 5, 3], [2, 2, 2, 2, 1]):
+        state, first = start, 0
+        for number in steps:
+            ready = cohorts.prepare(first, number)
+            assert (ready.first, ready.number) == (first, number)
+            state, _, metrics = rounds(state, (), ready.cohorts, jax.random.key(1), first, number)
+            assert np.asarray(metrics.weight)[number:].sum() == 0
+            first += number
+        params = jax.tree.map(np.asarray, state.params)
+        expected = params if steps == [5, 4] else expected  # noqa: F821
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert rounds._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 5}, "`devices` is 5; JAX sees 4"),
+        ({"devices": 0}, "`devices` is 0; JAX sees 4"),
+        ({"block": 0}, "`block` is 0; it must be at least 1"),
+    ],
+)
+def test_an_impossible_layout_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fr.layout(**options)
+
+
+def test_by_default_all_devices_run_blocks_that_fit_a_cache():
+    def model(size):
+        return lookup_model()._replace(init_global=lambda key: {"dense": jnp.zeros(size)}, lookups={})
+
+    assert fr.layout().devices == 4
+    assert fr.layout(devices=2).devices == 2
+    assert fr.layout(model=model(10)).block == MOST_IN_BLOCK
+    assert fr.layout(model=model(10_000_000)).block == 1
+    assert 1 < fr.layout(model=model(50_000)).block < MOST_IN_BLOCK
+
+
+@pytest.mark.parametrize(("block", "devices"), [(1, 1), (3, 1), (2, 2), (1, 4)])
+def test_each_client_gets_its_own_result(block, devices):
+    function = compile_each(lambda shared, part: part["x"] * shared + part["y"], fr.layout(block, devices))
+    x, y = np.arange(24.0).reshape(12, 2), np.ones((12, 2))
+    np.testing.assert_allclose(function(jnp.float32(3), {"x": x, "y": y}), 3 * x + 1)

@@ -1,0 +1,67 @@
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedrecon as fr
+from fedrecon.features import check_fit, features_used
+from toy_models import a_and_b, descend, linear, lookup_clients, lookup_model, squared_error
+
+
+def with_columns(**columns):
+    clients = a_and_b()
+    return fr.Clients({**clients.columns, **columns}, clients.starts, clients.ends)
+
+
+def test_only_features_that_are_read_are_used():
+    clients = with_columns(time=np.arange(6), name=np.array(list("abcdef")))
+    assert features_used(linear(), clients) == ["x", "y"]
+    assert features_used(lookup_model(), lookup_clients([3, 2])) == ["item", "tags", "main_tag", "y"]
+
+
+def test_features_that_only_a_metric_reads_are_used():
+    model = linear()._replace(metrics={"t": fr.Metric(lambda p, b: (b["time"] * 1.0, jnp.ones_like(p)))})
+    assert features_used(model, with_columns(time=np.arange(6))) == ["x", "y", "time"]
+
+
+def test_a_feature_that_the_clients_do_not_have_is_named():
+    with pytest.raises(ValueError, match="the model reads the feature 'rating'; the clients have: x, y"):
+        features_used(linear()._replace(loss=lambda p, b: (p - b["rating"], jnp.ones_like(p))), a_and_b())
+
+
+def test_a_model_may_ask_whether_a_feature_is_there():
+    def loss(predictions, batch):
+        weights = batch["weight"] if "weight" in batch else jnp.ones_like(predictions)
+        return squared_error(predictions, batch)[0], weights
+
+    model = linear()._replace(loss=loss)
+    assert features_used(model, a_and_b()) == ["x", "y"]
+    assert features_used(model, with_columns(weight=np.ones(6, np.float32))) == ["x", "y", "weight"]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, b: (jnp.mean((p - b["y"]) ** 2), jnp.ones(())),
+        lambda p, b: ((p - b["y"]) ** 2, jnp.ones(())),
+        lambda p, b: ((p - b["y"])[:3], jnp.ones(3)),
+    ],
+    ids=["already a mean", "one weight for all", "too few values"],
+)
+def test_a_loss_of_the_wrong_shape_is_named(loss):
+    with pytest.raises(ValueError, match=r"`loss` returns values of shape .* for 8 examples"):
+        features_used(linear()._replace(loss=loss), a_and_b())
+
+
+def test_clients_without_examples_are_refused():
+    nothing = fr.Clients({"x": np.zeros(0), "y": np.zeros(0)}, np.array([0]), np.array([0]))
+    algorithm = fr.federated_averaging(linear(), update=descend(0.1), server=optax.sgd(1.0))
+    with pytest.raises(ValueError, match="the clients have no examples"):
+        check_fit(algorithm, nothing)
+
+
+def test_a_model_that_fits_passes():
+    algorithm = fr.federated_reconstruction(
+        lookup_model(), reconstruct=fr.least_squares(0.1), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    assert check_fit(algorithm, lookup_clients([0, 3, 2])) is None

@@ -1,0 +1,29 @@
+"""Pictures: that they are drawn whatever happened in a run."""
+
+import numpy as np
+import pytest
+
+from fedrecon.plots import _running_mean, learning_curve
+
+ROUNDS = [{"kind": "round", "round": r, "loss": 1 + 10 / r} for r in range(1, 101)]
+EVALUATIONS = [{"kind": "evaluation", "round": r, "micro": {"rmse": 1.0, "accuracy": 0.4}} for r in (50, 100)]
+UNKNOWN = [
+    {"kind": "round", "round": 101, "loss": None},
+    {"kind": "evaluation", "round": 101, "micro": {"rmse": None, "accuracy": None}},
+]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [ROUNDS + EVALUATIONS, ROUNDS, EVALUATIONS, [], UNKNOWN, ROUNDS + EVALUATIONS + UNKNOWN, ROUNDS[:1]],
+    ids=["all", "rounds", "evaluations", "nothing", "unknown", "some unknown", "one round"],
+)
+def test_a_picture_comes_out_of_any_history(tmp_path, records):
+    path = tmp_path / "plots" / "curve.png"
+    learning_curve(records, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_running_mean_is_over_the_neighbours_that_there_are():
+    found = _running_mean(np.array([1.0, 2.0, 6.0, np.nan, 4.0]), 3)
+    np.testing.assert_allclose(found, [1.5, 3.0, 4.0, 5.0, 4.0])
