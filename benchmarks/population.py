@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -31,18 +30,15 @@ def make(path, clients):
 
 def measure(path):
     """Open, train 200 rounds, and report seconds and memory."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", os.cpu_count())
     import optax
 
     import fedrecon as fr
 
+    fr.start_devices()
     solver = fr.gradient_descent(optax.sgd(0.1), batch_size=3)
     algorithm = fr.federated_reconstruction(
         fr.models.matrix_factorization(ITEMS), reconstruct=solver, update=solver, server=optax.sgd(1.0)
     )
-    fr.train(algorithm, fr.Clients({"item": _zeros("i4"), "rating": _zeros("f4")}, *_one()), rounds=1)  # imports, caches
     begin = time.perf_counter()
     clients = fr.Clients.open(path)
     opened = time.perf_counter() - begin
@@ -51,18 +47,6 @@ def measure(path):
     later = marks[200:]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"open": opened, "round": (later[-1] - marks[199]) / len(later), "megabytes": memory}))
-
-
-def _zeros(kind):
-    import numpy as np
-
-    return np.zeros(EXAMPLES, kind)
-
-
-def _one():
-    import numpy as np
-
-    return np.array([0]), np.array([EXAMPLES])
 
 
 def main():
@@ -83,10 +67,8 @@ def main():
             subprocess.run([sys.executable, __file__, "--make", path, str(clients)], check=True)
         for clients in POPULATIONS:
             path = str(Path(folder) / str(clients))
-            runs = [
-                subprocess.run([sys.executable, __file__, "--measure", path], check=True, capture_output=True, text=True)
-                for _ in range(3)
-            ]
+            command = [sys.executable, __file__, "--measure", path]
+            runs = [subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True) for _ in range(3)]
             found = [json.loads(run.stdout.splitlines()[-1]) for run in runs]
             figures[clients] = {name: min(f[name] for f in found) for name in found[0]}
     rows = [

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -73,6 +72,7 @@ class CRounds:
 
     def __init__(self, ratings, rounds):
         import numpy as np
+
         from c_loop import CLoop
 
         table = np.asarray(jax.tree.leaves(rounds.state.params)[0])
@@ -186,7 +186,9 @@ def main():
     parser.add_argument("--data", default="synthetic")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", os.cpu_count())
+    from fedrecon import start_devices
+
+    start_devices()
     ratings = setup(arguments.data)
     rows, figures = globals()[f"bench_{arguments.part}"](ratings)
     arguments.json.write_text(json.dumps({"rows": rows, "figures": figures}))

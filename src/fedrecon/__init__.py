@@ -13,6 +13,7 @@ from fedrecon.clients import Clients as Clients
 from fedrecon.descent import gradient_descent as gradient_descent
 from fedrecon.engine import Layout as Layout
 from fedrecon.engine import layout as layout
+from fedrecon.engine import start_devices as start_devices
 from fedrecon.evaluate import Evaluation as Evaluation
 from fedrecon.evaluate import Evaluator as Evaluator
 from fedrecon.evaluate import evaluate as evaluate

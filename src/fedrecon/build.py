@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import optax
 
 from fedrecon import aggregate, split
@@ -24,7 +22,6 @@ from fedrecon.model import Model
 from fedrecon.models import learned_default, matrix_factorization
 from fedrecon.optimizers import yogi
 
-MOST_DEVICES = 64  # that a CPU may be divided into, unless it has more cores
 UNTRAINED = Config(data=Data(source=""))  # for what training alone needs, where nothing is trained
 
 
@@ -80,33 +77,6 @@ def build_algorithm(config: Config, num_items: int) -> Algorithm:
             zero_norm=config.aggregate.zero_norm,
         ),
     )
-
-
-def start_devices(devices: int | None) -> None:
-    """Start JAX with so many devices on a CPU, by default one for every core.
-
-    Only the first use of JAX in a process decides: call this before anything else. Where JAX has started already
-    nothing changes, and `build_layout` refuses more devices than there are.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number = cores if devices is None else devices
-    if not 1 <= number <= max(MOST_DEVICES, cores):
-        raise ValueError(f"devices is {number}; from 1 to {max(MOST_DEVICES, cores)} are possible here")
-    try:
-        jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError:
-        return
-    # A device that waits for the others to add up their updates holds a thread of XLA's pool meanwhile. The pool has
-    # as many threads as there are cores, so without spare ones a device that divides its work among threads can wait
-    # for a thread for ever (seen with least squares above about 32 dimensions).
-    chosen = os.environ.get("NPROC")
-    try:
-        os.environ["NPROC"] = chosen or str(2 * number)
-        jax.devices()
-    finally:  # it is read once, and no business of processes that this one starts
-        del os.environ["NPROC"]
-        if chosen is not None:
-            os.environ["NPROC"] = chosen
 
 
 def build_layout(config: Config, model: Model) -> Layout:

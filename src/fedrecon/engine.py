@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,34 @@ from fedrecon.model import Model, flatten, metric_names
 AXIS = "clients"
 BLOCK_BYTES = 2**20  # what a block's copies of global parameters may take by default: about a core's cache
 MOST_IN_BLOCK = 10
+MOST_DEVICES = 64  # that a CPU may be divided into, unless it has more cores
+
+
+def start_devices(devices: int | None = None) -> None:
+    """Start JAX with so many devices on a CPU, by default one for every core.
+
+    Only the first use of JAX in a process decides: call this before anything else. Where JAX has started already
+    nothing changes, and `layout` refuses more devices than there are.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = cores if devices is None else devices
+    if not 1 <= number <= max(MOST_DEVICES, cores):
+        raise ValueError(f"devices is {number}; from 1 to {max(MOST_DEVICES, cores)} are possible here")
+    try:
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:
+        return
+    # With as many threads in XLA's pool as devices, training by least squares in 40 or 50 dimensions hung on two cores,
+    # and with one thread more it did not. Presumably a device that waits for the others' sums holds a thread that
+    # another device needs for a part of its work. So there are spare ones.
+    chosen = os.environ.get("NPROC")
+    try:
+        os.environ["NPROC"] = chosen or str(2 * number)
+        jax.devices()
+    finally:  # it is read once, and no business of processes that this one starts
+        del os.environ["NPROC"]
+        if chosen is not None:
+            os.environ["NPROC"] = chosen
 
 
 class Layout(NamedTuple):
@@ -54,8 +83,8 @@ def layout(block: int | None = None, devices: int | None = None, *, model: Model
     available = jax.devices()
     if devices is not None and not 1 <= devices <= len(available):
         raise ValueError(
-            f"`devices` is {devices}; JAX sees {len(available)}. On a CPU, call "
-            'jax.config.update("jax_num_cpu_devices", n) before anything else uses JAX'
+            f"`devices` is {devices}; JAX sees {len(available)}. On a CPU, call fedrecon.start_devices(n) before "
+            "anything else uses JAX"
         )
     if block is None:
         block = MOST_IN_BLOCK if model is None else _default_block(model)

@@ -22,11 +22,10 @@ from fedrecon.build import (
     build_split,
     divide_users,
     load_ratings,
-    start_devices,
 )
 from fedrecon.config import Config, ConfigError, differences, from_json, to_json
 from fedrecon.data.errors import DataError
-from fedrecon.engine import Layout
+from fedrecon.engine import Layout, start_devices
 from fedrecon.evaluate import Evaluation, Evaluator
 from fedrecon.progress import Progress, silent
 from fedrecon.run import RunFolder

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
-from fedrecon.lookups import check_lookups
+from fedrecon.lookups import check_lookups, noise_like
 from fedrecon.model import Model, measure
 
 PROBED = 8  # examples of a batch that is only there to ask questions of a model
@@ -68,7 +68,7 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     model = algorithm.model
     used = features_used(model, clients)
     batch = {name: jnp.asarray(column) for name, column in _probe(clients).items() if name in used}
-    params, local = jax.jit(lambda key: (model.init_global(key), model.init_local(key)))(jax.random.key(0))
+    params, local = (noise_like(shapes) for shapes in _shapes(model, jax.random.key(0)))
     for path in model.lookups:
         features = model.lookups[path]
         for feature in (features,) if isinstance(features, str) else features:

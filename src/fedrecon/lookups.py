@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -94,7 +94,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
                 raise ValueError(
                     f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
                 )
-    noise, local = _noise_like(leaves), _noise_like(local)
+    noise, local = noise_like(leaves), noise_like(local)
     whole = jax.jit(lambda leaves, local, batch: model.predict(unflatten(structure, leaves), local, batch))
     groups = lookup_groups(model)
     for features in dict.fromkeys(groups.values()):
@@ -123,7 +123,8 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
             )
 
 
-def _noise_like(tree: Any) -> Any:
+def noise_like(tree: Any) -> Any:
+    """Return noise in the shapes of a pytree: parameters for which no term of a model happens to vanish."""
     generator = np.random.default_rng(0)
     return jax.tree.map(lambda x: generator.standard_normal(x.shape, np.float32).astype(x.dtype), tree)
 
@@ -264,36 +265,33 @@ def reach(optimizer: optax.GradientTransformation) -> Reach:
       `copy`: all rows that the client has touched so far (momentum, Adam);
       `whole`: the whole table (weight decay: it moves rows that nobody touched).
     """
-    table, dense, grads, touched = _probe()
-    with_dense = {"dense": dense}
-    whole, used, by_rows, by_each = jax.jit(
-        lambda: (
-            _descend(optimizer, {**with_dense, "table": table}, grads),
-            _descend_growing(optimizer, {**with_dense, "table": table}, grads, touched),
-            _descend_rows(optimizer, {**with_dense, "table": table}, grads, touched, parts=1),
-            _descend_rows(optimizer, {**with_dense, "table": table}, grads, touched, parts=2),
-        )
-    )()
-    if not jnp.allclose(whole["table"][-1], table[-1], 0, 1e-7):  # row that no gradient ever touches
+    params, grads, touched = _probe()
+    whole = jax.jit(lambda: _descend(optimizer, params, grads))()
+    if not np.allclose(whole["table"][-1], params["table"][-1], 0, 1e-7):  # the row that no gradient ever touches
         return "whole"
-    whole = {**whole, "table": whole["table"][:-1]}
-    names: list[tuple[Reach, Any]] = [("each", by_each), ("rows", by_rows), ("copy", used)]
-    for name, found in names:
-        found = {**found, "table": found["table"][: len(whole["table"])]}
-        if all(bool(jnp.allclose(found[k], whole[k], 1e-5, 1e-6)) for k in whole):
+    ways: dict[Reach, Callable[[], Params]] = {
+        "each": lambda: _descend_rows(optimizer, params, grads, touched, parts=2),
+        "rows": lambda: _descend_rows(optimizer, params, grads, touched, parts=1),
+        "copy": lambda: _descend_growing(optimizer, params, grads, touched),
+    }
+    for name, descend in ways.items():
+        found = jax.jit(descend)()
+        if all(np.allclose(found[leaf], whole[leaf], 1e-5, 1e-6) for leaf in whole):
             return name
     return "whole"
 
 
-def _probe() -> tuple[Array, Array, list[tuple[Array, Array]], list[list[int]]]:
+def _probe() -> tuple[dict[str, Any], list[tuple[Any, Any]], list[list[int]]]:
     """Make a table of five rows, a dense parameter, and four steps of gradients that touch some rows each."""
-    keys = jax.random.split(jax.random.key(1), 10)
-    touched = [[0, 1], [1, 2], [0, 3], [2, 0]]
-    grads = []
-    for step, rows in enumerate(touched):
-        hit = jnp.zeros((5, 3)).at[jnp.array(rows)].set(1.0)
-        grads.append((jax.random.normal(keys[step], (2,)), hit * jax.random.normal(keys[step + 4], (5, 3))))
-    return jax.random.normal(keys[8], (5, 3)), jax.random.normal(keys[9], (2,)), grads, touched
+    generator = np.random.default_rng(1)
+    touched, grads = [[0, 1], [1, 2], [0, 3], [2, 0]], []
+    for rows in touched:
+        gradient = np.zeros((5, 3), np.float32)
+        gradient[rows] = generator.standard_normal((2, 3))
+        grads.append((generator.standard_normal(2, np.float32), gradient))
+    shapes = {"dense": (2,), "table": (5, 3)}
+    params = {name: jnp.asarray(generator.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
+    return params, grads, touched
 
 
 def _descend(optimizer: optax.GradientTransformation, params: Params, grads: Sequence[Any]) -> Params:
@@ -333,7 +331,7 @@ def _descend_rows(
     labels = state_labels(optimizer, params)
     state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])})
     for (dense, table), rows in zip(grads, touched, strict=True):
-        at = jnp.array(rows * parts)
+        at = np.array(rows * parts)
         leaves, structure = jax.tree.flatten(state)
         small = [leaf[at] if label == "table" else leaf for leaf, label in zip(leaves, labels, strict=True)]
         held = {**params, "table": params["table"][at]}

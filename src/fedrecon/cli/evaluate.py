@@ -42,7 +42,8 @@ def parse(argv: Sequence[str]) -> Evaluate:
 
 def run(args: Evaluate) -> int:
     """Evaluate and print."""
-    from fedrecon.build import Users, build_layout, start_devices
+    from fedrecon.build import Users, build_layout
+    from fedrecon.engine import start_devices
     from fedrecon.experiment import make_evaluator, users_of_run
     from fedrecon.progress import bars
     from fedrecon.saved import open_model

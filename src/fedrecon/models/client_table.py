@@ -1,4 +1,4 @@
-"""A model whose local parameters are all in one table: for centralized training, and for averaging them as if global."""
+"""A model whose local parameters are all in one global table: for training in one place, or averaging everything."""
 
 from __future__ import annotations
 

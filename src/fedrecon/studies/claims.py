@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedrecon.studies.numbers import Measured, measured
+from fedrecon.studies.numbers import Measured, Spread, measured
 from fedrecon.studies.study import Results
 
 Verdict = tuple[bool, str]
@@ -17,10 +17,15 @@ def numbers(name: str, found: Measured) -> str:
     return f"{name}: RMSE {found.rmse.mean:.3f}, accuracy {found.accuracy.mean:.1f} % ({found.rounds} rounds)"
 
 
+def ratio(value: Spread, other: Spread) -> float:
+    """Divide means; NaN, which no claim holds with, where the other is 0."""
+    return value.mean / other.mean if other.mean else float("nan")
+
+
 def matches(challenger: Measured, other: Measured, names: tuple[str, str]) -> Verdict:
     """Tell whether one's RMSE and accuracy are at most 2 % worse than the other's."""
-    worse = challenger.rmse.mean / other.rmse.mean - 1
-    fewer = 1 - challenger.accuracy.mean / other.accuracy.mean
+    worse = ratio(challenger.rmse, other.rmse) - 1
+    fewer = 1 - ratio(challenger.accuracy, other.accuracy)
     words = (
         f"{numbers(names[0], challenger)}; {numbers(names[1], other)}. The RMSE is {abs(worse):.1%} "
         f"{'higher' if worse > 0 else 'lower'}; to match is to be at most {MATCHES:.0%} worse in both."
@@ -30,7 +35,7 @@ def matches(challenger: Measured, other: Measured, names: tuple[str, str]) -> Ve
 
 def much_worse(loser: Measured, other: Measured, names: tuple[str, str]) -> Verdict:
     """Tell whether one's RMSE is more than 10 % higher than the other's."""
-    worse = loser.rmse.mean / other.rmse.mean - 1
+    worse = ratio(loser.rmse, other.rmse) - 1
     words = (
         f"{numbers(names[0], loser)}, {loser.diverged:.0f} of {loser.users} users diverged; "
         f"{numbers(names[1], other)}. "
@@ -41,7 +46,7 @@ def much_worse(loser: Measured, other: Measured, names: tuple[str, str]) -> Verd
 
 def recovers_most(few: Measured, base: Measured, what: str) -> Verdict:
     """Tell whether accuracy with few steps is at least three quarters of the base's."""
-    share = few.accuracy.mean / base.accuracy.mean
+    share = ratio(few.accuracy, base.accuracy)
     words = (
         f"{numbers(what, few)}; {numbers('the base', base)}. That is {share:.0%} of the accuracy; most is {MOST:.0%}."
     )
@@ -50,7 +55,7 @@ def recovers_most(few: Measured, base: Measured, what: str) -> Verdict:
 
 def gives_nothing(none: Measured, base: Measured, what: str) -> Verdict:
     """Tell whether accuracy is at most a twentieth of the base's."""
-    share = none.accuracy.mean / base.accuracy.mean
+    share = ratio(none.accuracy, base.accuracy)
     words = (
         f"{numbers(what, none)}; {numbers('the base', base)}. "
         f"That is {share:.1%} of the accuracy; nothing is at most {NOTHING:.0%}."
@@ -60,10 +65,10 @@ def gives_nothing(none: Measured, base: Measured, what: str) -> Verdict:
 
 def cost_little(variants: dict[str, Measured], base: Measured) -> Verdict:
     """Tell whether none of some variants has an RMSE more than 2 % above the base's."""
-    costs = {name: found.rmse.mean / base.rmse.mean - 1 for name, found in variants.items()}
+    costs = {name: ratio(found.rmse, base.rmse) - 1 for name, found in variants.items()}
     parts = [f"{numbers(name, found)}, {costs[name]:+.1%} in RMSE" for name, found in variants.items()]
     words = f"{'; '.join(parts)}; {numbers('the base', base)}. Little is at most {MATCHES:.0%}."
-    return max(costs.values()) <= MATCHES, words
+    return all(cost <= MATCHES for cost in costs.values()), words
 
 
 def helps(variant: Measured, base: Measured, names: tuple[str, str]) -> Verdict:

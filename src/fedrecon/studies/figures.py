@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon.studies.numbers import spread
+from fedrecon.studies.numbers import number, spread
 from fedrecon.studies.study import Result, Results
 
 Data = dict[str, Any]
@@ -25,7 +25,7 @@ def relative_accuracy(points: Mapping[int, str], base: str) -> Callable[[Results
         for steps, job in points.items():
             found = [result for result in results[job] if result["seed"] in bases]
             percent = spread([_accuracy(result) for result in found])
-            share = spread([_accuracy(result) / bases[result["seed"]] for result in found])
+            share = spread([_accuracy(result) / (bases[result["seed"]] or np.nan) for result in found])
             lines.append(
                 {
                     "steps": steps,
@@ -107,7 +107,7 @@ def communication(series: Mapping[str, str]) -> Callable[[Results], Data]:
             found = results[job]
             clients = found[0]["setting"]["clients_per_round"]
             rounds = [entry["round"] for entry in found[0]["evaluations"]]
-            curves = [[100 * entry["recon"]["micro"]["accuracy"] for entry in r["evaluations"]] for r in found]
+            curves = [[100 * number(entry["recon"]["micro"]["accuracy"]) for entry in r["evaluations"]] for r in found]
             lines.append(
                 {
                     "name": name,
@@ -192,4 +192,4 @@ def _axes(figure: Any, **labels: str) -> Any:
 def _accuracy(result: Result) -> float:
     rounds = result["setting"]["rounds"]
     at = next(entry for entry in result["evaluations"] if entry["round"] == rounds)
-    return 100 * float(at["recon"]["micro"]["accuracy"])
+    return 100 * number(at["recon"]["micro"]["accuracy"])

@@ -18,6 +18,7 @@ LONG = 2000  # rounds by which the published settings have stopped improving
 CURVE = 50  # rounds between the points of an accuracy curve
 
 BASE = Setting(every=CURVE, on_to=LONG)
+FEDAVG = Update(learning_rate=0.1)
 FEDRECON_GRID = Grid(server=(0.1, 0.5, 1.0), reconstruct=(0.1, 0.5), update=(0.1, 0.5))
 FEDAVG_GRID = Grid(server=(0.1, 0.5, 1.0), update=(0.1, 0.5))
 CENTRALIZED_GRID = Grid(update=(0.1, 0.3, 0.5, 1.0, 2.0))
@@ -53,17 +54,29 @@ PAPER_JOBS = (
         centralized(0.3, measures=("recon",)),
         CENTRALIZED_GRID,
     ),
-    Job("fedavg-seen", "FedAvg, seen users", Setting(train="fedavg", users="seen", measures=("kept",)), FEDAVG_GRID),
-    Job("fedavg", "FedAvg, unseen users", Setting(train="fedavg", every=CURVE), FEDAVG_GRID),
+    Job(
+        "fedavg-seen",
+        "FedAvg, seen users",
+        Setting(train="fedavg", users="seen", measures=("kept",), update=FEDAVG),
+        FEDAVG_GRID,
+    ),
+    Job("fedavg", "FedAvg, unseen users", Setting(train="fedavg", update=FEDAVG, every=CURVE), FEDAVG_GRID),
     Job(
         "fedavg-dense-seen",
         "FedAvg of everything, seen users",
-        Setting(train="fedavg-dense", users="seen", measures=("kept",)),
+        Setting(train="fedavg-dense", users="seen", measures=("kept",), update=FEDAVG),
     ),
-    Job("fedavg-dense", "FedAvg of everything, unseen users", Setting(train="fedavg-dense", every=CURVE)),
+    Job(
+        "fedavg-dense", "FedAvg of everything, unseen users", Setting(train="fedavg-dense", update=FEDAVG, every=CURVE)
+    ),
     Job("fedrecon", "FedRecon", BASE, FEDRECON_GRID),
     Job("no-split", "FedRecon, no split", replace(BASE, split="none", every=500), FEDRECON_GRID),
-    Job("joint", "FedRecon, joint training", replace(BASE, update=Update(joint=True), every=500), FEDRECON_GRID),
+    Job(
+        "joint",
+        "FedRecon, joint training",
+        replace(BASE, update=Update(joint=True, learning_rate=0.1), every=500),
+        FEDRECON_GRID,
+    ),
     Job(
         "adagrad",
         "FedRecon, Adagrad server",

@@ -47,8 +47,8 @@ def with_few(results: Sequence[Result], support: int) -> Measured:
 
 def _sum_up(found: Sequence[Any], rounds: int) -> Measured:
     return Measured(
-        spread([_number(one["micro"]["rmse"]) for one in found]),
-        spread([100 * _number(one["micro"]["accuracy"]) for one in found]),
+        spread([number(one["micro"]["rmse"]) for one in found]),
+        spread([100 * number(one["micro"]["accuracy"]) for one in found]),
         rounds,
         int(found[0]["clients"]),
         spread([one["diverged"] for one in found]).mean,
@@ -59,5 +59,6 @@ def _at(result: Result, rounds: int) -> Any:
     return next(entry for entry in result["evaluations"] if entry["round"] == rounds)
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
+    """Return a number as JSON holds it: null is NaN."""
     return float("nan") if value is None else value

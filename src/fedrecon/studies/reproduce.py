@@ -14,9 +14,10 @@ import numpy as np
 import optax
 
 from fedrecon._version import __version__
-from fedrecon.build import load_ratings, start_devices
+from fedrecon.build import load_ratings
 from fedrecon.config import Data
 from fedrecon.data import Ratings
+from fedrecon.engine import start_devices
 from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json
 from fedrecon.studies.jobs import Divided
@@ -60,6 +61,7 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
         raise ValueError(f"there are {plan.seeds} seeds; a study needs at least 1")
     chosen = study.choose(plan.only)
     start_devices(None)
+    plan.folder.mkdir(parents=True, exist_ok=True)
     keep_compiled(plan.folder / "compiled")
     ratings = load_ratings(Data(source=plan.data))
     divided = Divided(ratings, study.max_examples)

@@ -19,7 +19,9 @@ Say = Callable[[str], None]
 
 
 def keep_compiled(folder: Path) -> None:
-    """Let JAX keep what it compiles in a folder: the second seed and the second run compile nothing."""
+    """Let JAX keep what it compiles in a folder, if it keeps it nowhere yet: a second seed or run compiles nothing."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,0 +1,283 @@
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+import fedrecon as fr
+from fedrecon.cli import main
+from fedrecon.config import Factorization, Reconstruct, Update
+from fedrecon.studies import claims, figures, movielens
+from fedrecon.studies.jobs import Divided, run_job
+from fedrecon.studies.numbers import Measured, Spread, measured
+from fedrecon.studies.report import compose, to_markdown
+from fedrecon.studies.reproduce import Plan, reproduce
+from fedrecon.studies.runner import Runner
+from fedrecon.studies.study import Claim, Figure, Grid, Job, Row, Setting, Study, digest, shortened
+
+TINY = Setting(
+    model=Factorization(dim=2, biases=True, init_mean=3.5),
+    reconstruct=Reconstruct(steps=3),
+    update=Update(steps=2),
+    clients_per_round=4,
+    rounds=2,
+    every=1,
+)
+NONE = dataclasses.replace(TINY, reconstruct=Reconstruct(steps=0))
+CENTRAL = dataclasses.replace(
+    TINY,
+    train="centralized",
+    update=Update(learning_rate=0.5, batch_size=20, steps=None),
+    measures=("random", "recon"),
+    every=2,
+)
+STUDY = Study(
+    name="tiny",
+    title="A tiny study",
+    jobs=(
+        Job("base", "base", TINY, Grid(server=(0.5, 1.0))),
+        Job("central", "central", CENTRAL),
+        Job("none", "no steps", dataclasses.replace(NONE, on_to=4)),
+    ),
+    rows=(Row("Base", "base", "recon", (0.9, 40.0)), Row("Central", "central", "random", (3.8, 0.0))),
+    beyond=(Row("No steps", "none", "recon"),),
+    figures=(
+        Figure(
+            "steps",
+            "Accuracy against steps",
+            "Each point trained.",
+            ("none", "base"),
+            figures.relative_accuracy({0: "none", 3: "base"}, "base"),
+            figures.draw_relative_accuracy("reconstruction"),
+        ),
+        Figure("loss", "Loss", "A.", ("base", "none"), figures.losses({"a": "base", "b": "none"}), figures.draw_losses),
+        Figure("sent", "Sent", "B.", ("base",), figures.communication({"a": "base"}), figures.draw_communication),
+        Figure(
+            "users",
+            "Users",
+            "C.",
+            ("central",),
+            figures.distribution({"a": ("central", "recon")}),
+            figures.draw_distribution,
+        ),
+    ),
+    claims=(
+        Claim(
+            "No steps give nothing",
+            ("none", "base"),
+            lambda found: claims.gives_nothing(claims.of(found, "none"), claims.of(found, "base"), "no steps"),
+        ),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def ratings():
+    return fr.data.synthetic_ratings(num_users=40, num_items=30, mean_ratings=12, seed=1)
+
+
+@pytest.fixture(scope="module")
+def csv(ratings, tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "ratings.csv"
+    lines = ["user,item,rating,time"]
+    for name, client in zip(ratings.names, ratings, strict=True):
+        rows = zip(client["item"], client["rating"], client["time"], strict=True)
+        lines += [f"{name},{item},{rating:g},{time}" for item, rating, time in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(csv, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    said = []
+    reproduce(STUDY, Plan(str(csv), folder, seeds=2), say=said.append)
+    return folder, said
+
+
+def test_a_study_leaves_a_file_for_every_job_and_seed(finished):
+    folder, said = finished
+    names = {path.name for path in (folder / "rows").glob("*.json")}
+    assert names == {f"{job}-{seed}.json" for job in ("base", "central", "none") for seed in (0, 1)}
+    assert sum(line.startswith("[") for line in said) == 6
+    assert said[0].startswith("[1 of 6] base, seed 0")
+
+
+def test_a_study_never_runs_a_finished_job_again(finished, csv):
+    folder, _ = finished
+    before = {path: path.read_bytes() for path in (folder / "rows").iterdir()}
+    (folder / "rows" / "central-1.json").write_text('{"digest": "cut o')
+    said = []
+    reproduce(STUDY, Plan(str(csv), folder, seeds=2), say=said.append)
+    assert [line for line in said if line.startswith("[")] == ["[1 of 1] central, seed 1"]
+    same = {path: data for path, data in before.items() if path.name != "central-1.json"}
+    assert all(path.read_bytes() == data for path, data in same.items())
+
+
+def test_a_job_is_run_again_when_its_settings_or_the_data_change(finished, ratings):
+    folder, _ = finished
+    job = STUDY.jobs[0]
+    runner = Runner(folder, Divided(fr.data.load(_csv_of(folder, ratings)), 300), say=print)
+    other = dataclasses.replace(job, setting=dataclasses.replace(TINY, rounds=3))
+    assert runner.finished(other, 0) is None
+    assert Runner(folder, Divided(ratings.take(np.arange(30)), 300), say=print).finished(job, 0) is None
+    assert len({digest(TINY, 0, "a"), digest(TINY, 1, "a"), digest(TINY, 0, "b"), digest(NONE, 0, "a")}) == 4
+
+
+def _csv_of(folder, ratings):
+    path = folder / "again.csv"
+    if not path.exists():
+        path.write_text("user,item,rating\n1,1,3\n1,2,4\n")
+    return path
+
+
+def test_a_result_depends_on_the_seed_alone(ratings):
+    divided = Divided(ratings, 300)
+    first, again, other = (run_job(TINY, divided, seed)["evaluations"] for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_running_on_reports_the_shorter_run_unchanged(finished):
+    folder, _ = finished
+    result = json.loads((folder / "rows" / "none-0.json").read_text())
+    assert [entry["round"] for entry in result["evaluations"]] == [1, 2, 3, 4]
+    assert len(result["losses"]) == 4
+    assert measured([result]).rounds == 2
+    assert measured([result], rounds=4).rounds == 4
+    report = (folder / "report.md").read_text()
+    assert "No steps, run on" in report
+
+
+def test_only_runs_what_a_row_or_figure_needs(csv, tmp_path):
+    reproduce(STUDY, Plan(str(csv), tmp_path, seeds=1, only=("sent",)), say=lambda line: None)
+    assert [path.name for path in (tmp_path / "rows").iterdir()] == ["base-0.json"]
+    report = (tmp_path / "report.md").read_text()
+    assert "Missing, not run: Central." in report
+    assert "not measured; missing none" in report
+    with pytest.raises(ValueError, match="no row or figure 'bass'"):
+        STUDY.choose(["bass"])
+    assert [job.name for job in STUDY.choose(["steps"])] == ["base", "none"]
+
+
+def test_figures_hold_their_points(finished):
+    folder, _ = finished
+    steps = json.loads((folder / "figures" / "steps.json").read_text())
+    assert [point["steps"] for point in steps["points"]] == [0, 3]
+    assert steps["points"][1]["relative"] == 1
+    loss = json.loads((folder / "figures" / "loss.json").read_text())
+    assert [len(line["loss"]) for line in loss["series"]] == [2, 2]
+    sent = json.loads((folder / "figures" / "sent.json").read_text())["series"][0]
+    assert sent["sent_per_client_and_round"] == 2 * 91
+    assert sent["communicated"] == [4 * 182, 8 * 182]
+    users = json.loads((folder / "figures" / "users.json").read_text())["series"][0]
+    assert len(users["rmse"]) + users["diverged"] == users["users"] == 8
+    assert all((folder / "figures" / f"{name}.png").exists() for name in ("steps", "loss", "sent", "users"))
+
+
+def test_the_command_writes_a_report_that_needs_no_other_file(csv, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(movielens, "STUDY", STUDY)
+    page = tmp_path / "page.md"
+    out = tmp_path / "out"
+    argv = ["reproduce", "movielens", "--data", str(csv), "--out", str(out), "--quick", "--tune", "--page", str(page)]
+    assert main(argv) == 0
+    assert "report.html" in capsys.readouterr().out
+    text = (out / "report.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "<script" not in text
+    assert "No steps give nothing" in text
+    assert (out / "rows" / "base-0-quick.json").exists()
+    tried = json.loads((out / "tune.json").read_text())["tried"]
+    assert [one["server"] for one in tried] == [0.5, 1.0]
+    assert sum(one["best"] for one in tried) == 1
+    assert str(tmp_path) not in page.read_text()
+    assert "![" not in page.read_text()
+    assert "Learning rates tried on validation data" in page.read_text()
+    assert main(["reproduce", "movielens", "--data", str(csv), "--out", str(out), "--only", "bass"]) == 1
+
+
+@pytest.mark.parametrize("train", ["fedavg", "fedavg-dense", "centralized"])
+def test_seen_users_are_measured_with_what_they_kept(ratings, train):
+    setting = dataclasses.replace(TINY, train=train, users="seen", measures=("kept",))
+    found = run_job(setting, Divided(ratings, 300), 0)
+    last = found["evaluations"][-1]["kept"]
+    assert last["protocol"] == "standard"
+    assert last["clients"] <= 40
+    assert found["local"] == (3 if train == "fedavg" else 0)
+    whole = 91 + (0 if train == "fedavg" else 40 * 3)
+    assert found["global"] == whole
+    assert found["sent"] == (0 if train == "centralized" else 2 * whole)
+
+
+def test_centralized_training_is_descent_on_all_examples(ratings):
+    pooled = fr.pooled(ratings, seed=3)
+    assert len(pooled) == 1
+    assert pooled.num_examples == ratings.num_examples
+    owned = fr.with_owner(ratings.take([5, 2]))
+    assert set(owned[0]["client"]) == {0}
+    np.testing.assert_array_equal(owned[1]["item"], ratings[2]["item"])
+    counts = np.bincount(pooled.columns["client"], minlength=len(ratings))
+    np.testing.assert_array_equal(counts, ratings.sizes)
+
+
+def test_few_support_ratings_leave_the_query_alone(ratings):
+    few = fr.split.at_most(2, fr.split.half())
+    sizes = np.array([0, 1, 3, 10])
+    support, query = few.counts(sizes)
+    np.testing.assert_array_equal(support, [0, 1, 2, 2])
+    np.testing.assert_array_equal(query, fr.split.half().counts(sizes)[1])
+    found = run_job(dataclasses.replace(TINY, few=(0, 2)), Divided(ratings, 300), 0)
+    assert {n: one["examples"] for n, one in found["few"].items()} == dict.fromkeys(
+        ("0", "2"), found["evaluations"][-1]["recon"]["examples"]
+    )
+
+
+def of(rmse, accuracy, deviation=0.001):
+    return Measured(Spread(rmse, deviation, 3), Spread(accuracy, 0.1, 3), 500, 604, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "held", "says"),
+    [
+        (claims.matches(of(0.91, 43.3), of(0.923, 43.2), ("a", "b")), True, "1.4% lower"),
+        (claims.matches(of(0.96, 43.3), of(0.923, 43.2), ("a", "b")), False, "4.0% higher"),
+        (claims.matches(of(0.91, 41.0), of(0.923, 43.2), ("a", "b")), False, "accuracy 41.0 %"),
+        (claims.much_worse(of(1.36, 40.8), of(0.907, 43.3), ("a", "b")), True, "2 of 604 users diverged"),
+        (claims.much_worse(of(0.95, 40.8), of(0.907, 43.3), ("a", "b")), False, "5% higher"),
+        (claims.recovers_most(of(0.95, 40.0), of(0.9, 43.3), "one step"), True, "92% of the accuracy"),
+        (claims.recovers_most(of(2.0, 20.0), of(0.9, 43.3), "one step"), False, "46% of the accuracy"),
+        (claims.gives_nothing(of(3.8, 0.0), of(0.9, 43.3), "no steps"), True, "0.0% of the accuracy"),
+        (claims.gives_nothing(of(1.1, 35.0), of(0.9, 43.3), "no steps"), False, "80.8% of the accuracy"),
+        (claims.cost_little({"x": of(0.912, 42.5), "y": of(0.915, 42.1)}, of(0.907, 43.3)), True, "+0.9%"),
+        (claims.cost_little({"x": of(0.912, 42.5), "y": of(0.97, 40.0)}, of(0.907, 43.3)), False, "+6.9%"),
+        (claims.helps(of(0.883, 44.1), of(0.907, 43.3), ("a", "b")), True, "0.024 lower"),
+        (claims.helps(of(0.906, 44.1, 0.002), of(0.907, 43.3), ("a", "b")), False, "spread over seeds (0.002)"),
+        (claims.helps(of(0.92, 42.0), of(0.907, 43.3), ("a", "b")), False, "0.013 higher"),
+    ],
+)
+def test_verdicts_follow_from_the_numbers(verdict, held, says):
+    assert verdict[0] is held
+    assert says in verdict[1]
+
+
+def test_a_report_says_of_every_claim_whether_it_held(finished):
+    folder, _ = finished
+    text = (folder / "report.md").read_text()
+    assert re.search(r"\*\*No steps give nothing\*\*: (held|did not hold)\. no steps: RMSE", text)
+    empty = to_markdown(compose(movielens.STUDY, {}, [], folder), folder)
+    for claim in movielens.STUDY.claims:
+        assert f"**{claim.text}**: not measured" in empty
+
+
+def test_the_movielens_study_has_the_papers_rows_in_order():
+    paper = [row for row in movielens.STUDY.rows if row.paper]
+    assert [row.paper[0] for row in paper] == [0.923, 3.80, 1.36, 0.939, 0.934, 0.907, 0.912, 0.915, 0.883]
+    quick = [shortened(job, 100, 5) for job in movielens.STUDY.jobs]
+    assert all(job.setting.last_round <= 100 and job.setting.rounds % job.setting.every == 0 for job in quick)
+    assert all(
+        job.setting.last_round % job.setting.every == 0 and job.setting.rounds % job.setting.every == 0
+        for job in movielens.STUDY.jobs
+    )
