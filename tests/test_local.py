@@ -7,7 +7,7 @@ import pytest
 import fedrecon as fr
 from fedrecon.cohort import Examples
 from fedrecon.least_squares import MOST_SOLVED_FOR
-from fedrecon.local import Objective
+from fedrecon.local import Objective, Problem
 from toy_models import a_and_b, clients_of, descend, linear, squared_error, xy
 
 ITEMS, DIM = 10, 3
@@ -18,7 +18,9 @@ def solve_for_both(solver, columns, count, start=0.0):
     objective = Objective(linear(), lambda both, _, batch: linear().predict({"w": both["w"]}, {"b": both["b"]}, batch))
     params = {"w": jnp.full(len(count), start), "b": jnp.full(len(count), start)}
     columns = {name: jnp.asarray(column, jnp.float32) for name, column in columns.items()}
-    return jax.jit(lambda examples: solver.solve(objective, params, (), examples))(Examples(columns, jnp.array(count)))
+    return jax.jit(lambda examples: solver.solve(Problem(objective, params, (), examples)))(
+        Examples(columns, jnp.array(count))
+    )
 
 
 def descend_by_hand(x, y, rate, batch, epochs, steps):

@@ -13,7 +13,7 @@ from jax import Array
 from fedrecon import aggregate as aggregation_rules
 from fedrecon.aggregate import Aggregation, Upload
 from fedrecon.cohort import Cohort, Examples, Needs
-from fedrecon.local import Objective, Solver
+from fedrecon.local import Objective, Problem, Solver
 from fedrecon.model import Batch, Model, Params, flatten, unflatten
 from fedrecon.split import Split
 from fedrecon.split import half as half_split
@@ -141,7 +141,7 @@ def rebuilder(model: Model, reconstruct: Solver | None) -> Rebuilder:
             return start
         if reconstruct is None:
             raise ValueError("the model has local parameters; give `reconstruct`, a way to rebuild them")
-        return reconstruct.solve(objective(params), start, (), support, measured=False).params
+        return reconstruct.solve(Problem(objective(params), start, (), support, measured=False)).params
 
     def check(params: Params, local: Params, batch: Batch, mask: Array) -> None:
         if reconstruct is not None and jax.tree.leaves(local):

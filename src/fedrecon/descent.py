@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from fedrecon.cohort import Examples
-from fedrecon.local import Objective, Solution, Solver, no_sums, take_batch
+from fedrecon.local import Objective, Problem, Solution, Solver, no_sums, take_batch
 from fedrecon.lookups import Tables, change_rows, merge_repeats, reach, state_labels
 from fedrecon.model import Batch, Params
 
@@ -39,17 +39,8 @@ def gradient_descent(
 
     reach_once = functools.cache(lambda: reach(optimizer))
 
-    def solve(
-        objective: Objective,
-        params: Params,
-        context: Any,
-        examples: Examples,
-        tables: Tables | None = None,
-        *,
-        grows: Mapping[str, int] | None = None,
-        measured: bool = True,
-        differentiable: bool = False,
-    ) -> Solution:
+    def solve(problem: Problem) -> Solution:
+        objective, params, context, examples, tables, grows, measured, differentiable = problem
         clients = examples.count.shape[0]
         batches = -(-examples.count // batch_size)  # (clients,)
         todo = batches * epochs if steps is None else jnp.minimum(batches * epochs, steps)
@@ -77,7 +68,7 @@ def gradient_descent(
         else:
             t, last = jnp.int32(0), jnp.max(todo)
             labels = state_labels(optimizer, _first(params)) if grows else []
-            for stop, sizes in _phases(params, grows or {}, batch_size):
+            for stop, sizes in _phases(params, grows, batch_size):
                 until = last if stop is None else jnp.minimum(stop, last)
                 t, part = _advance_until(until, advance, t, _cut(carry, sizes, labels))
                 carry = _put_back(carry, part, sizes, labels)

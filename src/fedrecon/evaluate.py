@@ -14,7 +14,7 @@ from fedrecon.algorithm import Algorithm, client_keys
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
 from fedrecon.engine import Layout, compile_each, everywhere, layout
-from fedrecon.features import features_used
+from fedrecon.features import check_reconstruction, features_used
 from fedrecon.local import Objective, measure_all
 from fedrecon.model import Model, finish, metric_names
 from fedrecon.progress import Progress, silent
@@ -75,6 +75,8 @@ class Evaluator:
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
         if len(clients) == 0:
             raise ValueError("there are no clients to evaluate on")
+        if protocol == "recon":
+            check_reconstruction(algorithm, clients)
         self.algorithm, self.clients, self.protocol = algorithm, clients, protocol
         self._split = query_only() if protocol == "standard" else split or half()
         self._key, self._batch_size = jax.random.key(seed), batch_size

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
-from fedrecon.lookups import check_lookups, noise_like
+from fedrecon.lookups import check_lookups, lookup_groups, noise_like
 from fedrecon.model import Model, measure
 
 PROBED = 8  # examples of a batch that is only there to ask questions of a model
@@ -28,6 +28,9 @@ class _Recorder(Mapping[str, Any]):
             raise ValueError(f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}")
         self._asked.add(name)
         return self._columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -66,18 +69,29 @@ def features_used(model: Model, clients: Clients) -> list[str]:
 def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     """Fail with a sentence if the model, the algorithm and the data do not fit together."""
     model = algorithm.model
-    used = features_used(model, clients)
-    batch = {name: jnp.asarray(column) for name, column in _probe(clients).items() if name in used}
-    params, local = (noise_like(shapes) for shapes in _shapes(model, jax.random.key(0)))
-    for path in model.lookups:
-        features = model.lookups[path]
-        for feature in (features,) if isinstance(features, str) else features:
+    params, local, batch = _stand_ins(model, clients)
+    for path, features in lookup_groups(model).items():
+        for feature in features:
             if feature in batch and not jnp.issubdtype(batch[feature].dtype, jnp.integer):
                 raise ValueError(
                     f"`lookups` reads {path!r} at {feature!r}, which holds {batch[feature].dtype}, not ids"
                 )
     check_lookups(model, params, local, batch)
+    check_reconstruction(algorithm, clients)
+
+
+def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
+    """Fail with a sentence if the algorithm cannot rebuild this model's local parameters."""
+    params, local, batch = _stand_ins(algorithm.model, clients)
     algorithm.check(params, local, batch, jnp.ones(PROBED, bool))
+
+
+def _stand_ins(model: Model, clients: Clients) -> tuple[Any, Any, dict[str, Any]]:
+    """Return noise for parameters and a real batch with just the features that the model uses."""
+    used = features_used(model, clients)
+    batch = {name: jnp.asarray(column) for name, column in _probe(clients).items() if name in used}
+    params, local = (noise_like(shapes) for shapes in _shapes(model, jax.random.key(0)))
+    return params, local, batch
 
 
 def _shapes(model: Model, key: Any) -> tuple[Any, Any]:

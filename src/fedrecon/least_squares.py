@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,9 +10,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from fedrecon.cohort import Examples
-from fedrecon.local import Objective, Solution, Solver
-from fedrecon.lookups import Tables
+from fedrecon.local import Objective, Problem, Solution, Solver
 from fedrecon.model import Batch, Model, Params, measure, metric_names
 
 MOST_SOLVED_FOR = 2048  # least squares forms a square matrix of this side for every client
@@ -33,19 +30,9 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
     if not ridge > 0:
         raise ValueError(f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution")
 
-    def solve(
-        objective: Objective,
-        params: Params,
-        context: Any,
-        examples: Examples,
-        tables: Tables | None = None,
-        *,
-        grows: Mapping[str, int] | None = None,
-        measured: bool = True,
-        differentiable: bool = False,
-    ) -> Solution:
-        del grows, differentiable  # a linear solve is
-        if tables is not None:
+    def solve(problem: Problem) -> Solution:
+        objective, examples = problem.objective, problem.examples
+        if problem.tables is not None:
             raise ValueError("least squares solves for whole parameters, not for rows of lookup tables")
 
         def one(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:
@@ -65,13 +52,13 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
             gram = matrix.T @ (weights[:, None] * matrix) + ridge * jnp.eye(start.size)
             moment = matrix.T @ (weights * error)
             solution = start - solve_positive(gram, moment)
-            if not measured:
+            if not problem.measured:
                 return restore(solution), jnp.zeros((len(metric_names(objective.model)), 2))
             return restore(solution), measure(objective.model, predictions, batch, mask)[1]
 
         columns = {name: column[:, :limit] for name, column in examples.columns.items()}
         count = examples.count if limit is None else jnp.minimum(examples.count, limit)
-        solved, sums = jax.vmap(one)(params, context, columns, count)
+        solved, sums = jax.vmap(one)(problem.params, problem.context, columns, count)
         return Solution(solved, {}, sums, count)
 
     return Solver(solve, limit, lambda: "whole", _check_least_squares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,47 +46,42 @@ class Solution(NamedTuple):
     examples: Array
 
 
-class Solve(Protocol):
-    """Solve for `params` of `(clients, ...)`, each client on its own examples."""
+class Problem(NamedTuple):
+    """What several clients solve, each on its own examples.
 
-    def __call__(
-        self,
-        objective: Objective,
-        params: Params,
-        context: Any,
-        examples: Examples,
-        tables: Tables | None = None,
-        *,
-        grows: Mapping[str, int] | None = None,
-        measured: bool = True,
-        differentiable: bool = False,
-    ) -> Solution:
-        """Solve.
+    Attributes:
+      objective: what is minimised.
+      params: where it starts, clients first.
+      context: what else each client has, clients first.
+      examples: what it is minimised on.
+      tables: lookup tables to be changed by rows, beside `params`; None for none.
+      grows: those of `params` that are copies of rows numbered in the order of the examples, and how many ids an
+        example has: a step need not look at rows that no step so far has touched.
+      measured: whether sums of metrics are wanted.
+      differentiable: whether gradients must be able to flow back through the solution.
+    """
 
-        Args:
-          objective: what is minimised.
-          params: where it starts, clients first.
-          context: what else each client has, clients first.
-          examples: what it is minimised on.
-          tables: lookup tables to be changed by rows, beside `params`.
-          grows: those of `params` that are copies of rows numbered in the order of the examples, and how many ids an
-            example has: a step need not look at rows that no step so far has touched.
-          measured: whether sums of metrics are wanted.
-          differentiable: whether gradients must be able to flow back through the solution.
-        """
+    objective: Objective
+    params: Params
+    context: Any
+    examples: Examples
+    tables: Tables | None = None
+    grows: Mapping[str, int] = {}
+    measured: bool = True
+    differentiable: bool = False
 
 
 class Solver(NamedTuple):
     """A way to solve for parameters.
 
     Attributes:
-      solve: see `Solve`.
+      solve: `Problem -> Solution`.
       limit: no more than this many examples of a client are ever used; None for no limit.
       reach: how much of a lookup table it must hold (see `lookups.reach`); "whole" if it cannot use them.
       check: `(objective, params, context, batch, mask)` of one client; raises if this solver cannot solve that.
     """
 
-    solve: Solve
+    solve: Callable[[Problem], Solution]
     limit: int | None
     reach: Callable[[], Reach]
     check: Callable[[Objective, Params, Any, Batch, Array], None]

@@ -126,7 +126,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
 def noise_like(tree: Any) -> Any:
     """Return noise in the shapes of a pytree: parameters for which no term of a model happens to vanish."""
     generator = np.random.default_rng(0)
-    return jax.tree.map(lambda x: generator.standard_normal(x.shape, np.float32).astype(x.dtype), tree)
+    return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype), tree)
 
 
 def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], Rows]:

@@ -13,7 +13,7 @@ from fedrecon.algorithm import Algorithm, client_keys
 from fedrecon.clients import Clients
 from fedrecon.cohort import Needs, Packer
 from fedrecon.engine import compile_each, everywhere, layout
-from fedrecon.features import features_used
+from fedrecon.features import check_reconstruction, features_used
 from fedrecon.model import Model
 from fedrecon.split import support_only
 
@@ -33,6 +33,7 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     if not isinstance(examples, Clients):
         alone = _alone(examples)
         return jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, params, alone, seed=seed))
+    check_reconstruction(algorithm, examples)
     # Features that only the loss of a query needs are in the data as well; those of the model are enough.
     needs = Needs(support_only(), algorithm.support_limit, columns=features_used(algorithm.model, examples))
     place = layout(model=algorithm.model)
@@ -93,9 +94,16 @@ def recommend(
     """
     if n < 1:
         raise ValueError(f"`n` is {n}; it must be at least 1")
+    left_out = np.asarray(rated, np.int64)
+    if left_out.size and not (0 <= left_out.min() and left_out.max() < num_items):
+        raise ValueError(f"`rated` holds item {_stranger(left_out, num_items)}; items are 0 to {num_items - 1}")
     scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
-    scores[np.asarray(rated, np.int64)] = -np.inf
+    scores[left_out] = -np.inf
     scores[np.isnan(scores)] = -np.inf
     best = np.lexsort((np.arange(num_items), -scores))[:n]
     best = best[np.isfinite(scores[best])]
     return Recommendation(best, scores[best])
+
+
+def _stranger(items: np.ndarray, num_items: int) -> int:
+    return int(items[(items < 0) | (items >= num_items)][0])

@@ -12,7 +12,7 @@ from jax import Array
 
 from fedrecon.aggregate import Upload
 from fedrecon.cohort import Cohort, Examples, Needs
-from fedrecon.local import Objective, Solver
+from fedrecon.local import Objective, Problem, Solver
 from fedrecon.lookups import Tables, group_name, lookup_groups
 from fedrecon.model import Batch, Model, Params, flatten, unflatten
 from fedrecon.split import Split
@@ -85,12 +85,14 @@ class Updater:
             return predict(unflatten(structure, both), local_of(both), held[0], held[1], batch)
 
         solution = self._update.solve(
-            Objective(self.model, whole_predict),
-            sent | {_LOCAL + path: leaf for path, leaf in local_leaves.items()},
-            (context, cohort.support if self._through_support else ()),
-            cohort.query,
-            tables,
-            grows=None if self._through_support else {path: self._ids(path, cohort) for path in copies},
+            Problem(
+                Objective(self.model, whole_predict),
+                sent | {_LOCAL + path: leaf for path, leaf in local_leaves.items()},
+                (context, cohort.support if self._through_support else ()),
+                cohort.query,
+                tables,
+                grows={} if self._through_support else {path: self._ids(path, cohort) for path in copies},
+            )
         )
         delta = {path: solution.params[path] - sent[path] for path in sent} | solution.changes
         upload = Upload({path: delta[path] for path in leaves}, solution.examples, solution.sums)
@@ -150,7 +152,7 @@ def differentiate_through(model: Model, reconstruct: Solver) -> Predict:
         one = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])
         objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
         alone = jax.tree.map(lambda leaf: leaf[None], start)
-        solution = reconstruct.solve(objective, alone, (), one, measured=False, differentiable=True)
+        solution = reconstruct.solve(Problem(objective, alone, (), one, measured=False, differentiable=True))
         return model.predict(params, jax.tree.map(lambda leaf: leaf[0], solution.params), batch)
 
     return predict

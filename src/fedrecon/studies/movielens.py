@@ -125,7 +125,10 @@ SERVERS = {
     "Yogi 0.03": "yogi",
 }
 FIGURE_JOBS = (
-    *(Job(name, f"{n} reconstruction steps", with_steps(reconstruct=n)) for n, name in RECONSTRUCT_STEPS.items()),
+    *(
+        Job(name, f"{n} reconstruction steps", with_steps(reconstruct=n), Grid(reconstruct=(0.1, 0.5)) if n else None)
+        for n, name in RECONSTRUCT_STEPS.items()
+    ),
     *(Job(name, f"{n} update steps", with_steps(update=n)) for n, name in UPDATE_STEPS.items()),
     Job("momentum", "server momentum", with_server("momentum", 0.1), Grid(server=(0.03, 0.1, 0.3))),
     Job("adam", "server Adam", with_server("adam", 0.03), Grid(server=(0.01, 0.03, 0.1))),

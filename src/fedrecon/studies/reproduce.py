@@ -22,7 +22,7 @@ from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json
 from fedrecon.studies.jobs import Divided
 from fedrecon.studies.report import compose, to_html, to_markdown
-from fedrecon.studies.runner import Runner, Say, keep_compiled
+from fedrecon.studies.runner import Runner, Say, compile_quickly, keep_compiled
 from fedrecon.studies.study import Job, Results, Study, shortened
 from fedrecon.studies.tune import tune
 
@@ -60,6 +60,8 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
     if plan.seeds < 1:
         raise ValueError(f"there are {plan.seeds} seeds; a study needs at least 1")
     chosen = study.choose(plan.only)
+    if plan.quick:
+        compile_quickly()
     start_devices(None)
     plan.folder.mkdir(parents=True, exist_ok=True)
     keep_compiled(plan.folder / "compiled")
@@ -70,11 +72,11 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
         jobs = tuple(shortened(job, QUICK_ROUNDS, QUICK_EPOCHS) for job in jobs)
     seeds = range(1 if plan.quick else plan.seeds)
     runner = Runner(plan.folder, divided, suffix="-quick" if plan.quick else "", say=say, progress=progress)
+    wanted = [job for job in jobs if job.name in {one.name for one in chosen}]
     try:
         if plan.tuning:
-            tune([job for job in jobs if job in chosen or job.name in plan.only], divided, plan.folder, say=say)
-        names = {job.name for job in chosen}
-        runner.run([job for job in jobs if job.name in names], seeds)
+            tune(wanted, divided, plan.folder, say=say, progress=progress)
+        runner.run(wanted, seeds)
     finally:
         path = write_report(study, jobs, runner.results(jobs, seeds), ratings, plan)
     return path
