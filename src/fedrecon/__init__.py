@@ -22,6 +22,7 @@ from fedrecon.local import Solver as Solver
 from fedrecon.model import Metric as Metric
 from fedrecon.model import Model as Model
 from fedrecon.model import partition as partition
+from fedrecon.optimizers import adagrad as adagrad
 from fedrecon.optimizers import yogi as yogi
 from fedrecon.personalize import Recommendation as Recommendation
 from fedrecon.personalize import predict as predict

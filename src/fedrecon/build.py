@@ -20,7 +20,7 @@ from fedrecon.least_squares import least_squares
 from fedrecon.local import Solver
 from fedrecon.model import Model
 from fedrecon.models import learned_default, matrix_factorization
-from fedrecon.optimizers import yogi
+from fedrecon.optimizers import adagrad, yogi
 
 UNTRAINED = Config(data=Data(source=""))  # for what training alone needs, where nothing is trained
 
@@ -29,7 +29,8 @@ def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransforma
     """Return the optimizer of a name; its momentum, if it is `momentum`, is 0.9."""
     if name == "momentum":
         return optax.sgd(learning_rate, momentum=0.9)
-    return {"sgd": optax.sgd, "adagrad": optax.adagrad, "adam": optax.adam, "yogi": yogi}[name](learning_rate)
+    known = {"sgd": optax.sgd, "adagrad": optax.adagrad, "fedadagrad": adagrad, "adam": optax.adam, "yogi": yogi}
+    return known[name](learning_rate)
 
 
 def build_model(settings: Factorization, num_items: int) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -195,7 +196,7 @@ class _Side(NamedTuple):
 
     def flat(self, feature: str) -> np.ndarray:
         values = self.columns[feature]
-        return values.reshape(len(values), -1) if values.ndim > 1 else values[:, None]
+        return values.reshape(len(values), math.prod(values.shape[1:]))
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """Lay values of `(examples, ...)` out as `(clients, length, ...)`."""

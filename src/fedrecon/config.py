@@ -18,7 +18,7 @@ from fedrecon import split as splits
 from fedrecon.sampling import Sampling as Sampling
 
 Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
-ServerOptimizer = Literal["sgd", "momentum", "adagrad", "adam", "yogi"]
+ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "yogi"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,8 @@ class Server:
     """What the server does with the mean of the clients' updates.
 
     Attributes:
-      optimizer: takes the negative mean update for a gradient; sgd at 1.0 is plain averaging.
+      optimizer: takes the negative mean update for a gradient; sgd at 1.0 is plain averaging; fedadagrad is Adagrad
+        with accumulators from 0 instead of 0.1.
       learning_rate: its learning rate.
     """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -168,26 +170,31 @@ def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = np.where(measured & finite, sums[:, 0, 0] / sums[:, 0, 1], np.nan)
     usual = np.nanmedian(losses) if np.isfinite(losses).any() else np.nan
-    good = measured & finite & ~(losses > DIVERGED_ABOVE * usual)
+    good = measured & finite & ~((losses > DIVERGED_ABOVE * usual) & (usual > 0))
     names = metric_names(model)
     per_client = {name: np.full(len(sums), np.nan) for name in names}
     for i in np.flatnonzero(good):
         for name, value in finish(model, sums[i]).items():
             per_client[name][i] = value
-    empty = not good.any()
     return Evaluation(
         protocol=protocol,
         clients=int(measured.sum()),
         diverged=int((measured & ~good).sum()),
         examples=int(sums[good, 0, 1].sum()),
         micro=finish(model, sums[good].sum(0)),
-        macro={name: float("nan") if empty else float(np.nanmean(per_client[name])) for name in names},
+        macro={name: _over_clients(np.mean, values) for name, values in per_client.items()},
         quantiles={
-            name: {f"{q:g}": float("nan") if empty else float(np.nanquantile(per_client[name], q)) for q in QUANTILES}
-            for name in names
+            name: {f"{q:g}": _over_clients(functools.partial(np.quantile, q=q), values) for q in QUANTILES}
+            for name, values in per_client.items()
         },
         per_client=per_client,
     )
+
+
+def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+    """Take a statistic of the clients that have a value; NaN if none has."""
+    there = values[~np.isnan(values)]
+    return float(statistic(there)) if there.size else float("nan")
 
 
 def kept_like(algorithm: Algorithm, clients: int, seed: int) -> Any:

@@ -69,13 +69,14 @@ def features_used(model: Model, clients: Clients) -> list[str]:
 def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     """Fail with a sentence if the model, the algorithm and the data do not fit together."""
     model = algorithm.model
-    params, local, batch = _stand_ins(model, clients)
+    if clients.num_examples == 0:
+        raise ValueError("the clients have no examples")
     for path, features in lookup_groups(model).items():
         for feature in features:
-            if feature in batch and not jnp.issubdtype(batch[feature].dtype, jnp.integer):
-                raise ValueError(
-                    f"`lookups` reads {path!r} at {feature!r}, which holds {batch[feature].dtype}, not ids"
-                )
+            kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
+            if not np.issubdtype(kind, np.integer):
+                raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {kind}, not ids")
+    params, local, batch = _stand_ins(model, clients)
     check_lookups(model, params, local, batch)
     check_reconstruction(algorithm, clients)
 
@@ -99,10 +100,11 @@ def _shapes(model: Model, key: Any) -> tuple[Any, Any]:
 
 
 def _probe(clients: Clients) -> dict[str, np.ndarray]:
-    """Take a few examples, some more than once if there are not enough."""
+    """Take a few examples, some more than once if there are not enough; zeros if there are none."""
+    numbers = {name: column for name, column in clients.columns.items() if column.dtype.kind in "biuf"}
     if clients.num_examples == 0:
-        raise ValueError("the clients have no examples")
+        return {name: np.zeros((PROBED, *column.shape[1:]), column.dtype) for name, column in numbers.items()}
     sizes = clients.ends[:1000] - clients.starts[:1000]  # not of all clients: there may be millions
     who = int(np.argmax(sizes))
     at = int(clients.starts[who]) + np.arange(PROBED) % max(1, int(sizes[who]))
-    return {name: np.asarray(column[at]) for name, column in clients.columns.items() if column.dtype.kind in "biuf"}
+    return {name: np.asarray(column[at]) for name, column in numbers.items()}

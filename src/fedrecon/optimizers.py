@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import optax
+
+
+def adagrad(learning_rate: float, eps: float = 1e-3, initial_accumulator: float = 0.0) -> optax.GradientTransformation:
+    """Adagrad as federated optimization uses it: accumulators start at zero, `eps` is large and outside the root.
+
+    `optax.adagrad` starts them at 0.1. Mean updates of federated rounds are far smaller than that, so that it takes
+    hundreds of rounds until it begins to adapt.
+
+    References:
+      Reddi et al., Adaptive Federated Optimization, ICLR 2021.
+    """
+
+    def init(params: optax.Params) -> optax.Updates:
+        return jax.tree.map(lambda x: jnp.full_like(x, initial_accumulator), params)
+
+    def update(
+        updates: optax.Updates, state: optax.Updates, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.Updates]:
+        del params
+        state = jax.tree.map(lambda total, g: total + g**2, state, updates)
+        return jax.tree.map(lambda total, g: -learning_rate * g / (jnp.sqrt(total) + eps), state, updates), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def yogi(

@@ -95,9 +95,11 @@ def train(
         raise ValueError("there are no clients to train on")
     check_fit(algorithm, clients)
     loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
-    evaluator = valid
-    if isinstance(evaluator, Clients):
-        evaluator = Evaluator(algorithm, evaluator, split=evaluate_split, seed=seed, place=loop.place)
+    evaluator = (
+        Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
+        if isinstance(valid, Clients)
+        else valid
+    )
     history: list[dict[str, Any]] = []
     done = loop.restore(folder, history) if folder else 0
 
@@ -113,18 +115,25 @@ def train(
             record(loop.pending.popleft())
             advance(1, f"loss {history[-1]['loss']:.4f}")
 
+    def evaluate_if_due() -> None:
+        now = loop.now.round
+        done_already = any(entry["kind"] == "evaluation" and entry["round"] == now for entry in history)
+        if evaluator is None or now == 0 or done_already or not _due(now, rounds, evaluate_every):
+            return
+        rebuilt = isinstance(evaluator, Evaluator) and evaluator.protocol == "recon"
+        kept = () if rebuilt else loop.now.kept
+        record({"kind": "evaluation", "round": now, **evaluator(loop.now.server.params, kept).summary()})
+
     stops = _stops(rounds, evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
     interrupted = False
     with progress("training", rounds) as advance:
         advance(done)
         try:
+            evaluate_if_due()  # an interruption may have come between a round and its evaluation
             while loop.now.round < rounds:
                 loop.advance(next(stop for stop in stops if stop > loop.now.round))
                 record_pending()
-                if evaluator and _due(loop.now.round, rounds, evaluate_every):
-                    kept = () if isinstance(evaluator, Evaluator) and evaluator.protocol == "recon" else loop.now.kept
-                    found = evaluator(loop.now.server.params, kept).summary()
-                    record({"kind": "evaluation", "round": loop.now.round, **found})
+                evaluate_if_due()
                 if folder and _due(loop.now.round, rounds, checkpoint_every):
                     folder.checkpoint(loop.now.round, loop.everything())
         except KeyboardInterrupt:

@@ -14,7 +14,8 @@ NOTHING = 0.05
 
 def numbers(name: str, found: Measured) -> str:
     """Write down what was measured."""
-    return f"{name}: RMSE {found.rmse.mean:.3f}, accuracy {found.accuracy.mean:.1f} % ({found.rounds} rounds)"
+    diverged = f", {found.diverged:.1f} of {found.users} users diverged" if found.diverged else ""
+    return f"{name}: RMSE {found.rmse.mean:.3f}, accuracy {found.accuracy.mean:.1f} % after {found.rounds} rounds{diverged}"
 
 
 def ratio(value: Spread, other: Spread) -> float:
@@ -33,13 +34,13 @@ def matches(challenger: Measured, other: Measured, names: tuple[str, str]) -> Ve
     return worse <= MATCHES and fewer <= MATCHES, words
 
 
-def much_worse(loser: Measured, other: Measured, names: tuple[str, str]) -> Verdict:
+def much_worse(loser: Measured, other: Measured, names: tuple[str, str], aside: str = "") -> Verdict:
     """Tell whether one's RMSE is more than 10 % higher than the other's."""
     worse = ratio(loser.rmse, other.rmse) - 1
     words = (
-        f"{numbers(names[0], loser)}, {loser.diverged:.0f} of {loser.users} users diverged; "
-        f"{numbers(names[1], other)}. "
+        f"{numbers(names[0], loser)}; {numbers(names[1], other)}. "
         f"The RMSE is {abs(worse):.0%} {'higher' if worse > 0 else 'lower'}; much worse is more than {MUCH_WORSE:.0%}."
+        f"{' ' if aside else ''}{aside}{'.' if aside else ''}"
     )
     return worse > MUCH_WORSE, words
 

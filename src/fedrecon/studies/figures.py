@@ -56,13 +56,13 @@ def draw_relative_accuracy(what: str) -> Callable[[Data, Any], None]:
             axes.annotate(
                 f"{point['accuracy']:.1f} %",
                 (place, point["relative"]),
-                xytext=(0, -16 if point["relative"] > 0.15 else 9),
+                xytext=(7, -13) if point["relative"] > 0.1 else (0, 9),
                 textcoords="offset points",
-                ha="center",
+                ha="left" if point["relative"] > 0.1 else "center",
                 fontsize=8,
             )
         axes.set_xticks(places, [str(point["steps"]) for point in points])
-        axes.set_xlim(-0.4, len(points) - 0.6)
+        axes.set_xlim(-0.4, len(points) - 0.4)
         axes.set_ylim(min(0, min(share)) - 0.03, 1.12)
 
     return draw
@@ -129,7 +129,7 @@ def draw_communication(data: Data, figure: Any) -> None:
         label = f"{line['name']} ({line['sent_per_client_and_round']:,} a client and round)"
         axes.plot(line["communicated"], line["accuracy"], "o-", markersize=3, linewidth=1.4, color=color, label=label)
     axes.set_xscale("log")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center")
 
 
 def distribution(series: Mapping[str, tuple[str, str]]) -> Callable[[Results], Data]:
@@ -155,26 +155,31 @@ def distribution(series: Mapping[str, tuple[str, str]]) -> Callable[[Results], D
 def draw_distribution(data: Data, figure: Any) -> None:
     """Draw how many users have which RMSE."""
     axes = _axes(figure, xlabel="RMSE of a single user", ylabel="share of users (%)")
-    bins = np.arange(0.2, SHOWN_RMSE + 0.051, 0.05)
+    bins = np.append(np.arange(0.2, SHOWN_RMSE + 0.01, 0.05), SHOWN_RMSE + 0.05)
     for line, color in zip(data["series"], COLORS, strict=False):
         values = np.array(line["rmse"])
-        beyond = int((values > SHOWN_RMSE).sum())
         label = (
-            f"{line['name']}: median {np.median(values):.2f}, 95 % below {np.quantile(values, 0.95):.2f}\n"
-            f"({beyond} of {line['users']} users beyond {SHOWN_RMSE:g}, {line['diverged']} more diverged)"
+            f"{line['name']}: median {np.median(values):.2f}, 95 % of users below {np.quantile(values, 0.95):.2f}; "
+            f"of {line['users']} users {int((values > SHOWN_RMSE).sum())} beyond {SHOWN_RMSE:g}, "
+            f"{line['diverged']} diverged"
         )
         share = np.full(len(values), 100 / line["users"])
-        axes.hist(values, bins, weights=share, histtype="stepfilled", alpha=0.35, color=color, label=label)
-        axes.hist(values, bins, weights=share, histtype="step", color=color, linewidth=1.2)
+        shown = np.minimum(values, bins[-1])  # the last bar is of all beyond
+        axes.hist(shown, bins, weights=share, histtype="stepfilled", alpha=0.12, color=color)
+        axes.hist(shown, bins, weights=share, histtype="step", color=color, linewidth=1.4, label=label)
     axes.set_xlim(bins[0], bins[-1])
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_xticks(
+        [*np.arange(0.5, SHOWN_RMSE, 0.5), bins[-1]],
+        [*(f"{x:g}" for x in np.arange(0.5, SHOWN_RMSE, 0.5)), f">{SHOWN_RMSE:g}"],
+    )
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center")
 
 
 def draw_to(path: Any, draw: Callable[[Data, Any], None], data: Data, title: str) -> None:
     """Draw a figure to a PNG file."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.6, 4.6), layout="constrained")
     figure.suptitle(title, fontsize=11)
     draw(data, figure)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json
 from fedrecon.studies.jobs import Divided
 from fedrecon.studies.report import compose, to_html, to_markdown
-from fedrecon.studies.runner import Runner, Say, compile_quickly, keep_compiled
+from fedrecon.studies.runner import Runner, Say, keep_compiled, start_compiling_quickly
 from fedrecon.studies.study import Job, Results, Study, shortened
 from fedrecon.studies.tune import tune
 
@@ -61,10 +61,11 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
         raise ValueError(f"there are {plan.seeds} seeds; a study needs at least 1")
     chosen = study.choose(plan.only)
     if plan.quick:
-        compile_quickly()
-    start_devices(None)
+        start_compiling_quickly()
+    else:
+        start_devices(None)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    keep_compiled(plan.folder / "compiled")
+    keep_compiled(plan.folder / ("compiled-quickly" if plan.quick else "compiled"))
     ratings = load_ratings(Data(source=plan.data))
     divided = Divided(ratings, study.max_examples)
     jobs = study.jobs
