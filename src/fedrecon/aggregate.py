@@ -31,7 +31,10 @@ class Upload(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over clients: weighted deltas, weights, metrics, and how often each guard acted."""
+    """Sums over clients: weighted deltas, weights, metrics, and how often each guard acted.
+
+    All of one type, so that devices add them up in one exchange.
+    """
 
     delta: dict[str, Array]
     weight: Array
@@ -74,7 +77,7 @@ def no_totals(params: Any, num_metrics: int) -> Totals:
         {path: jnp.zeros_like(leaf) for path, leaf in flatten(params)[0].items()},
         jnp.zeros(()),
         jnp.zeros((num_metrics, 2)),
-        {name: jnp.zeros((), jnp.int32) for name in COUNTS},
+        {name: jnp.zeros(()) for name in COUNTS},
     )
 
 
@@ -100,14 +103,15 @@ def add(aggregation: Aggregation, totals: Totals, upload: Upload, cohort: Cohort
         total[path] += jnp.tensordot(factor, kept, 1)
     for path, change in by_rows.items():
         total[path] = _add_rows(total[path], change, *rows[path], counted, factor)
-    sums = jnp.where(_against(counted, upload.sums) & jnp.isfinite(upload.sums), upload.sums, 0)
+    told = counted & jnp.isfinite(upload.sums).all((1, 2))
+    sums = jnp.where(_against(told, upload.sums), upload.sums, 0)
     here = {
         "clients": counted,
         "non_finite": weighed & ~finite,
         "clipped": counted & (norm > limit),
         "zeroed": weighed & zeroed,
     }
-    counts = {name: totals.counts[name] + jnp.sum(here[name], dtype=jnp.int32) for name in COUNTS}
+    counts = {name: totals.counts[name] + jnp.sum(here[name], dtype=jnp.float32) for name in COUNTS}
     return Totals(total, totals.weight + jnp.sum(weight), totals.sums + jnp.sum(sums, 0), counts)
 
 

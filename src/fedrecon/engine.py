@@ -133,7 +133,8 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
         tainted = sum(jnp.sum(jnp.ravel(leaf * 0)) for leaf in mean.values())
         take = (totals.weight > 0) & (tainted == 0)
         state = algorithm.server(state, mean, take)
-        return state, kept, RoundMetrics(totals.sums, totals.weight, totals.counts, ~take)
+        counts = {name: count.astype(jnp.int32) for name, count in totals.counts.items()}
+        return state, kept, RoundMetrics(totals.sums, totals.weight, counts, ~take)
 
     def rounds(state: ServerState, kept: Any, cohorts: Cohort, key: Array, first: Array, number: Array) -> Any:
         most = cohorts.client.shape[0]

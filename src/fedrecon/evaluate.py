@@ -85,6 +85,7 @@ class Evaluator:
         self._place = place or layout(model=algorithm.model)
         self._needs = Needs(self._split, algorithm.support_limit, columns=features_used(algorithm.model, clients))
         self._packer = Packer(clients, self._needs)
+        self._has_local = bool(jax.tree.leaves(jax.eval_shape(algorithm.model.init_local, self._key)))
         self._run = compile_each(self._block, self._place)
 
     def on(self, clients: Clients) -> Evaluator:
@@ -109,7 +110,7 @@ class Evaluator:
 
     def __call__(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
         """Evaluate global parameters, with what the owners kept where the protocol or algorithm wants it."""
-        if self.protocol == "standard" and not jax.tree.leaves(kept):
+        if self.protocol == "standard" and self._has_local and not jax.tree.leaves(kept):
             raise ValueError(
                 "StandardEval measures local parameters kept from training; give them as `kept`, "
                 "or use protocol='recon'"

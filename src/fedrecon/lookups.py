@@ -119,8 +119,8 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
         if not honest:
             raise ValueError(
                 f"`lookups` says the table {' and '.join(map(repr, paths))} is only read by rows at "
-                f"{', '.join(features)}, but predictions change when the other rows are missing; read it as table[ids], "
-                "or take it out of `lookups`"
+                f"{', '.join(features)}, but predictions change when the other rows are missing; read it as "
+                "table[ids], or take it out of `lookups`"
             )
 
 

@@ -25,7 +25,8 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
       algorithm: whose reconstruction is run.
       params: global parameters.
       examples: one client's columns, or `Clients` for many at once.
-      seed: of the local parameters' initialisation.
+      seed: of the local parameters' initialisation, which depends on a client's place in `examples` too, just as in
+        `evaluate`.
 
     Returns:
       The client's local parameters; for `Clients`, with the clients first in every leaf.
@@ -95,15 +96,12 @@ def recommend(
     if n < 1:
         raise ValueError(f"`n` is {n}; it must be at least 1")
     left_out = np.asarray(rated, np.int64)
-    if left_out.size and not (0 <= left_out.min() and left_out.max() < num_items):
-        raise ValueError(f"`rated` holds item {_stranger(left_out, num_items)}; items are 0 to {num_items - 1}")
+    strangers = left_out[(left_out < 0) | (left_out >= num_items)]
+    if strangers.size:
+        raise ValueError(f"`rated` holds item {strangers[0]}; items are 0 to {num_items - 1}")
     scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
     scores[left_out] = -np.inf
     scores[np.isnan(scores)] = -np.inf
     best = np.lexsort((np.arange(num_items), -scores))[:n]
     best = best[np.isfinite(scores[best])]
     return Recommendation(best, scores[best])
-
-
-def _stranger(items: np.ndarray, num_items: int) -> int:
-    return int(items[(items < 0) | (items >= num_items)][0])

@@ -15,7 +15,8 @@ NOTHING = 0.05
 def numbers(name: str, found: Measured) -> str:
     """Write down what was measured."""
     diverged = f", {found.diverged:.1f} of {found.users} users diverged" if found.diverged else ""
-    return f"{name}: RMSE {found.rmse.mean:.3f}, accuracy {found.accuracy.mean:.1f} % after {found.rounds} rounds{diverged}"
+    figures = f"RMSE {found.rmse.mean:.3f}, accuracy {found.accuracy.mean:.1f} %"
+    return f"{name}: {figures} after {found.rounds} rounds{diverged}"
 
 
 def ratio(value: Spread, other: Spread) -> float:

@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 def keep_compiled(folder: Path) -> None:
     """Let JAX keep what it compiles in a folder, if it keeps it nowhere yet: a second seed or run compiles nothing."""
-    if jax.config.jax_compilation_cache_dir is not None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
