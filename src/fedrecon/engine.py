@@ -39,10 +39,10 @@ def start_devices(devices: int | None = None) -> None:
         return
     # With as many threads in XLA's pool as devices, training by least squares in 40 or 50 dimensions hung on two cores,
     # and with one thread more it did not. Presumably a device that waits for the others' sums holds a thread that
-    # another device needs for a part of its work. So there are spare ones.
+    # another device needs for a part of its work. So there is a spare one.
     chosen = os.environ.get("NPROC")
     try:
-        os.environ["NPROC"] = chosen or str(2 * number)
+        os.environ["NPROC"] = chosen or str(number + 1)
         jax.devices()
     finally:  # it is read once, and no business of processes that this one starts
         del os.environ["NPROC"]
