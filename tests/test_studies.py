@@ -30,7 +30,7 @@ CENTRAL = dataclasses.replace(
     train="centralized",
     update=Update(learning_rate=0.5, batch_size=20, steps=None),
     measures=("random", "recon"),
-    every=2,
+    rounds=1,
 )
 STUDY = Study(
     name="tiny",

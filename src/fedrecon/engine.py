@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -114,8 +115,20 @@ class RoundMetrics(NamedTuple):
 Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState, Any, RoundMetrics]]
 
 
+class _Same(NamedTuple):
+    """An algorithm that equals none but itself: its functions cannot be compared."""
+
+    algorithm: Algorithm
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.algorithm is other.algorithm
+
+    def __hash__(self) -> int:
+        return id(self.algorithm)
+
+
 def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
-    """Compile the rounds of an algorithm.
+    """Compile the rounds of an algorithm, once for the same algorithm (the very same value) and place.
 
     Returns:
       `(state, kept, cohorts, key, first, number) -> (state, kept, metrics)`: runs `number` rounds from round `first`
@@ -123,6 +136,12 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
       packed runs the same compiled code, and rounds come out the same however they are grouped into calls: what is
       random in a round depends on the key and on the round's number.
     """
+    return _compile_rounds(_Same(algorithm), place)
+
+
+@functools.lru_cache(maxsize=4)
+def _compile_rounds(same: _Same, place: Layout) -> Rounds:
+    algorithm = same.algorithm
     names = metric_names(algorithm.model)
 
     def one_round(state: ServerState, kept: Any, cohort: Cohort, key: Array) -> tuple[ServerState, Any, RoundMetrics]:

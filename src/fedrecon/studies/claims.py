@@ -16,7 +16,8 @@ def numbers(name: str, found: Measured) -> str:
     """Write down what was measured."""
     diverged = f", {found.diverged:.1f} of {found.users} users diverged" if found.diverged else ""
     figures = f"RMSE {found.rmse.mean:.3f}, accuracy {found.accuracy.mean:.1f} %"
-    return f"{name}: {figures} after {found.rounds} rounds{diverged}"
+    after = f" after {found.rounds} rounds" if found.rounds > 1 else ""
+    return f"{name}: {figures}{after}{diverged}"
 
 
 def ratio(value: Spread, other: Spread) -> float:

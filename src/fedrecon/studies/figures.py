@@ -56,9 +56,8 @@ def draw_relative_accuracy(what: str) -> Callable[[Data, Any], None]:
             axes.annotate(
                 f"{point['accuracy']:.1f} %",
                 (place, point["relative"]),
-                xytext=(7, -13) if point["relative"] > 0.1 else (0, 9),
+                xytext=(7, -13) if point["relative"] > 0.1 else (9, -3),
                 textcoords="offset points",
-                ha="left" if point["relative"] > 0.1 else "center",
                 fontsize=8,
             )
         axes.set_xticks(places, [str(point["steps"]) for point in points])
@@ -124,11 +123,26 @@ def communication(series: Mapping[str, str]) -> Callable[[Results], Data]:
 
 def draw_communication(data: Data, figure: Any) -> None:
     """Draw accuracy against parameters communicated."""
-    axes = _axes(figure, xlabel="parameters communicated in total, all clients", ylabel="accuracy on unseen users (%)")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes = _axes(
+        figure, xlabel="parameters communicated in total, all clients (billions)", ylabel="accuracy on unseen users (%)"
+    )
     for line, color in zip(data["series"], COLORS, strict=False):
         label = f"{line['name']} ({line['sent_per_client_and_round']:,} a client and round)"
-        axes.plot(line["communicated"], line["accuracy"], "o-", markersize=3, linewidth=1.4, color=color, label=label)
+        axes.plot(
+            np.array(line["communicated"]) / 1e9,
+            line["accuracy"],
+            "o-",
+            markersize=3,
+            linewidth=1.4,
+            color=color,
+            label=label,
+        )
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     figure.legend(frameon=False, fontsize=8, loc="outside lower center")
 
 

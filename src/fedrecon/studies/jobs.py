@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -51,10 +52,11 @@ class Trainer(NamedTuple):
 
     Attributes:
       algorithm: what trains.
-      clients: `parts -> the clients it trains on`.
+      clients: `(clients, seed) -> the clients it trains on`.
       serving: the algorithm whose reconstruction and model serve users after training.
       shared: `trained global parameters -> those that serving has`.
       kept: `(trained global parameters, what clients kept) -> local parameters of the training clients`.
+      evaluators: those made so far, by measure and number of support examples, to be used with other clients.
     """
 
     algorithm: fr.Algorithm
@@ -62,10 +64,22 @@ class Trainer(NamedTuple):
     serving: fr.Algorithm
     shared: Any
     kept: Any
+    evaluators: dict[tuple[str, int | None], fr.Evaluator]
+
+    def evaluator(self, measure: str, clients: fr.Clients, support: int | None = None) -> fr.Evaluator:
+        """Return an evaluator of some clients, with so many support examples at most."""
+        if (measure, support) in self.evaluators:
+            return self.evaluators[measure, support].on(clients)
+        split = fr.split.half() if support is None else fr.split.at_most(support, fr.split.half())
+        protocol = "recon" if measure == "recon" else "standard"
+        made = fr.Evaluator(self.serving, clients, protocol=protocol, split=split)
+        self.evaluators[measure, support] = made
+        return made
 
 
-def make_trainer(setting: Setting, num_items: int, num_clients: int, seed: int) -> Trainer:
-    """Return the trainer of a setting."""
+@functools.lru_cache(maxsize=2)
+def make_trainer(setting: Setting, num_items: int, num_clients: int) -> Trainer:
+    """Return the trainer of a setting, the same for all seeds, so that nothing is compiled for each of them."""
     model = build_model(setting.model, num_items)
     update = fr.gradient_descent(
         build_optimizer(setting.update.optimizer, setting.update.learning_rate),
@@ -85,17 +99,24 @@ def make_trainer(setting: Setting, num_items: int, num_clients: int, seed: int) 
             joint=setting.update.joint,
             second_order=setting.update.second_order,
         )
-        return Trainer(algorithm, lambda clients: clients, algorithm, lambda params: params, lambda params, kept: kept)
+        return Trainer(algorithm, _as_they_are, algorithm, lambda params: params, lambda params, kept: kept, {})
     serving = fr.federated_averaging(model, update=update, server=server, reconstruct=rebuild)
     if setting.train == "fedavg":
-        return Trainer(serving, lambda clients: clients, serving, lambda params: params, lambda params, kept: kept)
+        return Trainer(serving, _as_they_are, serving, lambda params: params, lambda params, kept: kept, {})
     table = fr.models.client_table(model, num_clients)
     algorithm = fr.federated_averaging(table, update=update, server=server)
 
-    def gather(clients: fr.Clients) -> fr.Clients:
+    def gather(clients: fr.Clients, seed: int) -> fr.Clients:
         return fr.with_owner(clients) if setting.train == "fedavg-dense" else fr.pooled(clients, seed=seed)
 
-    return Trainer(algorithm, gather, serving, lambda params: params["shared"], lambda params, kept: params["locals"])
+    return Trainer(
+        algorithm, gather, serving, lambda params: params["shared"], lambda params, kept: params["locals"], {}
+    )
+
+
+def _as_they_are(clients: fr.Clients, seed: int) -> fr.Clients:
+    del seed
+    return clients
 
 
 class Observer:
@@ -105,14 +126,10 @@ class Observer:
         """Prepare to measure `clients`."""
         self._setting, self._trainer = setting, trainer
         self._clients, self._seed = clients, seed
-        self._evaluators = {measure: self._evaluator(measure) for measure in setting.measures}
+        self._evaluators = {measure: trainer.evaluator(measure, clients) for measure in setting.measures}
         self.found: list[dict[str, Any]] = []
         self.per_client: dict[str, list[float | None]] = {}
         self.few: dict[str, Any] = {}
-
-    def _evaluator(self, measure: str, split: fr.split.Split | None = None) -> fr.Evaluator:
-        protocol = "recon" if measure == "recon" else "standard"
-        return fr.Evaluator(self._trainer.serving, self._clients, protocol=protocol, split=split, seed=self._seed)
 
     def __call__(self, params: Any, kept: Any) -> fr.Evaluation:
         """Measure, in all the ways that the setting asks for; return the last of them."""
@@ -128,8 +145,7 @@ class Observer:
         self.found.append(entry)
         if done == self._setting.rounds:
             for n in self._setting.few:
-                split = fr.split.at_most(n, fr.split.half())
-                self.few[str(n)] = self._evaluator("recon", split)(shared).summary()
+                self.few[str(n)] = self._trainer.evaluator("recon", self._clients, n)(shared).summary()
         return found
 
     def _local(self, measure: str, params: Any, kept: Any) -> Any:
@@ -153,12 +169,12 @@ def run_job(
     """
     began = time.perf_counter()
     parts = divided.of(setting.users, seed)
-    trainer = make_trainer(setting, divided.ratings.num_items, len(parts.train), seed)
+    trainer = make_trainer(setting, divided.ratings.num_items, len(parts.train))
     observer = Observer(setting, trainer, getattr(parts, part), seed)
     central = setting.train == "centralized"
     run = fr.train(
         trainer.algorithm,
-        trainer.clients(parts.train),
+        trainer.clients(parts.train, seed),
         rounds=setting.last_round,
         clients_per_round=1 if central else setting.clients_per_round,
         valid=observer,

@@ -19,7 +19,7 @@ class Spread(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """RMSE and accuracy (in percent) over all examples together, after so many rounds."""
+    """RMSE and accuracy (in percent) over all examples together, after so many rounds (1 for centralized training)."""
 
     rmse: Spread
     accuracy: Spread

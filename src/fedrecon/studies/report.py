@@ -72,7 +72,8 @@ def to_markdown(parts: Sequence[Part], folder: Path | None) -> str:
             blocks.append("\n".join([*head, *map(_row, part.lines)]))
         elif isinstance(part, Picture):
             link = f"![{part.caption}]({part.path.relative_to(folder)})\n\n" if folder else ""
-            blocks.append(f"{link}{part.caption}")
+            where = "" if folder else f" The picture and its numbers are `figures/{part.path.stem}.png` and `.json`."
+            blocks.append(f"{link}{part.caption}{where}")
         elif isinstance(part, list):
             blocks.append("\n".join(f"- {line}" for line in part))
         else:
@@ -163,8 +164,8 @@ def _measurements(row: Row, results: Results) -> list[tuple[str, Measured]]:
 
 
 def _rounds(row: Row, results: Results, found: Measured) -> str:
-    central = results[row.job][0]["setting"]["train"] == "centralized"
-    return f"{found.rounds} epochs" if central else str(found.rounds)
+    setting = results[row.job][0]["setting"]
+    return f"{setting['update']['epochs']} epochs" if setting["train"] == "centralized" else str(found.rounds)
 
 
 def _write(value: Spread, digits: int) -> str:
@@ -238,7 +239,8 @@ def _describe_reconstruction(rebuild: Reconstruct) -> str:
 def _describe_update(update: Update) -> str:
     steps = "all" if update.steps is None else str(update.steps)
     extra = ", joint" * update.joint + ", second order" * update.second_order
-    return f"{update.optimizer} {update.learning_rate:g}, {steps} steps, batches of {update.batch_size}{extra}"
+    epochs = f"{update.epochs} epochs, " if update.epochs > 1 else ""
+    return f"{update.optimizer} {update.learning_rate:g}, {epochs}{steps} steps, batches of {update.batch_size}{extra}"
 
 
 def _describe_server(server: Server) -> str:

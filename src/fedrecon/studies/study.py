@@ -21,7 +21,7 @@ class Setting:
 
     Attributes:
       train: `fedrecon`; `fedavg`, user rows kept by their owners; `fedavg-dense`, a table of all user rows averaged
-        like the rest; `centralized`, all examples in one place, a round being an epoch.
+        like the rest; `centralized`, all examples in one place, in one round.
       users: `unseen` tests on users that took no part; `seen` tests on the last tenth of everybody's ratings.
       measures: `recon` (rebuild on support, measure on query), `kept` (StandardEval with local parameters from
         training), `random` (StandardEval with local parameters as they are initialised).
@@ -156,10 +156,12 @@ def digest(setting: Setting, seed: int, fingerprint: str) -> str:
 
 
 def shortened(job: Job, rounds: int, epochs: int) -> Job:
-    """Return a job that runs for fewer rounds, and not beyond them."""
+    """Return a job that runs for fewer rounds, and not beyond them, or fewer epochs if it is centralized."""
     setting = job.setting
-    limit = epochs if setting.train == "centralized" else rounds
-    done = min(setting.rounds, limit)
+    if setting.train == "centralized":
+        update = dataclasses.replace(setting.update, epochs=min(setting.update.epochs, epochs))
+        return dataclasses.replace(job, setting=dataclasses.replace(setting, update=update))
+    done = min(setting.rounds, rounds)
     every = max(1, min(setting.every, done // 5) if setting.every < setting.rounds else done)
     while done % every:
         every -= 1
