@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -34,21 +35,9 @@ def start_devices(devices: int | None = None) -> None:
     number = cores if devices is None else devices
     if not 1 <= number <= max(MOST_DEVICES, cores):
         raise ValueError(f"devices is {number}; from 1 to {max(MOST_DEVICES, cores)} are possible here")
-    try:
+    # Where JAX has started, this is an error, and too late.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError:
-        return
-    # With as many threads in XLA's pool as devices, training by least squares in 40 or 50 dimensions hung on two cores,
-    # and with one thread more it did not. Presumably a device that waits for the others' sums holds a thread that
-    # another device needs for a part of its work. So there is a spare one.
-    chosen = os.environ.get("NPROC")
-    try:
-        os.environ["NPROC"] = chosen or str(number + 1)
-        jax.devices()
-    finally:  # it is read once, and no business of processes that this one starts
-        del os.environ["NPROC"]
-        if chosen is not None:
-            os.environ["NPROC"] = chosen
 
 
 class Layout(NamedTuple):

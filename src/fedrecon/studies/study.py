@@ -163,6 +163,7 @@ def shortened(job: Job, rounds: int, epochs: int) -> Job:
         return dataclasses.replace(job, setting=dataclasses.replace(setting, update=update))
     done = min(setting.rounds, rounds)
     every = max(1, min(setting.every, done // 5) if setting.every < setting.rounds else done)
+    few = setting.few[:1]  # each is compiled by itself
     while done % every:
         every -= 1
-    return dataclasses.replace(job, setting=dataclasses.replace(setting, rounds=done, on_to=None, every=every))
+    return dataclasses.replace(job, setting=dataclasses.replace(setting, rounds=done, on_to=None, every=every, few=few))
