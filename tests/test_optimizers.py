@@ -40,3 +40,15 @@ def test_three_steps_of_yogi_are_those_computed_by_hand(settings):
 def test_the_accumulators_of_yogi_start_at_zero():
     state = fr.yogi(0.1).init({"w": jnp.ones(2)})
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(state))
+
+
+def test_three_steps_of_adagrad_are_those_computed_by_hand():
+    optimizer = fr.adagrad(0.1, eps=0.01)
+    x, by_hand, total = jnp.zeros(3), np.zeros(3), np.zeros(3)
+    state = optimizer.init(x)
+    for gradient in GRADIENTS:
+        updates, state = optimizer.update(jnp.asarray(gradient, jnp.float32), state, x)
+        x = optax.apply_updates(x, updates)
+        total += gradient**2
+        by_hand -= 0.1 * gradient / (np.sqrt(total) + 0.01)
+    np.testing.assert_allclose(x, by_hand, 1e-5, 1e-7)

@@ -275,7 +275,8 @@ def test_a_report_says_of_every_claim_whether_it_held(finished):
 
 def test_the_movielens_study_has_the_papers_rows_in_order():
     paper = [row for row in movielens.STUDY.rows if row.paper]
-    assert [row.paper[0] for row in paper] == [0.923, 3.80, 1.36, 0.939, 0.934, 0.907, 0.912, 0.915, 0.883]
+    in_order = list(dict.fromkeys(row.paper[0] for row in paper))
+    assert in_order == [0.923, 3.80, 1.36, 0.939, 0.934, 0.907, 0.912, 0.915, 0.883]
     quick = [shortened(job, 100, 5) for job in movielens.STUDY.jobs]
     assert all(job.setting.last_round <= 100 and job.setting.rounds % job.setting.every == 0 for job in quick)
     assert all(

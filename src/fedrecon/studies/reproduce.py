@@ -26,7 +26,7 @@ from fedrecon.studies.runner import Runner, Say, keep_compiled, start_compiling_
 from fedrecon.studies.study import Job, Results, Study, shortened
 from fedrecon.studies.tune import tune
 
-QUICK_ROUNDS, QUICK_EPOCHS = 60, 4
+QUICK_ROUNDS, QUICK_EPOCHS = 40, 3
 
 
 @dataclass(frozen=True)
