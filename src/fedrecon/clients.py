@@ -249,7 +249,7 @@ class Clients:
                 with ArrayFile(column_path(folder, name), values.dtype, values.shape[1:]) as columns[name]:
                     for start in range(0, len(self), CLIENTS_PER_BLOCK):
                         block = slice(start, start + CLIENTS_PER_BLOCK)
-                        columns[name].append(values[_rows(self.starts[block], self.ends[block])])
+                        columns[name].append(values[rows_of(self.starts[block], self.ends[block])])
             np.save(folder / "offsets.npy", np.append(0, np.cumsum(self.sizes)).astype(np.int64))
             if self.names is not None:
                 np.save(folder / "names.npy", self.names, allow_pickle=False)
@@ -349,7 +349,7 @@ class Clients:
 
     def _reordered_by(self, keys: Callable[[np.ndarray], np.ndarray]) -> Self:
         """Copy the examples, each client's sorted (stably) by `keys(rows)`."""
-        rows = _rows(self.starts, self.ends)
+        rows = rows_of(self.starts, self.ends)
         owner = np.repeat(np.arange(len(self)), self.sizes)
         rows = rows[np.lexsort((keys(rows), owner))]
         ends = np.cumsum(self.sizes)
@@ -367,7 +367,7 @@ class Clients:
             sample = self.take(np.linspace(0, len(self) - 1, min(len(self), 4096)).astype(np.int64)).cap(256)
         digest = hashlib.blake2b(digest_size=8)
         digest.update(f"{len(self)} {self.num_examples} {self.max_size}".encode())
-        rows = _rows(sample.starts, sample.ends)
+        rows = rows_of(sample.starts, sample.ends)
         parts = {f"column {name}": sample.columns[name][rows] for name in sorted(sample.columns)}
         parts["sizes"] = sample.sizes
         if sample.names is not None:
@@ -394,7 +394,7 @@ def _in_order(starts: np.ndarray, ends: np.ndarray, rows: int) -> bool:
     return bool(starts.min() >= 0 and ends.max() <= rows and (starts <= ends).all())
 
 
-def _rows(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def rows_of(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return the rows of these ranges, one range after another."""
     sizes = ends - starts
     before = np.cumsum(sizes) - sizes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedrecon.clients import Clients
+from fedrecon.clients import Clients, rows_of
 
 
 def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
     """Return the same clients with a column that holds, for every example, the index of its client."""
     owner = np.repeat(np.arange(len(clients), dtype=np.int32), clients.sizes)
-    rows = _rows(clients)
+    rows = rows_of(clients.starts, clients.ends)
     columns = {name: values[rows] for name, values in clients.columns.items()}
     ends = np.cumsum(clients.sizes)
     return Clients(columns | {feature: owner}, ends - clients.sizes, ends, clients.names)
@@ -22,8 +22,3 @@ def pooled(clients: Clients, *, seed: int, feature: str = "client") -> Clients:
     order = np.random.default_rng(seed).permutation(owned.num_examples)
     columns = {name: values[order] for name, values in owned.columns.items()}
     return Clients(columns, np.array([0]), np.array([len(order)]))
-
-
-def _rows(clients: Clients) -> np.ndarray:
-    before = np.cumsum(clients.sizes) - clients.sizes
-    return np.repeat(clients.starts - before, clients.sizes) + np.arange(clients.sizes.sum())
