@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from fedrecon.aggregate import COUNTS, Totals, add, no_totals
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.cohort import Cohort, arrange
+from fedrecon.lookups import lookup_groups
 from fedrecon.model import Model, flatten, metric_names
 
 AXIS = "clients"
@@ -88,7 +89,8 @@ def layout(block: int | None = None, devices: int | None = None, *, model: Model
 
 def _default_block(model: Model) -> int:
     shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
-    dense = sum(x.size * x.dtype.itemsize for path, x in shapes.items() if path not in model.lookups)
+    lookups = lookup_groups(model)
+    dense = sum(x.size * x.dtype.itemsize for path, x in shapes.items() if path not in lookups)
     return int(np.clip(BLOCK_BYTES // max(dense, 1), 1, MOST_IN_BLOCK))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.lookups import check_lookups, lookup_groups, noise_like
-from fedrecon.model import Model, measure
+from fedrecon.model import Model, Step, measure, predict_in
 
 PROBED = 8  # examples of a batch that is only there to ask questions of a model
 
@@ -53,6 +53,7 @@ def features_used(model: Model, clients: Clients) -> list[str]:
     def ask(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
         recorder = _Recorder(columns, asked)
         predictions = model.predict(params, local, recorder)
+        predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
         for name, weighted in [("loss", model.loss), *((n, m.measure) for n, m in model.metrics.items())]:
             values, weights = weighted(predictions, recorder)
             if jnp.shape(values)[:1] != (PROBED,) or jnp.shape(values) != jnp.shape(weights):

@@ -96,6 +96,11 @@ def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Arra
 def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
     """Fail unless predictions are affine in the parameters and the loss is the squared error."""
     del mask
+    if objective.model.state is not None and objective.model.state.local:
+        raise ValueError(
+            "least squares predicts with local statistics, which are rebuilt only after it; "
+            "use gradient_descent, or give the model state='averaged' or state='frozen'"
+        )
 
     @jax.jit
     def try_out(params: Params, context: Any, batch: Batch) -> tuple[Array, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from fedrecon.model import Batch, Model, Params, flatten, unflatten
+from fedrecon.model import AUTO, Batch, Model, Params, flatten, unflatten
 
 Reach = Literal["each", "rows", "copy", "whole"]
 
@@ -54,9 +54,13 @@ class Rows:
 def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
     """Return, for every lookup table, the features that index it: tables with the same features form a group.
 
+    There are none as long as they are to be found out.
+
     Raises:
       ValueError: if two tables share some features but not all, since one numbering of rows must serve both.
     """
+    if model.lookups == AUTO:
+        return {}
     groups = {
         path: (features,) if isinstance(features, str) else tuple(features) for path, features in model.lookups.items()
     }
@@ -68,6 +72,11 @@ def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
                     "give both the same features, or leave one out"
                 )
     return groups
+
+
+def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
+    """Return lookups of a model whose global parameters have become a part of others."""
+    return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
 
 
 def group_name(features: Sequence[str]) -> str:

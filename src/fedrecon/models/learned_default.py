@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 from jax import Array
 
-from fedrecon.model import Batch, Model, Params
+from fedrecon.lookups import prefixed
+from fedrecon.model import Batch, Model, Params, State, Step, predict_in
 
 
 def learned_default(model: Model) -> Model:
@@ -31,9 +32,22 @@ def learned_default(model: Model) -> Model:
     def predict(params: Params, local: Params, batch: Batch) -> Array:
         return model.predict(params["shared"], local, batch)
 
+    def fit(params: Params, local: Params, batch: Batch, step: Step) -> Array:
+        return predict_in(model, params["shared"], local, batch, step)
+
     return model._replace(
         init_global=init_global,
         predict=predict,
-        lookups={f"shared/{path}": features for path, features in model.lookups.items()},
+        lookups=prefixed("shared", model.lookups),
         default_local=lambda params: params["default_local"],
+        fit=None if model.fit is None else fit,
+        state=None if model.state is None else _in_shared(model.state),
     )
+
+
+def _in_shared(state: State) -> State:
+    def advance(params: Params, local: Params, batch: Batch, mask: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        shared, mine = state.advance(params["shared"], local, batch, mask)
+        return {f"shared/{path}": value for path, value in shared.items()}, mine
+
+    return State(tuple(f"shared/{path}" for path in state.shared), state.local, advance)
