@@ -32,5 +32,6 @@ from fedrecon.pool import pooled as pooled
 from fedrecon.pool import with_owner as with_owner
 from fedrecon.run import RunFolder as RunFolder
 from fedrecon.sampling import Sampling as Sampling
+from fedrecon.tracing import find_lookups as find_lookups
 from fedrecon.train import Run as Run
 from fedrecon.train import train as train

@@ -44,6 +44,7 @@ class Algorithm(NamedTuple):
       check: `(global, local, batch, mask)` of one client; raises if the model does not fit the algorithm.
       groups: which deltas in an upload are by rows, as `{path: group of lookup tables}`.
       support_limit: how many support examples `reconstruct` can use; None for no limit.
+      remake: `model -> Algorithm`, the same algorithm for another model with the same parameters.
     """
 
     model: Model
@@ -57,6 +58,21 @@ class Algorithm(NamedTuple):
     check: Callable[[Params, Params, Batch, Array], None]
     groups: Mapping[str, str]
     support_limit: int | None
+    remake: Callable[[Model], Algorithm]
+
+
+class Same(NamedTuple):
+    """An algorithm that equals none but itself: its functions cannot be compared."""
+
+    algorithm: Algorithm
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity."""
+        return isinstance(other, Same) and self.algorithm is other.algorithm
+
+    def __hash__(self) -> int:
+        """Hash by identity."""
+        return id(self.algorithm)
 
 
 def federated_reconstruction(
@@ -125,6 +141,16 @@ def federated_reconstruction(
         check=rebuild.check,
         groups=updater.groups,
         support_limit=reconstruct.limit,
+        remake=lambda other: federated_reconstruction(
+            other,
+            reconstruct=reconstruct,
+            update=update,
+            server=server,
+            split=split,
+            joint=joint,
+            second_order=second_order,
+            aggregate=aggregate,
+        ),
     )
 
 

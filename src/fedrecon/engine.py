@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fedrecon.aggregate import COUNTS, Totals, add, no_totals
-from fedrecon.algorithm import Algorithm, ServerState
+from fedrecon.algorithm import Algorithm, Same, ServerState
 from fedrecon.cohort import Cohort, arrange
 from fedrecon.lookups import lookup_groups
 from fedrecon.model import Model, flatten, metric_names
@@ -106,18 +106,6 @@ class RoundMetrics(NamedTuple):
 Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState, Any, RoundMetrics]]
 
 
-class _Same(NamedTuple):
-    """An algorithm that equals none but itself: its functions cannot be compared."""
-
-    algorithm: Algorithm
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.algorithm is other.algorithm
-
-    def __hash__(self) -> int:
-        return id(self.algorithm)
-
-
 def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     """Compile the rounds of an algorithm, once for the same algorithm (the very same value) and place.
 
@@ -127,11 +115,11 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
       packed runs the same compiled code, and rounds come out the same however they are grouped into calls: what is
       random in a round depends on the key and on the round's number.
     """
-    return _compile_rounds(_Same(algorithm), place)
+    return _compile_rounds(Same(algorithm), place)
 
 
 @functools.lru_cache(maxsize=4)
-def _compile_rounds(same: _Same, place: Layout) -> Rounds:
+def _compile_rounds(same: Same, place: Layout) -> Rounds:
     algorithm = same.algorithm
     names = metric_names(algorithm.model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon.algorithm import Algorithm
+from fedrecon.algorithm import Algorithm, Same
 from fedrecon.clients import Clients
 from fedrecon.lookups import check_lookups, lookup_groups, noise_like
-from fedrecon.model import Model, Step, measure, predict_in
+from fedrecon.model import AUTO, Model, Step, flatten, measure, predict_in
+from fedrecon.tracing import by_rows, find_reads
 
+RANGE_CHECKED = 2**26  # ids of a feature, at most, whose range is looked at before training
 PROBED = 8  # examples of a batch that is only there to ask questions of a model
 
 
@@ -80,6 +83,36 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     params, local, batch = _stand_ins(model, clients)
     check_lookups(model, params, local, batch)
     check_reconstruction(algorithm, clients)
+
+
+def with_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
+    """Return an algorithm whose model's lookups are known: found, from the shapes of the data, where they are "auto".
+
+    Tables that are read at ids the data has but they have not are left alone: a model may have its own ways with those.
+    """
+    model = algorithm.model
+    if model.lookups != AUTO:
+        return algorithm
+    used = features_used(model, clients)
+    reads = find_reads(model, {name: jnp.asarray(column) for name, column in _probe(clients).items() if name in used})
+    shapes = flatten(_shapes(model, jax.random.key(0))[0])[0]
+    lookups = tuple(
+        (path, read.features)
+        for path, read in reads.items()
+        if read.features and all(_in_range(clients.columns[f], shapes[path].shape[0]) for f in read.features)
+    )
+    return _remade(Same(algorithm), lookups)
+
+
+@functools.lru_cache(maxsize=8)
+def _remade(same: Same, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
+    """Remake an algorithm once, so that what is compiled for it is compiled once."""
+    return same.algorithm.remake(by_rows(same.algorithm.model, dict(lookups)))
+
+
+def _in_range(ids: np.ndarray, rows: int) -> bool:
+    # Of more ids than can be looked at in a moment, packing looks at those it packs.
+    return ids.size > RANGE_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
 
 
 def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:

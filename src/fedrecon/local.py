@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.cohort import Examples
-from fedrecon.lookups import Reach, Tables
+from fedrecon.lookups import Reach, Tables, original_batch
 from fedrecon.model import Batch, Model, Params, Step, divide, measure, metric_names, predict_in
 
 
@@ -35,7 +35,7 @@ class Objective(NamedTuple):
             predictions = self.predict(params, context, batch)
         else:
             predictions = self.fit(params, context, batch, step)
-        return measure(self.model, predictions, batch, mask)
+        return measure(self.model, predictions, original_batch(batch), mask)
 
 
 class Solution(NamedTuple):

@@ -15,6 +15,7 @@ from jax import Array
 from fedrecon.model import AUTO, Batch, Model, Params, flatten, unflatten
 
 Reach = Literal["each", "rows", "copy", "whole"]
+ORIGINAL = "\0"  # before a feature's name: its ids as they were; under its own name they are renumbered
 
 
 class Rows:
@@ -79,6 +80,17 @@ def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
     return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
 
 
+def renumber(batch: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ids by renumbered ones, and keep the original ones beside them."""
+    return {**batch, **{ORIGINAL + feature: batch[feature] for feature in ids}, **ids}
+
+
+def original_batch(batch: Batch) -> Batch:
+    """Undo `renumber`: what loss and metrics see, for whom a row's number means nothing."""
+    before = {name.removeprefix(ORIGINAL): column for name, column in batch.items() if name.startswith(ORIGINAL)}
+    return {**{name: batch[name] for name in batch if not name.startswith(ORIGINAL)}, **before} if before else batch
+
+
 def group_name(features: Sequence[str]) -> str:
     """Name a group of lookup tables by the features that index them."""
     return ",".join(features)
@@ -114,7 +126,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
         def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
             fetched = {path: fetch_rows(leaves[path], batch, features) for path in paths}
             narrowed = {**leaves, **{path: rows for path, (_, rows) in fetched.items()}}
-            return model.predict(unflatten(structure, narrowed), local, {**batch, **fetched[paths[0]][0]})
+            return model.predict(unflatten(structure, narrowed), local, renumber(batch, fetched[paths[0]][0]))
 
         try:
             pairs = zip(
@@ -207,7 +219,7 @@ class Tables(NamedTuple):
             rows[path] += changes[path].at[slot[path]].get(mode="promise_in_bounds")
         renumbered = {feature: ids for numbered, _ in layout.values() for feature, ids in numbered.items()}
         places = {path: layout[group][1] for path, group in self.features.items()}
-        return Fetched(rows, slot, {**batch, **renumbered}, places)
+        return Fetched(rows, slot, renumber(batch, renumbered), places)
 
 
 class Fetched(NamedTuple):

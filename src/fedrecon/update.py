@@ -13,7 +13,7 @@ from jax import Array
 from fedrecon.aggregate import Upload
 from fedrecon.cohort import Cohort, Examples, Needs
 from fedrecon.local import Objective, Problem, Solver, solve_local
-from fedrecon.lookups import Tables, group_name, lookup_groups
+from fedrecon.lookups import Tables, group_name, lookup_groups, renumber
 from fedrecon.model import Batch, Model, Params, Step, divide, flatten, predict_in, unflatten
 from fedrecon.split import Split
 from fedrecon.state import advance_shared
@@ -155,8 +155,8 @@ class Updater:
 
     def _renumbered(self, cohort: Cohort) -> Cohort:
         """Replace ids by places in the client's list of rows."""
-        query = Examples({**cohort.query.columns, **cohort.slots}, cohort.query.count)
-        support = Examples({**cohort.support.columns, **cohort.support_slots}, cohort.support.count)
+        query = Examples(renumber(cohort.query.columns, cohort.slots), cohort.query.count)
+        support = Examples(renumber(cohort.support.columns, cohort.support_slots), cohort.support.count)
         return cohort._replace(query=query, support=support)
 
 

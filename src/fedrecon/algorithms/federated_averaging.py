@@ -79,4 +79,7 @@ def federated_averaging(
         check=rebuild.check,
         groups=updater.groups,
         support_limit=rebuild.limit,
+        remake=lambda other: federated_averaging(
+            other, update=update, server=server, reconstruct=reconstruct, aggregate=aggregate
+        ),
     )
