@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.model import Model, flatten, path_name, unflatten
@@ -57,6 +58,9 @@ def from_equinox(
 
     def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
         whole = _in_mode(eqx, eqx.combine(unflatten(structure, params), static), mode)
+        # Equinox compares the types of old and new state, and a counter that comes from outside of what is being traced
+        # has another type than one that was added to.
+        state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf for name, leaf in state.items()}
         states = (_put_leaves(fixed_state, state),) if has_state else ()
 
         def call(inputs: tuple, named: dict[str, Any], key: Array | None) -> Any:

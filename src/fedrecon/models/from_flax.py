@@ -162,9 +162,11 @@ def _nnx(module: Any) -> Network:
     def keyed(key: Array | None) -> Any:
         pairs = []
         for number, (path, variable) in enumerate(rest_flat):
+            value = variable[...]
             if key is not None and isinstance(variable, nnx.RngKey):
-                variable = variable.replace(jax.random.fold_in(key, number))
-            pairs.append((path, variable))
+                value = jax.random.fold_in(key, number)
+            # A variable belongs to the trace it was made in, so that even one with its old value is made anew.
+            pairs.append((path, variable.replace(value)))
         return nnx.from_flat_state(pairs)
 
     def apply(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
