@@ -46,7 +46,7 @@ class _Ids(NamedTuple):
     feature: str
     slots: Any  # where the rows are, in the shape that the ids have come to; None where tables are whole
     in_order: bool = True  # whether they are all of the feature's ids, in their order
-    most: int | None = None  # ids above this were made this
+    most: int | None = None  # ids above this were changed
 
 
 class _About(NamedTuple):
@@ -243,7 +243,7 @@ def _row_gather(eqn: Any, indices: _Value) -> tuple[str, Any]:
     if tuple(numbers.offset_dims) != tuple(range(out.ndim - within, out.ndim)):
         return "its rows are read in another order of axes", None
     if tag.most is not None and tag.most < operand.shape[0] - 1:
-        return f"ids above {tag.most} are read as {tag.most}", None
+        return f"its rows are read at ids of which those above {tag.most} were changed", None
     return "", tag
 
 
@@ -371,15 +371,18 @@ def _tag_of(eqn: Any, name: str, tags: list[Any]) -> Any:
     if name == "max" and other <= 0:
         return ids
     if name == "min":
-        return ids._replace(most=int(other) if ids.most is None else min(ids.most, int(other)))
+        return _at_most(ids, int(other))
     return None
+
+
+def _at_most(ids: _Ids, most: int) -> _Ids:
+    return ids._replace(most=most if ids.most is None else min(ids.most, most))
 
 
 def _moved(eqn: Any, name: str, ids: _Ids) -> _Ids | None:
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if name == "convert_element_type":
-        wide = jnp.issubdtype(after.dtype, jnp.integer) and jnp.iinfo(after.dtype).max >= jnp.iinfo(before.dtype).max
-        return ids if wide else None
+        return _at_most(ids, jnp.iinfo(after.dtype).max) if jnp.issubdtype(after.dtype, jnp.integer) else None
     if len(eqn.invars) != 1:
         return None
     slots = None if ids.slots is None else eqn.primitive.bind(ids.slots, **eqn.primitive.get_bind_params(eqn.params))
