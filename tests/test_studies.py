@@ -14,7 +14,7 @@ from fedrecon.studies.numbers import Measured, Spread, measured, spread
 from fedrecon.studies.report import compose, to_markdown
 from fedrecon.studies.reproduce import Plan, reproduce
 from fedrecon.studies.runner import Runner
-from fedrecon.studies.study import Claim, Figure, Grid, Job, Row, Setting, Study, digest, shortened
+from fedrecon.studies.study import Claim, Figure, Job, Row, Setting, Study, digest, shortened
 
 TINY = Setting(
     model=Factorization(dim=2, biases=True, init_mean=3.5),
@@ -36,7 +36,7 @@ STUDY = Study(
     name="tiny",
     title="A tiny study",
     jobs=(
-        Job("base", "base", TINY, Grid(server=(0.5, 1.0))),
+        Job("base", "base", TINY, {"server.learning_rate": (0.5, 1.0)}),
         Job("central", "central", CENTRAL),
         Job("none", "no steps", dataclasses.replace(NONE, on_to=4)),
     ),

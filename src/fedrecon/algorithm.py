@@ -98,8 +98,8 @@ def federated_reconstruction(
     def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
         keys = client_keys(key, cohort.client)
         if second_order:
-            start = start_local(model, params, keys)
-            return updater.run(params, cohort, differentiate_through(model, reconstruct), start).upload, kept
+            fresh = jax.vmap(model.init_local)(keys)
+            return updater.run(params, cohort, differentiate_through(model, reconstruct), fresh).upload, kept
         local = rebuild.run(params, kept, cohort.support, keys)
         if joint:
             return updater.run(params, cohort, hold(model), (), solved=local).upload, kept
@@ -136,7 +136,8 @@ def rebuilder(model: Model, reconstruct: Solver | None) -> Rebuilder:
 
     def run(params: Params, kept: Any, support: Examples, keys: Array) -> Params:
         del kept
-        start = start_local(model, params, keys)
+        fresh = jax.vmap(model.init_local)(keys)
+        start = jax.vmap(lambda mine, examples: start_local(model, params, mine, examples))(fresh, support)
         if not jax.tree.leaves(start):
             return start
         if reconstruct is None:

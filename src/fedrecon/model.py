@@ -35,6 +35,8 @@ class Model(NamedTuple):
       lookups: global tables that are only read by rows, as `{path of the leaf: feature(s) holding row ids}`.
         Declare a table here and clients touch only their own rows of it.
       default_local: `global -> local` where reconstruction starts, if that is learned; else None.
+      evidence: `(global, support batch, mask) -> local`, added to where reconstruction starts: what a client's
+        support says before anything is solved; None for nothing.
     """
 
     init_global: Callable[[Array], Params]
@@ -44,6 +46,7 @@ class Model(NamedTuple):
     metrics: Mapping[str, Metric] = {}
     lookups: Mapping[str, str | Sequence[str]] = {}
     default_local: Callable[[Params], Params] | None = None
+    evidence: Callable[[Params, Batch, Array], Params] | None = None
 
 
 def metric_names(model: Model) -> list[str]:

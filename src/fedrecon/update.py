@@ -39,7 +39,11 @@ class Updater:
     """
 
     def __init__(self, model: Model, update: Solver, *, through_support: bool = False):
-        """Prepare; with `through_support`, gradients also reach rows that only support examples touch."""
+        """Prepare; with `through_support`, gradients also reach rows that only support examples touch.
+
+        So they do where the model takes evidence from support.
+        """
+        through_support = through_support or model.evidence is not None
         self.model, self._update, self._through_support = model, update, through_support
         reach = update.reach() if model.lookups else "whole"
         self._by_steps = reach in ("each", "rows") and not through_support
@@ -117,25 +121,25 @@ class Updater:
         return None, copies, cohort._replace(query=query, support=support)
 
 
-def start_local(model: Model, params: Params, keys: Array) -> Params:
-    """Return where reconstruction starts, for every key: the learned default, or fresh parameters."""
-    if model.default_local is None:
-        return jax.vmap(model.init_local)(keys)
-    default = model.default_local(params)
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), default)
+def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:
+    """Return where a client's reconstruction starts: the learned default or else `fresh`, and what its support adds."""
+    start = fresh if model.default_local is None else model.default_local(params)
+    if model.evidence is None:
+        return start
+    mask = jnp.arange(next(iter(support.columns.values())).shape[0]) < support.count
+    return jax.tree.map(jnp.add, start, model.evidence(params, support.columns, mask))
 
 
 def hold(model: Model) -> Predict:
     """Predict with local parameters that do not follow the global ones: the first-order method."""
 
     def predict(params: Params, solved: Params, context: Any, support: Examples, batch: Batch) -> Any:
-        del support
         local = solved if jax.tree.leaves(solved) else context
-        if model.default_local is not None:
-            # The default gets the gradient of the local parameters that were rebuilt from it, as if rebuilding
-            # had only added something; their value stays what it is.
-            default = model.default_local(params)
-            local = jax.tree.map(lambda x, d: x + d - jax.lax.stop_gradient(d), local, default)
+        if model.default_local is not None or model.evidence is not None:
+            # What was learned of the start gets the gradient of the local parameters that were rebuilt from it, as if
+            # rebuilding had only added something; their value stays what it is.
+            start = start_local(model, params, jax.tree.map(jnp.zeros_like, local), support)
+            local = jax.tree.map(lambda x, d: x + d - jax.lax.stop_gradient(d), local, start)
         return model.predict(params, local, batch)
 
     return predict
@@ -146,7 +150,7 @@ def differentiate_through(model: Model, reconstruct: Solver) -> Predict:
 
     def predict(params: Params, solved: Params, context: Any, support: Examples, batch: Batch) -> Any:
         del solved
-        start = context if model.default_local is None else model.default_local(params)
+        start = start_local(model, params, context, support)
         if not jax.tree.leaves(start):
             return model.predict(params, start, batch)
         one = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])

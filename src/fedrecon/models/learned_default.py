@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import Array
 
@@ -36,4 +38,12 @@ def learned_default(model: Model) -> Model:
         predict=predict,
         lookups={f"shared/{path}": features for path, features in model.lookups.items()},
         default_local=lambda params: params["default_local"],
+        evidence=within_shared(model.evidence),
     )
+
+
+def within_shared(function: Callable[..., Params] | None) -> Callable[..., Params] | None:
+    """Return a function of a model's global parameters as one of parameters that hold them under `shared`."""
+    if function is None:
+        return None
+    return lambda params, *rest: function(params["shared"], *rest)

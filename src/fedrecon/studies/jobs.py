@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.build import build_model, build_optimizer, build_reconstruction
+from fedrecon.build import build_model, build_optimizer, build_reconstruction, build_server
 from fedrecon.data import Ratings
 from fedrecon.progress import Progress, silent
 from fedrecon.studies.study import Setting
 
+DIVISION = 0  # who trains, validates and tests: the same for all seeds, or some would test where others chose settings
 KEPT_PER_CLIENT = "rmse"  # the metric whose value for every single client is stored
 
 
@@ -35,14 +36,14 @@ class Divided:
         self._made: dict[tuple[str, int], Parts] = {}
 
     def of(self, users: str, seed: int) -> Parts:
-        """Return the parts of a seed: users divided at random, or everybody's ratings by time."""
+        """Return the parts of a seed, which shuffles everybody's ratings; who is in which part is always the same."""
         if (users, seed) not in self._made:
             if users == "seen":
                 train, valid, test = self.ratings.split_time(0.8, 0.1, 0.1)
                 parts = Parts(train.shuffle(seed).cap(self._most), valid, test)
             else:
                 capped = self.ratings.shuffle(seed).cap(self._most)
-                parts = Parts(*capped.split_clients(0.8, 0.1, 0.1, seed=seed))
+                parts = Parts(*capped.split_clients(0.8, 0.1, 0.1, seed=DIVISION))
             self._made[users, seed] = parts
         return self._made[users, seed]
 
@@ -87,7 +88,7 @@ def make_trainer(setting: Setting, num_items: int, num_clients: int) -> Trainer:
         epochs=setting.update.epochs,
         steps=setting.update.steps,
     )
-    server = build_optimizer(setting.server.optimizer, setting.server.learning_rate)
+    server = build_server(setting.server)
     rebuild = build_reconstruction(setting.reconstruct)
     if setting.train == "fedrecon":
         algorithm = fr.federated_reconstruction(

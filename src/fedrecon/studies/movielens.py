@@ -16,9 +16,10 @@ from fedrecon.studies.study import Claim, Figure, Grid, Job, Row, Setting, Study
 # RMSE after as many rounds as the row reports. Comments say what the choice had there, and what the next best had.
 # `--tune` runs the grids again; they are the paper's but for the centralized rows, whose grid it does not tell, and for
 # servers that it does not report.
-FEDRECON_GRID = Grid(server=(0.1, 0.5, 1.0), reconstruct=(0.1, 0.5), update=(0.1, 0.5))
-FEDAVG_GRID = Grid(server=(0.1, 0.5, 1.0), update=(0.1, 0.5))
-CENTRALIZED_GRID = Grid(update=(0.1, 0.3, 0.5, 1.0, 2.0))
+SERVER, RECONSTRUCT, UPDATE = "server.learning_rate", "reconstruct.learning_rate", "update.learning_rate"
+FEDRECON_GRID: Grid = {SERVER: (0.1, 0.5, 1.0), RECONSTRUCT: (0.1, 0.5), UPDATE: (0.1, 0.5)}
+FEDAVG_GRID: Grid = {SERVER: (0.1, 0.5, 1.0), UPDATE: (0.1, 0.5)}
+CENTRALIZED_GRID: Grid = {UPDATE: (0.1, 0.3, 0.5, 1.0, 2.0)}
 LONG = (
     1500  # rounds of those that run on: by then the validation RMSE of FedRecon no longer falls (.904, .907 at 2,000)
 )
@@ -137,11 +138,11 @@ FIGURE_JOBS = (
     *(Job(name, f"{n} reconstruction steps", with_steps(reconstruct=n)) for n, name in RECONSTRUCT_STEPS.items()),
     *(Job(name, f"{n} update steps", with_steps(update=n)) for n, name in UPDATE_STEPS.items()),
     # .9185; 0.03 had .9422
-    Job("momentum", "server momentum", with_server("momentum", 0.1), Grid(server=(0.03, 0.1, 0.3))),
+    Job("momentum", "server momentum", with_server("momentum", 0.1), {SERVER: (0.03, 0.1, 0.3)}),
     # .9177; 0.001 had .9241
-    Job("adam", "server Adam", with_server("adam", 0.003), Grid(server=(0.001, 0.003, 0.01))),
+    Job("adam", "server Adam", with_server("adam", 0.003), {SERVER: (0.001, 0.003, 0.01)}),
     # .9196; 0.01 had .9197
-    Job("yogi", "server Yogi", with_server("yogi", 0.003), Grid(server=(0.003, 0.01, 0.03))),
+    Job("yogi", "server Yogi", with_server("yogi", 0.003), {SERVER: (0.003, 0.01, 0.03)}),
 )
 
 ROWS = (

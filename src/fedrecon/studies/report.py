@@ -13,6 +13,7 @@ from fedrecon.storage import write_json
 from fedrecon.studies.figures import draw_to
 from fedrecon.studies.numbers import Measured, Spread, measured, with_few
 from fedrecon.studies.study import Results, Row, Setting, Study
+from fedrecon.studies.tune import in_words
 
 
 class Table(NamedTuple):
@@ -58,7 +59,7 @@ def compose(study: Study, results: Results, facts: Sequence[str], folder: Path, 
             gone = [job for job in figure.jobs if job not in results]
             parts += [f"### {figure.title}", f"Missing: {', '.join(gone)} not run."]
     if tuned:
-        parts += ["## Learning rates tried on validation data", _tune_table(tuned)]
+        parts += ["## Settings tried on validation data", _tune_table(tuned)]
     parts += ["## Settings", _settings_table(study, results)]
     return parts
 
@@ -223,7 +224,8 @@ def describe(setting: Setting) -> tuple[str, str, str, str, str]:
 
 def _describe_model(model: Factorization) -> str:
     words = [f"{model.dim} dimensions"]
-    words += [f"biases, mean from {model.init_mean:g}"] * model.biases + ["learned default"] * model.learned_default
+    words += [f"biases, mean from {model.init_mean:g}"] * model.biases
+    words += ["learned default"] * model.learned_default + ["implicit feedback"] * model.implicit_feedback
     return ", ".join(words)
 
 
@@ -244,18 +246,19 @@ def _describe_update(update: Update) -> str:
 
 
 def _describe_server(server: Server) -> str:
-    return f"{server.optimizer} {server.learning_rate:g}"
+    decay = "" if server.decay_rounds is None else f", falling over {server.decay_rounds} rounds"
+    return f"{server.optimizer} {server.learning_rate:g}{decay}"
 
 
 def _tune_table(tuned: Any) -> Table:
     lines = [
         (
-            f"{one['job']}{' (chosen)' if one['best'] else ''}",
-            *("" if one[kind] is None else f"{one[kind]:g}" for kind in ("server", "reconstruct", "update")),
+            f"{one['job']}{' (best)' if one['best'] else ''}",
+            in_words(one["values"]),
             "diverged" if one["rmse"] is None else f"{one['rmse']:.4f}",
             "" if one["accuracy"] is None else f"{100 * one['accuracy']:.2f}",
             str(one["rounds"]),
         )
         for one in tuned["tried"]
     ]
-    return Table(("job", "server", "reconstruction", "update", "RMSE", "accuracy %", "rounds"), lines)
+    return Table(("job", "values", "RMSE", "accuracy %", "rounds"), lines)

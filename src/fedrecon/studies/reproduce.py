@@ -112,9 +112,8 @@ def _facts(results: Results, jobs: Sequence[Job], ratings: Ratings, plan: Plan) 
         "Unseen users: users divided at random 80/10/10, half of a user's ratings support, half query. "
         "Seen users: every user's ratings divided 80/10/10 by time. "
         "At most 300 ratings of a user are used to train, after a shuffle.",
-        f"Seeds: {', '.join(map(str, seeds)) or 'none'}; each is one division, one shuffle and one training seed. "
-        "Settings were chosen on the validation users of seed 0; as every seed divides the users anew, some of those "
-        "are test users of the other seeds.",
+        f"Seeds: {', '.join(map(str, seeds)) or 'none'}; each is one shuffle of everybody's ratings and one training "
+        "seed. The users of each part are the same for all seeds. Settings were chosen on validation users.",
         f"Finished: {len(results)} of {len(jobs)} jobs, {len(finished)} trainings, {seconds / 60:.1f} minutes of "
         f"training and evaluation on {os.cpu_count()} cores ({len(jax.devices())} JAX devices).",
         f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",

@@ -52,13 +52,7 @@ class Setting:
         return self.on_to or self.rounds
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Learning rates to choose from on validation users."""
-
-    server: tuple[float, ...] = ()
-    reconstruct: tuple[float, ...] = ()
-    update: tuple[float, ...] = ()
+Grid = Mapping[str, tuple[Any, ...]]  # values to choose from on validation data, by path: `server.learning_rate`
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,13 @@ class Job:
     name: str
     title: str
     setting: Setting
-    grid: Grid | None = None
+    grid: Grid = field(default_factory=dict)
+
+
+def changed(setting: Any, path: str, value: Any) -> Any:
+    """Return a setting with another value at a path such as `server.learning_rate`."""
+    name, _, rest = path.partition(".")
+    return dataclasses.replace(setting, **{name: changed(getattr(setting, name), rest, value) if rest else value})
 
 
 @dataclass(frozen=True)
