@@ -1,0 +1,145 @@
+"""Runs: what has been read of a corpus so far, on disk in pieces that fit in memory, each sorted by client.
+
+A run numbers its words by itself, in alphabetical order, so that nothing in memory grows with the corpus. Posts of a
+client may be anywhere in the source: merging the runs, client after client, brings them together.
+"""
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fedrecon.client_files import map_array
+from fedrecon.clients import rows_of
+
+RUN_WORDS = 1 << 22  # words in memory before they are written
+RUN_CHARACTERS = 1 << 25  # of different words: a bound where words are long
+WORDS_PIECE = 1 << 14  # bytes
+
+
+class Post(NamedTuple):
+    """What a client wrote at one time: sentences of words. `split` is the number of the split it belongs to."""
+
+    client: str
+    time: float
+    sentences: list[list[str]]
+    split: int = 0
+
+
+class _Numbers(dict[str, int]):
+    """Number every word in the order in which they are first asked for."""
+
+    characters = 0
+
+    def __missing__(self, word: str) -> int:
+        self[word] = number = len(self)
+        self.characters += len(word)
+        return number
+
+
+class RunWriter:
+    """Writes posts into runs in a folder."""
+
+    def __init__(self, folder: Path, max_sentences: int, run_words: int = RUN_WORDS) -> None:
+        """Begin with no runs; of a client's sentences, none after the first `max_sentences` of a run is written."""
+        self.folder, self.max_sentences, self.run_words = folder, max_sentences, run_words
+        self.runs: list[Run] = []
+        self.over = 0  # sentences not written
+        self._start()
+
+    def _start(self) -> None:
+        self._clients, self._words = _Numbers(), _Numbers()
+        self._owners, self._times = array("i"), array("d")
+        self._lengths, self._tokens = array("i"), array("i")
+
+    def add(self, post: Post) -> None:
+        """Add a post; its sentences must not be empty."""
+        number, many = self._words.__getitem__, len(post.sentences)
+        owner = self._clients[f"{post.split}{post.client}"]
+        self._owners.extend([owner] * many)
+        self._times.extend([post.time] * many)
+        self._lengths.extend(map(len, post.sentences))
+        for words in post.sentences:
+            self._tokens.extend(map(number, words))
+        if len(self._tokens) >= self.run_words or self._words.characters >= RUN_CHARACTERS:
+            self.close_run()
+
+    def close_run(self) -> None:
+        """Write what is in memory as one run."""
+        if not self._lengths:
+            return
+        folder = self.folder / f"run-{len(self.runs)}"
+        folder.mkdir()
+        clients, place = np.unique(np.array(list(self._clients)), return_inverse=True)
+        owners = place[np.frombuffer(self._owners, np.int32)]
+        order = np.argsort(owners, kind="stable")
+        sizes = np.bincount(owners)
+        first = np.arange(len(order)) < np.repeat(np.cumsum(sizes) - sizes + self.max_sentences, sizes)
+        self.over += len(order) - int(first.sum())
+        order, sizes = order[first], np.minimum(sizes, self.max_sentences)
+        lengths = np.frombuffer(self._lengths, np.int32).astype(np.int64)
+        ends = np.cumsum(lengths)
+        words = list(self._words)
+        alphabetical = np.array(sorted(range(len(words)), key=words.__getitem__))
+        number = np.empty(len(words), np.int32)
+        number[alphabetical] = np.arange(len(words), dtype=np.int32)
+        tokens = number[np.frombuffer(self._tokens, np.int32)]
+        (folder / "words.txt").write_text("".join(f"{word}\n" for word in sorted(words)), "utf-8", newline="\n")
+        sentence_ends = np.append(0, np.cumsum(sizes))
+        arrays = {
+            "clients": clients,
+            "sentence_ends": sentence_ends,
+            "token_ends": np.append(0, np.cumsum(lengths[order]))[sentence_ends],
+            "lengths": lengths[order],
+            "times": np.frombuffer(self._times)[order],
+            "tokens": tokens[rows_of((ends - lengths)[order], ends[order])],
+        }
+        for name, values in arrays.items():
+            np.save(folder / f"{name}.npy", values, allow_pickle=False)
+        self.runs.append(Run(folder, len(words)))
+        self._start()
+
+
+class Run:
+    """A run on disk: clients in alphabetical order, each one's sentences in the order of the source.
+
+    Attributes:
+      clients: the split and the name of each client.
+      sentence_ends: one past the last sentence of each client, with a 0 in front.
+      token_ends: one past the last word of each client, with a 0 in front.
+      lengths: the number of words of each sentence.
+      times: of each sentence.
+      tokens: the words, by their numbers.
+    """
+
+    def __init__(self, folder: Path, num_words: int) -> None:
+        """Map a run of so many different words that a `RunWriter` wrote."""
+        self.folder, self.num_words = folder, num_words
+        self.clients, self.sentence_ends, self.token_ends = map(self.array, ("clients", "sentence_ends", "token_ends"))
+        self.lengths, self.times, self.tokens = map(self.array, ("lengths", "times", "tokens"))
+
+    def array(self, name: str) -> np.ndarray:
+        """Map an array of this run."""
+        return map_array(self.folder / f"{name}.npy")
+
+    def keep(self, name: str, values: np.ndarray) -> None:
+        """Add an array to this run."""
+        np.save(self.folder / f"{name}.npy", values, allow_pickle=False)
+
+    def words(self) -> Iterator[str]:
+        """Yield the words in alphabetical order, which is the order of their numbers.
+
+        The file is open only while a piece of it is read: there may be more runs than a process may open files.
+        """
+        rest, offset = b"", 0
+        while True:
+            with (self.folder / "words.txt").open("rb") as file:
+                file.seek(offset)
+                piece = file.read(WORDS_PIECE)
+            if not piece:
+                return
+            offset += len(piece)
+            *lines, rest = (rest + piece).split(b"\n")
+            yield from (line.decode("utf-8") for line in lines)
