@@ -96,7 +96,7 @@ class Corpus:
                 source=manifest["source"],
                 skipped=manifest["skipped"],
             )
-        except (OSError, ValueError, KeyError) as problem:
+        except (OSError, EOFError, ValueError, KeyError) as problem:
             raise DataError(f"{folder} is damaged or incomplete: {problem}. Prepare it again.") from problem
 
     # ---- clients ----

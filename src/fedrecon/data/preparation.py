@@ -19,7 +19,7 @@ from fedrecon.client_files import ArrayFile
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data.corpus import Corpus, write_manifest
 from fedrecon.data.errors import DataError
-from fedrecon.data.text_runs import RUN_WORDS, Post, Run, RunWriter
+from fedrecon.data.text_runs import WORDS_IN_MEMORY, Post, Run, RunWriter
 from fedrecon.data.word_counts import most_used, number_words
 from fedrecon.folders import whole_folder
 from fedrecon.progress import Progress, silent
@@ -41,7 +41,7 @@ class Plan:
       words: the vocabulary, most used first; None counts the words.
       kept_words: how many of them are kept.
       max_sentences: how many of a client's sentences are kept, the first ones of the source.
-      run_words: how many words are in memory at a time.
+      words_in_memory: how many words are in memory at a time.
     """
 
     splits: Sequence[str] = SPLITS
@@ -50,7 +50,7 @@ class Plan:
     words: Sequence[str] | None = field(default=None, repr=False)
     kept_words: int = KEPT_WORDS
     max_sentences: int = MAX_SENTENCES
-    run_words: int = RUN_WORDS
+    words_in_memory: int = WORDS_IN_MEMORY
 
     def __post_init__(self) -> None:
         """Check the settings before anything is read."""
@@ -58,7 +58,7 @@ class Plan:
         if shares is not None and (len(shares) != len(self.splits) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
             names = ", ".join(self.splits)
             raise ValueError(f"`fractions` are {shares}: give one for each of {names}, which add up to 1.")
-        for name in ("kept_words", "max_sentences", "run_words"):
+        for name in ("kept_words", "max_sentences", "words_in_memory"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
 
@@ -85,7 +85,7 @@ def prepare_corpus(
       DataError: there is not a single sentence, or nobody is in the training split.
     """
     with whole_folder(folder) as temporary:
-        writer = RunWriter(temporary, plan.max_sentences, plan.run_words)
+        writer = RunWriter(temporary, plan.max_sentences, plan.words_in_memory)
         for post in posts:
             if post.sentences:
                 writer.add(post)
@@ -118,13 +118,13 @@ def _all_clients(runs: Sequence[Run]) -> np.ndarray:
     """List the clients of all runs in alphabetical order, and tell every run where its own are in it."""
     keys, waiting, many = np.empty(0, "U1"), [], 0
     for run in runs:
-        waiting.append(run.clients)
-        many += len(run.clients)
+        waiting.append(np.array(run.array("clients")))  # a copy, so that its file is closed
+        many += len(waiting[-1])
         if many > max(len(keys), 1 << 20):  # not one run at a time, which would sort everyone for each
             keys, waiting, many = np.unique(np.concatenate([keys, *waiting])), [], 0
     keys = np.unique(np.concatenate([keys, *waiting]))
     for run in runs:
-        run.keep("ranks", np.searchsorted(keys, run.clients))
+        run.keep("ranks", np.searchsorted(keys, run.array("clients")))
     return keys
 
 
@@ -167,15 +167,15 @@ def _count(runs: Sequence[Run], split_of: np.ndarray, max_sentences: int, progre
     train_words = 0
     with progress("counting words", len(runs)) as advance:
         for run in runs:
-            ranks, begins = run.array("ranks"), run.sentence_ends[:-1]
-            sizes = np.diff(run.sentence_ends)
-            place = np.arange(len(run.lengths)) + np.repeat(seen[ranks] - begins, sizes)
+            ranks, ends, lengths, tokens = map(run.array, ("ranks", "sentence_ends", "lengths", "tokens"))
+            sizes = np.diff(ends)
+            place = np.arange(len(lengths)) + np.repeat(seen[ranks] - ends[:-1], sizes)
             counted = (place < max_sentences) & np.repeat(split_of[ranks] == 0, sizes)
-            used = run.tokens[np.repeat(counted, run.lengths)]
+            used = tokens[np.repeat(counted, lengths)]
             run.keep("counts", np.bincount(used, minlength=run.num_words))
             train_words += len(used)
             seen[ranks] += sizes
-            client_words[ranks] += np.diff(run.token_ends)
+            client_words[ranks] += np.diff(run.array("token_ends"))
             advance()
     return _Tally(client_words, train_words, int(np.maximum(seen - max_sentences, 0).sum()))
 
@@ -188,8 +188,10 @@ def _merge(runs: Sequence[Run], folder: Path, client_words: np.ndarray, plan: Pl
         words = sentences = 0
         for name in ("begins", "offsets"):
             files[name].append(np.zeros(1, np.int64))
-        for first, last in _blocks(client_words, plan.run_words):
-            block = _gather(runs, first, last, plan.max_sentences)
+        reach = [run.array("ranks")[[0, -1]].tolist() for run in runs]
+        for first, last in _blocks(client_words, plan.words_in_memory):
+            there = [run for run, (low, high) in zip(runs, reach, strict=True) if low < last and first <= high]
+            block = _gather(there, first, last, plan.max_sentences)
             files["tokens"].append(block.tokens)
             files["begins"].append(words + np.cumsum(block.lengths))
             files["times"].append(block.times)
@@ -222,11 +224,11 @@ def _gather(runs: Sequence[Run], first: int, last: int, max_sentences: int) -> _
         start, end = np.searchsorted(ranks, [first, last])
         if start == end:
             continue
-        sentences = slice(int(run.sentence_ends[start]), int(run.sentence_ends[end]))
-        owners.append(np.repeat(ranks[start:end], np.diff(run.sentence_ends[start : end + 1])))
-        lengths.append(run.lengths[sentences])
-        times.append(run.times[sentences])
-        tokens.append(run.array("codes")[run.tokens[int(run.token_ends[start]) : int(run.token_ends[end])]])
+        ends, token_ends = (run.array(name)[start : end + 1] for name in ("sentence_ends", "token_ends"))
+        owners.append(np.repeat(ranks[start:end], np.diff(ends)))
+        lengths.append(np.array(run.array("lengths")[ends[0] : ends[-1]]))
+        times.append(np.array(run.array("times")[ends[0] : ends[-1]]))
+        tokens.append(np.array(run.array("codes")[run.array("tokens")[token_ends[0] : token_ends[-1]]]))
     owner, length, time = np.concatenate(owners) - first, np.concatenate(lengths), np.concatenate(times)
     order = np.argsort(owner, kind="stable")
     sizes = np.bincount(owner, minlength=last - first)

@@ -30,7 +30,7 @@ class BadRecords:
     def found(self, where: str, problem: object) -> None:
         """Raise a `DataError` that names the place, or count."""
         if self.policy == "error":
-            raise DataError(f'{where}: {problem}. Mend it, or leave such records out with bad_rows="skip".')
+            raise DataError(f'{where}: {problem}. Mend it, or leave such records out with bad_rows="skip".') from None
         self.skipped["bad_rows"] += 1
 
 

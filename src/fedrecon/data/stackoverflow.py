@@ -12,7 +12,7 @@ from fedrecon.data.corpus import Corpus
 from fedrecon.data.errors import BadRows, DataError
 from fedrecon.data.federated_sqlite import SPLITS, choose_clients, connect, read_examples, unpacked
 from fedrecon.data.posts_xml import ANSWER, QUESTION, read_posts
-from fedrecon.data.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, Plan, prepare_corpus
+from fedrecon.data.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
 from fedrecon.data.records import BadRecords
 from fedrecon.progress import Progress, silent
 
@@ -27,6 +27,7 @@ def prepare_stackoverflow(
     kept_words: int = KEPT_WORDS,
     max_sentences: int = MAX_SENTENCES,
     unpack: bool = False,
+    words_in_memory: int = WORDS_IN_MEMORY,
     bad_rows: BadRows = "error",
     progress: Progress = silent,
 ) -> Corpus:
@@ -45,6 +46,7 @@ def prepare_stackoverflow(
       kept_words: how many words are kept: the largest possible vocabulary.
       max_sentences: how many of a client's sentences are kept, the first of the database.
       unpack: whether a compressed database may be unpacked to a file beside it, which then stays.
+      words_in_memory: how many words are in memory at a time.
       bad_rows: "error" refuses examples that cannot be read and names the first; "skip" counts them.
       progress: opens a display of how far it is.
 
@@ -57,7 +59,14 @@ def prepare_stackoverflow(
     if min((clients or {"train": 0}).values()) < 0:
         raise ValueError(f"`clients` is {clients}; numbers of clients cannot be negative.")
     words = None if word_count is None else read_word_count(word_count, kept_words)
-    plan = Plan(SPLITS, None, words=words, kept_words=kept_words, max_sentences=max_sentences)
+    plan = Plan(
+        splits=SPLITS,
+        fractions=None,
+        words=words,
+        kept_words=kept_words,
+        max_sentences=max_sentences,
+        words_in_memory=words_in_memory,
+    )
     path = unpacked(Path(database), unpack, progress)
     with closing(connect(path)) as connection:
         try:
@@ -77,6 +86,7 @@ def prepare_posts(
     seed: int = 0,
     kept_words: int = KEPT_WORDS,
     max_sentences: int = MAX_SENTENCES,
+    words_in_memory: int = WORDS_IN_MEMORY,
     bad_rows: BadRows = "error",
     progress: Progress = silent,
 ) -> Corpus:
@@ -93,6 +103,7 @@ def prepare_posts(
       seed: decides who goes where.
       kept_words: how many of the most used words of training clients are kept: the largest possible vocabulary.
       max_sentences: how many of a client's sentences are kept, the first of the file.
+      words_in_memory: how many words are in memory at a time.
       bad_rows: "error" refuses lines that cannot be read and names the first; "skip" counts them.
       progress: opens a display of how far it is.
 
@@ -100,7 +111,13 @@ def prepare_posts(
       DataError: the file is missing, has no sentences, or is malformed; the message names the line.
     """
     bad = BadRecords(bad_rows)
-    plan = Plan(fractions=fractions, seed=seed, kept_words=kept_words, max_sentences=max_sentences)
+    plan = Plan(
+        fractions=fractions,
+        seed=seed,
+        kept_words=kept_words,
+        max_sentences=max_sentences,
+        words_in_memory=words_in_memory,
+    )
     posts = read_posts(path, types, bad, progress)
     return prepare_corpus(posts, folder, plan, str(path), bad.skipped, progress)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedrecon.data.corpus import VERSION, Corpus
 from fedrecon.data.errors import BadRows, DataError
-from fedrecon.data.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, Plan, prepare_corpus
+from fedrecon.data.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
 from fedrecon.data.records import BadRecords, client_name, read_lines, seconds
 from fedrecon.data.stackoverflow import prepare_posts, prepare_stackoverflow
 from fedrecon.data.text_runs import Post
@@ -26,6 +26,7 @@ def prepare_text(
     seed: int = 0,
     kept_words: int = KEPT_WORDS,
     max_sentences: int = MAX_SENTENCES,
+    words_in_memory: int = WORDS_IN_MEMORY,
     bad_rows: BadRows = "error",
     progress: Progress = silent,
 ) -> Corpus:
@@ -39,6 +40,7 @@ def prepare_text(
       seed: decides who goes where.
       kept_words: how many of the most used words of training clients are kept: the largest possible vocabulary.
       max_sentences: how many of a client's sentences are kept, the first of the file.
+      words_in_memory: how many words are in memory at a time.
       bad_rows: "error" refuses lines that cannot be read and names the first; "skip" counts them.
       progress: opens a display of how far it is.
 
@@ -46,7 +48,13 @@ def prepare_text(
       DataError: the file is missing, has no sentences, or is malformed; the message names the line.
     """
     bad = BadRecords(bad_rows)
-    plan = Plan(fractions=fractions, seed=seed, kept_words=kept_words, max_sentences=max_sentences)
+    plan = Plan(
+        fractions=fractions,
+        seed=seed,
+        kept_words=kept_words,
+        max_sentences=max_sentences,
+        words_in_memory=words_in_memory,
+    )
     posts = _read_posts(path, bad, progress)
     return prepare_corpus(posts, folder, plan, str(path), bad.skipped, progress)
 

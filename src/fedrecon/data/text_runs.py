@@ -5,7 +5,7 @@ client may be anywhere in the source: merging the runs, client after client, bri
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ import numpy as np
 from fedrecon.client_files import map_array
 from fedrecon.clients import rows_of
 
-RUN_WORDS = 1 << 22  # words in memory before they are written
+WORDS_IN_MEMORY = 1 << 22  # before they are written
 RUN_CHARACTERS = 1 << 25  # of different words: a bound where words are long
-WORDS_PIECE = 1 << 14  # bytes
+WORDS = "words.txt"
+WORDS_PIECE = 1 << 12  # bytes of words in memory for each run when all are merged
 
 
 class Post(NamedTuple):
@@ -42,9 +43,9 @@ class _Numbers(dict[str, int]):
 class RunWriter:
     """Writes posts into runs in a folder."""
 
-    def __init__(self, folder: Path, max_sentences: int, run_words: int = RUN_WORDS) -> None:
+    def __init__(self, folder: Path, max_sentences: int, words_in_memory: int = WORDS_IN_MEMORY) -> None:
         """Begin with no runs; of a client's sentences, none after the first `max_sentences` of a run is written."""
-        self.folder, self.max_sentences, self.run_words = folder, max_sentences, run_words
+        self.folder, self.max_sentences, self.words_in_memory = folder, max_sentences, words_in_memory
         self.runs: list[Run] = []
         self.over = 0  # sentences not written
         self._start()
@@ -63,15 +64,13 @@ class RunWriter:
         self._lengths.extend(map(len, post.sentences))
         for words in post.sentences:
             self._tokens.extend(map(number, words))
-        if len(self._tokens) >= self.run_words or self._words.characters >= RUN_CHARACTERS:
+        if len(self._tokens) >= self.words_in_memory or self._words.characters >= RUN_CHARACTERS:
             self.close_run()
 
     def close_run(self) -> None:
         """Write what is in memory as one run."""
         if not self._lengths:
             return
-        folder = self.folder / f"run-{len(self.runs)}"
-        folder.mkdir()
         clients, place = np.unique(np.array(list(self._clients)), return_inverse=True)
         owners = place[np.frombuffer(self._owners, np.int32)]
         order = np.argsort(owners, kind="stable")
@@ -81,44 +80,50 @@ class RunWriter:
         order, sizes = order[first], np.minimum(sizes, self.max_sentences)
         lengths = np.frombuffer(self._lengths, np.int32).astype(np.int64)
         ends = np.cumsum(lengths)
-        words = list(self._words)
-        alphabetical = np.array(sorted(range(len(words)), key=words.__getitem__))
-        number = np.empty(len(words), np.int32)
-        number[alphabetical] = np.arange(len(words), dtype=np.int32)
-        tokens = number[np.frombuffer(self._tokens, np.int32)]
-        (folder / "words.txt").write_text("".join(f"{word}\n" for word in sorted(words)), "utf-8", newline="\n")
         sentence_ends = np.append(0, np.cumsum(sizes))
+        words, number = _in_alphabetical_order(self._words)
         arrays = {
             "clients": clients,
             "sentence_ends": sentence_ends,
             "token_ends": np.append(0, np.cumsum(lengths[order]))[sentence_ends],
             "lengths": lengths[order],
             "times": np.frombuffer(self._times)[order],
-            "tokens": tokens[rows_of((ends - lengths)[order], ends[order])],
+            "tokens": number[np.frombuffer(self._tokens, np.int32)[rows_of((ends - lengths)[order], ends[order])]],
         }
+        run = Run(self.folder / f"run-{len(self.runs)}", len(words))
+        run.folder.mkdir()
         for name, values in arrays.items():
-            np.save(folder / f"{name}.npy", values, allow_pickle=False)
-        self.runs.append(Run(folder, len(words)))
+            run.keep(name, values)
+        with (run.folder / WORDS).open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{word}\n" for word in words)
+        self.runs.append(run)
         self._start()
 
 
-class Run:
+def _in_alphabetical_order(numbers: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
+    """Return the words in alphabetical order, and their new numbers by the old ones."""
+    words = sorted(numbers)
+    order = np.fromiter(map(numbers.__getitem__, words), np.int64, len(words))
+    number = np.empty(len(words), np.int32)
+    number[order] = np.arange(len(words), dtype=np.int32)
+    return words, number
+
+
+class Run(NamedTuple):
     """A run on disk: clients in alphabetical order, each one's sentences in the order of the source.
 
+    Its arrays are `clients` (the number of the split, and the name); `sentence_ends` and `token_ends`, one past the
+    last sentence and the last word of each client, with a 0 in front; `lengths` and `times` of sentences; `tokens`,
+    the words by their numbers. Files are open only while they are used: there may be more runs than a process may
+    have open files.
+
     Attributes:
-      clients: the split and the name of each client.
-      sentence_ends: one past the last sentence of each client, with a 0 in front.
-      token_ends: one past the last word of each client, with a 0 in front.
-      lengths: the number of words of each sentence.
-      times: of each sentence.
-      tokens: the words, by their numbers.
+      folder: where it is.
+      num_words: how many different words it has.
     """
 
-    def __init__(self, folder: Path, num_words: int) -> None:
-        """Map a run of so many different words that a `RunWriter` wrote."""
-        self.folder, self.num_words = folder, num_words
-        self.clients, self.sentence_ends, self.token_ends = map(self.array, ("clients", "sentence_ends", "token_ends"))
-        self.lengths, self.times, self.tokens = map(self.array, ("lengths", "times", "tokens"))
+    folder: Path
+    num_words: int
 
     def array(self, name: str) -> np.ndarray:
         """Map an array of this run."""
@@ -129,13 +134,10 @@ class Run:
         np.save(self.folder / f"{name}.npy", values, allow_pickle=False)
 
     def words(self) -> Iterator[str]:
-        """Yield the words in alphabetical order, which is the order of their numbers.
-
-        The file is open only while a piece of it is read: there may be more runs than a process may open files.
-        """
+        """Yield the words in alphabetical order, which is the order of their numbers."""
         rest, offset = b"", 0
         while True:
-            with (self.folder / "words.txt").open("rb") as file:
+            with (self.folder / WORDS).open("rb") as file:
                 file.seek(offset)
                 piece = file.read(WORDS_PIECE)
             if not piece:

@@ -10,7 +10,7 @@ import numpy as np
 from fedrecon.data.text_runs import Run
 from fedrecon.data.words import word_hash
 
-COUNTS_PIECE = 1 << 12
+COUNTS_PIECE = 1 << 10
 
 
 def most_used(runs: Sequence[Run], most: int) -> list[str]:
@@ -22,9 +22,9 @@ def most_used(runs: Sequence[Run], most: int) -> list[str]:
 
 def _counted(run: Run) -> Iterator[tuple[str, int]]:
     """Yield the words of a run in alphabetical order with their counts, a few in memory at a time."""
-    counts = run.array("counts")
-    pieces = (counts[start : start + COUNTS_PIECE].tolist() for start in range(0, len(counts), COUNTS_PIECE))
-    return zip(run.words(), (count for piece in pieces for count in piece), strict=True)
+    starts = range(0, run.num_words, COUNTS_PIECE)
+    counts = (count for start in starts for count in run.array("counts")[start : start + COUNTS_PIECE].tolist())
+    return zip(run.words(), counts, strict=True)
 
 
 def number_words(runs: Sequence[Run], words: Sequence[str]) -> np.ndarray:
