@@ -91,6 +91,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
     """Return the number that begins at a place, and the place after it."""
+    if place < len(message) and message[place] < 0x80:  # nearly always
+        return message[place], place + 1
     number = 0
     for k, byte in enumerate(message[place : place + 10]):
         number |= (byte & 0x7F) << 7 * k
