@@ -299,6 +299,6 @@ def test_a_redrawn_split_resumes_to_the_bit_and_differs_from_a_fixed_one(tmp_pat
     redrawn = fr.split.redrawn(fr.split.half())
     straight = run(algorithm(redrawn))
     run(algorithm(redrawn), rounds=7, folder=tmp_path / "parts")
-    resumed = run(algorithm(redrawn), folder=tmp_path / "parts", resume=True)
+    resumed = run(algorithm(redrawn), folder=tmp_path / "parts")
     assert_same_bits(resumed.params, straight.params)
     assert leaves_of(straight.params) != pytest.approx(leaves_of(run(algorithm(fr.split.half())).params))
