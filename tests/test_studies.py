@@ -55,7 +55,14 @@ STUDY = Study(
             figures.relative_accuracy({0: "none", 3: "base"}, "base"),
             figures.draw_relative_accuracy("reconstruction"),
         ),
-        Figure("loss", "Loss", "A.", ("base", "none"), figures.losses({"a": "base", "b": "none"}), figures.draw_losses),
+        Figure(
+            "loss",
+            "Loss",
+            "A.",
+            ("base", "none"),
+            figures.losses({"a": "base", "b": "none"}),
+            figures.draw_losses("loss", "server"),
+        ),
         Figure("sent", "Sent", "B.", ("base",), figures.communication({"a": "base"}), figures.draw_communication),
         Figure(
             "users",

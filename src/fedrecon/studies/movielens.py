@@ -249,7 +249,7 @@ FIGURES = (
         "Query loss of the clients of each round, a running mean over 10 rounds, averaged over seeds.",
         tuple(SERVERS.values()),
         figures.losses(SERVERS),
-        figures.draw_losses,
+        figures.draw_losses("mean squared error", "server optimizer"),
     ),
     Figure(
         "communication",

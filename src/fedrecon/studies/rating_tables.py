@@ -64,9 +64,9 @@ def _paper_table(rows: Sequence[Row], results: Results) -> Table:
             lines.append(
                 (
                     title,
-                    _write(found.rmse, 3),
+                    write_spread(found.rmse, 3),
                     *_compared(found.rmse.mean, rmse, 3),
-                    _write(found.accuracy, 1),
+                    write_spread(found.accuracy, 1),
                     *_compared(found.accuracy.mean, accuracy, 1),
                     _rounds(row, results, found),
                     str(found.users),
@@ -78,7 +78,7 @@ def _paper_table(rows: Sequence[Row], results: Results) -> Table:
 
 def _beyond_table(rows: Sequence[Row], results: Results) -> Table:
     lines = [
-        (title, _write(found.rmse, 3), _write(found.accuracy, 1), str(found.rounds), str(found.users))
+        (title, write_spread(found.rmse, 3), write_spread(found.accuracy, 1), str(found.rounds), str(found.users))
         for row in rows
         for title, found in _measurements(row, results)
     ]
@@ -102,7 +102,8 @@ def _rounds(row: Row, results: Results, found: Measured) -> str:
     return f"{setting['update']['epochs']} epochs" if setting["train"] == "centralized" else str(found.rounds)
 
 
-def _write(value: Spread, digits: int) -> str:
+def write_spread(value: Spread, digits: int) -> str:
+    """Write a mean and, over several seeds, the deviation."""
     return f"{value.mean:.{digits}f}" + (f" ± {value.deviation:.{digits}f}" if value.seeds > 1 else "")
 
 
@@ -122,7 +123,9 @@ def _few_table(jobs: Sequence[Job], results: Results) -> Table:
             continue
         for n in job.setting.few:
             found = with_few(results[job.name], n)
-            lines.append((job.title, str(n), _write(found.rmse, 3), _write(found.accuracy, 1), str(found.rounds)))
+            lines.append(
+                (job.title, str(n), write_spread(found.rmse, 3), write_spread(found.accuracy, 1), str(found.rounds))
+            )
     return Table(("", "support ratings", "RMSE", "accuracy %", "rounds"), lines)
 
 
@@ -134,8 +137,8 @@ def describe(setting: Setting) -> tuple[str, str, str, str, str]:
         f"{trained}{per_round}",
         _describe_model(setting.model),
         _describe_reconstruction(setting.reconstruct),
-        _describe_update(setting.update),
-        "none" if setting.train == "centralized" else _describe_server(setting.server),
+        write_update(setting.update),
+        "none" if setting.train == "centralized" else write_server(setting.server),
     )
 
 
@@ -155,14 +158,16 @@ def _describe_reconstruction(rebuild: Reconstruct) -> str:
     )
 
 
-def _describe_update(update: Update) -> str:
+def write_update(update: Update) -> str:
+    """Write how U descends."""
     steps = "all" if update.steps is None else str(update.steps)
     extra = ", joint" * update.joint + ", second order" * update.second_order
     epochs = f"{update.epochs} epochs, " if update.epochs > 1 else ""
     return f"{update.optimizer} {update.learning_rate:g}, {epochs}{steps} steps, batches of {update.batch_size}{extra}"
 
 
-def _describe_server(server: Server) -> str:
+def write_server(server: Server) -> str:
+    """Write what the server does."""
     decay = "" if server.decay_rounds is None else f", falling over {server.decay_rounds} rounds"
     return f"{server.optimizer} {server.learning_rate:g}{decay}"
 
