@@ -142,7 +142,7 @@ def make(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> St
             accuracy_section(
                 table,
                 "Accuracy with words outside the vocabulary and ends of sentences counted",
-                "accuracy_with_oov_and_end",
+                "accuracy_with_oov_eos",
             ),
         ),
         figures=(

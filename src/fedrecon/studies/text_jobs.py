@@ -143,14 +143,10 @@ def make_trainer(setting: Setting) -> Trainer:
     else:
         algorithm = fr.federated_averaging(model, update=update, server=server, aggregate=by_tokens)
 
-        def finetuned(which: str) -> fr.Algorithm:
-            part = fr.models.finetuned(model, which)
-            return fr.federated_reconstruction(part, reconstruct=finetune, update=update, server=server)
-
         ways = {
             "plain": lambda: algorithm,
-            "oov-finetune": lambda: finetuned("oov_embedding"),
-            "full-finetune": lambda: finetuned("*"),
+            "oov-finetune": lambda: fr.then_finetune(algorithm, finetune, which="oov_embedding"),
+            "full-finetune": lambda: fr.then_finetune(algorithm, finetune),
         }
     return Trainer(algorithm, {measure: ways[measure]() for measure in setting.measures})
 
