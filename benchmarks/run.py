@@ -25,6 +25,8 @@ PARTS = {
     "devices": ("two devices against one", ["w1.py", "devices"]),
     "frameworks": ("matrix factorization in other frameworks", ["frameworks.py"]),
     "population": ("10 thousand to 10 million clients", ["population.py"]),
+    "text-step": ("next word: a training step", ["next_word.py", "step"]),
+    "text-reconstruction": ("next word: reconstruction", ["next_word.py", "reconstruction"]),
     "train": ("fedrecon train, start to saved model", ["train_command.py"]),
 }
 

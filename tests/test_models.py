@@ -6,7 +6,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon.model import finish, measure
-from toy_models import a_and_b, assert_same_bits, descend, linear, one_by_one, one_round, xy
+from toy_models import a_and_b, assert_close, assert_same_bits, clients_of, descend, linear, one_by_one, one_round, xy
 
 ITEMS = np.array([2, 0, 2])
 
@@ -138,3 +138,90 @@ def test_a_default_is_learned_once():
 def test_one_seed_initialises_one_model():
     model = fr.models.learned_default(fr.models.matrix_factorization(4, dim=3))
     assert_same_bits(model.init_global(jax.random.key(3)), model.init_global(jax.random.key(3)))
+
+
+def rated(*clients):
+    """Clients of (item, rating) lists."""
+    return clients_of(
+        *({"item": np.array(i, np.int32), "rating": np.array(r, np.float32)} for i, r in clients),
+    )
+
+
+def counting(num_items=4):
+    """A model whose prediction is its one local number, with implicit feedback of items."""
+    model = fr.Model(
+        init_global=lambda key: {"zero": jnp.float32(0)},
+        init_local=lambda key: {"b": jnp.float32(1)},
+        predict=lambda shared, local, batch: shared["zero"] + local["b"] + 0.0 * batch["rating"],
+        loss=lambda p, batch: ((p - batch["rating"]) ** 2, jnp.ones_like(p)),
+    )
+    return fr.models.implicit_feedback(model, num_items)
+
+
+def test_implicit_feedback_adds_the_rows_of_support_over_the_root_of_their_number():
+    params = {"shared": {"zero": jnp.float32(0)}, "evidence": {"b": jnp.array([1.0, 10.0, 100.0, 1000.0])}}
+    still = fr.federated_reconstruction(
+        counting(), reconstruct=descend(0.0), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    found = fr.reconstruct(still, params, rated(([0, 2, 0], [1, 2, 3]), ([3], [5]), ([], [])))
+    np.testing.assert_allclose(found["b"], [1 + 102 / 2, 1 + 1000 / 2**0.5, 1], 1e-6)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_implicit_feedback_receives_the_gradient_of_what_it_moved(second_order):
+    """Support items 0 and 1 move the start by (e0 + e1) / sqrt(3); R takes one step of .1 towards a mean of 2."""
+    algorithm = fr.federated_reconstruction(
+        counting(),
+        reconstruct=descend(0.1, 2),
+        update=descend(0.5, 2),
+        server=optax.sgd(1.0),
+        second_order=second_order,
+    )
+    run = one_round(algorithm, rated(([0, 1, 2, 3], [1, 3, 4, 6])))
+    rebuilt = 1 + 0.2 * (2 - 1)
+    slope = 2 * (rebuilt - 5)  # of the query loss in b
+    by_row = slope / 3**0.5 * (0.8 if second_order else 1.0)  # a fifth of the start is forgotten by R's step
+    np.testing.assert_allclose(run.params["evidence"]["b"], [-0.5 * by_row] * 2 + [0, 0], 1e-5)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_implicit_feedback_keeps_lookups_sparse_and_exact(second_order):
+    model = fr.models.matrix_factorization(6, dim=2, init_scale=0.5, biases=True)
+    clients = rated(([0, 1, 2, 3, 5], [1, 2, 3, 4, 5]), ([1, 0, 2], [5, 4, 1]))
+
+    def params(lookups):
+        wrapped = fr.models.implicit_feedback(fr.models.learned_default(model), 6)
+        assert wrapped.lookups["evidence/user_embedding"] == "item"
+        algorithm = fr.federated_reconstruction(
+            wrapped if lookups else wrapped._replace(lookups={}),
+            reconstruct=fr.least_squares(1.0),
+            update=descend(0.1, 2),
+            server=optax.sgd(1.0),
+            split=fr.split.redrawn(fr.split.half()),
+            second_order=second_order,
+        )
+        return one_round(algorithm, clients, rounds=2).params
+
+    sparse, dense = params(True), params(False)
+    assert_close(sparse, dense)
+    assert (sparse["evidence"]["user_embedding"][4] == 0).all(), "a row that nobody has"
+    assert (sparse["evidence"]["user_embedding"][[0, 1, 2]] != 0).all()
+
+
+def test_evidence_that_reads_a_table_whole_is_found_out():
+    model = fr.models.implicit_feedback(fr.models.matrix_factorization(6, dim=2), 6)
+    dishonest = model._replace(
+        evidence=lambda params, support, mask: {"user_embedding": params["evidence"]["user_embedding"][3] * 2.0}
+    )
+    algorithm = fr.federated_reconstruction(
+        dishonest, reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    with pytest.raises(ValueError, match="is only read by rows at item"):
+        one_round(algorithm, rated(([0, 1, 2], [1, 2, 3])))
+
+
+def test_evidence_needs_local_parameters_and_is_taken_once():
+    with pytest.raises(ValueError, match="takes evidence from support already"):
+        fr.models.implicit_feedback(counting(), 4)
+    with pytest.raises(ValueError, match="no local parameters"):
+        fr.models.implicit_feedback(linear()._replace(init_local=lambda key: {}), 4)

@@ -151,3 +151,55 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name):
 def test_impossible_splits_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+REDRAWN = fr.split.redrawn(fr.split.half())
+
+
+def drawn(sizes, draws, order=None):
+    """The support examples of each client, packed in an order, with one number to draw by each."""
+    ends = np.cumsum(sizes)
+    columns = {"x": np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)}
+    packer = Packer(fr.Clients(columns, ends - sizes, ends), Needs(REDRAWN))
+    order = np.arange(len(sizes)) if order is None else np.asarray(order)
+    cohort = packer.pack(order, None if draws is None else np.asarray(draws, np.uint64)[order])
+    return {
+        int(c): x[:n].tolist() for c, x, n in zip(order, cohort.support.columns["x"], cohort.support.count, strict=True)
+    }
+
+
+@quick
+@given(sizes=sizes_lists)
+def test_a_redrawn_split_is_disjoint_and_complete(sizes):
+    for (support, query), size in zip(divide(REDRAWN, sizes), sizes, strict=True):
+        assert sorted(support + query) == list(range(size))
+        assert len(support) == (size + 1) // 2
+
+
+def test_a_redrawn_split_depends_on_the_draw_and_the_client_not_on_the_packing():
+    sizes, draws = [40, 40, 40], [7, 7, 8]
+    found = drawn(sizes, draws)
+    assert drawn(sizes, draws, [2, 0, 1]) == found
+    assert found[0] != found[1] != found[2]
+    assert drawn(sizes, [9, 9, 9])[0] != found[0]
+    assert drawn(sizes, None) == drawn(sizes, [0, 0, 0])
+
+
+def test_a_redrawn_split_gives_every_example_the_same_chance():
+    times = np.zeros(6)
+    for draw in range(2000):
+        times[drawn([6], [draw])[0]] += 1
+    assert times.min() > 900  # 1,000 expected, with a standard deviation of 22
+    assert times.max() < 1100
+
+
+def test_a_redrawn_split_has_a_name():
+    assert named("redrawn-half").redrawn
+    assert named("redrawn-0.8").counts(np.array([10]))[0] == [8]
+    with pytest.raises(ValueError, match="unknown split 'nothing'"):
+        named("redrawn-nothing")
+
+
+def test_a_split_by_time_cannot_be_redrawn():
+    with pytest.raises(ValueError, match="orders examples by 'time'; it cannot draw their order too"):
+        fr.split.redrawn(fr.split.half(by="time"))

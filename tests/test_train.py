@@ -39,14 +39,19 @@ def ratings(sizes=(9, 4, 7, 2, 6, 0), seed=0):
     )
 
 
-def momentum():
-    """Federated Reconstruction with an optimizer on the server that has something to remember."""
+def recon_with(split, server):
     return fr.federated_reconstruction(
         fr.models.matrix_factorization(ITEMS, dim=2),
         reconstruct=descend(0.1, 2),
         update=descend(0.1, 2),
-        server=optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale(-0.05)),
+        server=server,
+        split=split,
     )
+
+
+def momentum():
+    """Federated Reconstruction with an optimizer on the server that has something to remember."""
+    return recon_with(None, optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale(-0.05)))
 
 
 def keeping():
@@ -285,3 +290,15 @@ def test_no_clients_are_refused():
     nobody = ratings().take(np.array([], int))
     with pytest.raises(ValueError, match="there are no clients to train on"):
         fr.train(momentum(), nobody, rounds=1)
+
+
+def test_a_redrawn_split_resumes_to_the_bit_and_differs_from_a_fixed_one(tmp_path):
+    def algorithm(split):
+        return recon_with(split, optax.chain(optax.sgd(0.5), optax.scale_by_schedule(lambda n: 1.0 / (1 + n))))
+
+    redrawn = fr.split.redrawn(fr.split.half())
+    straight = run(algorithm(redrawn))
+    run(algorithm(redrawn), rounds=7, folder=tmp_path / "parts")
+    resumed = run(algorithm(redrawn), folder=tmp_path / "parts")
+    assert_same_bits(resumed.params, straight.params)
+    assert leaves_of(straight.params) != pytest.approx(leaves_of(run(algorithm(fr.split.half())).params))

@@ -28,6 +28,22 @@ class ServerState(NamedTuple):
     optimizer: Any
 
 
+# (global, kept or held, cohort, key) -> (Upload, kept)
+Client = Callable[[Params, Any, Cohort, Array], tuple[Upload, Any]]
+
+
+class Stages(NamedTuple):
+    """A client function in two, where the first part pays in larger blocks than the second.
+
+    Attributes:
+      prepare: `(global, kept, cohort, key) -> held`, clients first: what needs no copies of the global parameters.
+      finish: `(global, held, cohort, key) -> (Upload, kept)`: the rest.
+    """
+
+    prepare: Callable[[Params, Any, Cohort, Array], Any]
+    finish: Client
+
+
 class Algorithm(NamedTuple):
     """A federated algorithm. All functions are pure and can be compiled.
 
@@ -45,11 +61,12 @@ class Algorithm(NamedTuple):
       groups: which deltas in an upload are by rows, as `{path: group of lookup tables}`.
       support_limit: how many support examples `reconstruct` can use; None for no limit.
       remake: `model -> Algorithm`, the same algorithm for another model with the same parameters.
+      stages: the two parts of `client`, `finish` after `prepare`; None where it cannot be divided.
     """
 
     model: Model
     init: Callable[[Array], ServerState]
-    client: Callable[[Params, Any, Cohort, Array], tuple[Upload, Any]]
+    client: Client
     server: Callable[[ServerState, dict[str, Array], Array], ServerState]
     reconstruct: Callable[[Params, Any, Examples, Array], Params]
     needs: Needs
@@ -59,6 +76,7 @@ class Algorithm(NamedTuple):
     groups: Mapping[str, str]
     support_limit: int | None
     remake: Callable[[Model], Algorithm]
+    stages: Stages | None = None
 
 
 class Same(NamedTuple):
@@ -117,17 +135,26 @@ def federated_reconstruction(
     updater = Updater(model, update, through_support=second_order)
     rebuild = rebuilder(model, reconstruct)
 
-    def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+    def rebuild_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
         keys = client_keys(key, cohort.client)
         of_r, of_u = step_keys(model, keys)
-        if second_order:
-            start = start_local(model, params, keys), of_r
-            predict = differentiate_through(model, reconstruct)
-            return updater.run(params, cohort, predict, start, keys=of_u).upload, kept
-        local = rebuild.run(params, kept, cohort.support, keys, of_r)
+        return rebuild.run(params, kept, cohort.support, keys, of_r), of_u, kept
+
+    def then_update(params: Params, held: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        del key
+        local, of_u, kept = held
         if joint:
             return updater.run(params, cohort, hold(model), (), solved=local, keys=of_u).upload, kept
         return updater.run(params, cohort, hold(model), local, keys=of_u).upload, kept
+
+    def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        if second_order:
+            keys = client_keys(key, cohort.client)
+            of_r, of_u = step_keys(model, keys)
+            start = jax.vmap(model.init_local)(keys), of_r
+            predict = differentiate_through(model, reconstruct)
+            return updater.run(params, cohort, predict, start, keys=of_u).upload, kept
+        return then_update(params, rebuild_first(params, kept, cohort, key), cohort, key)
 
     return Algorithm(
         model=model,
@@ -151,6 +178,7 @@ def federated_reconstruction(
             second_order=second_order,
             aggregate=aggregate,
         ),
+        stages=None if second_order else Stages(rebuild_first, then_update),
     )
 
 
@@ -170,7 +198,8 @@ def rebuilder(model: Model, reconstruct: Solver | None) -> Rebuilder:
 
     def run(params: Params, kept: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
         del kept
-        local = start_local(model, params, keys)
+        fresh = jax.vmap(model.init_local)(keys)
+        local = jax.vmap(lambda mine, examples: start_local(model, params, mine, examples))(fresh, support)
         if jax.tree.leaves(divide(local, _held(model)).solved):
             if reconstruct is None:
                 raise ValueError("the model has local parameters; give `reconstruct`, a way to rebuild them")

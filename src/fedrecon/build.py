@@ -10,7 +10,7 @@ import optax
 
 from fedrecon import aggregate, split
 from fedrecon.algorithm import Algorithm, federated_reconstruction
-from fedrecon.config import Config, Data, Factorization, Reading, Reconstruct, Split
+from fedrecon.config import Config, Data, Factorization, Reading, Reconstruct, Server, Split
 from fedrecon.data import Ratings, load
 from fedrecon.data.errors import DataError
 from fedrecon.data.movielens import NAMES
@@ -19,7 +19,7 @@ from fedrecon.engine import Layout, layout
 from fedrecon.least_squares import least_squares
 from fedrecon.local import Solver
 from fedrecon.model import Model
-from fedrecon.models import learned_default, matrix_factorization
+from fedrecon.models import implicit_feedback, learned_default, matrix_factorization
 from fedrecon.optimizers import adagrad, yogi
 
 UNTRAINED = Config(data=Data(source=""))  # for what training alone needs, where nothing is trained
@@ -33,10 +33,21 @@ def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransforma
     return known[name](learning_rate)
 
 
+def build_server(settings: Server) -> optax.GradientTransformation:
+    """Return the server's optimizer."""
+    optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
+    if settings.decay_rounds is None:
+        return optimizer
+    return optax.chain(
+        optimizer, optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, settings.decay_rounds, alpha=0.02))
+    )
+
+
 def build_model(settings: Factorization, num_items: int) -> Model:
     """Return the model."""
     model = matrix_factorization(num_items, settings.dim, biases=settings.biases, init_mean=settings.init_mean)
-    return learned_default(model) if settings.learned_default else model
+    model = learned_default(model) if settings.learned_default else model
+    return implicit_feedback(model, num_items) if settings.implicit_feedback else model
 
 
 def build_reconstruction(settings: Reconstruct) -> Solver:
@@ -69,7 +80,7 @@ def build_algorithm(config: Config, num_items: int) -> Algorithm:
             epochs=update.epochs,
             steps=update.steps,
         ),
-        server=build_optimizer(config.server.optimizer, config.server.learning_rate),
+        server=build_server(config.server),
         joint=update.joint,
         second_order=update.second_order,
         aggregate=aggregate.mean(

@@ -87,13 +87,18 @@ class Packer:
         self.query_length = max(1, _limited(int(query.max()), needs.query_limit))
         self._scratch = np.empty(0, np.int32)
 
-    def pack(self, indices: np.ndarray) -> Cohort:
-        """Pack the clients at `indices`, in that order; `ABSENT` leaves a place empty."""
+    def pack(self, indices: np.ndarray, draws: np.ndarray | None = None) -> Cohort:
+        """Pack clients.
+
+        Args:
+          indices: of the clients, in the order they are packed in; `ABSENT` leaves a place empty.
+          draws: for each of them a number that a redrawn split's order depends on, with the client's index.
+        """
         split, here = self._needs.split, indices >= 0
         safe = np.where(here, indices, 0)
         starts = np.where(here, self._clients.starts[safe], 0)
         sizes = np.where(here, self._clients.ends[safe], 0) - starts
-        ordered = self._ordered(starts, sizes)
+        ordered = self._ordered(starts, sizes, _mixed(indices.astype(np.uint64), 0 if draws is None else draws))
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
         support, query = (
             self._side(origin + begin, count, length, ordered)
@@ -109,9 +114,12 @@ class Packer:
             cohort.support_slots.update(found[3])
         return cohort
 
-    def _ordered(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray | None:
+    def _ordered(self, starts: np.ndarray, sizes: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
         """List all examples of the clients in the split's order; None where that is the stored order."""
         by = self._needs.split.by
+        if self._needs.split.redrawn:
+            owner, j = _ragged(sizes)
+            return (starts[owner] + j)[np.lexsort((_mixed(j.astype(np.uint64), draws[owner]), owner))]
         if by is None:
             return None
         if by not in self._clients.columns:
@@ -223,6 +231,14 @@ def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Enumerate `counts[i]` things of each owner i: the owners, and the number within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def _mixed(numbers: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
+    """Hash 64-bit numbers, each with its salt, such that every bit depends on every bit (the mixer of SplitMix64)."""
+    x = numbers * np.uint64(0x9E3779B97F4A7C15) + np.asarray(salt, np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _limited(length: int, limit: int | None) -> int:

@@ -88,12 +88,14 @@ class Factorization:
       biases: add a global mean, a bias of each item (global) and a bias of the user (local).
       init_mean: where the global mean starts; only with biases.
       learned_default: learn where reconstruction starts, which serves users with few ratings.
+      implicit_feedback: let what a user rated, whatever the ratings, move where reconstruction starts.
     """
 
     dim: int = 50
     biases: bool = False
     init_mean: float = 0.0
     learned_default: bool = False
+    implicit_feedback: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -106,7 +108,8 @@ class Split:
     """Which of a user's ratings are support (to rebuild from) and which are query (to learn from or measure on).
 
     Attributes:
-      train: in training: half, alternate, none (both are everything), or the share of support such as 0.8.
+      train: in training: half, alternate, none (both are everything), or the share of support such as 0.8; with
+        redrawn- before it (redrawn-half), a user's ratings are put in a new random order in every round.
       evaluate: in evaluation, which always splits: half, alternate, or the share of support.
       by_time: order a user's ratings by time before splitting, so that the query is later than the support.
     """
@@ -117,7 +120,8 @@ class Split:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        splits.named(self.train)
+        if splits.named(self.train).redrawn and self.by_time:
+            raise ValueError(f"split.train is {self.train!r}, which draws an order; it excludes split.by_time")
         splits.named(self.evaluate)
         if self.evaluate == "none":
             raise ValueError("split.evaluate is 'none'; measuring on what was rebuilt from says nothing: use 'half'")
@@ -177,10 +181,17 @@ class Server:
       optimizer: takes the negative mean update for a gradient; sgd at 1.0 is plain averaging; fedadagrad is Adagrad
         with accumulators from 0 instead of 0.1.
       learning_rate: its learning rate.
+      decay_rounds: bring the learning rate down to a fiftieth over so many rounds, along a cosine; None keeps it.
     """
 
     optimizer: ServerOptimizer = "sgd"
     learning_rate: float = 1.0
+    decay_rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.decay_rounds is not None and self.decay_rounds < 1:
+            raise ValueError(f"server.decay_rounds is {self.decay_rounds}; give at least 1 round, or none at all")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,8 @@ def features_used(model: Model, clients: Clients) -> list[str]:
         recorder = _Recorder(columns, asked)
         predictions = model.predict(params, local, recorder)
         predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
+        if model.evidence is not None:
+            model.evidence(params, recorder, jnp.ones(PROBED, bool))
         for name, weighted in [("loss", model.loss), *((n, m.measure) for n, m in model.metrics.items())]:
             values, weights = weighted(predictions, recorder)
             if jnp.shape(values)[:1] != (PROBED,) or jnp.shape(values) != jnp.shape(weights):

@@ -116,7 +116,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
                     f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
                 )
     noise, local = noise_like(leaves), noise_like(local)
-    whole = jax.jit(lambda leaves, local, batch: model.predict(unflatten(structure, leaves), local, batch))
+    whole = jax.jit(lambda leaves, local, batch: _use(model, unflatten(structure, leaves), local, batch))
     groups = lookup_groups(model)
     for features in dict.fromkeys(groups.values()):
         # Ids are renumbered for all tables that they index, so these can only be narrowed together.
@@ -126,7 +126,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
         def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
             fetched = {path: fetch_rows(leaves[path], batch, features) for path in paths}
             narrowed = {**leaves, **{path: rows for path, (_, rows) in fetched.items()}}
-            return model.predict(unflatten(structure, narrowed), local, renumber(batch, fetched[paths[0]][0]))
+            return _use(model, unflatten(structure, narrowed), local, renumber(batch, fetched[paths[0]][0]))
 
         try:
             pairs = zip(
@@ -143,6 +143,14 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
                 f"{', '.join(features)}, but predictions change when the other rows are missing; read it as "
                 "table[ids], or take it out of `lookups`"
             )
+
+
+def _use(model: Model, params: Params, local: Params, batch: Batch) -> Any:
+    """Use global parameters in every way that a model does: to predict, and for evidence if it takes any."""
+    if model.evidence is not None:
+        mask = jnp.ones(next(iter(batch.values())).shape[0], bool)
+        local = jax.tree.map(jnp.add, local, model.evidence(params, batch, mask))
+    return model.predict(params, local, batch)
 
 
 def _other_ids(batch: Batch, features: Sequence[str], rows: int) -> Batch:

@@ -65,6 +65,8 @@ class Model(NamedTuple):
         Declare a table here and clients touch only their own rows of it. "auto" leaves it to training to find such
         tables by tracing `predict` (see `tracing.find_lookups`).
       default_local: `global -> local` where reconstruction starts, if that is learned; else None.
+      evidence: `(global, support batch, mask) -> local`, added to where reconstruction starts: what a client's
+        support says before anything is solved; None for nothing.
       fit: `(global, local, batch, step) -> predictions` in a step of training, for a model that then does something
         else than `predict` (dropout, statistics of the batch); else None.
       state: leaves that are not trained but set; None if there are none.
@@ -77,6 +79,7 @@ class Model(NamedTuple):
     metrics: Mapping[str, Metric] = {}
     lookups: Mapping[str, str | Sequence[str]] | Literal["auto"] = {}
     default_local: Callable[[Params], Params] | None = None
+    evidence: Callable[[Params, Batch, Array], Params] | None = None
     fit: Callable[[Params, Params, Batch, Step], Any] | None = None
     state: State | None = None
 
@@ -200,7 +203,7 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
         both, or if a leaf to be trained is not floating point.
     """
     leaves, structure = flatten(params)
-    is_local, is_frozen = _matcher(local, "local", leaves), _matcher(frozen, "frozen", leaves)
+    is_local, is_frozen = matcher(local, "local", leaves), matcher(frozen, "frozen", leaves)
     parts: tuple[dict, dict, dict] = ({}, {}, {})
     for path, leaf in leaves.items():
         if is_local(path, leaf) and is_frozen(path, leaf):
@@ -220,7 +223,12 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
     return Partition(*parts, merge)
 
 
-def _matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str, Any], bool]:
+def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str, Any], bool]:
+    """Return which leaves are meant, as a predicate; `name` is that of the argument, for messages.
+
+    Raises:
+      ValueError: if a pattern matches no leaf.
+    """
     if callable(which):
         return which
     patterns = [which] if isinstance(which, str) else list(which)

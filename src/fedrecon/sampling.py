@@ -59,8 +59,7 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       clients: the population.
       sampling: how many, and who does not answer.
     """
-    words = np.asarray(key, np.uint32).astype(np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=[words[0] << np.uint64(32) | words[1], np.uint64(number)]))
+    generator = np.random.Generator(np.random.Philox(key=[*_words(key), np.uint64(number)]))
     wanted = sampling.clients_per_round
     invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
     drawn = generator.choice(len(clients), invited, replace=False)
@@ -71,6 +70,12 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
     chosen[: len(taken)] = taken
     counts = {"invited": invited, "too_small": int((~large).sum()), "dropped": int((large & ~answered).sum())}
     return Sample(chosen, counts)
+
+
+def _words(key: np.ndarray) -> np.ndarray:
+    """Return the words of a JAX key as one 64-bit number."""
+    words = np.asarray(key, np.uint32).astype(np.uint64)
+    return words[:1] << np.uint64(32) | words[1:2]
 
 
 class Prepared(NamedTuple):
@@ -100,7 +105,8 @@ class Cohorts:
         samples = [sample(self._key, first + r, self._clients, self._sampling) for r in range(number)]
         orders = [self._arrange(s.clients) for s in samples]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
-        packed = self._packer.pack(np.concatenate(orders))
+        draws = _words(self._key)[0] + np.arange(first, first + self._at_once, dtype=np.uint64)
+        packed = self._packer.pack(np.concatenate(orders), np.repeat(draws, len(orders[0])))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
         return Prepared(first, number, cohorts, samples)
 

@@ -19,12 +19,14 @@ class Split(NamedTuple):
       begins: `sizes -> (where support begins, where query begins)`.
       pattern: `j -> position` from there; None for one after another.
       by: a column to put the examples in order by before splitting (a time, say), or None for stored order.
+      redrawn: whether a client's examples are put in a new random order each time that it takes part.
     """
 
     counts: Callable[[Sizes], Pair]
     begins: Callable[[Sizes], Pair]
     pattern: Callable[[np.ndarray], np.ndarray] | None = None
     by: str | None = None
+    redrawn: bool = False
 
 
 def fraction(support: float, *, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
@@ -71,6 +73,17 @@ def at_most(support: int, split: Split) -> Split:
     return split._replace(counts=counts)
 
 
+def redrawn(split: Split) -> Split:
+    """Split alike, but in training put a client's examples in a new random order in every round it takes part in.
+
+    So an example is support in one round and query in another, and the global parameters cannot come to rely on one
+    division. The order depends on the run's seed, the round and the client; anywhere else it is drawn once.
+    """
+    if split.by is not None:
+        raise ValueError(f"the split orders examples by {split.by!r}; it cannot draw their order too")
+    return split._replace(redrawn=True)
+
+
 def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
     """Deal chunks of examples in turn: the first `chunk` to support, the next `chunk` to query, and so on."""
     if chunk < 1:
@@ -106,11 +119,17 @@ def _both_from_start(sizes: Sizes) -> Pair:
     return np.zeros_like(sizes), np.zeros_like(sizes)
 
 
+REDRAWN = "redrawn-"
 NAMED: dict[str, Callable[[], Split]] = {"half": half, "alternate": alternate, "none": none}
 
 
 def named(name: str) -> Split:
-    """Return the split of a name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`."""
+    """Return the split of a name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`.
+
+    With `redrawn-` before the name, the one that draws the order of examples anew in every round.
+    """
+    if name.startswith(REDRAWN):
+        return redrawn(named(name.removeprefix(REDRAWN)))
     if name in NAMED:
         return NAMED[name]()
     try:

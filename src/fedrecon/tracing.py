@@ -91,6 +91,8 @@ def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
         calls.append((model.fit, (Step(mask, jax.eval_shape(lambda: key)),)))
     if model.state is not None:
         calls.append((model.state.advance, (mask,)))
+    if model.evidence is not None:
+        calls.append((_with_local(model.evidence), (mask,)))
     for function, more in calls:
         closed, _ = _trace(function, structure, leaves, local, batch, more)
         jax.eval_shape(functools.partial(_run, closed, tables=watched, given=batch), leaves, local, dict(batch), more)
@@ -142,13 +144,22 @@ def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
 
         return run
 
+    def evidence(params: Params, batch: Batch, mask: Any) -> Params:
+        return narrowing(_with_local(model.evidence))(params, (), batch, mask)
+
     state = model.state
     return model._replace(
         lookups=dict(lookups),
         predict=narrowing(model.predict),
+        evidence=None if model.evidence is None else evidence,
         fit=None if model.fit is None else narrowing(model.fit),
         state=None if state is None else state._replace(advance=narrowing(state.advance)),
     )
+
+
+def _with_local(evidence: Any) -> Callable:
+    """Return evidence as a function that takes local parameters, as a model's other functions do."""
+    return lambda params, local, *rest: evidence(params, *rest)
 
 
 def _trace(

@@ -40,7 +40,11 @@ class Updater:
     """
 
     def __init__(self, model: Model, update: Solver, *, through_support: bool = False):
-        """Prepare; with `through_support`, gradients also reach rows that only support examples touch."""
+        """Prepare; with `through_support`, gradients also reach rows that only support examples touch.
+
+        So they do where the model takes evidence from support.
+        """
+        through_support = through_support or model.evidence is not None
         self.model, self._update, self._through_support = model, update, through_support
         features = lookup_groups(model)
         reach = update.reach() if features else "whole"
@@ -160,12 +164,13 @@ class Updater:
         return cohort._replace(query=query, support=support)
 
 
-def start_local(model: Model, params: Params, keys: Array) -> Params:
-    """Return where reconstruction starts, for every key: the learned default, or fresh parameters."""
-    if model.default_local is None:
-        return jax.vmap(model.init_local)(keys)
-    default = model.default_local(params)
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), default)
+def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:
+    """Return where a client's reconstruction starts: the learned default or else `fresh`, and what its support adds."""
+    start = fresh if model.default_local is None else model.default_local(params)
+    if model.evidence is None:
+        return start
+    mask = jnp.arange(next(iter(support.columns.values())).shape[0]) < support.count
+    return jax.tree.map(jnp.add, start, model.evidence(params, support.columns, mask))
 
 
 def hold(model: Model) -> Predict:
@@ -174,13 +179,12 @@ def hold(model: Model) -> Predict:
     def predict(
         params: Params, solved: Params, context: Any, support: Examples, batch: Batch, step: Step | None
     ) -> Any:
-        del support
         local = solved if jax.tree.leaves(solved) else context
-        if model.default_local is not None:
-            # The default gets the gradient of the local parameters that were rebuilt from it, as if rebuilding
-            # had only added something; their value stays what it is.
-            default = model.default_local(params)
-            local = jax.tree.map(lambda x, d: x + d - jax.lax.stop_gradient(d), local, default)
+        if model.default_local is not None or model.evidence is not None:
+            # What was learned of the start gets the gradient of the local parameters that were rebuilt from it, as if
+            # rebuilding had only added something; their value stays what it is.
+            start = start_local(model, params, jax.tree.map(jnp.zeros_like, local), support)
+            local = jax.tree.map(lambda x, d: x + d - jax.lax.stop_gradient(d), local, start)
         return predict_in(model, params, local, batch, step)
 
     return predict
@@ -196,8 +200,8 @@ def differentiate_through(model: Model, reconstruct: Solver) -> Predict:
         params: Params, solved: Params, context: Any, support: Examples, batch: Batch, step: Step | None
     ) -> Any:
         del solved
-        start, key = context
-        start = start if model.default_local is None else model.default_local(params)
+        fresh, key = context
+        start = start_local(model, params, fresh, support)
         if jax.tree.leaves(start):
             one = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])
             alone = jax.tree.map(lambda leaf: leaf[None], start)

@@ -46,7 +46,7 @@ def federated_averaging(
         models without any.
       aggregate: weights, clipping; see `aggregate.mean`.
     """
-    if model.default_local is not None:
+    if model.default_local is not None or model.evidence is not None:
         raise ValueError("averaging starts local parameters once and keeps them; it cannot learn a default for them")
     updater = Updater(model, update)
     has_local = bool(jax.tree.leaves(jax.eval_shape(model.init_local, jax.random.key(0))))

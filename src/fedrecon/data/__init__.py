@@ -1,14 +1,41 @@
-"""Data sets of clients: MovieLens, ratings files, and synthetic ones of the same shape."""
+"""Data sets of clients: MovieLens and ratings files; text and Stack Overflow; synthetic ones of the same shape."""
 
 from pathlib import Path
 from typing import Any
 
+from fedrecon.data.corpus import Corpus
 from fedrecon.data.errors import DataError
 from fedrecon.data.movielens import NAMES, movielens
 from fedrecon.data.ratings import Ratings, load_ratings
+from fedrecon.data.sentences import PersonalText, Sentences, input_ids, personal_text, prompt_columns
+from fedrecon.data.stackoverflow import prepare_posts, prepare_stackoverflow
 from fedrecon.data.synthetic import synthetic_ratings
+from fedrecon.data.synthetic_text import synthetic_text
+from fedrecon.data.text import load_text, prepare_text
+from fedrecon.data.vocabulary import Vocabulary
+from fedrecon.data.words import split_text
 
-__all__ = ["DataError", "Ratings", "load", "load_ratings", "movielens", "synthetic_ratings"]
+__all__ = [
+    "Corpus",
+    "DataError",
+    "PersonalText",
+    "Ratings",
+    "Sentences",
+    "Vocabulary",
+    "input_ids",
+    "load",
+    "load_ratings",
+    "load_text",
+    "movielens",
+    "personal_text",
+    "prepare_posts",
+    "prepare_stackoverflow",
+    "prepare_text",
+    "prompt_columns",
+    "split_text",
+    "synthetic_ratings",
+    "synthetic_text",
+]
 
 
 def load(source: str | Path, **options: Any) -> Ratings:

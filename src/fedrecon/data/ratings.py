@@ -13,11 +13,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fedrecon.clients import Clients
-from fedrecon.data.errors import DataError
+from fedrecon.data.errors import BadRows, DataError, check_choice
 from fedrecon.tabular import read_parquet
 
 Duplicates = Literal["last", "first", "mean", "error"]
-BadRows = Literal["error", "skip"]
 Column = str | int
 
 
@@ -102,8 +101,8 @@ def load_ratings(
     Raises:
       DataError: the file is missing, empty or malformed; the message names the line.
     """
-    _check_choice("duplicates", duplicates, Duplicates)
-    _check_choice("bad_rows", bad_rows, BadRows)
+    check_choice("duplicates", duplicates, Duplicates)
+    check_choice("bad_rows", bad_rows, BadRows)
     columns = {"user": user, "item": item, "rating": rating, "time": time}
     if not Path(path).is_file():
         raise DataError(f"{path} is not a file; expected a ratings file (text or Parquet). Check the path.")
@@ -187,11 +186,6 @@ def collect_ratings(
         columns["time"] = table.time.astype(np.int64)
     texts = None if titles is None else np.array([titles.get(k, str(k)) for k in vocabulary.tolist()], dtype=str)
     return Ratings.from_columns(columns, client=table.user, item_ids=vocabulary, titles=texts, skipped=skipped)
-
-
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    if value not in choices.__args__:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices.__args__)}, but is {value!r}.")
 
 
 def _rows_of(table: RatingTable, rows: np.ndarray) -> RatingTable:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import Array
 
 from fedrecon.lookups import prefixed
-from fedrecon.model import Batch, Model, Params, State, Step, predict_in
+from fedrecon.model import Batch, Model, Params, State
 
 
 def learned_default(model: Model) -> Model:
@@ -32,22 +34,32 @@ def learned_default(model: Model) -> Model:
     def predict(params: Params, local: Params, batch: Batch) -> Array:
         return model.predict(params["shared"], local, batch)
 
-    def fit(params: Params, local: Params, batch: Batch, step: Step) -> Array:
-        return predict_in(model, params["shared"], local, batch, step)
-
     return model._replace(
         init_global=init_global,
         predict=predict,
         lookups=prefixed("shared", model.lookups),
         default_local=lambda params: params["default_local"],
-        fit=None if model.fit is None else fit,
-        state=None if model.state is None else _in_shared(model.state),
+        evidence=within_shared(model.evidence),
+        fit=within_shared(model.fit),
+        state=state_within_shared(model.state),
     )
 
 
-def _in_shared(state: State) -> State:
+def within_shared(function: Callable[..., Params] | None) -> Callable[..., Params] | None:
+    """Return a function of a model's global parameters as one of parameters that hold them under `shared`."""
+    if function is None:
+        return None
+    return lambda params, *rest: function(params["shared"], *rest)
+
+
+def state_within_shared(state: State | None) -> State | None:
+    """Return a model's state where its global parameters are held under `shared`."""
+    if state is None:
+        return None
+    known = state
+
     def advance(params: Params, local: Params, batch: Batch, mask: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        shared, mine = state.advance(params["shared"], local, batch, mask)
+        shared, mine = known.advance(params["shared"], local, batch, mask)
         return {f"shared/{path}": value for path, value in shared.items()}, mine
 
-    return State(tuple(f"shared/{path}" for path in state.shared), state.local, advance)
+    return State(tuple(f"shared/{path}" for path in known.shared), known.local, advance)

@@ -1,80 +1,76 @@
-"""Learning rates over the paper's grids, on validation data; never on what a study reports."""
+"""Settings over grids, on validation data; never on what a study reports."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedrecon.config import to_json
 from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json, write_json
-from fedrecon.studies.jobs import Divided, run_job
 from fedrecon.studies.runner import Say
-from fedrecon.studies.study import Job, Setting, digest
-
-KINDS = ("server", "reconstruct", "update")
+from fedrecon.studies.study import Data, Job, Kind, changed, digest
 
 
-def candidates(job: Job) -> Iterator[Setting]:
-    """Yield the settings of a job's grid, trained no further than the row reports."""
-    assert job.grid is not None
-    now = dataclasses.replace(job.setting, on_to=None, every=job.setting.rounds, few=())
-    choices = [getattr(job.grid, kind) or (getattr(now, kind).learning_rate,) for kind in KINDS]
-    for rates in itertools.product(*choices):
-        parts = {
-            kind: dataclasses.replace(getattr(now, kind), learning_rate=rate)
-            for kind, rate in zip(KINDS, rates, strict=True)
-        }
-        yield dataclasses.replace(now, **parts)
+def candidates(job: Job) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield the values and settings of a job's grid, trained no further than the row reports."""
+    now = dataclasses.replace(job.setting, on_to=None, every=job.setting.rounds)
+    for values in itertools.product(*job.grid.values()):
+        chosen = dict(zip(job.grid, values, strict=True))
+        setting = now
+        for path, value in chosen.items():
+            setting = changed(setting, path, value)
+        yield chosen, setting
 
 
-def tune(jobs: Sequence[Job], divided: Divided, folder: Path, *, say: Say, progress: Progress = silent) -> Any:
+def tune(kind: Kind, jobs: Sequence[Job], data: Data, folder: Path, *, say: Say, progress: Progress = silent) -> Any:
     """Train every candidate of every job that has a grid with the first seed, and store what it had on validation data.
 
     Results are in `folder/tune.json`; candidates that are in it already are not trained again.
     """
     path = folder / "tune.json"
-    fingerprint = divided.ratings.fingerprint()
+    fingerprint = data.fingerprint()
     known = {one["digest"]: one for one in read_json(path)["tried"]} if path.exists() else {}
-    todo = [(job, setting) for job in jobs if job.grid is not None for setting in candidates(job)]
+    todo = [(job, *candidate) for job in jobs if job.grid for candidate in candidates(job)]
     say(f"tuning: {len(todo)} candidates, measured on validation data")
-    for place, (job, setting) in enumerate(todo):
+    for place, (job, values, setting) in enumerate(todo):
         key = digest(setting, 0, fingerprint) + job.name
         if key in known:
             continue
-        found = run_job(setting, divided, 0, part="valid", progress=progress)
+        found = kind.run(setting, data, 0, "valid", progress)
         micro = found["evaluations"][-1][setting.measures[-1]]["micro"]
-        known[key] = _entry(job, setting, micro) | {"digest": key}
-        say(f"[{place + 1} of {len(todo)}] {job.title}, {_rates(job, setting)}: RMSE {micro['rmse']:.4f}")
+        known[key] = {
+            "digest": key,
+            "job": job.name,
+            "values": values,
+            "loss": kind.loss(micro),
+            "told": kind.tell(micro),
+            "rounds": setting.rounds,
+            "setting": to_json(setting),
+        }
+        say(f"[{place + 1} of {len(todo)}] {job.title}, {in_words(values)}: {kind.tell(micro)}")
         write_json(path, {"seed": 0, "tried": _ranked(list(known.values()))})
     return read_json(path)
 
 
-def _entry(job: Job, setting: Setting, micro: dict[str, float]) -> dict[str, Any]:
-    rates = {kind: getattr(setting, kind).learning_rate if getattr(job.grid, kind) else None for kind in KINDS}
-    return {
-        "job": job.name,
-        **rates,
-        "rmse": micro["rmse"],
-        "accuracy": micro["accuracy"],
-        "rounds": setting.rounds,
-        "best": False,
-        "setting": to_json(setting),
-    }
-
-
 def _ranked(tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark the best candidate of each job: the lowest finite RMSE."""
+    """Mark the best candidate of each job: the lowest finite loss."""
     best: dict[str, float] = {}
     for one in tried:
-        rmse = one["rmse"]
-        if rmse is not None and rmse == rmse:
-            best[one["job"]] = min(best.get(one["job"], rmse), rmse)
-    return [one | {"best": one["rmse"] == best.get(one["job"])} for one in tried]
+        loss = one["loss"]
+        if loss is not None and loss == loss:
+            best[one["job"]] = min(best.get(one["job"], loss), loss)
+    return [one | {"best": one["loss"] == best.get(one["job"])} for one in tried]
 
 
-def _rates(job: Job, setting: Setting) -> str:
-    return ", ".join(f"{kind} {getattr(setting, kind).learning_rate:g}" for kind in KINDS if getattr(job.grid, kind))
+def in_words(values: Mapping[str, Any]) -> str:
+    """Write chosen values, each after the name of what has it: `server 0.1, ridge 5`."""
+    return ", ".join(f"{_name(path)} {value:g}" for path, value in values.items())
+
+
+def _name(path: str) -> str:
+    owner, _, name = path.rpartition(".")
+    return owner if name == "learning_rate" else name.replace("_", " ")
