@@ -18,6 +18,8 @@ from fedrecon.engine import start_devices as start_devices
 from fedrecon.evaluate import Evaluation as Evaluation
 from fedrecon.evaluate import Evaluator as Evaluator
 from fedrecon.evaluate import evaluate as evaluate
+from fedrecon.explain import Explanation as Explanation
+from fedrecon.explain import explain as explain
 from fedrecon.least_squares import least_squares as least_squares
 from fedrecon.local import Solver as Solver
 from fedrecon.model import Metric as Metric

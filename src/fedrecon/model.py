@@ -70,6 +70,7 @@ class Model(NamedTuple):
       fit: `(global, local, batch, step) -> predictions` in a step of training, for a model that then does something
         else than `predict` (dropout, statistics of the batch); else None.
       state: leaves that are not trained but set; None if there are none.
+      frozen: shapes of what else `predict` uses, by path: parameters and state that keep their values and never travel.
     """
 
     init_global: Callable[[Array], Params]
@@ -82,6 +83,7 @@ class Model(NamedTuple):
     evidence: Callable[[Params, Batch, Array], Params] | None = None
     fit: Callable[[Params, Params, Batch, Step], Any] | None = None
     state: State | None = None
+    frozen: Mapping[str, Any] = {}
 
 
 def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:

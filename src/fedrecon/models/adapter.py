@@ -139,6 +139,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         lookups=options.get("lookups", AUTO),
         fit=fit if live or network.random else None,
         state=State(averaged, rebuilt, advance) if live else None,
+        frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
     )
 
 
