@@ -109,6 +109,18 @@ def test_local_and_frozen_must_not_overlap():
         function_model("head", frozen="*/bias")
 
 
+def test_rows_cannot_be_frozen():
+    with pytest.raises(ValueError, match="`frozen` selects rows of 'body/kernel'; it can only select whole parameters"):
+        function_model(frozen=fr.models.rows("body/kernel", [1]))
+
+
+def test_a_misspelt_or_missing_option_is_named():
+    with pytest.raises(TypeError, match=r"`metric` is no option \(did you mean 'metrics'"):
+        function_model(metric=["accuracy"])
+    with pytest.raises(TypeError, match="`inputs` is missing; a model is made with at least"):
+        fr.models.from_function(forward, two_layers, local="head", loss="mse")
+
+
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(ValueError, match="the model has no parameters; build it first"):
         fr.models.from_function(lambda p, x: x, {}, local=(), inputs="x", loss="mse")
@@ -524,6 +536,24 @@ def test_a_learned_default_keeps_statistics_and_keys():
     expected = 5 * MOMENTUM**2 + 7 * 0.1 * MOMENTUM + 20 * 0.1
     assert run.params["shared"]["mean"] == pytest.approx(expected, rel=1e-5)
     assert fr.models.learned_default(noisy_model()).fit is not None
+
+
+def test_finetuning_holds_statistics():
+    algorithm = fr.then_finetune(centred_algorithm("local"), descend(0.0, 2))
+    found = fr.evaluate(algorithm, {"w": np.float32(1)}, xy((X, np.zeros(6))))
+    assert found.micro["loss"] == pytest.approx(((np.array(X[3:]) - 3) ** 2).mean(), rel=1e-4)
+    shared = fr.then_finetune(centred_algorithm("averaged"), descend(0.0, 2))
+    assert set(shared.model.init_local(KEY)["finetuned"]) == {"w"}
+
+
+def test_recommendations_come_from_a_model_with_one_output_too():
+    model = fr.models.from_function(
+        lambda p, item: p["items"][item][:, None] * p["user"],
+        {"items": jnp.array([1.0, 3.0, 2.0]), "user": jnp.float32(1)},
+        **RATINGS,
+    )
+    found = fr.recommend(model, {"items": np.float32([1, 3, 2])}, {"user": np.float32(1)}, num_items=3, n=2)
+    assert found.items.tolist() == [1, 2]
 
 
 def test_a_table_of_clients_refuses_statistics_and_passes_keys_on():

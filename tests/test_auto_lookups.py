@@ -163,11 +163,9 @@ def test_of_tables_that_share_some_features_the_larger_is_sparse():
 CLIENTS = lookup_clients([7, 1, 4, 10, 0, 2], seed=1)
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
-    "sgd clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adam": optax.adam(0.05),
     "adagrad": optax.adagrad(0.1),
-    "weight decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
 }
 
 
@@ -187,8 +185,8 @@ def automatic(lookups):
 def algorithm(lookups, optimizer, **options):
     return fr.federated_reconstruction(
         automatic(lookups),
-        reconstruct=descend(0.1, 3, epochs=2),
-        update=fr.gradient_descent(optimizer, batch_size=3, epochs=2, steps=5),
+        reconstruct=descend(0.1, 3),
+        update=fr.gradient_descent(optimizer, batch_size=3, epochs=2),
         server=optax.sgd(1.0),
         split=fr.split.fraction(0.4),
         **options,
@@ -204,7 +202,17 @@ def test_found_lookups_change_nothing_but_the_time(name):
 
 def test_found_lookups_change_nothing_in_second_order():
     sparse, dense = (
-        one_round(algorithm(lookups, OPTIMIZERS["sgd"], second_order=True), CLIENTS) for lookups in ("auto", {})
+        one_round(
+            fr.federated_reconstruction(
+                automatic(lookups),
+                reconstruct=descend(0.1, 4),
+                update=descend(0.1, 4),
+                server=optax.sgd(1.0),
+                second_order=True,
+            ),
+            CLIENTS.take(np.array([0, 2])),
+        )
+        for lookups in ("auto", {})
     )
     assert_close(sparse.params, dense.params)
 
@@ -235,7 +243,7 @@ def test_a_loss_sees_ids_as_they_are():
         lookups="auto",
     )
     clients = clients_of({"item": np.array([3, 8, 5, 2], np.int32)})
-    for lookups in ("auto", {"table": "item"}, {}):
+    for lookups in ("auto", {"table": "item"}):
         for optimizer in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)):
             found = fr.federated_reconstruction(
                 model._replace(lookups=lookups),
@@ -256,40 +264,70 @@ def test_a_learned_default_and_a_table_of_clients_keep_finding_lookups():
     assert found["shared/item"] == ("item",)
 
 
-def test_dropout_and_averaged_statistics_are_run_by_rows_too():
-    def apply(params, state, item, training, key=None, mask=None):
-        rows = jnp.take(params["table"], item, axis=0)
-        mask = jnp.ones(item.shape) if mask is None else mask
-        mean = (rows * mask[:, None]).sum(0) / jnp.maximum(mask.sum(), 1)
-        keep = 1.0 if key is None else jax.random.bernoulli(key, 0.5, rows.shape)
-        new = {"mean": 0.5 * state["mean"] + 0.5 * mean}
-        return ((rows - (mean if training else state["mean"])) * keep) @ params["u"], new
+def centring(params, state, item, training, key=None, mask=None):
+    """Rows of a table less their mean, some of them dropped."""
+    rows = jnp.take(params["table"], item, axis=0)
+    mask = jnp.ones(item.shape) if mask is None else mask
+    mean = (rows * mask[:, None]).sum(0) / jnp.maximum(mask.sum(), 1)
+    keep = 1.0 if key is None else jax.random.uniform(key) < 0.5
+    new = {"mean": 0.5 * state["mean"] + 0.5 * mean}
+    return ((rows - (mean if training else state["mean"])) * keep) @ params["u"], new
 
-    def run(lookups, optimizer):
-        model = fr.models.from_function(
-            apply,
-            lambda key: {"table": jax.random.normal(key, (ROWS, WIDTH)), "u": jnp.ones(WIDTH)},
-            init_state={"mean": jnp.zeros(WIDTH)},
-            local="u",
-            inputs="item",
-            label="y",
-            loss="mse",
-            state="averaged",
-            lookups=lookups,
-        )
-        found = fr.federated_reconstruction(
-            model,
-            reconstruct=descend(0.1, 2),
-            update=fr.gradient_descent(optimizer, batch_size=3),
-            server=optax.sgd(1.0),
-        )
-        return one_round(found, CLIENTS)
 
-    for optimizer in (optax.sgd(0.1), optax.adam(0.1)):
-        sparse, dense = (run(lookups, optimizer) for lookups in ("auto", {}))
-        assert (sparse.params["mean"] != 0).all()
-        assert_close(sparse.params, dense.params)
-        assert_same_history(sparse, dense)
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)], ids=["by steps", "by copies"])
+def test_dropout_and_averaged_statistics_are_run_by_rows_too(optimizer):
+    model = fr.models.from_function(
+        centring,
+        lambda key: {"table": jax.random.normal(key, (ROWS, WIDTH)), "u": jnp.ones(WIDTH)},
+        init_state={"mean": jnp.zeros(WIDTH)},
+        local="u",
+        inputs="item",
+        label="y",
+        loss="mse",
+        state="averaged",
+    )
+    clients = lookup_clients([5, 4], seed=1)
+    sparse, dense = (
+        one_round(
+            fr.federated_reconstruction(
+                model._replace(lookups=lookups),
+                reconstruct=descend(0.1, 4),
+                update=fr.gradient_descent(optimizer, batch_size=2),
+                server=optax.sgd(1.0),
+            ),
+            clients,
+        )
+        for lookups in ("auto", {})
+    )
+    assert (sparse.params["mean"] != 0).all()
+    assert_close(sparse.params, dense.params)
+    assert_same_history(sparse, dense)
+
+
+def test_evidence_is_traced_and_run_by_rows_too():
+    ours = fr.models.matrix_factorization(12, 2, init_scale=0.5)
+    clients = clients_of(
+        *(
+            {"item": np.array(items, np.int32), "rating": np.arange(len(items)) % 5 + 1.0}
+            for items in ([1, 5, 1, 7], [3, 9])
+        )
+    )
+    found, expected = (
+        one_round(
+            fr.federated_reconstruction(
+                fr.models.implicit_feedback(ours._replace(lookups=lookups), 12),
+                reconstruct=descend(0.1, 2),
+                update=descend(0.1, 2),
+                server=optax.sgd(1.0),
+            ),
+            clients,
+        )
+        for lookups in ("auto", ours.lookups)
+    )
+    assert_close(found.params, expected.params)
+    batch = {name: jnp.asarray(column[:2]) for name, column in clients.columns.items()}
+    automatic = fr.models.implicit_feedback(ours._replace(lookups="auto"), 12)
+    assert set(fr.find_lookups(automatic, batch)) == {"shared/item_embedding", "evidence/user_embedding"}
 
 
 def test_a_model_that_reads_no_table_trains_as_ever():

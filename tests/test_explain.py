@@ -62,7 +62,7 @@ def test_tables_read_by_rows_are_named_with_their_feature_and_others_with_the_re
     parts = {part.path: part for part in fr.explain(model(), clients()).parts}
     assert parts["items"].features == ("item",)
     assert parts["bias"].features == ()
-    assert parts["bias"].note == "it is also used whole, by mul"
+    assert parts["bias"].note == "it is used whole, by mul"
     assert parts["user"].note == "starts the same for every client"
     assert parts["mean"].note == "rebuilt from support"
 

@@ -15,7 +15,7 @@ from jax import Array
 from fedrecon.clients import Clients
 from fedrecon.model import AUTO, Batch, Model, Params, State, Step
 from fedrecon.models.losses import Loss, Metrics, feature, make_loss, make_metrics
-from fedrecon.models.selection import Locate, select
+from fedrecon.models.selection import Locate, near_miss, select
 
 Treatment = Literal["local", "averaged", "frozen"]
 Inputs = str | Sequence[str] | Mapping[str, str]
@@ -94,6 +94,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
       network: what a framework's model comes down to.
       **options: see `Options`; `local`, `inputs` and `loss` are needed.
     """
+    check_options(options)
     state, inputs = options.get("state"), options["inputs"]
     label, weight = options.get("label", "label"), options.get("weight")
     if state not in (None, "local", "averaged", "frozen"):
@@ -143,11 +144,27 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     )
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Fail naming an option that is not known or that is needed and missing."""
+    for name in options:
+        if name not in Options.__annotations__:
+            known = near_miss(name, Options.__annotations__)
+            raise TypeError(f"`{name}` is no option{known}; there are: {', '.join(Options.__annotations__)}")
+    for name in sorted(Options.__required_keys__):
+        if name not in options:
+            raise TypeError(f"`{name}` is missing; a model is made with at least `local`, `inputs` and `loss`")
+
+
 class _Parts:
     """Which parameters, or rows of them, are global, local and frozen."""
 
     def __init__(self, network: Network, shapes: Arrays, local: Any, frozen: Any):
-        self.frozen = set(select(frozen, "frozen", shapes, network.locate).whole)
+        chosen = select(frozen, "frozen", shapes, network.locate)
+        if chosen.rows:
+            raise ValueError(
+                f"`frozen` selects rows of {next(iter(chosen.rows))!r}; it can only select whole parameters"
+            )
+        self.frozen = set(chosen.whole)
         self.frozen |= {path for path, leaf in shapes.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
         self._whole, self._rows = select(local, "local", shapes, network.locate)
         if _is_everything(local):

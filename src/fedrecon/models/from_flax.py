@@ -22,6 +22,7 @@ from fedrecon.models.adapter import (
     adapt,
     as_batch,
     both,
+    check_options,
     feed,
     mode_arguments,
     need,
@@ -49,6 +50,7 @@ def from_flax(
         be a module inside an NNX module, or a Linen module that was given a name. `state` says what becomes of
         BatchNorm's statistics; variables of other kinds keep their values.
     """
+    check_options(options)
     linen = need("flax.linen", "flax")
     if isinstance(module, linen.Module):
         return adapt(_linen(module, as_batch(example), options), **options)

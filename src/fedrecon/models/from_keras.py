@@ -23,6 +23,7 @@ from fedrecon.models.adapter import (
     adapt,
     as_batch,
     both,
+    check_options,
     feed,
     need,
     over_examples,
@@ -48,6 +49,7 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
         be a layer of the model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be
         a `keras.losses` object. `state` says what becomes of statistics and other non-trainable weights.
     """
+    check_options(options)
     keras = need("keras", "keras")
     if keras.backend.backend() != "jax":
         raise RuntimeError(
