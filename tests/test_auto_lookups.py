@@ -179,7 +179,9 @@ def in_library_words(shared, local, batch):
 
 
 def automatic(lookups):
-    return lookup_model(False)._replace(predict=in_library_words, lookups=lookups)
+    # Drawing the local parameters would be most of what is compiled.
+    start = {"u": jnp.array([0.5, -0.3]), "v": jnp.zeros(())}
+    return lookup_model(False)._replace(predict=in_library_words, lookups=lookups, init_local=lambda key: start)
 
 
 def algorithm(lookups, optimizer, **options):
