@@ -20,6 +20,7 @@ from fedrecon.models.selection import Locate, near_miss, select
 Treatment = Literal["local", "averaged", "frozen"]
 Inputs = str | Sequence[str] | Mapping[str, str]
 Arrays = dict[str, Any]  # by path
+NEEDED = ("local", "inputs", "loss")  # of the options
 
 
 class Mode(NamedTuple):
@@ -150,7 +151,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         if name not in Options.__annotations__:
             known = near_miss(name, Options.__annotations__)
             raise TypeError(f"`{name}` is no option{known}; there are: {', '.join(Options.__annotations__)}")
-    for name in sorted(Options.__required_keys__):
+    for name in NEEDED:
         if name not in options:
             raise TypeError(f"`{name}` is missing; a model is made with at least `local`, `inputs` and `loss`")
 
