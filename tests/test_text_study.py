@@ -135,7 +135,9 @@ def test_the_command_runs_one_job_of_a_text_study(results, tmp_path, monkeypatch
     monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(text, "STUDY", text.make(TINY, (25,), ()))
     out = tmp_path / "out"
-    assert main(["reproduce", "text", "--data", str(path), "--out", str(out), "--only", "recon-25"]) == 0
+    assert (
+        main(["reproduce", "text", "--data", str(path), "--out", str(out), "--only", "recon-25", "--workers", "1"]) == 0
+    )
     assert json.loads((out / "rows" / "recon-25-0.json").read_text())["evaluations"][-1]["round"] == 2
     assert "20 clients" in (out / "report.md").read_text()
     assert main(["reproduce", "movielens", "--data", "x", "--out", str(out), "--scale", "two-cores"]) == 2

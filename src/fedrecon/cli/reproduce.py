@@ -32,6 +32,7 @@ class Reproduce:
       tune: first try the grids of settings on validation clients; results in tune.json and in the report.
       seeds: how many seeds; by default 3 for movielens, 1 for text.
       page: also write the report without pictures to this file.
+      workers: how many jobs to run at a time; by default one a core, or a single one if there is an accelerator.
     """
 
     study: Annotated[Literal["movielens", "text"], tyro.conf.Positional]
@@ -43,6 +44,7 @@ class Reproduce:
     tune: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     seeds: int | None = None
     page: Path | None = None
+    workers: int | None = None
 
 
 def parse(argv: Sequence[str]) -> Reproduce:
@@ -62,7 +64,7 @@ def run(args: Reproduce) -> int:
     elif args.scale == "two-cores":
         raise options.UsageError("--scale is two-cores; the movielens study has the paper's scale only")
     seeds = study.seeds if args.seeds is None else args.seeds
-    plan = Plan(args.data, args.out, seeds, args.quick, args.only, args.tune, args.page)
+    plan = Plan(args.data, args.out, seeds, args.quick, args.only, args.tune, args.page, args.workers)
     path = reproduce(study, plan, say=show.remark, progress=bars)
     print(f"report: {path} and {path.with_suffix('.html')}")
     return 0
