@@ -88,7 +88,8 @@ def train(
     """
     if sampling is not None and clients_per_round is not None:
         raise ValueError("give `clients_per_round` or `sampling`, not both")
-    sampling = sampling or Sampling(clients_per_round or 100)
+    if sampling is None:
+        sampling = Sampling() if clients_per_round is None else Sampling(clients_per_round)
     if rounds < 0 or checkpoint_every < 1 or evaluate_every < 0:
         raise ValueError("`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1")
     if len(clients) == 0:
