@@ -13,22 +13,23 @@ from jax.custom_batching import custom_vmap
 Layer = Callable[[Any, Any], Any]  # (arrays with a batch axis, weights) -> arrays with a batch axis
 
 
-def merging(axis: int) -> Callable[[Layer], Layer]:
+def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
     """Make `jax.vmap` of a layer merge what it maps over into the layer's batch, if the weights are not mapped over.
 
     Clients whose global parameters are frozen then go through the same products, as if they were one client with a
     larger batch. A product of many rows costs less a row than one of few. Where the weights are mapped over too, every
     client has its own, and a single client runs as it would without `jax.vmap`.
 
-    The layer must treat the members of a batch independently of each other. Derivatives of any order work; they are
-    those of the layer itself.
+    The layer must treat the members of a batch independently of each other. Derivatives of any order work.
 
     Args:
       axis: the batch axis, of all arrays of the layer's first argument and of all its results.
+      plain: the same function for derivatives and for several clients with weights of their own, where the layer itself
+        is not written for that; by default the layer.
     """
 
     def decorate(layer: Layer) -> Layer:
-        batched = custom_vmap(layer)
+        batched, simple = custom_vmap(layer), plain or layer
 
         @batched.def_vmap
         def map_over(clients: int, mapped: Any, batches: Any, weights: Any) -> Any:
@@ -38,7 +39,7 @@ def merging(axis: int) -> Callable[[Layer], Layer]:
                 result = jax.tree.map(lambda x: x[None], batched(*alone))
             elif private:
                 axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(mapped))
-                result = jax.vmap(layer, axes, axis_size=clients)(batches, weights)
+                result = jax.vmap(simple, axes, axis_size=clients)(batches, weights)
             else:
                 whole = jax.tree.map(
                     lambda x, is_mapped: x if is_mapped else jnp.broadcast_to(x, (clients, *x.shape)),
@@ -56,7 +57,7 @@ def merging(axis: int) -> Callable[[Layer], Layer]:
         # A function with a rule for vmap has no derivative of its own.
         differentiable.defvjp(
             lambda batches, weights: (differentiable(batches, weights), (batches, weights)),
-            lambda arguments, cotangent: jax.vjp(layer, *arguments)[1](cotangent),
+            lambda arguments, cotangent: jax.vjp(simple, *arguments)[1](cotangent),
         )
         return differentiable
 

@@ -101,8 +101,7 @@ def next_word(
         return Logits(jnp.swapaxes(projected, 0, 1), output["kernel"], output["bias"])
 
     def cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
-        real = (batch["target"] != 0).astype(jnp.float32)
-        return predictions.against(batch["target"])[0] * real, real
+        return predictions.against(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
 
     def over_positions(predictions: Logits, batch: Batch) -> Weighted:
         values, real = cross_entropy(predictions, batch)

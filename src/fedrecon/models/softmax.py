@@ -40,15 +40,15 @@ class Logits:
         """Compare with the outputs that should have been.
 
         Args:
-          target: `(...)`.
+          target: `(...)`; 0 is padding.
 
         Returns:
-          The cross-entropies, and 1 where no output has a higher logit than the target (0 elsewhere), both `(...)`.
+          The cross-entropies, and 1 where no output has a higher logit than the target (0 elsewhere), both `(...)` and
+          0 where there is padding.
         """
         if self.found[0] is not target:  # the loss and each metric ask for the same
-            losses, best = cross_entropy(
-                self.hidden.reshape(-1, self.hidden.shape[-1]), self.kernel, self.bias, target.reshape(-1)
-            )
+            rows = self.hidden.reshape(-1, self.hidden.shape[-1])
+            losses, best = cross_entropy(rows, self.kernel, self.bias, target.reshape(-1))
             self.found = (target, (losses.reshape(target.shape), best.reshape(target.shape)))
         return self.found[1]
 
@@ -70,9 +70,9 @@ def cross_entropy(hidden: Array, kernel: Array, bias: Array, target: Array) -> t
       hidden: `(rows, features)`.
       kernel: `(features, outputs)`.
       bias: `(outputs,)`.
-      target: `(rows,)`, the outputs that should have been.
+      target: `(rows,)`, the outputs that should have been; 0 for rows that are padding, whose results are 0.
     """
-    return _by_rows((hidden, target), (kernel, bias))[:2]
+    return _in_parts((hidden, target), (kernel, bias))[:2]
 
 
 def _forward(
@@ -80,21 +80,22 @@ def _forward(
 ) -> tuple[tuple[Array, Array], Any]:
     values = hidden.value, kernel.value, bias.value, target.value
     if kernel.perturbed or bias.perturbed:
-        logits = hidden.value @ kernel.value + bias.value
-        losses, best, exponentials, total = _compare(logits, target.value)
-        return (losses, best), (values, exponentials, total, None)
+        compared = _compare(hidden.value @ kernel.value + bias.value, target.value)
+        return compared[:2], (values, compared[2:], None)
     # With the weights frozen, as in reconstruction, all that remains of the logits is the slope in the rows.
-    losses, best, slope = _by_rows((hidden.value, target.value), (kernel.value, bias.value))
-    return (losses, best), (values, None, None, slope)
+    losses, best, slope = _in_parts((hidden.value, target.value), (kernel.value, bias.value))
+    return (losses, best), (values, None, slope)
 
 
 def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, Any, Any, None]:
-    (hidden, kernel, bias, target), exponentials, total, slope = saved
+    (hidden, kernel, bias, target), softmax, slope = saved
     d_losses = cotangents[0]
     if isinstance(d_losses, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros_like(hidden), jnp.zeros_like(kernel), jnp.zeros_like(bias), None
     if slope is not None:
         return slope * d_losses[:, None], jnp.zeros_like(kernel), jnp.zeros_like(bias), None
+    exponentials, total = softmax
+    d_losses = jnp.where(target != 0, d_losses, 0)
     d_logits = exponentials * (d_losses / total)[:, None]
     d_logits = d_logits.at[jnp.arange(len(target)), target].add(-d_losses)
     return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0), None
@@ -110,24 +111,39 @@ def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
     total = jnp.sum(exponentials, -1)
     at_target = jnp.take_along_axis(logits, target[:, None], -1)[:, 0]
     losses = jnp.log(total) + lax.stop_gradient(highest) - at_target
-    return losses, (at_target >= highest).astype(logits.dtype), exponentials, total
+    real = target != 0
+    return jnp.where(real, losses, 0), (real & (at_target >= highest)).astype(logits.dtype), exponentials, total
 
 
-@merging(axis=0)
-def _by_rows(rows: tuple[Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+def _at_once(rows: tuple[Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array, Array]:
     """Return the cross-entropies, whether the target is best, and the gradient of each cross-entropy in its row."""
-    kernel, bias = weights
+    (hidden, target), (kernel, bias) = rows, weights
+    losses, best, exponentials, total = _compare(hidden @ kernel + bias, target)
+    slope = (exponentials @ kernel.T) / total[:, None] - kernel[:, target].T
+    return losses, best, jnp.where((target != 0)[:, None], slope, 0)
 
-    def some(rows: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        hidden, target = rows
-        losses, best, exponentials, total = _compare(hidden @ kernel + bias, target)
-        return losses, best, (exponentials @ kernel.T) / total[:, None] - kernel[:, target].T
 
-    count = len(rows[1])
+@merging(axis=0, plain=_at_once)
+def _in_parts(rows: tuple[Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    """Do what `_at_once` does for as many rows at a time as `LOGITS_BYTES` allows, and for no padding.
+
+    A third of the places in a batch of sentences is padding. Put last, it is in parts that are never reached.
+    """
+    count, kernel = len(rows[1]), weights[0]
     parts = -(-count * kernel.shape[1] * kernel.dtype.itemsize // LOGITS_BYTES)
     if parts <= 1:
-        return some(rows)
+        return _at_once(rows, weights)
     length = -(-count // parts)
-    padded = jax.tree.map(lambda x: jnp.pad(x, [(0, parts * length - count)] + [(0, 0)] * (x.ndim - 1)), rows)
-    found = lax.map(some, jax.tree.map(lambda x: x.reshape(parts, length, *x.shape[1:]), padded))
-    return jax.tree.map(lambda x: x.reshape(parts * length, *x.shape[2:])[:count], found)
+    order = jnp.argsort(rows[1] == 0, stable=True)
+    order = jnp.pad(order, (0, parts * length - count), mode="edge")
+    sorted_rows = jax.tree.map(lambda x: x[order], rows)
+
+    def one(part: Array, found: Any) -> Any:
+        here = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * length, length), sorted_rows)
+        new = _at_once(here, weights)
+        return jax.tree.map(lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * length, 0), found, new)
+
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(_at_once, sorted_rows, weights))
+    found = lax.fori_loop(0, -(-jnp.sum(rows[1] != 0) // length), one, nothing)
+    back = jnp.zeros(count, order.dtype).at[order[:count]].set(jnp.arange(count, dtype=order.dtype))
+    return jax.tree.map(lambda x: x[back], found)
