@@ -10,6 +10,8 @@ from fedrecon.algorithm import ServerState as ServerState
 from fedrecon.algorithm import federated_reconstruction as federated_reconstruction
 from fedrecon.algorithms import federated_averaging as federated_averaging
 from fedrecon.clients import Clients as Clients
+from fedrecon.completion import Suggestion as Suggestion
+from fedrecon.completion import suggest as suggest
 from fedrecon.descent import gradient_descent as gradient_descent
 from fedrecon.engine import Layout as Layout
 from fedrecon.engine import layout as layout

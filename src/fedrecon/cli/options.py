@@ -32,6 +32,16 @@ def parse(kind: type[T], command: str, argv: Sequence[str], *, default: T | None
         return tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=default)
 
 
+def given(option: str, argv: Sequence[str]) -> str | None:
+    """Return the value of an option that must be known before the others can be parsed; None if it is not there."""
+    for k, here in enumerate(argv):
+        if here == option and k + 1 < len(argv):
+            return argv[k + 1]
+        if here.startswith(f"{option}="):
+            return here.removeprefix(f"{option}=")
+    return None
+
+
 @contextlib.contextmanager
 def _one_sentence(kind: type, command: str) -> Iterator[None]:
     """Raise `UsageError` for whatever tyro rejects; if tyro has changed, its own message is shown instead."""
