@@ -24,6 +24,8 @@ PARTS = {
     "packing": ("preparing cohorts", ["w1.py", "packing"]),
     "devices": ("two devices against one", ["w1.py", "devices"]),
     "population": ("10 thousand to 10 million clients", ["population.py"]),
+    "text-step": ("next word: a training step", ["next_word.py", "step"]),
+    "text-reconstruction": ("next word: reconstruction", ["next_word.py", "reconstruction"]),
     "train": ("fedrecon train, start to saved model", ["train_command.py"]),
 }
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from fedrecon.config import (
-    Config,
     ConfigError,
     Data,
     Factorization,
+    RatingsConfig,
     Server,
     Split,
     differences,
@@ -17,16 +17,18 @@ from fedrecon.config import (
     to_json,
 )
 
-CONFIG = Config(data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="yogi"))
+CONFIG = RatingsConfig(
+    data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="yogi")
+)
 
 
 def test_settings_survive_json():
-    assert from_json(Config, json.loads(json.dumps(to_json(CONFIG))), "file") == CONFIG
+    assert from_json(RatingsConfig, json.loads(json.dumps(to_json(CONFIG))), "file") == CONFIG
 
 
 def test_what_a_file_leaves_out_takes_its_default():
-    found = from_json(Config, {"data": {"source": "x"}, "model": {"dim": 3}}, "file")
-    assert found == Config(data=Data(source="x"), model=Factorization(dim=3))
+    found = from_json(RatingsConfig, {"data": {"source": "x"}, "model": {"dim": 3}}, "file")
+    assert found == RatingsConfig(data=Data(source="x"), model=Factorization(dim=3))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_what_a_file_leaves_out_takes_its_default():
 )
 def test_a_bad_setting_is_named(values, message):
     with pytest.raises(ConfigError) as caught:
-        from_json(Config, values, "file")
+        from_json(RatingsConfig, values, "file")
     assert message in str(caught.value)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fedrecon.plots import _running_mean, learning_curve
+from fedrecon.tasks import RATINGS
 
 ROUNDS = [{"kind": "round", "round": r, "loss": 1 + 10 / r} for r in range(1, 101)]
 EVALUATIONS = [{"kind": "evaluation", "round": r, "micro": {"rmse": 1.0, "accuracy": 0.4}} for r in (50, 100)]
@@ -20,7 +21,7 @@ UNKNOWN = [
 )
 def test_a_picture_comes_out_of_any_history(tmp_path, records):
     path = tmp_path / "plots" / "curve.png"
-    learning_curve(records, path)
+    learning_curve(records, path, RATINGS.curve)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.cohort import ROW_CHUNK, Cohort
-from fedrecon.model import flatten
+from fedrecon.model import Model, flatten, metric_names
 
 Weigh = Literal["examples", "uniform"] | Callable[[Array, Array], Array]
 
@@ -47,8 +47,7 @@ class Aggregation(NamedTuple):
 
     Attributes:
       weigh: `examples` (query examples processed), `uniform`, or a function of `(examples, sums)`, both clients
-        first, that returns `(clients,)` weights: `lambda examples, sums: sums[:, 0, 1]` weighs by whatever the
-        loss is weighed by, such as tokens.
+        first, that returns `(clients,)` weights, such as `weight_of` makes.
       clip_norm: scale a delta down to this norm over all its entries.
       zero_norm: drop a client whose delta has a norm above this.
     """
@@ -66,6 +65,23 @@ def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm
     if not callable(weigh) and weigh not in ("examples", "uniform"):
         raise ValueError(f"`weigh` is {weigh!r}; use 'examples', 'uniform' or a function of (examples, sums)")
     return Aggregation(weigh, clip_norm, zero_norm)
+
+
+def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Array]:
+    """Weigh clients by the weight that one of the model's metrics gives their query examples, such as tokens.
+
+    Args:
+      model: whose metrics are meant.
+      metric: the name of one of them, or `loss`.
+
+    Returns:
+      A function for `mean(weigh=...)`.
+    """
+    names = metric_names(model)
+    if metric not in names:
+        raise ValueError(f"`metric` is {metric!r}; the model has: {', '.join(names)}")
+    place = names.index(metric)
+    return lambda examples, sums: sums[:, place, 1]
 
 
 COUNTS = ("clients", "non_finite", "clipped", "zeroed")

@@ -27,6 +27,22 @@ class ServerState(NamedTuple):
     optimizer: Any
 
 
+# (global, kept or held, cohort, key) -> (Upload, kept)
+Client = Callable[[Params, Any, Cohort, Array], tuple[Upload, Any]]
+
+
+class Stages(NamedTuple):
+    """A client function in two, where the first part pays in larger blocks than the second.
+
+    Attributes:
+      prepare: `(global, kept, cohort, key) -> held`, clients first: what needs no copies of the global parameters.
+      finish: `(global, held, cohort, key) -> (Upload, kept)`: the rest.
+    """
+
+    prepare: Callable[[Params, Any, Cohort, Array], Any]
+    finish: Client
+
+
 class Algorithm(NamedTuple):
     """A federated algorithm. All functions are pure and can be compiled.
 
@@ -43,11 +59,12 @@ class Algorithm(NamedTuple):
       check: `(global, local, batch, mask)` of one client; raises if the model does not fit the algorithm.
       groups: which deltas in an upload are by rows, as `{path: group of lookup tables}`.
       support_limit: how many support examples `reconstruct` can use; None for no limit.
+      stages: the two parts of `client`, `finish` after `prepare`; None where it cannot be divided.
     """
 
     model: Model
     init: Callable[[Array], ServerState]
-    client: Callable[[Params, Any, Cohort, Array], tuple[Upload, Any]]
+    client: Client
     server: Callable[[ServerState, dict[str, Array], Array], ServerState]
     reconstruct: Callable[[Params, Any, Examples, Array], Params]
     needs: Needs
@@ -56,6 +73,7 @@ class Algorithm(NamedTuple):
     check: Callable[[Params, Params, Batch, Array], None]
     groups: Mapping[str, str]
     support_limit: int | None
+    stages: Stages | None = None
 
 
 def federated_reconstruction(
@@ -95,15 +113,21 @@ def federated_reconstruction(
     updater = Updater(model, update, through_support=second_order)
     rebuild = rebuilder(model, reconstruct)
 
-    def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        keys = client_keys(key, cohort.client)
-        if second_order:
-            fresh = jax.vmap(model.init_local)(keys)
-            return updater.run(params, cohort, differentiate_through(model, reconstruct), fresh).upload, kept
-        local = rebuild.run(params, kept, cohort.support, keys)
+    def rebuild_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
+        return rebuild.run(params, kept, cohort.support, client_keys(key, cohort.client)), kept
+
+    def then_update(params: Params, held: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        del key
+        local, kept = held
         if joint:
             return updater.run(params, cohort, hold(model), (), solved=local).upload, kept
         return updater.run(params, cohort, hold(model), local).upload, kept
+
+    def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        if second_order:
+            fresh = jax.vmap(model.init_local)(client_keys(key, cohort.client))
+            return updater.run(params, cohort, differentiate_through(model, reconstruct), fresh).upload, kept
+        return then_update(params, rebuild_first(params, kept, cohort, key), cohort, key)
 
     return Algorithm(
         model=model,
@@ -117,6 +141,7 @@ def federated_reconstruction(
         check=rebuild.check,
         groups=updater.groups,
         support_limit=reconstruct.limit,
+        stages=None if second_order else Stages(rebuild_first, then_update),
     )
 
 

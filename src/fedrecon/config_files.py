@@ -50,7 +50,8 @@ def from_json(kind: type[T], values: Any, source: str, *, within: str = "", defa
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(fields)}"
             raise ConfigError(f"{source}: unknown setting {where!r}; {hint}")
         if dataclasses.is_dataclass(hints[name]):
-            group = None if fields[name].default_factory is dataclasses.MISSING else fields[name].default_factory()
+            make = fields[name].default_factory
+            group = None if make is dataclasses.MISSING else make()
             found[name] = from_json(typing.cast(type, hints[name]), value, source, within=where, default=group)
         else:
             found[name] = _typed(hints[name], value, where, source)

@@ -15,13 +15,15 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fedrecon.aggregate import COUNTS, Totals, add, no_totals
-from fedrecon.algorithm import Algorithm, ServerState
+from fedrecon.algorithm import Algorithm, Client, ServerState
 from fedrecon.cohort import Cohort, arrange
 from fedrecon.model import Model, flatten, metric_names
 
 AXIS = "clients"
 BLOCK_BYTES = 2**20  # what a block's copies of global parameters may take by default: about a core's cache
 MOST_IN_BLOCK = 10
+SHARING_BYTES = 2**24  # what local parameters may take in a block that shares the global ones
+MOST_SHARING = 16
 MOST_DEVICES = 64  # that a CPU may be divided into, unless it has more cores
 
 
@@ -45,11 +47,13 @@ class Layout(NamedTuple):
 
     Attributes:
       mesh: the devices, in one axis.
-      block: how many clients run side by side on a device.
+      block: how many clients run side by side on a device, each with its own copy of the global parameters.
+      sharing: how many at most run side by side while they share the global parameters; a multiple of `block`.
     """
 
     mesh: Mesh
     block: int
+    sharing: int
 
     @property
     def devices(self) -> int:
@@ -58,17 +62,33 @@ class Layout(NamedTuple):
 
     def arrange(self, indices: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Put clients in the order in which this layout runs them best (see `cohort.arrange`)."""
-        return arrange(indices, sizes, self.devices, self.block)
+        on_device = -(-len(indices) // (self.devices * self.block)) * self.block
+        return arrange(indices, sizes, self.devices, self.wide(on_device))
+
+    def wide(self, clients: int) -> int:
+        """Return how many of a device's clients run side by side where they share the global parameters.
+
+        As few blocks as `sharing` allows, all of one size: the last would otherwise be mostly padding.
+        """
+        blocks = -(-clients // self.sharing)
+        return -(-clients // (blocks * self.block)) * self.block if blocks else self.block
 
 
-def layout(block: int | None = None, devices: int | None = None, *, model: Model | None = None) -> Layout:
+def layout(
+    block: int | None = None, devices: int | None = None, *, sharing: int | None = None, model: Model | None = None
+) -> Layout:
     """Choose where clients run.
+
+    A large model whose clients run one by one while each trains its own copy still reconstructs many local parts side
+    by side: there the clients share the global parameters, and each product serves all of them.
 
     Args:
       block: clients side by side; by default as many as keep their copies of the model's dense global parameters
         in a core's cache, at most `MOST_IN_BLOCK`.
       devices: how many of the devices that JAX sees; all by default.
-      model: the model whose size decides the default block.
+      sharing: clients side by side where they share the global parameters, a multiple of `block`. By default as given
+        for `block`; where the model decides that, up to `MOST_SHARING` as long as their local parameters are small.
+      model: the model whose size decides the defaults.
     """
     available = jax.devices()
     if devices is not None and not 1 <= devices <= len(available):
@@ -76,20 +96,33 @@ def layout(block: int | None = None, devices: int | None = None, *, model: Model
             f"`devices` is {devices}; JAX sees {len(available)}. On a CPU, call fedrecon.start_devices(n) before "
             "anything else uses JAX"
         )
-    if block is None:
-        block = MOST_IN_BLOCK if model is None else _default_block(model)
+    chosen = _default_blocks(model) if block is None and model is not None else (block, block)
+    block = MOST_IN_BLOCK if chosen[0] is None else chosen[0]
     if block < 1:
         raise ValueError(f"`block` is {block}; it must be at least 1")
+    sharing = (chosen[1] or block) if sharing is None else sharing
+    if sharing < 1 or sharing % block:
+        raise ValueError(f"`sharing` is {sharing}; it must be a multiple of `block`, which is {block}")
     mesh = jax.make_mesh(
         (devices or len(available),), (AXIS,), axis_types=(AxisType.Auto,), devices=available[:devices]
     )
-    return Layout(mesh, block)
+    return Layout(mesh, block, sharing)
 
 
-def _default_block(model: Model) -> int:
+def _default_blocks(model: Model) -> tuple[int, int]:
+    """Return `block` and `sharing` for a model's size: both the same unless copies are what keeps blocks small."""
     shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
-    dense = sum(x.size * x.dtype.itemsize for path, x in shapes.items() if path not in model.lookups)
-    return int(np.clip(BLOCK_BYTES // max(dense, 1), 1, MOST_IN_BLOCK))
+    dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in model.lookups})
+    block = int(np.clip(BLOCK_BYTES // max(dense, 1), 1, MOST_IN_BLOCK))
+    if block == MOST_IN_BLOCK:
+        return block, block
+    local = _bytes(jax.eval_shape(model.init_local, jax.random.key(0)))
+    sharing = min(SHARING_BYTES // max(local, 1), MOST_SHARING)
+    return block, max(sharing // block, 1) * block
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 class RoundMetrics(NamedTuple):
@@ -134,7 +167,7 @@ def _compile_rounds(same: _Same, place: Layout) -> Rounds:
     names = metric_names(algorithm.model)
 
     def one_round(state: ServerState, kept: Any, cohort: Cohort, key: Array) -> tuple[ServerState, Any, RoundMetrics]:
-        totals, kept = _run_blocks(algorithm, state.params, kept, cohort, key, place.block)
+        totals, kept = _run_blocks(algorithm, state.params, kept, cohort, key, place)
         totals = jax.lax.psum(totals, AXIS)
         weight = jnp.where(totals.weight > 0, totals.weight, 1.0)
         mean = {path: total / weight for path, total in totals.delta.items()}
@@ -175,16 +208,29 @@ def _compile_rounds(same: _Same, place: Layout) -> Rounds:
 
 
 def _run_blocks(
-    algorithm: Algorithm, params: Any, kept: Any, cohort: Cohort, key: Array, block: int
+    algorithm: Algorithm, params: Any, kept: Any, cohort: Cohort, key: Array, place: Layout
 ) -> tuple[Totals, Any]:
     """Run this device's clients, a block at a time, summing as they come so that few deltas are alive at once."""
 
-    def body(totals: Totals, part: tuple[Cohort, Any]) -> tuple[Totals, Any]:
-        upload, kept = algorithm.client(params, part[1], part[0], key)
-        return add(algorithm.aggregation, totals, upload, part[0], algorithm.groups), kept
+    def run(client: Client) -> Callable[[Totals, tuple[Cohort, Any]], tuple[Totals, Any]]:
+        def block(totals: Totals, part: tuple[Cohort, Any]) -> tuple[Totals, Any]:
+            upload, kept = client(params, part[1], part[0], key)
+            return add(algorithm.aggregation, totals, upload, part[0], algorithm.groups), kept
+
+        return block
 
     start = no_totals(params, len(metric_names(algorithm.model)))
-    totals, kept = jax.lax.scan(body, start, _blocks((cohort, kept), block))
+    wide, stages = place.wide(cohort.client.shape[0]), algorithm.stages
+    if stages is None or wide == place.block:
+        totals, kept = jax.lax.scan(run(algorithm.client), start, _blocks((cohort, kept), place.block))
+        return totals, _unblock(kept)
+
+    def prepare_together(totals: Totals, part: tuple[Cohort, Any]) -> tuple[Totals, Any]:
+        held = stages.prepare(params, part[1], part[0], key)
+        totals, kept = jax.lax.scan(run(stages.finish), totals, _blocks((part[0], held), place.block))
+        return totals, _unblock(kept)
+
+    totals, kept = jax.lax.scan(prepare_together, start, _blocks((cohort, kept), wide))
     return totals, _unblock(kept)
 
 
@@ -203,7 +249,8 @@ def compile_each(function: Callable[..., Any], place: Layout) -> Callable[..., A
     """
 
     def run(shared: Any, clients: Any) -> Any:
-        return _unblock(jax.lax.map(lambda part: function(shared, part), _blocks(clients, place.block)))
+        wide = place.wide(jax.tree.leaves(clients)[0].shape[0])
+        return _unblock(jax.lax.map(lambda part: function(shared, part), _blocks(clients, wide)))
 
     by_client = PartitionSpec(AXIS)
     return jax.jit(

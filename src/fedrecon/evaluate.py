@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from fedrecon.progress import Progress, silent
 from fedrecon.split import Split, half, query_only
 
 CLIENTS_AT_ONCE = 600
+NUMBERS_AT_ONCE = 1000  # of features in a client's batch, about
 DIVERGED_ABOVE = 1000.0
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -68,11 +70,11 @@ class Evaluator:
         *,
         protocol: str = "recon",
         split: Split | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         seed: int = 0,
         place: Layout | None = None,
     ):
-        """Prepare; see `evaluate`."""
+        """Prepare; see `evaluate`. Clients are measured in batches of `batch_size`, by default as many as are small."""
         if protocol not in ("recon", "standard"):
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
         if len(clients) == 0:
@@ -81,9 +83,12 @@ class Evaluator:
             check_reconstruction(algorithm, clients)
         self.algorithm, self.clients, self.protocol = algorithm, clients, protocol
         self._split = query_only() if protocol == "standard" else split or half()
-        self._key, self._batch_size = jax.random.key(seed), batch_size
+        self._key = jax.random.key(seed)
         self._place = place or layout(model=algorithm.model)
-        self._needs = Needs(self._split, algorithm.support_limit, columns=features_used(algorithm.model, clients))
+        used = features_used(algorithm.model, clients)
+        self._needs = Needs(self._split, algorithm.support_limit, columns=used)
+        numbers = sum(math.prod(clients.columns[name].shape[1:]) for name in used)
+        self._batch_size = batch_size or int(np.clip(NUMBERS_AT_ONCE // max(numbers, 1), 16, 64))
         self._packer = Packer(clients, self._needs)
         self._has_local = bool(jax.tree.leaves(jax.eval_shape(algorithm.model.init_local, self._key)))
         self._run = compile_each(self._block, self._place)

@@ -143,7 +143,7 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
         both, or if a leaf to be trained is not floating point.
     """
     leaves, structure = flatten(params)
-    is_local, is_frozen = _matcher(local, "local", leaves), _matcher(frozen, "frozen", leaves)
+    is_local, is_frozen = matcher(local, "local", leaves), matcher(frozen, "frozen", leaves)
     parts: tuple[dict, dict, dict] = ({}, {}, {})
     for path, leaf in leaves.items():
         if is_local(path, leaf) and is_frozen(path, leaf):
@@ -163,7 +163,12 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
     return Partition(*parts, merge)
 
 
-def _matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str, Any], bool]:
+def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str, Any], bool]:
+    """Return which leaves are meant, as a predicate; `name` is that of the argument, for messages.
+
+    Raises:
+      ValueError: if a pattern matches no leaf.
+    """
     if callable(which):
         return which
     patterns = [which] if isinstance(which, str) else list(which)

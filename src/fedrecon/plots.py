@@ -14,7 +14,11 @@ SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
 
 
 def learning_curve(
-    records: Sequence[Mapping[str, Any]], path: Path, measures: tuple[Measure, Measure], *, title: str = "Learning curve"
+    records: Sequence[Mapping[str, Any]],
+    path: Path,
+    measures: tuple[Measure, Measure],
+    *,
+    title: str = "Learning curve",
 ) -> None:
     """Draw the loss of every round, and two metrics of every evaluation, to a PNG file.
 
@@ -66,9 +70,7 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _draw_evaluations(
-    axes: Any, evaluations: Sequence[Mapping[str, Any]], measures: tuple[Measure, Measure]
-) -> None:
+def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measures: tuple[Measure, Measure]) -> None:
     axes.set(title="Validation clients, never trained on", xlabel="round")
     axes.grid(alpha=0.25)
     if not evaluations:

@@ -90,9 +90,7 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
     fresh = algorithm.model.init_local(key)
 
     def suggestions(words: list[str], local: Any) -> list[Suggestion]:
-        return suggest(
-            algorithm.model, model.params, local, words, vocabulary, own=mine.words, n=n, max_words=most
-        )
+        return suggest(algorithm.model, model.params, local, words, vocabulary, own=mine.words, n=n, max_words=most)
 
     found = [
         Completion(prompt, words, suggestions(words, fresh), suggestions(words, rebuilt))

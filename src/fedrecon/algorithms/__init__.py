@@ -1,3 +1,4 @@
 """Relatives of Federated Reconstruction, one a file."""
 
 from fedrecon.algorithms.federated_averaging import federated_averaging as federated_averaging
+from fedrecon.algorithms.finetuning import then_finetune as then_finetune

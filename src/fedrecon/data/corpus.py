@@ -248,7 +248,6 @@ class _Coder:
         columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
         return columns | {"time": np.asarray(clients.columns["time"][rows])}
 
-
     def _ids_of(self, hashes: np.ndarray) -> np.ndarray:
         """Return the ids of words that are not kept."""
         buckets = self.vocabulary.first_oov + hashes % self.vocabulary.buckets

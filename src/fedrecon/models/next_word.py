@@ -95,9 +95,10 @@ def next_word(
         oov = batch["oov"]
         of_bucket = (local if local_oov else shared)["oov_embedding"][jnp.maximum(oov - 1, 0)]
         embedded = jnp.where((oov > 0)[..., None], of_bucket, shared["word_embedding"][batch["word"]])
-        out = lstm(jnp.swapaxes(embedded, 0, 1), *(shared["lstm"][name] for name in ("kernel", "recurrent", "bias")))
-        projected = out @ shared["projection"]["kernel"] + shared["projection"]["bias"]  # (length, examples, projection)
-        return Logits(jnp.swapaxes(projected, 0, 1), shared["output"]["kernel"], shared["output"]["bias"])
+        memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
+        states = lstm(jnp.swapaxes(embedded, 0, 1), memory["kernel"], memory["recurrent"], memory["bias"])
+        projected = states @ dense["kernel"] + dense["bias"]  # (length, examples, projection)
+        return Logits(jnp.swapaxes(projected, 0, 1), output["kernel"], output["bias"])
 
     def cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
         real = (batch["target"] != 0).astype(jnp.float32)

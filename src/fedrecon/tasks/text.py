@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedrecon.clients import Clients
 from fedrecon.config import NextWord, Reading, TextConfig, TextData
 from fedrecon.config_files import changed
@@ -71,10 +69,10 @@ def divide_corpus(config: TextConfig, corpus: Corpus, progress: Progress) -> Use
         everyone = corpus.train
         share = min(MOST_VALID / max(1, len(everyone)), 0.1)
         valid, train = everyone.split_clients(share, 1 - share, seed=config.data.split_seed)
-        parts = (train, valid, corpus.split(HELD_OUT))
+        divided = (train, valid, corpus.split(HELD_OUT))
     else:
-        parts = (corpus.train, corpus.valid, corpus.test)
-    parts = tuple(part.at_least(config.data.min_sentences) for part in parts)
+        divided = (corpus.train, corpus.valid, corpus.test)
+    parts = [part.at_least(config.data.min_sentences) for part in divided]
     if not len(parts[0]):
         raise DataError(
             f"{config.data.source} has no training client with {config.data.min_sentences} sentences or more."

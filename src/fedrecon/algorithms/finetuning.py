@@ -1,0 +1,75 @@
+"""Finetuning: a client goes on from the global parameters as they were trained, for itself alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.cohort import Examples
+from fedrecon.local import Objective, Problem, Solver
+from fedrecon.model import Batch, Params, Which, flatten, matcher, unflatten
+
+
+def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*") -> Algorithm:
+    """Finetune global parameters on a client's support, after its local parameters are rebuilt as before.
+
+    Training stays what it was, and so does what clients upload. Only serving and evaluation change: what is rebuilt for
+    a client is now `{"local": ..., "finetuned": {path: ...}}`, with the client's own version of some global parameters,
+    and the model predicts from these. Of a model without local parameters this is plain finetuning; of Federated
+    Reconstruction, its local parameters are held while the global ones are finetuned on the same support.
+
+    Every client has its own copy of what is finetuned: of all of a large model, run few side by side
+    (`layout(model=...)` does).
+
+    Args:
+      algorithm: what was trained, and how its local parameters are rebuilt.
+      finetune: how a client finetunes, on the same support.
+      which: the global parameters to finetune, as for `partition`: a pattern such as `"oov_embedding"`, several, or a
+        predicate.
+
+    Returns:
+      An `Algorithm` for `evaluate`, `reconstruct` and `predict`; its `model` is the one that predicts.
+    """
+    model = algorithm.model
+    shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    matches = matcher(which, "which", shapes)
+    paths = [path for path, leaf in shapes.items() if matches(path, leaf)]
+    if not paths:
+        raise ValueError(f"`which` matched nothing; the global parameters are: {', '.join(shapes)}")
+
+    def with_own(params: Params, own: dict[str, Any]) -> Params:
+        leaves, structure = flatten(params)
+        return unflatten(structure, {**leaves, **own})
+
+    def init_local(key: Array) -> Params:
+        leaves = flatten(model.init_global(key))[0]
+        return {"local": model.init_local(key), "finetuned": {path: leaves[path] for path in paths}}
+
+    def predict(params: Params, mine: Params, batch: Batch) -> Any:
+        return model.predict(with_own(params, mine["finetuned"]), mine["local"], batch)
+
+    def objective(params: Params) -> Objective:
+        return Objective(model, lambda own, local, batch: model.predict(with_own(params, own), local, batch))
+
+    def reconstruct(params: Params, kept: Any, support: Examples, keys: Array) -> Params:
+        local = algorithm.reconstruct(params, kept, support, keys)
+        leaves = flatten(params)[0]
+        start = {path: jnp.broadcast_to(leaves[path], (len(keys), *leaves[path].shape)) for path in paths}
+        solution = finetune.solve(Problem(objective(params), start, local, support, measured=False))
+        return {"local": local, "finetuned": solution.params}
+
+    def check(params: Params, mine: Params, batch: Batch, mask: Array) -> None:
+        algorithm.check(params, mine["local"], batch, mask)
+        finetune.check(objective(params), mine["finetuned"], mine["local"], batch, mask)
+
+    limits = (algorithm.support_limit, finetune.limit)
+    return algorithm._replace(
+        model=model._replace(init_local=init_local, predict=predict, default_local=None),
+        reconstruct=reconstruct,
+        check=check,
+        support_limit=None if None in limits else max(limit or 0 for limit in limits),
+    )
