@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -64,7 +64,13 @@ def run(args: Demo) -> int:
         SETTINGS, rounds=args.rounds, data=dataclasses.replace(SETTINGS.data, source=args.data)
     )
     folder = RunFolder(args.out)
-    found = run_experiment(config, folder, overwrite=True, progress=bars, on_record=_remark)
+    found = run_experiment(
+        config,
+        folder,
+        overwrite=True,
+        progress=bars,
+        on_record=lambda record: show.progress_of(record, RATINGS.measures),
+    )
     curve = folder.plots_path / "learning_curve.png"
     learning_curve(found.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
     if found.run.interrupted:
@@ -77,12 +83,6 @@ def run(args: Demo) -> int:
     print(f"learning curve: {curve}")
     print(f"next: fedrecon recommend {args.out} --ratings FILE   (columns user, item, rating)")
     return 0
-
-
-def _remark(record: dict[str, Any]) -> None:
-    from fedrecon.tasks import RATINGS
-
-    show.progress_of(record, RATINGS.measures)
 
 
 def _compare(config: RatingsConfig, found: Outcome, test: Evaluation) -> None:
