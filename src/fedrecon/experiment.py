@@ -88,7 +88,7 @@ def run_experiment(
                 "it cannot be resumed: bring the data back, or begin anew with --overwrite"
             )
         users, legend = task.divide(config, data, progress), task.legend(config, data)
-    except ValueError:
+    except BaseException:
         with contextlib.suppress(OSError):  # leave no empty folder behind for a name that was mistyped
             folder.path.rmdir()
         raise
@@ -237,11 +237,10 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None) -> 
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:
-    """Find a file by the place it was at, wherever the command is run from now."""
-    path = facts["data"].get("path")
-    if not path or not Path(path).exists():
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=path))
+    """Find files by the places they were at, wherever the command is run from now."""
+    places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
+    there = {name: path for name, path in places.items() if path and Path(path).exists()}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **there))
 
 
 def _now() -> str:

@@ -101,7 +101,7 @@ def _show(completion: Completion) -> None:
         for k in range(max(len(completion.rebuilt), len(completion.without)))
     ]
     show.table(
-        f"after “{' '.join(completion.words)}”",
+        f"after: {' '.join(completion.words)}",
         ("with their embeddings", "", "without", ""),
         rows,
         texts=(0, 2),

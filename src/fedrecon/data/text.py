@@ -123,13 +123,22 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
         return Corpus.open(path)
     if not path.is_file():
         raise DataError(f"{source} is neither a file nor a prepared corpus. Check the path.")
-    state = path.stat()
-    about = [VERSION, str(path.resolve()), state.st_size, state.st_mtime_ns, sorted(options.items())]
+    others = {name: _state(value) for name, value in options.items() if name == "word_count" and value is not None}
+    about = [VERSION, _state(path), sorted({**options, **others}.items())]
     digest = hashlib.blake2b(json.dumps(about, default=str).encode(), digest_size=8).hexdigest()
     folder = cache_folder() / "text" / f"{path.name.split('.')[0]}-{digest}"
     if folder.is_dir():
         return Corpus.open(folder)
     return preparer(path)(path, folder, progress=progress, **options)
+
+
+def _state(path: str | Path) -> list[Any]:
+    """Return what changes when a file does."""
+    try:
+        state = Path(path).stat()
+    except OSError:
+        return [str(path)]
+    return [str(Path(path).resolve()), state.st_size, state.st_mtime_ns]
 
 
 def preparer(path: str | Path) -> Callable[..., Corpus]:

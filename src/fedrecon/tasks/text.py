@@ -67,9 +67,9 @@ def divide_corpus(config: TextConfig, corpus: Corpus, progress: Progress) -> Use
     """Divide the clients and return their sentences as examples."""
     if HELD_OUT in corpus.splits:
         everyone = corpus.train
-        share = min(MOST_VALID / max(1, len(everyone)), 0.1)
-        valid, train = everyone.split_clients(share, 1 - share, seed=config.data.split_seed)
-        divided = (train, valid, corpus.split(HELD_OUT))
+        order = np.random.default_rng(config.data.split_seed).permutation(len(everyone))
+        held_back = np.isin(order, np.arange(min(MOST_VALID, len(everyone) // 10)))
+        divided = (everyone.take(~held_back), everyone.take(held_back), corpus.split(HELD_OUT))
     else:
         divided = (corpus.train, corpus.valid, corpus.test)
     parts = [part.at_least(config.data.min_sentences) for part in divided]
@@ -121,6 +121,7 @@ def _facts(config: TextConfig, corpus: Corpus) -> dict[str, Any]:
         "words": len(corpus.tokens),
         "vocabulary": len(vocabulary),
         "coverage": round(corpus.coverage(len(vocabulary)), 4),
+        **({} if config.data.word_count is None else {"word_count": str(Path(config.data.word_count).resolve())}),
     }
 
 
