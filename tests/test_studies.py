@@ -9,12 +9,13 @@ import fedrecon as fr
 from fedrecon.cli import main
 from fedrecon.config import Factorization, Reconstruct, Update
 from fedrecon.studies import claims, figures, movielens
-from fedrecon.studies.jobs import Divided, run_job
 from fedrecon.studies.numbers import Measured, Spread, measured, spread
+from fedrecon.studies.rating_jobs import Divided, Setting, run_job, shortened
+from fedrecon.studies.rating_tables import RATINGS, Row, beyond_section, paper_section
 from fedrecon.studies.report import compose, to_markdown
 from fedrecon.studies.reproduce import Plan, reproduce
 from fedrecon.studies.runner import Runner
-from fedrecon.studies.study import Claim, Figure, Job, Row, Setting, Study, digest, shortened
+from fedrecon.studies.study import Claim, Figure, Job, Study, digest
 
 TINY = Setting(
     model=Factorization(dim=2, biases=True, init_mean=3.5),
@@ -35,13 +36,16 @@ CENTRAL = dataclasses.replace(
 STUDY = Study(
     name="tiny",
     title="A tiny study",
+    kind=RATINGS,
     jobs=(
         Job("base", "base", TINY, {"server.learning_rate": (0.5, 1.0)}),
         Job("central", "central", CENTRAL),
         Job("none", "no steps", dataclasses.replace(NONE, on_to=4)),
     ),
-    rows=(Row("Base", "base", "recon", (0.9, 40.0)), Row("Central", "central", "random", (3.8, 0.0))),
-    beyond=(Row("No steps", "none", "recon"),),
+    sections=(
+        paper_section((Row("Base", "base", "recon", (0.9, 40.0)), Row("Central", "central", "random", (3.8, 0.0)))),
+        beyond_section((Row("No steps", "none", "recon"),)),
+    ),
     figures=(
         Figure(
             "steps",
@@ -51,7 +55,14 @@ STUDY = Study(
             figures.relative_accuracy({0: "none", 3: "base"}, "base"),
             figures.draw_relative_accuracy("reconstruction"),
         ),
-        Figure("loss", "Loss", "A.", ("base", "none"), figures.losses({"a": "base", "b": "none"}), figures.draw_losses),
+        Figure(
+            "loss",
+            "Loss",
+            "A.",
+            ("base", "none"),
+            figures.losses({"a": "base", "b": "none"}),
+            figures.draw_losses("loss", "server"),
+        ),
         Figure("sent", "Sent", "B.", ("base",), figures.communication({"a": "base"}), figures.draw_communication),
         Figure(
             "users",
@@ -118,7 +129,9 @@ def test_a_study_never_runs_a_finished_job_again(finished, csv):
 def test_a_job_is_run_again_when_its_settings_or_the_data_change(finished, csv, ratings):
     folder, _ = finished
     job = STUDY.jobs[0]
-    same, changed = (Runner(folder, Divided(data, 300), say=print) for data in (fr.data.load(csv), ratings.cap(5)))
+    same, changed = (
+        Runner(RATINGS, folder, Divided(data, 300), say=print) for data in (fr.data.load(csv), ratings.cap(5))
+    )
     other = dataclasses.replace(job, setting=dataclasses.replace(TINY, rounds=3))
     assert same.finished(job, 0) is not None
     assert same.finished(other, 0) is None
@@ -192,11 +205,11 @@ def test_the_command_writes_a_report_that_needs_no_other_file(csv, tmp_path, mon
     assert "No steps give nothing" in text
     assert (out / "rows" / "base-0-quick.json").exists()
     tried = json.loads((out / "tune.json").read_text())["tried"]
-    assert [one["server"] for one in tried] == [0.5, 1.0]
+    assert [one["values"] for one in tried] == [{"server.learning_rate": 0.5}, {"server.learning_rate": 1.0}]
     assert sum(one["best"] for one in tried) == 1
     assert str(tmp_path) not in page.read_text()
     assert "![" not in page.read_text()
-    assert "Learning rates tried on validation data" in page.read_text()
+    assert "Settings tried on validation data" in page.read_text()
     assert main(["reproduce", "movielens", "--data", str(csv), "--out", str(out), "--only", "bass"]) == 1
 
 
@@ -274,7 +287,7 @@ def test_a_report_says_of_every_claim_whether_it_held(finished):
 
 
 def test_the_movielens_study_has_the_papers_rows_in_order():
-    paper = [row for row in movielens.STUDY.rows if row.paper]
+    paper = [row for row in movielens.ROWS if row.paper]
     in_order = list(dict.fromkeys(row.paper[0] for row in paper))
     assert in_order == [0.923, 3.80, 1.36, 0.939, 0.934, 0.907, 0.912, 0.915, 0.883]
     quick = [shortened(job, 100, 5) for job in movielens.STUDY.jobs]

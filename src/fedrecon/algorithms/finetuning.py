@@ -68,7 +68,7 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
 
     limits = (algorithm.support_limit, finetune.limit)
     return algorithm._replace(
-        model=model._replace(init_local=init_local, predict=predict, default_local=None),
+        model=model._replace(init_local=init_local, predict=predict, default_local=None, evidence=None),
         reconstruct=reconstruct,
         check=check,
         support_limit=None if None in limits else max(limit or 0 for limit in limits),

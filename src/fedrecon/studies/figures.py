@@ -67,6 +67,41 @@ def draw_relative_accuracy(what: str) -> Callable[[Data, Any], None]:
     return draw
 
 
+def accuracy_against(series: Mapping[str, Mapping[int, str]]) -> Callable[[Results], Data]:
+    """Return what computes accuracy against some number, for named series of jobs."""
+
+    def data(results: Results) -> Data:
+        lines = []
+        for name, points in series.items():
+            found = {n: spread([_accuracy(result) for result in results[job]]) for n, job in points.items()}
+            lines.append(
+                {
+                    "name": name,
+                    "points": [{"at": n, "accuracy": x.mean, "deviation": x.deviation} for n, x in found.items()],
+                }
+            )
+        return {"series": lines}
+
+    return data
+
+
+def draw_accuracy_against(what: str) -> Callable[[Data, Any], None]:
+    """Return what draws accuracy against some number."""
+
+    def draw(data: Data, figure: Any) -> None:
+        axes = _axes(figure, xlabel=what, ylabel="accuracy on unseen clients (%)")
+        for line, color in zip(data["series"], COLORS, strict=False):
+            xs, ys, errors = zip(*((p["at"], p["accuracy"], p["deviation"]) for p in line["points"]), strict=True)
+            axes.errorbar(xs, ys, errors, fmt="o-", color=color, capsize=3, markersize=5, label=line["name"])
+        ticks = sorted({point["at"] for line in data["series"] for point in line["points"]})
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.legend(frameon=False)
+
+    return draw
+
+
 def losses(series: Mapping[str, str]) -> Callable[[Results], Data]:
     """Return what computes the mean training loss of every round, for named jobs, up to the fewest rounds of them."""
 
@@ -81,9 +116,18 @@ def losses(series: Mapping[str, str]) -> Callable[[Results], Data]:
     return data
 
 
-def draw_losses(data: Data, figure: Any) -> None:
-    """Draw losses over rounds."""
-    axes = _axes(figure, xlabel="round", ylabel="mean squared error of the round's clients")
+def draw_losses(loss: str, legend: str) -> Callable[[Data, Any], None]:
+    """Return what draws losses over rounds."""
+
+    def draw(data: Data, figure: Any) -> None:
+        axes = _axes(figure, xlabel="round", ylabel=f"{loss} of the round's clients")
+        _draw_losses(data, axes)
+        axes.legend(frameon=False, title=legend)
+
+    return draw
+
+
+def _draw_losses(data: Data, axes: Any) -> None:
     rounds = np.arange(1, data["rounds"] + 1)
     window = min(SMOOTHED, len(rounds))
     highest = 0.0
@@ -92,21 +136,21 @@ def draw_losses(data: Data, figure: Any) -> None:
         axes.plot(rounds[window - 1 :], smooth, label=line["name"], color=color, linewidth=1.6)
         highest = max(highest, float(np.nanmax(smooth[len(smooth) // 10 :])))
     lowest = min(min(line["loss"]) for line in data["series"])
-    axes.set_ylim(lowest * 0.97, min(highest * 1.15, 2.5))
+    axes.set_ylim(lowest * 0.97, min(highest * 1.15, 3 * lowest))
     axes.set_xlim(0, data["rounds"])
-    axes.legend(frameon=False, title="server optimizer")
 
 
-def communication(series: Mapping[str, str]) -> Callable[[Results], Data]:
-    """Return what computes accuracy against parameters communicated in total, for named jobs."""
+def communication(series: Mapping[str, str | tuple[str, str]]) -> Callable[[Results], Data]:
+    """Return what computes accuracy against parameters communicated in total, for named jobs (and measures)."""
+    jobs = {name: (one, "recon") if isinstance(one, str) else one for name, one in series.items()}
 
     def data(results: Results) -> Data:
         lines = []
-        for name, job in series.items():
+        for name, (job, measure) in jobs.items():
             found = results[job]
             clients = found[0]["setting"]["clients_per_round"]
             rounds = [entry["round"] for entry in found[0]["evaluations"]]
-            curves = [[100 * number(entry["recon"]["micro"]["accuracy"]) for entry in r["evaluations"]] for r in found]
+            curves = [[100 * number(entry[measure]["micro"]["accuracy"]) for entry in r["evaluations"]] for r in found]
             lines.append(
                 {
                     "name": name,
@@ -116,7 +160,7 @@ def communication(series: Mapping[str, str]) -> Callable[[Results], Data]:
                     "accuracy": [round(float(x), 3) for x in np.mean(curves, 0)],
                 }
             )
-        return {"seeds": len(results[next(iter(series.values()))]), "series": lines}
+        return {"seeds": len(results[next(iter(jobs.values()))[0]]), "series": lines}
 
     return data
 
@@ -126,7 +170,9 @@ def draw_communication(data: Data, figure: Any) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = _axes(
-        figure, xlabel="parameters communicated in total, all clients (billions)", ylabel="accuracy on unseen users (%)"
+        figure,
+        xlabel="parameters communicated in total, all clients (billions)",
+        ylabel="accuracy on unseen clients (%)",
     )
     for line, color in zip(data["series"], COLORS, strict=False):
         label = f"{line['name']} ({line['sent_per_client_and_round']:,} a client and round)"

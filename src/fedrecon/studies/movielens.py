@@ -10,7 +10,9 @@ from typing import Any
 
 from fedrecon.config import Factorization, Reconstruct, Server, Update
 from fedrecon.studies import claims, figures
-from fedrecon.studies.study import Claim, Figure, Grid, Job, Row, Setting, Study
+from fedrecon.studies.rating_jobs import Setting
+from fedrecon.studies.rating_tables import RATINGS, Row, beyond_section, few_section, paper_section
+from fedrecon.studies.study import Claim, Figure, Grid, Job, Study
 
 # Settings are chosen on the validation data of seed 0 (unseen users; for StandardEval, later ratings of seen users), by
 # RMSE after as many rounds as the row reports. Comments say what the choice had there, and what the next best had.
@@ -247,7 +249,7 @@ FIGURES = (
         "Query loss of the clients of each round, a running mean over 10 rounds, averaged over seeds.",
         tuple(SERVERS.values()),
         figures.losses(SERVERS),
-        figures.draw_losses,
+        figures.draw_losses("mean squared error", "server optimizer"),
     ),
     Figure(
         "communication",
@@ -331,9 +333,9 @@ CLAIMS = (
 STUDY = Study(
     name="movielens",
     title="Federated Reconstruction on MovieLens 1M",
+    kind=RATINGS,
     jobs=(*PAPER_JOBS, *BEYOND_JOBS, *FIGURE_JOBS),
-    rows=ROWS,
-    beyond=BEYOND,
+    sections=(paper_section(ROWS), beyond_section(BEYOND), few_section(BEYOND_JOBS)),
     figures=FIGURES,
     claims=CLAIMS,
 )

@@ -37,7 +37,7 @@ def spread(values: Sequence[float]) -> Spread:
 def measured(results: Sequence[Result], measure: str = "recon", rounds: int | None = None) -> Measured:
     """Sum up what the seeds of a job found after `rounds`, by default as many as its setting reports."""
     rounds = rounds or int(results[0]["setting"]["rounds"])
-    return _sum_up([_at(result, rounds)[measure] for result in results], rounds)
+    return _sum_up([at(result, rounds)[measure] for result in results], rounds)
 
 
 def with_few(results: Sequence[Result], support: int) -> Measured:
@@ -55,7 +55,8 @@ def _sum_up(found: Sequence[Any], rounds: int) -> Measured:
     )
 
 
-def _at(result: Result, rounds: int) -> Any:
+def at(result: Result, rounds: int) -> Any:
+    """Return a result's evaluation after so many rounds."""
     return next(entry for entry in result["evaluations"] if entry["round"] == rounds)
 
 

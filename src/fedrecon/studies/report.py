@@ -6,46 +6,19 @@ import base64
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fedrecon.config import Factorization, Reconstruct, Server, Update
 from fedrecon.storage import write_json
 from fedrecon.studies.figures import draw_to
-from fedrecon.studies.numbers import Measured, Spread, measured, with_few
-from fedrecon.studies.study import Results, Row, Setting, Study
+from fedrecon.studies.study import Part, Picture, Results, Study, Table
 from fedrecon.studies.tune import in_words
-
-
-class Table(NamedTuple):
-    """Lines of cells under a head."""
-
-    head: Sequence[str]
-    lines: Sequence[Sequence[str]]
-
-
-class Picture(NamedTuple):
-    """A PNG file and what is said below it."""
-
-    path: Path
-    caption: str
-
-
-Part = str | Table | Picture | list[str]  # a paragraph (or a heading that begins with #), a table, a picture, a list
 
 
 def compose(study: Study, results: Results, facts: Sequence[str], folder: Path, tuned: Any = None) -> list[Part]:
     """Put a report together from what results there are; what is missing is said to be missing."""
     parts: list[Part] = [f"# {study.title}", "## What was run", list(facts)]
-    parts += ["## The paper's rows", _paper_table(study.rows, results)]
-    parts += [
-        "RMSE and accuracy (a prediction within half a star) are over all query examples of all users of the split "
-        "together, mean ± standard deviation over seeds. Diverged users are in no mean and are counted."
-    ]
-    parts += _missing(study.rows, results)
-    parts += ["## Beyond the paper", _beyond_table(study.beyond, results), *_missing(study.beyond, results)]
-    few = _few_table(study, results)
-    if few.lines:
-        parts += ["### Users with few ratings", few, "The same query examples, whatever the number of support ratings."]
+    for section in study.sections:
+        parts += [f"## {section.title}", *section.compose(results)]
     parts += ["## The paper's claims", _claims(study, results), "## Figures"]
     for figure in study.figures:
         if all(job in results for job in figure.jobs):
@@ -122,76 +95,6 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _paper_table(rows: Sequence[Row], results: Results) -> Table:
-    head = ("", "RMSE", "paper", "difference", "accuracy %", "paper", "difference", "rounds", "users", "diverged")
-    lines = []
-    for row in rows:
-        for title, found in _measurements(row, results):
-            rmse, accuracy = row.paper or (None, None)
-            lines.append(
-                (
-                    title,
-                    _write(found.rmse, 3),
-                    *_compared(found.rmse.mean, rmse, 3),
-                    _write(found.accuracy, 1),
-                    *_compared(found.accuracy.mean, accuracy, 1),
-                    _rounds(row, results, found),
-                    str(found.users),
-                    f"{found.diverged:.1f}".removesuffix(".0"),
-                )
-            )
-    return Table(head, lines)
-
-
-def _beyond_table(rows: Sequence[Row], results: Results) -> Table:
-    lines = [
-        (title, _write(found.rmse, 3), _write(found.accuracy, 1), str(found.rounds), str(found.users))
-        for row in rows
-        for title, found in _measurements(row, results)
-    ]
-    return Table(("", "RMSE", "accuracy %", "rounds", "users"), lines)
-
-
-def _measurements(row: Row, results: Results) -> list[tuple[str, Measured]]:
-    """Return a row's measurement, and that of its continuation where there is one."""
-    if row.job not in results:
-        return []
-    found = results[row.job]
-    lines = [(row.title, measured(found, row.measure))]
-    on_to = found[0]["setting"]["on_to"]
-    if on_to:
-        lines.append((f"{row.title}, run on", measured(found, row.measure, on_to)))
-    return lines
-
-
-def _rounds(row: Row, results: Results, found: Measured) -> str:
-    setting = results[row.job][0]["setting"]
-    return f"{setting['update']['epochs']} epochs" if setting["train"] == "centralized" else str(found.rounds)
-
-
-def _write(value: Spread, digits: int) -> str:
-    return f"{value.mean:.{digits}f}" + (f" ± {value.deviation:.{digits}f}" if value.seeds > 1 else "")
-
-
-def _compared(value: float, paper: float | None, digits: int) -> tuple[str, str]:
-    return ("", "") if paper is None else (f"{paper:.{digits}f}", f"{value - paper:+.{digits}f}")
-
-
-def _missing(rows: Sequence[Row], results: Results) -> list[Part]:
-    gone = [row.title for row in rows if row.job not in results]
-    return [f"Missing, not run: {'; '.join(gone)}."] if gone else []
-
-
-def _few_table(study: Study, results: Results) -> Table:
-    jobs = [job for job in study.jobs if job.setting.few and job.name in results]
-    lines = []
-    for job in jobs:
-        for n in job.setting.few:
-            found = with_few(results[job.name], n)
-            lines.append((job.title, str(n), _write(found.rmse, 3), _write(found.accuracy, 1), str(found.rounds)))
-    return Table(("", "support ratings", "RMSE", "accuracy %", "rounds"), lines)
-
-
 def _claims(study: Study, results: Results) -> list[str]:
     lines = []
     for claim in study.claims:
@@ -205,49 +108,8 @@ def _claims(study: Study, results: Results) -> list[str]:
 
 
 def _settings_table(study: Study, results: Results) -> Table:
-    lines = [(job.name, *describe(job.setting)) for job in study.jobs if job.name in results]
-    return Table(("job", "training", "model", "reconstruction", "update", "server"), lines)
-
-
-def describe(setting: Setting) -> tuple[str, str, str, str, str]:
-    """Write a setting in words: training, model, reconstruction, update, server."""
-    trained = setting.train if setting.train != "fedrecon" else f"fedrecon, split {setting.split}"
-    per_round = "" if setting.train == "centralized" else f", {setting.clients_per_round} clients a round"
-    return (
-        f"{trained}{per_round}",
-        _describe_model(setting.model),
-        _describe_reconstruction(setting.reconstruct),
-        _describe_update(setting.update),
-        "none" if setting.train == "centralized" else _describe_server(setting.server),
-    )
-
-
-def _describe_model(model: Factorization) -> str:
-    words = [f"{model.dim} dimensions"]
-    words += [f"biases, mean from {model.init_mean:g}"] * model.biases
-    words += ["learned default"] * model.learned_default + ["implicit feedback"] * model.implicit_feedback
-    return ", ".join(words)
-
-
-def _describe_reconstruction(rebuild: Reconstruct) -> str:
-    if rebuild.solver == "least-squares":
-        return f"least squares, ridge {rebuild.ridge:g}"
-    return (
-        f"{rebuild.optimizer} {rebuild.learning_rate:g}, {rebuild.steps} steps, {rebuild.epochs} epochs, "
-        f"batches of {rebuild.batch_size}"
-    )
-
-
-def _describe_update(update: Update) -> str:
-    steps = "all" if update.steps is None else str(update.steps)
-    extra = ", joint" * update.joint + ", second order" * update.second_order
-    epochs = f"{update.epochs} epochs, " if update.epochs > 1 else ""
-    return f"{update.optimizer} {update.learning_rate:g}, {epochs}{steps} steps, batches of {update.batch_size}{extra}"
-
-
-def _describe_server(server: Server) -> str:
-    decay = "" if server.decay_rounds is None else f", falling over {server.decay_rounds} rounds"
-    return f"{server.optimizer} {server.learning_rate:g}{decay}"
+    lines = [(job.name, *study.kind.describe(job.setting)) for job in study.jobs if job.name in results]
+    return Table(("job", *study.kind.heads), lines)
 
 
 def _tune_table(tuned: Any) -> Table:
@@ -255,10 +117,9 @@ def _tune_table(tuned: Any) -> Table:
         (
             f"{one['job']}{' (best)' if one['best'] else ''}",
             in_words(one["values"]),
-            "diverged" if one["rmse"] is None else f"{one['rmse']:.4f}",
-            "" if one["accuracy"] is None else f"{100 * one['accuracy']:.2f}",
+            "diverged" if one["loss"] is None else one["told"],
             str(one["rounds"]),
         )
         for one in tuned["tried"]
     ]
-    return Table(("job", "values", "RMSE", "accuracy %", "rounds"), lines)
+    return Table(("job", "values", "on validation data", "rounds"), lines)

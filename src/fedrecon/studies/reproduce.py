@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,13 @@ import numpy as np
 import optax
 
 from fedrecon._version import __version__
-from fedrecon.build import load_ratings
-from fedrecon.config import Data
-from fedrecon.data import Ratings
 from fedrecon.engine import start_devices
 from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json
-from fedrecon.studies.jobs import Divided
 from fedrecon.studies.report import compose, to_html, to_markdown
 from fedrecon.studies.runner import Runner, Say, keep_compiled, start_compiling_quickly
-from fedrecon.studies.study import Job, Results, Study, shortened
+from fedrecon.studies.study import Data, Results, Study
 from fedrecon.studies.tune import tune
-
-QUICK_ROUNDS, QUICK_EPOCHS = 40, 3
 
 
 @dataclass(frozen=True)
@@ -66,29 +60,27 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
         start_devices(None)
     plan.folder.mkdir(parents=True, exist_ok=True)
     keep_compiled(plan.folder / ("compiled-quickly" if plan.quick else "compiled"))
-    ratings = load_ratings(Data(source=plan.data))
-    divided = Divided(ratings, study.max_examples)
-    jobs = study.jobs
+    data = study.kind.open(plan.data, plan.folder, progress)
     if plan.quick:
-        jobs = tuple(shortened(job, QUICK_ROUNDS, QUICK_EPOCHS) for job in jobs)
+        study = dataclasses.replace(study, jobs=tuple(map(study.kind.shorten, study.jobs)))
     seeds = range(1 if plan.quick else plan.seeds)
-    runner = Runner(plan.folder, divided, suffix="-quick" if plan.quick else "", say=say, progress=progress)
-    wanted = [job for job in jobs if job.name in {one.name for one in chosen}]
+    suffix = "-quick" if plan.quick else ""
+    runner = Runner(study.kind, plan.folder, data, suffix=suffix, say=say, progress=progress)
+    wanted = [job for job in study.jobs if job.name in {one.name for one in chosen}]
     try:
         if plan.tuning:
-            tune(wanted, divided, plan.folder, say=say, progress=progress)
+            tune(study.kind, wanted, data, plan.folder, say=say, progress=progress)
         runner.run(wanted, seeds)
     finally:
-        path = write_report(study, jobs, runner.results(jobs, seeds), ratings, plan)
+        path = write_report(study, runner.results(study.jobs, seeds), data, plan)
     return path
 
 
-def write_report(study: Study, jobs: Sequence[Job], results: Results, ratings: Ratings, plan: Plan) -> Path:
+def write_report(study: Study, results: Results, data: Data, plan: Plan) -> Path:
     """Write the report of what results there are."""
     tuned_path = plan.folder / "tune.json"
     tuned: Any = read_json(tuned_path) if tuned_path.exists() else None
-    now = Study(study.name, study.title, tuple(jobs), study.rows, study.beyond, study.figures, study.claims)
-    parts = compose(now, results, _facts(results, jobs, ratings, plan), plan.folder, tuned)
+    parts = compose(study, results, _facts(study, results, data, plan), plan.folder, tuned)
     path = plan.folder / "report.md"
     path.write_text(to_markdown(parts, plan.folder), encoding="utf-8")
     path.with_suffix(".html").write_text(to_html(parts), encoding="utf-8")
@@ -97,7 +89,7 @@ def write_report(study: Study, jobs: Sequence[Job], results: Results, ratings: R
     return path
 
 
-def _facts(results: Results, jobs: Sequence[Job], ratings: Ratings, plan: Plan) -> list[str]:
+def _facts(study: Study, results: Results, data: Data, plan: Plan) -> list[str]:
     """Say what was run, from what is there."""
     finished = [result for some in results.values() for result in some]
     seeds = sorted({result["seed"] for result in finished})
@@ -106,15 +98,11 @@ def _facts(results: Results, jobs: Sequence[Job], ratings: Ratings, plan: Plan) 
     versions |= {module.__name__: module.__version__ for module in (jax, np, optax)}
     source = Path(plan.data).name
     return [
-        f"Command: `fedrecon reproduce movielens --data {source}{' --quick' if plan.quick else ''}`.",
-        f"Data: {source}, {ratings.num_examples:,} ratings of {ratings.num_items:,} items by {len(ratings):,} users "
-        f"(fingerprint {ratings.fingerprint()}).",
-        "Unseen users: users divided at random 80/10/10, half of a user's ratings support, half query. "
-        "Seen users: every user's ratings divided 80/10/10 by time. "
-        "At most 300 ratings of a user are used to train, after a shuffle.",
-        f"Seeds: {', '.join(map(str, seeds)) or 'none'}; each is one shuffle of everybody's ratings and one training "
-        "seed. The users of each part are the same for all seeds. Settings were chosen on validation users.",
-        f"Finished: {len(results)} of {len(jobs)} jobs, {len(finished)} trainings, {seconds / 60:.1f} minutes of "
+        f"Command: `fedrecon reproduce {study.name} --data {source}{' --quick' if plan.quick else ''}`.",
+        *data.facts(),
+        f"Seeds: {', '.join(map(str, seeds)) or 'none'}. Who is in which part is the same for all seeds. Settings were "
+        "chosen on validation data.",
+        f"Finished: {len(results)} of {len(study.jobs)} jobs, {len(finished)} trainings, {seconds / 60:.1f} minutes of "
         f"training and evaluation on {os.cpu_count()} cores ({len(jax.devices())} JAX devices).",
         f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",
     ]

@@ -14,8 +14,7 @@ from fedrecon.config import to_json
 from fedrecon.engine import start_devices
 from fedrecon.progress import Progress, silent
 from fedrecon.storage import StorageError, read_json, write_json
-from fedrecon.studies.jobs import Divided, run_job
-from fedrecon.studies.study import Job, Result, digest
+from fedrecon.studies.study import Data, Job, Kind, Result, digest
 
 Say = Callable[[str], None]
 
@@ -48,11 +47,13 @@ def start_compiling_quickly() -> None:
 class Runner:
     """Runs jobs and keeps their results in `folder/rows`, one file a job and seed."""
 
-    def __init__(self, folder: Path, divided: Divided, *, suffix: str = "", say: Say, progress: Progress = silent):
+    def __init__(
+        self, kind: Kind, folder: Path, data: Data, *, suffix: str = "", say: Say, progress: Progress = silent
+    ):
         """Keep results in `folder`, in files that end with `suffix`; `say` is told what is running and what is left."""
         self.folder, self._suffix = folder / "rows", suffix
-        self._divided, self._say, self._progress = divided, say, progress
-        self._fingerprint = divided.ratings.fingerprint()
+        self._kind, self._data, self._say, self._progress = kind, data, say, progress
+        self._fingerprint = data.fingerprint()
 
     def run(self, jobs: Sequence[Job], seeds: Sequence[int]) -> None:
         """Run what is not finished, in order, all seeds of a job one after another."""
@@ -70,7 +71,7 @@ class Runner:
             self._run_one(job, seed)
 
     def _run_one(self, job: Job, seed: int) -> None:
-        found = run_job(job.setting, self._divided, seed, progress=self._progress)
+        found = self._kind.run(job.setting, self._data, seed, "test", self._progress)
         facts = {
             "job": job.name,
             "title": job.title,
@@ -81,8 +82,7 @@ class Runner:
         write_json(self._path(job, seed), facts | found)
         at = next(entry for entry in found["evaluations"] if entry["round"] == job.setting.rounds)
         for measure in job.setting.measures:
-            micro = at[measure]["micro"]
-            self._say(f"    {measure}: RMSE {micro['rmse']:.4f}, accuracy {100 * micro['accuracy']:.2f} %")
+            self._say(f"    {measure}: {self._kind.tell(at[measure]['micro'])}")
 
     def finished(self, job: Job, seed: int) -> Result | None:
         """Return the result of a job, if it was run with the same settings on the same data."""

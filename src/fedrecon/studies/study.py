@@ -1,4 +1,4 @@
-"""What a study is: jobs that train and measure, rows of a table, figures."""
+"""What a study is: jobs that train and measure, tables, claims and figures of what they found, in one report."""
 
 from __future__ import annotations
 
@@ -7,61 +7,49 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from fedrecon.config import Factorization, Reconstruct, Server, Update, to_json
+from fedrecon.config import to_json
+from fedrecon.progress import Progress
 
-Result = Mapping[str, Any]  # what a finished job left: see `jobs.run_job`
+Result = Mapping[str, Any]  # what a finished job left; all have evaluations, losses, sent and seconds
 Results = Mapping[str, Sequence[Result]]  # by job, one a seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How a model is trained and what is measured of it.
-
-    Attributes:
-      train: `fedrecon`; `fedavg`, user rows kept by their owners; `fedavg-dense`, a table of all user rows averaged
-        like the rest; `centralized`, all examples in one place, in one round.
-      users: `unseen` tests on users that took no part; `seen` tests on the last tenth of everybody's ratings.
-      measures: `recon` (rebuild on support, measure on query), `kept` (StandardEval with local parameters from
-        training), `random` (StandardEval with local parameters as they are initialised).
-      split: support and query in training.
-      rounds: how many rounds the row reports.
-      on_to: run on to this many rounds and report that too.
-      every: evaluate after every so many rounds; divides `rounds`.
-      few: measure also with only so many support examples.
-    """
-
-    train: Literal["fedrecon", "fedavg", "fedavg-dense", "centralized"] = "fedrecon"
-    users: Literal["unseen", "seen"] = "unseen"
-    measures: tuple[Literal["recon", "kept", "random"], ...] = ("recon",)
-    model: Factorization = field(default_factory=Factorization)
-    split: str = "half"
-    reconstruct: Reconstruct = field(default_factory=Reconstruct)
-    update: Update = field(default_factory=Update)
-    server: Server = field(default_factory=Server)
-    clients_per_round: int = 100
-    rounds: int = 500
-    on_to: int | None = None
-    every: int = 500
-    few: tuple[int, ...] = ()
-
-    @property
-    def last_round(self) -> int:
-        """How many rounds are run."""
-        return self.on_to or self.rounds
-
-
 Grid = Mapping[str, tuple[Any, ...]]  # values to choose from on validation data, by path: `server.learning_rate`
+
+
+class Table(NamedTuple):
+    """Lines of cells under a head."""
+
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+
+class Picture(NamedTuple):
+    """A PNG file and what is said below it."""
+
+    path: Path
+    caption: str
+
+
+Part = str | Table | Picture | list[str]  # a paragraph (or a heading that begins with #), a table, a picture, a list
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something to train; its name is its file's."""
+    """Something to train.
+
+    Attributes:
+      name: of its file.
+      title: what a reader calls it.
+      setting: a dataclass of how it is trained and measured. All have `rounds` (how many the row reports), `on_to` (run
+        on to so many and report that too, or None), `every` (evaluate after so many; divides `rounds`), `measures`.
+      grid: what `--tune` tries.
+    """
 
     name: str
     title: str
-    setting: Setting
+    setting: Any
     grid: Grid = field(default_factory=dict)
 
 
@@ -72,13 +60,16 @@ def changed(setting: Any, path: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of the table: one measure of a job, and the paper's numbers for it if it has any."""
+class Section:
+    """A part of the report, of the results of some jobs.
+
+    Attributes:
+      compose: `results -> parts`; says itself what is missing.
+    """
 
     title: str
-    job: str
-    measure: str
-    paper: tuple[float, float] | None = None
+    jobs: tuple[str, ...]
+    compose: Callable[[Results], list[Part]]
 
 
 @dataclass(frozen=True)
@@ -111,26 +102,55 @@ class Claim:
     check: Callable[[Results], tuple[bool, str]]
 
 
+class Data(Protocol):
+    """Data of a study, divided."""
+
+    def fingerprint(self) -> str:
+        """Return a digest of the content."""
+
+    def facts(self) -> list[str]:
+        """Say what the data is and how it is divided."""
+
+
+class Kind(NamedTuple):
+    """What studies of one kind of data have in common.
+
+    Attributes:
+      open: `(source, folder for what is prepared, progress) -> data`.
+      run: `(setting, data, seed, part, progress) -> result`; part is `test`, or `valid` to choose settings on.
+      shorten: `job -> a job that is done quickly`.
+      tell: `metrics over all examples -> the main ones in words`.
+      loss: `metrics over all examples -> what tuning brings down`.
+      heads: of the table of settings.
+      describe: `setting -> one cell under each head`.
+    """
+
+    open: Callable[[str, Path, Progress], Data]
+    run: Callable[[Any, Any, int, str, Progress], dict[str, Any]]
+    shorten: Callable[[Job], Job]
+    tell: Callable[[Mapping[str, Any]], str]
+    loss: Callable[[Mapping[str, Any]], float]
+    heads: tuple[str, ...]
+    describe: Callable[[Any], tuple[str, ...]]
+
+
 @dataclass(frozen=True)
 class Study:
     """A study: everything in the order of the paper."""
 
     name: str
     title: str
+    kind: Kind
     jobs: tuple[Job, ...]
-    rows: tuple[Row, ...]
-    beyond: tuple[Row, ...]
+    sections: tuple[Section, ...]
     figures: tuple[Figure, ...]
     claims: tuple[Claim, ...]
-    max_examples: int = 300
 
     def __post_init__(self) -> None:
-        """Check that rows, figures and claims speak of jobs that there are."""
+        """Check that sections, figures and claims speak of jobs that there are."""
         names = [job.name for job in self.jobs]
-        asked = [row.job for row in (*self.rows, *self.beyond)]
-        asked += [name for figure in self.figures for name in figure.jobs]
-        asked += [name for claim in self.claims for name in claim.jobs]
-        unknown = sorted(set(asked) - set(names))
+        parts: tuple[Section | Figure | Claim, ...] = (*self.sections, *self.figures, *self.claims)
+        unknown = sorted({name for part in parts for name in part.jobs} - set(names))
         if unknown or len(set(names)) < len(names):
             raise ValueError(f"a study needs one job of each name; unknown: {unknown}, there are: {names}")
 
@@ -149,21 +169,7 @@ class Study:
         return tuple(job for job in self.jobs if not only or job.name in wanted)
 
 
-def digest(setting: Setting, seed: int, fingerprint: str) -> str:
+def digest(setting: Any, seed: int, fingerprint: str) -> str:
     """Return a digest of everything that a job's result depends on."""
     facts = {"setting": to_json(setting), "seed": seed, "data": fingerprint}
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def shortened(job: Job, rounds: int, epochs: int) -> Job:
-    """Return a job that runs for fewer rounds, and not beyond them, or fewer epochs if it is centralized."""
-    setting = job.setting
-    if setting.train == "centralized":
-        update = dataclasses.replace(setting.update, epochs=min(setting.update.epochs, epochs))
-        return dataclasses.replace(job, setting=dataclasses.replace(setting, update=update))
-    done = min(setting.rounds, rounds)
-    every = max(1, min(setting.every, done // 5) if setting.every < setting.rounds else done)
-    few = setting.few[:1]  # each is compiled by itself
-    while done % every:
-        every -= 1
-    return dataclasses.replace(job, setting=dataclasses.replace(setting, rounds=done, on_to=None, every=every, few=few))

@@ -11,14 +11,13 @@ from typing import Any
 from fedrecon.config import to_json
 from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json, write_json
-from fedrecon.studies.jobs import Divided, run_job
 from fedrecon.studies.runner import Say
-from fedrecon.studies.study import Job, Setting, changed, digest
+from fedrecon.studies.study import Data, Job, Kind, changed, digest
 
 
-def candidates(job: Job) -> Iterator[tuple[dict[str, Any], Setting]]:
+def candidates(job: Job) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield the values and settings of a job's grid, trained no further than the row reports."""
-    now = dataclasses.replace(job.setting, on_to=None, every=job.setting.rounds, few=())
+    now = dataclasses.replace(job.setting, on_to=None, every=job.setting.rounds)
     for values in itertools.product(*job.grid.values()):
         chosen = dict(zip(job.grid, values, strict=True))
         setting = now
@@ -27,13 +26,13 @@ def candidates(job: Job) -> Iterator[tuple[dict[str, Any], Setting]]:
         yield chosen, setting
 
 
-def tune(jobs: Sequence[Job], divided: Divided, folder: Path, *, say: Say, progress: Progress = silent) -> Any:
+def tune(kind: Kind, jobs: Sequence[Job], data: Data, folder: Path, *, say: Say, progress: Progress = silent) -> Any:
     """Train every candidate of every job that has a grid with the first seed, and store what it had on validation data.
 
     Results are in `folder/tune.json`; candidates that are in it already are not trained again.
     """
     path = folder / "tune.json"
-    fingerprint = divided.ratings.fingerprint()
+    fingerprint = data.fingerprint()
     known = {one["digest"]: one for one in read_json(path)["tried"]} if path.exists() else {}
     todo = [(job, *candidate) for job in jobs if job.grid for candidate in candidates(job)]
     say(f"tuning: {len(todo)} candidates, measured on validation data")
@@ -41,30 +40,30 @@ def tune(jobs: Sequence[Job], divided: Divided, folder: Path, *, say: Say, progr
         key = digest(setting, 0, fingerprint) + job.name
         if key in known:
             continue
-        found = run_job(setting, divided, 0, part="valid", progress=progress)
+        found = kind.run(setting, data, 0, "valid", progress)
         micro = found["evaluations"][-1][setting.measures[-1]]["micro"]
         known[key] = {
             "digest": key,
             "job": job.name,
             "values": values,
-            "rmse": micro["rmse"],
-            "accuracy": micro["accuracy"],
+            "loss": kind.loss(micro),
+            "told": kind.tell(micro),
             "rounds": setting.rounds,
             "setting": to_json(setting),
         }
-        say(f"[{place + 1} of {len(todo)}] {job.title}, {in_words(values)}: RMSE {micro['rmse']:.4f}")
+        say(f"[{place + 1} of {len(todo)}] {job.title}, {in_words(values)}: {kind.tell(micro)}")
         write_json(path, {"seed": 0, "tried": _ranked(list(known.values()))})
     return read_json(path)
 
 
 def _ranked(tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark the best candidate of each job: the lowest finite RMSE."""
+    """Mark the best candidate of each job: the lowest finite loss."""
     best: dict[str, float] = {}
     for one in tried:
-        rmse = one["rmse"]
-        if rmse is not None and rmse == rmse:
-            best[one["job"]] = min(best.get(one["job"], rmse), rmse)
-    return [one | {"best": one["rmse"] == best.get(one["job"])} for one in tried]
+        loss = one["loss"]
+        if loss is not None and loss == loss:
+            best[one["job"]] = min(best.get(one["job"], loss), loss)
+    return [one | {"best": one["loss"] == best.get(one["job"])} for one in tried]
 
 
 def in_words(values: Mapping[str, Any]) -> str:

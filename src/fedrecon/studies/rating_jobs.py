@@ -1,22 +1,64 @@
-"""Run one job of a study: train as its setting says, and measure."""
+"""Jobs of studies of ratings: their settings, their data, and how one is run."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.build import build_model, build_optimizer, build_reconstruction, build_server
+from fedrecon.build import build_model, build_optimizer, build_reconstruction, build_server, load_ratings
+from fedrecon.config import Data, Factorization, Reconstruct, Server, Update
 from fedrecon.data import Ratings
 from fedrecon.progress import Progress, silent
-from fedrecon.studies.study import Setting
+from fedrecon.studies.study import Job
 
 DIVISION = 0  # who trains, validates and tests: the same for all seeds, or some would test where others chose settings
+MOST_EXAMPLES = 300
 KEPT_PER_CLIENT = "rmse"  # the metric whose value for every single client is stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model is trained and what is measured of it.
+
+    Attributes:
+      train: `fedrecon`; `fedavg`, user rows kept by their owners; `fedavg-dense`, a table of all user rows averaged
+        like the rest; `centralized`, all examples in one place, in one round.
+      users: `unseen` tests on users that took no part; `seen` tests on the last tenth of everybody's ratings.
+      measures: `recon` (rebuild on support, measure on query), `kept` (StandardEval with local parameters from
+        training), `random` (StandardEval with local parameters as they are initialised).
+      split: support and query in training.
+      rounds: how many rounds the row reports.
+      on_to: run on to this many rounds and report that too.
+      every: evaluate after every so many rounds; divides `rounds`.
+      few: measure also with only so many support examples.
+    """
+
+    train: Literal["fedrecon", "fedavg", "fedavg-dense", "centralized"] = "fedrecon"
+    users: Literal["unseen", "seen"] = "unseen"
+    measures: tuple[Literal["recon", "kept", "random"], ...] = ("recon",)
+    model: Factorization = field(default_factory=Factorization)
+    split: str = "half"
+    reconstruct: Reconstruct = field(default_factory=Reconstruct)
+    update: Update = field(default_factory=Update)
+    server: Server = field(default_factory=Server)
+    clients_per_round: int = 100
+    rounds: int = 500
+    on_to: int | None = None
+    every: int = 500
+    few: tuple[int, ...] = ()
+
+    @property
+    def last_round(self) -> int:
+        """How many rounds are run."""
+        return self.on_to or self.rounds
 
 
 class Parts(NamedTuple):
@@ -35,6 +77,20 @@ class Divided:
         self.ratings, self._most = ratings, max_examples
         self._made: dict[tuple[str, int], Parts] = {}
 
+    def fingerprint(self) -> str:
+        """Return a digest of the ratings."""
+        return self.ratings.fingerprint()
+
+    def facts(self) -> list[str]:
+        """Say what the data is and how it is divided."""
+        return [
+            f"Data: {self.ratings.num_examples:,} ratings of {self.ratings.num_items:,} items by "
+            f"{len(self.ratings):,} users (fingerprint {self.fingerprint()}).",
+            "Unseen users: users divided at random 80/10/10, half of a user's ratings support, half query. "
+            f"Seen users: every user's ratings divided 80/10/10 by time. At most {self._most} ratings of a user are "
+            "used to train, after a shuffle.",
+        ]
+
     def of(self, users: str, seed: int) -> Parts:
         """Return the parts of a seed, which shuffles everybody's ratings; who is in which part is always the same."""
         if (users, seed) not in self._made:
@@ -46,6 +102,12 @@ class Divided:
                 parts = Parts(*capped.split_clients(0.8, 0.1, 0.1, seed=DIVISION))
             self._made[users, seed] = parts
         return self._made[users, seed]
+
+
+def open_ratings(source: str, folder: Path, progress: Progress = silent) -> Divided:
+    """Open the ratings of a name or path."""
+    del folder, progress
+    return Divided(load_ratings(Data(source=source)), MOST_EXAMPLES)
 
 
 class Trainer(NamedTuple):
@@ -159,7 +221,7 @@ class Observer:
 
 
 def run_job(
-    setting: Setting, divided: Divided, seed: int, *, part: str = "test", progress: Progress = silent
+    setting: Setting, divided: Divided, seed: int, part: str = "test", progress: Progress = silent
 ) -> dict[str, Any]:
     """Train one setting with one seed and measure it on the users or ratings of a part.
 
@@ -203,3 +265,17 @@ def run_job(
 def count(tree: Any) -> int:
     """Count the numbers in a tree of arrays."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def shortened(job: Job, rounds: int = 40, epochs: int = 3) -> Job:
+    """Return a job that runs for fewer rounds, and not beyond them, or fewer epochs if it is centralized."""
+    setting = job.setting
+    if setting.train == "centralized":
+        update = dataclasses.replace(setting.update, epochs=min(setting.update.epochs, epochs))
+        return dataclasses.replace(job, setting=dataclasses.replace(setting, update=update))
+    done = min(setting.rounds, rounds)
+    every = max(1, min(setting.every, done // 5) if setting.every < setting.rounds else done)
+    few = setting.few[:1]  # each is compiled by itself
+    while done % every:
+        every -= 1
+    return dataclasses.replace(job, setting=dataclasses.replace(setting, rounds=done, on_to=None, every=every, few=few))
