@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedrecon.clients import Clients
 from fedrecon.config import NextWord, Reading, TextConfig, TextData
 from fedrecon.config_files import changed
