@@ -17,7 +17,7 @@ from fedrecon.tasks import Items
 SMALL = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "8", "--model.max-words", "5"]
 SMALL += ["--model.hidden", "16", "--model.embedding", "8", "--model.projection", "8", "--devices", "1"]
 SMALL += ["--reconstruct.learning-rate", "1", "--reconstruct.epochs", "5", "--reconstruct.batch-size", "4"]
-SMALL += ["--update.batch-size", "4", "--sampling.clients-per-round", "10", "--block", "5"]
+SMALL += ["--update.batch-size", "4", "--sampling.clients-per-round", "10", "--block", "1"]
 SMALL += ["--evaluate-every", "30", "--checkpoint-every", "30"]
 ROUNDS = ["--rounds", "60"]
 
@@ -305,14 +305,3 @@ def test_a_damaged_model_is_one_sentence(change, message, trained, tmp_path, cap
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     assert main(["evaluate", str(model), "--text", "x"]) == 1
     assert message in said(capsys)
-
-
-def test_a_model_of_before_there_were_tasks_is_of_ratings(recommender, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(recommender, model)
-    file = model / "model.json"
-    description = json.loads(file.read_text())
-    del description["task"]
-    file.write_text(json.dumps(description))
-    (tmp_path / "me.csv").write_text("user,item,rating\nme,0,3\nme,1,4\n")
-    assert main(["recommend", str(model), "--ratings", str(tmp_path / "me.csv")]) == 0
