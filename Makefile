@@ -18,7 +18,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/demo.stamp
+bench: .venv/dev.stamp
 	$(BIN)/python benchmarks/run.py
 
 clean:

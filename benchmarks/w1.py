@@ -19,14 +19,14 @@ def setup(source):
     return fr.data.load(source).shuffle(0)
 
 
-def algorithm(num_items, client=None):
+def algorithm(num_items, client=None, model=None):
     """Return Federated Reconstruction with the settings of W1; `client` is U's optimizer."""
     import optax
 
     import fedrecon as fr
 
     return fr.federated_reconstruction(
-        fr.models.matrix_factorization(num_items, DIM),
+        model or fr.models.matrix_factorization(num_items, DIM),
         split=fr.split.alternate(BATCH),
         reconstruct=fr.gradient_descent(optax.sgd(0.1), batch_size=BATCH, steps=STEPS),
         update=fr.gradient_descent(client or optax.sgd(0.5), batch_size=BATCH, steps=STEPS),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon.cohort import ABSENT
-from fedrecon.engine import MOST_IN_BLOCK, compile_each, compile_rounds, everywhere
+from fedrecon.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, everywhere
 from fedrecon.sampling import Cohorts
 from toy_models import (
     assert_close,
@@ -26,7 +26,7 @@ from toy_models import (
 
 PLACES = 12  # of a cohort, for all layouts below
 LARGEST = 7
-LAYOUTS = [(2, 1), (3, 1), (12, 1), (3, 2), (1, 4)]
+LAYOUTS = [(2, 1, None), (3, 1, None), (12, 1, None), (3, 2, None), (1, 4, None), (1, 1, 12), (2, 2, 6)]
 
 ALGORITHM = fr.federated_reconstruction(
     lookup_model(),
@@ -38,14 +38,14 @@ ALGORITHM = fr.federated_reconstruction(
 
 
 @functools.cache
-def compiled(block, devices):
-    place = fr.layout(block, devices)
+def compiled(block, devices, sharing=None):
+    place = fr.layout(block, devices, sharing=sharing)
     return compile_rounds(ALGORITHM, place), place
 
 
-def run(clients, order, block=1, devices=1):
+def run(clients, order, block=1, devices=1, sharing=None):
     """The parameters and metrics of one round with these clients in this order."""
-    rounds, place = compiled(block, devices)
+    rounds, place = compiled(block, devices, sharing)
     order = np.concatenate([order, np.full(PLACES - len(order), ABSENT)]).astype(int)
     state = everywhere(ALGORITHM.init(jax.random.key(0)), place)
     state, metrics = run_cohort(rounds, ALGORITHM, state, clients, order)
@@ -60,13 +60,13 @@ def population(sizes, seed):
 sizes_lists = st.lists(st.integers(0, LARGEST), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize(("block", "devices"), LAYOUTS)
+@pytest.mark.parametrize(("block", "devices", "sharing"), LAYOUTS)
 @settings(max_examples=12, deadline=None)
 @given(sizes=sizes_lists, seed=st.integers(0, 10_000))
-def test_neither_block_size_nor_device_count_changes_a_result(block, devices, sizes, seed):
+def test_neither_block_size_nor_device_count_changes_a_result(block, devices, sharing, sizes, seed):
     clients = population(sizes, seed)
     order = np.arange(len(clients))
-    assert_close(run(clients, order, block, devices), run(clients, order))
+    assert_close(run(clients, order, block, devices, sharing), run(clients, order))
 
 
 @pytest.mark.parametrize(("block", "devices"), [(1, 1), (3, 2)])
@@ -139,6 +139,7 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
         ({"devices": 5}, "`devices` is 5; JAX sees 4"),
         ({"devices": 0}, "`devices` is 0; JAX sees 4"),
         ({"block": 0}, "`block` is 0; it must be at least 1"),
+        ({"block": 4, "sharing": 6}, "`sharing` is 6; it must be a multiple of `block`, which is 4"),
     ],
 )
 def test_an_impossible_layout_is_refused(options, message):
@@ -155,6 +156,34 @@ def test_by_default_all_devices_run_blocks_that_fit_a_cache():
     assert fr.layout(model=model(10)).block == MOST_IN_BLOCK
     assert fr.layout(model=model(10_000_000)).block == 1
     assert 1 < fr.layout(model=model(50_000)).block < MOST_IN_BLOCK
+
+
+def test_by_default_clients_of_a_large_model_share_it_as_long_as_what_is_their_own_is_small():
+    def place(shared, own):
+        model = linear()._replace(
+            init_global=lambda key: {"dense": jnp.zeros(shared)}, init_local=lambda key: {"own": jnp.zeros(own)}
+        )
+        return fr.layout(model=model)
+
+    assert place(10, 10).sharing == MOST_IN_BLOCK
+    assert place(10_000_000, 10).sharing == MOST_SHARING
+    assert place(10_000_000, 10_000_000).sharing == 1
+    between = place(50_000, 10)
+    assert MOST_SHARING - between.block < between.sharing <= MOST_SHARING
+    assert between.sharing % between.block == 0
+
+
+@pytest.mark.parametrize(
+    ("clients", "wide", "places"),
+    # Blocks that share are of one size, and no larger than the cohort needs.
+    [(1, 1, 2), (7, 4, 8), (20, 10, 20), (32, 16, 32), (33, 9, 36), (100, 13, 104)],
+)
+def test_a_cohort_is_divided_into_blocks_of_one_size(clients, wide, places):
+    place = fr.layout(1, 2, sharing=16)
+    order = place.arrange(np.arange(clients), np.ones(clients))
+    assert len(order) == places
+    assert place.wide(places // 2) == wide
+    assert sorted(order[order >= 0]) == list(range(clients))
 
 
 @pytest.mark.parametrize(("block", "devices"), [(1, 1), (3, 1), (2, 2), (1, 4)])

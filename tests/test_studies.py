@@ -103,7 +103,7 @@ def csv(ratings, tmp_path_factory):
 def finished(csv, tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     said = []
-    reproduce(STUDY, Plan(str(csv), folder, seeds=1), say=said.append)
+    reproduce(STUDY, Plan(str(csv), folder, seeds=1, workers=1), say=said.append)
     return folder, said
 
 
@@ -113,6 +113,7 @@ def test_a_study_leaves_a_file_for_every_job_and_seed(finished):
     assert names == {"base-0.json", "central-0.json", "none-0.json"}
     assert sum(line.startswith("[") for line in said) == 3
     assert said[0].startswith("[1 of 3] base, seed 0")
+    assert said[1].startswith("    base, seed 0: recon: RMSE ")
 
 
 def test_a_study_never_runs_a_finished_job_again(finished, csv):
@@ -120,7 +121,7 @@ def test_a_study_never_runs_a_finished_job_again(finished, csv):
     before = {path: path.read_bytes() for path in (folder / "rows").iterdir()}
     (folder / "rows" / "base-0.json").write_text('{"digest": "cut o')
     said = []
-    reproduce(STUDY, Plan(str(csv), folder, seeds=1), say=said.append)
+    reproduce(STUDY, Plan(str(csv), folder, seeds=1, workers=1), say=said.append)
     assert [line for line in said if line.startswith("[")] == ["[1 of 1] base, seed 0"]
     same = {path: data for path, data in before.items() if path.name != "base-0.json"}
     assert all(path.read_bytes() == data for path, data in same.items())
@@ -129,9 +130,7 @@ def test_a_study_never_runs_a_finished_job_again(finished, csv):
 def test_a_job_is_run_again_when_its_settings_or_the_data_change(finished, csv, ratings):
     folder, _ = finished
     job = STUDY.jobs[0]
-    same, changed = (
-        Runner(RATINGS, folder, Divided(data, 300), say=print) for data in (fr.data.load(csv), ratings.cap(5))
-    )
+    same, changed = (Runner(RATINGS, folder, Divided(data, 300)) for data in (fr.data.load(csv), ratings.cap(5)))
     other = dataclasses.replace(job, setting=dataclasses.replace(TINY, rounds=3))
     assert same.finished(job, 0) is not None
     assert same.finished(other, 0) is None
@@ -165,7 +164,7 @@ def test_running_on_reports_the_shorter_run_unchanged(finished):
 
 
 def test_only_runs_what_a_row_or_figure_needs(csv, tmp_path):
-    reproduce(STUDY, Plan(str(csv), tmp_path, seeds=1, only=("sent",)), say=lambda line: None)
+    reproduce(STUDY, Plan(str(csv), tmp_path, seeds=1, only=("sent",), workers=1), say=lambda line: None)
     assert [path.name for path in (tmp_path / "rows").iterdir()] == ["base-0.json"]
     report = (tmp_path / "report.md").read_text()
     assert "Missing, not run: Central." in report
@@ -195,6 +194,7 @@ def test_the_command_writes_a_report_that_needs_no_other_file(csv, tmp_path, mon
     page = tmp_path / "page.md"
     out = tmp_path / "out"
     argv = ["reproduce", "movielens", "--data", str(csv), "--out", str(out), "--quick", "--tune", "--page", str(page)]
+    argv += ["--workers", "1"]
     assert main(argv) == 0
     assert "report.html" in capsys.readouterr().out
     text = (out / "report.html").read_text()
@@ -296,3 +296,28 @@ def test_the_movielens_study_has_the_papers_rows_in_order():
         job.setting.last_round % job.setting.every == 0 and job.setting.rounds % job.setting.every == 0
         for job in movielens.STUDY.jobs
     )
+
+
+def test_jobs_side_by_side_find_what_they_find_one_after_another(finished, csv, tmp_path):
+    alone, said = finished[0], []
+    plan = Plan(str(csv), tmp_path, seeds=1, only=("base", "central"), workers=2)
+    reproduce(STUDY, plan, say=said.append)
+    assert sorted(line for line in said if line.startswith("[")) == [
+        "[1 of 2] base, seed 0",
+        "[2 of 2] central, seed 0",
+    ]
+    assert sum(line.startswith("    ") for line in said) == 2
+    for name in ("base-0.json", "central-0.json"):
+        one, other = (json.loads((folder / "rows" / name).read_text()) for folder in (tmp_path, alone))
+        assert one["losses"] == pytest.approx(other["losses"], 1e-4)
+        assert one["digest"] == other["digest"]
+    said.clear()
+    reproduce(STUDY, plan, say=said.append)
+    assert said == [], "finished jobs were run again"
+
+
+def test_a_job_that_fails_in_a_process_is_an_error_here(csv, tmp_path):
+    impossible = dataclasses.replace(TINY, split="nothing")
+    study = dataclasses.replace(STUDY, jobs=(Job("base", "base", impossible), *STUDY.jobs[1:]))
+    with pytest.raises(ValueError, match="unknown split 'nothing'"):
+        reproduce(study, Plan(str(csv), tmp_path, seeds=1, only=("base",), workers=2), say=print)

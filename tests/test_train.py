@@ -302,3 +302,8 @@ def test_a_redrawn_split_resumes_to_the_bit_and_differs_from_a_fixed_one(tmp_pat
     resumed = run(algorithm(redrawn), folder=tmp_path / "parts")
     assert_same_bits(resumed.params, straight.params)
     assert leaves_of(straight.params) != pytest.approx(leaves_of(run(algorithm(fr.split.half())).params))
+
+
+def test_no_clients_a_round_are_refused():
+    with pytest.raises(ValueError, match="clients_per_round >= 1"):
+        fr.train(momentum(), ratings(), rounds=1, clients_per_round=0)

@@ -20,6 +20,8 @@ from fedrecon.engine import start_devices as start_devices
 from fedrecon.evaluate import Evaluation as Evaluation
 from fedrecon.evaluate import Evaluator as Evaluator
 from fedrecon.evaluate import evaluate as evaluate
+from fedrecon.explain import Explanation as Explanation
+from fedrecon.explain import explain as explain
 from fedrecon.least_squares import least_squares as least_squares
 from fedrecon.local import Solver as Solver
 from fedrecon.model import Metric as Metric
@@ -35,5 +37,6 @@ from fedrecon.pool import pooled as pooled
 from fedrecon.pool import with_owner as with_owner
 from fedrecon.run import RunFolder as RunFolder
 from fedrecon.sampling import Sampling as Sampling
+from fedrecon.tracing import find_lookups as find_lookups
 from fedrecon.train import Run as Run
 from fedrecon.train import train as train

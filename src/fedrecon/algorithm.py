@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +13,11 @@ from jax import Array
 from fedrecon import aggregate as aggregation_rules
 from fedrecon.aggregate import Aggregation, Upload
 from fedrecon.cohort import Cohort, Examples, Needs
-from fedrecon.local import Objective, Problem, Solver
-from fedrecon.model import Batch, Model, Params, flatten, unflatten
+from fedrecon.local import Solver, local_objective, solve_local
+from fedrecon.model import Batch, Model, Params, divide, flatten, unflatten
 from fedrecon.split import Split
 from fedrecon.split import half as half_split
+from fedrecon.state import settle
 from fedrecon.update import Updater, differentiate_through, hold, start_local
 
 
@@ -59,6 +60,7 @@ class Algorithm(NamedTuple):
       check: `(global, local, batch, mask)` of one client; raises if the model does not fit the algorithm.
       groups: which deltas in an upload are by rows, as `{path: group of lookup tables}`.
       support_limit: how many support examples `reconstruct` can use; None for no limit.
+      remake: `model -> Algorithm`, the same algorithm for another model with the same parameters.
       stages: the two parts of `client`, `finish` after `prepare`; None where it cannot be divided.
     """
 
@@ -73,7 +75,22 @@ class Algorithm(NamedTuple):
     check: Callable[[Params, Params, Batch, Array], None]
     groups: Mapping[str, str]
     support_limit: int | None
+    remake: Callable[[Model], Algorithm]
     stages: Stages | None = None
+
+
+class Same(NamedTuple):
+    """An algorithm that equals none but itself: its functions cannot be compared."""
+
+    algorithm: Algorithm
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity."""
+        return isinstance(other, Same) and self.algorithm is other.algorithm
+
+    def __hash__(self) -> int:
+        """Hash by identity."""
+        return id(self.algorithm)
 
 
 def federated_reconstruction(
@@ -110,30 +127,40 @@ def federated_reconstruction(
     """
     if joint and second_order:
         raise ValueError("`joint` and `second_order` exclude each other: one moves what the other differentiates")
+    if second_order and model.state is not None and model.state.shared:
+        raise ValueError(
+            "`second_order` has no rebuilt local parameters to take averaged statistics with; "
+            "give the model state='local' or state='frozen'"
+        )
     updater = Updater(model, update, through_support=second_order)
     rebuild = rebuilder(model, reconstruct)
 
     def rebuild_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
-        return rebuild.run(params, kept, cohort.support, client_keys(key, cohort.client)), kept
+        keys = client_keys(key, cohort.client)
+        of_r, of_u = step_keys(model, keys)
+        return rebuild.run(params, kept, cohort.support, keys, of_r), of_u, kept
 
     def then_update(params: Params, held: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
         del key
-        local, kept = held
+        local, of_u, kept = held
         if joint:
-            return updater.run(params, cohort, hold(model), (), solved=local).upload, kept
-        return updater.run(params, cohort, hold(model), local).upload, kept
+            return updater.run(params, cohort, hold(model), (), solved=local, keys=of_u).upload, kept
+        return updater.run(params, cohort, hold(model), local, keys=of_u).upload, kept
 
     def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
         if second_order:
-            fresh = jax.vmap(model.init_local)(client_keys(key, cohort.client))
-            return updater.run(params, cohort, differentiate_through(model, reconstruct), fresh).upload, kept
+            keys = client_keys(key, cohort.client)
+            of_r, of_u = step_keys(model, keys)
+            start = jax.vmap(model.init_local)(keys), of_r
+            predict = differentiate_through(model, reconstruct)
+            return updater.run(params, cohort, predict, start, keys=of_u).upload, kept
         return then_update(params, rebuild_first(params, kept, cohort, key), cohort, key)
 
     return Algorithm(
         model=model,
         init=lambda key: init_server(model, server, key),
         client=client,
-        server=lambda state, mean, take: step_server(server, state, mean, take),
+        server=lambda state, mean, take: step_server(server, state, mean, take, averaged(model)),
         reconstruct=rebuild.run,
         needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
         aggregation=aggregate or aggregation_rules.mean(),
@@ -141,39 +168,67 @@ def federated_reconstruction(
         check=rebuild.check,
         groups=updater.groups,
         support_limit=reconstruct.limit,
+        remake=lambda other: federated_reconstruction(
+            other,
+            reconstruct=reconstruct,
+            update=update,
+            server=server,
+            split=split,
+            joint=joint,
+            second_order=second_order,
+            aggregate=aggregate,
+        ),
         stages=None if second_order else Stages(rebuild_first, then_update),
     )
 
 
 class Rebuilder(NamedTuple):
-    """R for a block of clients: `run(global, kept, support, keys) -> local`, its check and its limit."""
+    """R for a block of clients: `run(global, kept, support, keys, keys of its steps) -> local`, its check and limit.
 
-    run: Callable[[Params, Any, Examples, Array], Params]
+    Without keys of steps nothing in the steps is random: so it is wherever `run` is not part of training.
+    """
+
+    run: Callable[..., Params]
     check: Callable[[Params, Params, Batch, Array], None]
     limit: int | None
 
 
 def rebuilder(model: Model, reconstruct: Solver | None) -> Rebuilder:
-    """Rebuild local parameters with a solver; without one, only models that have none can be rebuilt."""
+    """Rebuild local parameters with a solver; without one, only models that train none can be rebuilt."""
 
-    def objective(params: Params) -> Objective:
-        return Objective(model, lambda local, _, batch: model.predict(params, local, batch))
-
-    def run(params: Params, kept: Any, support: Examples, keys: Array) -> Params:
+    def run(params: Params, kept: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
         del kept
         fresh = jax.vmap(model.init_local)(keys)
-        start = jax.vmap(lambda mine, examples: start_local(model, params, mine, examples))(fresh, support)
-        if not jax.tree.leaves(start):
-            return start
-        if reconstruct is None:
-            raise ValueError("the model has local parameters; give `reconstruct`, a way to rebuild them")
-        return reconstruct.solve(Problem(objective(params), start, (), support, measured=False)).params
+        local = jax.vmap(lambda mine, examples: start_local(model, params, mine, examples))(fresh, support)
+        if jax.tree.leaves(divide(local, _held(model)).solved):
+            if reconstruct is None:
+                raise ValueError("the model has local parameters; give `reconstruct`, a way to rebuild them")
+            local = solve_local(model, reconstruct, params, local, support, keys=of_steps)
+        return settle(model, params, local, support)
 
     def check(params: Params, local: Params, batch: Batch, mask: Array) -> None:
-        if reconstruct is not None and jax.tree.leaves(local):
-            reconstruct.check(objective(params), local, (), batch, mask)
+        solved, held, join = divide(local, _held(model))
+        if reconstruct is not None and jax.tree.leaves(solved):
+            reconstruct.check(local_objective(model, params, join), solved, held, batch, mask)
 
     return Rebuilder(run, check, None if reconstruct is None else reconstruct.limit)
+
+
+def _held(model: Model) -> tuple[str, ...]:
+    return () if model.state is None else model.state.local
+
+
+def averaged(model: Model) -> tuple[str, ...]:
+    """Return the paths of global leaves that the server averages as they are: the global state."""
+    return () if model.state is None else model.state.shared
+
+
+def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
+    """Derive from clients' keys those of the steps of R and of U; None for a model whose steps are not random."""
+    if model.fit is None:
+        return None, None
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    return fold(keys, 1), fold(keys, 2)
 
 
 def client_keys(key: Array, client: Array) -> Array:
@@ -188,11 +243,21 @@ def init_server(model: Model, server: optax.GradientTransformation, key: Array) 
 
 
 def step_server(
-    server: optax.GradientTransformation, state: ServerState, mean: Mapping[str, Array], take: Array
+    server: optax.GradientTransformation,
+    state: ServerState,
+    mean: Mapping[str, Array],
+    take: Array,
+    as_is: Collection[str] = (),
 ) -> ServerState:
-    """Give the negative mean delta to the server's optimizer; where `take` is false, change nothing."""
+    """Give the negative mean delta to the server's optimizer; where `take` is false, change nothing.
+
+    Leaves at the paths `as_is` change by the mean delta itself: an optimizer made for gradients could make a variance
+    negative.
+    """
     structure = flatten(state.params)[1]
-    gradient = unflatten(structure, {path: -delta for path, delta in mean.items()})
-    updates, optimizer = server.update(gradient, state.optimizer, state.params)
+    gradient = {path: jnp.zeros_like(delta) if path in as_is else -delta for path, delta in mean.items()}
+    updates, optimizer = server.update(unflatten(structure, gradient), state.optimizer, state.params)
+    if as_is:
+        updates = unflatten(structure, flatten(updates)[0] | {path: mean[path] for path in as_is})
     new = ServerState(optax.apply_updates(state.params, updates), optimizer)
     return jax.tree.map(lambda a, b: jnp.where(take, a, b), new, state)

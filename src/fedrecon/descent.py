@@ -14,7 +14,7 @@ from jax import Array
 from fedrecon.cohort import Examples
 from fedrecon.local import Objective, Problem, Solution, Solver, no_sums, take_batch
 from fedrecon.lookups import Tables, change_rows, merge_repeats, reach, state_labels
-from fedrecon.model import Batch, Params
+from fedrecon.model import Batch, Params, Step
 
 
 def gradient_descent(
@@ -40,7 +40,7 @@ def gradient_descent(
     reach_once = functools.cache(lambda: reach(optimizer))
 
     def solve(problem: Problem) -> Solution:
-        objective, params, context, examples, tables, grows, measured, differentiable = problem
+        objective, params, context, examples, tables, grows, measured, differentiable, keys = problem
         clients = examples.count.shape[0]
         batches = -(-examples.count // batch_size)  # (clients,)
         todo = batches * epochs if steps is None else jnp.minimum(batches * epochs, steps)
@@ -56,9 +56,13 @@ def gradient_descent(
             index = batch_number[:, None] * batch_size + jnp.arange(batch_size)  # (clients, batch)
             active = t < todo
             mask = (index < examples.count[:, None]) & active[:, None]
-            # Padding is never read: a partial batch repeats the client's last example, with no weight.
-            index = jnp.clip(index, 0, jnp.maximum(examples.count[:, None] - 1, 0))
-            return take.advance(carry, index, mask, active)
+            last = jnp.maximum(examples.count[:, None] - 1, 0)
+            if objective.fit is None:
+                # Padding is never read: a partial batch repeats the client's last example, with no weight.
+                return take.advance(carry, jnp.clip(index, 0, last), mask, active, None)
+            # What fills a partial batch up may enter its statistics: then examples from the first on, not one often.
+            step_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, t)
+            return take.advance(carry, index % (last + 1), mask, active, step_keys)
 
         carry = take.start
         if differentiable:
@@ -77,7 +81,7 @@ def gradient_descent(
         return Solution(*take.finish(carry), seen)
 
     limit = None if steps is None else max(1, steps * batch_size)
-    return Solver(solve, limit, reach_once, lambda *args: None)
+    return Solver(solve, limit, reach_once, lambda *args: None, batch_size)
 
 
 def _advance_until(until: Array, advance: Callable[[Array, Any], Any], t: Array, carry: Any) -> tuple[Array, Any]:
@@ -85,10 +89,10 @@ def _advance_until(until: Array, advance: Callable[[Array, Any], Any], t: Array,
 
 
 class _Step(NamedTuple):
-    """A kind of step: its first carry, `(carry, index, mask, active) -> carry`, `carry -> params, changes, sums`."""
+    """A kind of step: its first carry, `(carry, index, mask, active, keys) -> carry`, what is left in the end."""
 
     start: Any
-    advance: Callable[[Any, Array, Array, Array], Any]
+    advance: Callable[[Any, Array, Array, Array, Array | None], Any]
     finish: Callable[[Any], tuple[Any, dict[str, Array], Array]]
 
 
@@ -104,19 +108,20 @@ def _dense_step(
     """Step on whole parameters: every client has its own copy."""
 
     def one(
-        params: Params, state: Any, context: Any, batch: Batch, mask: Array, active: Array
+        params: Params, state: Any, context: Any, batch: Batch, mask: Array, active: Array, key: Array | None
     ) -> tuple[Params, Any, Array]:
-        (_, sums), grads = jax.value_and_grad(objective.measure, has_aux=True)(params, context, batch, mask)
+        measure = jax.value_and_grad(objective.measure, has_aux=True)
+        (_, sums), grads = measure(params, context, batch, mask, Step(mask, key))
         updates, new_state = optimizer.update(grads, state, params)
         if not alone:
             updates = _where(active, updates, jax.tree.map(jnp.zeros_like, updates))
             new_state = _where(active, new_state, state)
         return optax.apply_updates(params, updates), new_state, jnp.where(active, sums, 0)
 
-    def advance(carry: Any, index: Array, mask: Array, active: Array) -> Any:
+    def advance(carry: Any, index: Array, mask: Array, active: Array, keys: Array | None) -> Any:
         params, state, total = carry
         batch = take_batch(examples.columns, index)
-        params, state, sums = jax.vmap(one)(params, state, context, batch, mask, active)
+        params, state, sums = jax.vmap(one)(params, state, context, batch, mask, active, keys)
         return params, state, total + sums if measured else total
 
     start = (params, jax.vmap(optimizer.init)(params), no_sums(objective.model, examples))
@@ -151,12 +156,14 @@ def _row_step(
         slots: Batch,
         mask: Array,
         active: Array,
+        key: Array | None,
     ) -> tuple[Params, dict[str, Array], Any, dict[str, Array], Array]:
         fetched = tables.fetch(changes, batch, slots)
         rows, slot = fetched.rows, fetched.slot
 
         def loss(trained: Params, rows: dict[str, Array]) -> tuple[Array, Array]:
-            return objective.measure({**trained, **fetched.as_tables(rows)}, context, fetched.batch, mask)
+            everything = {**trained, **fetched.as_tables(rows)}
+            return objective.measure(everything, context, fetched.batch, mask, Step(mask, key))
 
         (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, rows)
         if not each:
@@ -176,12 +183,12 @@ def _row_step(
         params = {path: params[path] + updates[path] for path in params}
         return params, {path: updates[path] for path in rows}, small_state, slot, jnp.where(active, sums, 0)
 
-    def advance(carry: Any, index: Array, mask: Array, active: Array) -> Any:
+    def advance(carry: Any, index: Array, mask: Array, active: Array, keys: Array | None) -> Any:
         params, changes, state, total = carry
         batch = take_batch(examples.columns, index)
         slots = take_batch(tables.slots, index)
         params, updates, small_state, slot, sums = jax.vmap(one)(
-            params, changes, state, context, batch, slots, mask, active
+            params, changes, state, context, batch, slots, mask, active, keys
         )
         changes = {path: change_rows(changes[path], slot[path], updates[path]) for path in changes}
         leaves, structure = jax.tree.flatten(state)

@@ -15,8 +15,9 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fedrecon.aggregate import COUNTS, Totals, add, no_totals
-from fedrecon.algorithm import Algorithm, Client, ServerState
+from fedrecon.algorithm import Algorithm, Client, Same, ServerState
 from fedrecon.cohort import Cohort, arrange
+from fedrecon.lookups import lookup_groups
 from fedrecon.model import Model, flatten, metric_names
 
 AXIS = "clients"
@@ -112,7 +113,8 @@ def layout(
 def _default_blocks(model: Model) -> tuple[int, int]:
     """Return `block` and `sharing` for a model's size: both the same unless copies are what keeps blocks small."""
     shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
-    dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in model.lookups})
+    lookups = lookup_groups(model)
+    dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
     block = int(np.clip(BLOCK_BYTES // max(dense, 1), 1, MOST_IN_BLOCK))
     if block == MOST_IN_BLOCK:
         return block, block
@@ -137,18 +139,6 @@ class RoundMetrics(NamedTuple):
 Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState, Any, RoundMetrics]]
 
 
-class _Same(NamedTuple):
-    """An algorithm that equals none but itself: its functions cannot be compared."""
-
-    algorithm: Algorithm
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.algorithm is other.algorithm
-
-    def __hash__(self) -> int:
-        return id(self.algorithm)
-
-
 def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     """Compile the rounds of an algorithm, once for the same algorithm (the very same value) and place.
 
@@ -158,11 +148,11 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
       packed runs the same compiled code, and rounds come out the same however they are grouped into calls: what is
       random in a round depends on the key and on the round's number.
     """
-    return _compile_rounds(_Same(algorithm), place)
+    return _compile_rounds(Same(algorithm), place)
 
 
 @functools.lru_cache(maxsize=4)
-def _compile_rounds(same: _Same, place: Layout) -> Rounds:
+def _compile_rounds(same: Same, place: Layout) -> Rounds:
     algorithm = same.algorithm
     names = metric_names(algorithm.model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon.algorithm import Algorithm
+from fedrecon.algorithm import Algorithm, Same
 from fedrecon.clients import Clients
 from fedrecon.lookups import check_lookups, lookup_groups, noise_like
-from fedrecon.model import Model, measure
+from fedrecon.model import AUTO, Model, Step, flatten, measure, predict_in
+from fedrecon.tracing import Reads, by_rows, find_reads
 
+RANGE_CHECKED = 2**26  # ids of a feature, at most, whose range is looked at before training
 PROBED = 8  # examples of a batch that is only there to ask questions of a model
 
 
@@ -47,12 +50,13 @@ def features_used(model: Model, clients: Clients) -> list[str]:
         that does not fit the examples.
     """
     asked: set[str] = set()
-    batch = _probe(clients)
+    batch = probe(clients)
     key = jax.random.key(0)
 
     def ask(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
         recorder = _Recorder(columns, asked)
         predictions = model.predict(params, local, recorder)
+        predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
         if model.evidence is not None:
             model.evidence(params, recorder, jnp.ones(PROBED, bool))
         for name, weighted in [("loss", model.loss), *((n, m.measure) for n, m in model.metrics.items())]:
@@ -83,6 +87,42 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     check_reconstruction(algorithm, clients)
 
 
+def with_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
+    """Return an algorithm whose model's lookups are known: where they are "auto", found from the shapes of the data."""
+    model = algorithm.model
+    if model.lookups != AUTO:
+        return algorithm
+    reads = known_lookups(model, clients)
+    return _remade(Same(algorithm), tuple((path, read.features) for path, read in reads.items() if read.features))
+
+
+def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
+    """Find out how a model reads its global parameters, given the clients' data.
+
+    Tables that are read at ids the data has but they have not are left alone: a model may have its own ways with those.
+    """
+    used = features_used(model, clients)
+    reads = find_reads(model, {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used})
+    shapes = flatten(_shapes(model, jax.random.key(0))[0])[0]
+    for path, read in reads.items():
+        rows = shapes[path].shape[0] if shapes[path].shape else 0
+        outside = [feature for feature in read.features if not _in_range(clients.columns[feature], rows)]
+        if outside:
+            reads[path] = Reads((), f"{outside[0]} holds ids outside of its rows 0 to {rows - 1}")
+    return reads
+
+
+@functools.lru_cache(maxsize=8)
+def _remade(same: Same, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
+    """Remake an algorithm once, so that what is compiled for it is compiled once."""
+    return same.algorithm.remake(by_rows(same.algorithm.model, dict(lookups)))
+
+
+def _in_range(ids: np.ndarray, rows: int) -> bool:
+    # Of more ids than can be looked at in a moment, packing looks at those it packs.
+    return ids.size > RANGE_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
+
+
 def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
     """Fail with a sentence if the algorithm cannot rebuild this model's local parameters."""
     params, local, batch = _stand_ins(algorithm.model, clients)
@@ -92,7 +132,7 @@ def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
 def _stand_ins(model: Model, clients: Clients) -> tuple[Any, Any, dict[str, Any]]:
     """Return noise for parameters and a real batch with just the features that the model uses."""
     used = features_used(model, clients)
-    batch = {name: jnp.asarray(column) for name, column in _probe(clients).items() if name in used}
+    batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
     params, local = (noise_like(shapes) for shapes in _shapes(model, jax.random.key(0)))
     return params, local, batch
 
@@ -101,7 +141,7 @@ def _shapes(model: Model, key: Any) -> tuple[Any, Any]:
     return jax.eval_shape(model.init_global, key), jax.eval_shape(model.init_local, key)
 
 
-def _probe(clients: Clients) -> dict[str, np.ndarray]:
+def probe(clients: Clients) -> dict[str, np.ndarray]:
     """Take a few examples, some more than once if there are not enough; zeros if there are none."""
     numbers = {name: column for name, column in clients.columns.items() if column.dtype.kind in "biuf"}
     if clients.num_examples == 0:

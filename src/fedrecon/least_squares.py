@@ -11,6 +11,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedrecon.local import Objective, Problem, Solution, Solver
+from fedrecon.lookups import original_batch
 from fedrecon.model import Batch, Model, Params, measure, metric_names
 
 MOST_SOLVED_FOR = 2048  # least squares forms a square matrix of this side for every client
@@ -46,7 +47,8 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
 
             predictions = predict(start)
             matrix = jax.jacfwd(predict)(start)  # (examples, parameters)
-            error, weights = _error(objective.model, predictions, batch)
+            seen = original_batch(batch)
+            error, weights = _error(objective.model, predictions, seen)
             weights = jnp.where(mask, weights, 0)
             error = jnp.where(weights > 0, error, 0)
             gram = matrix.T @ (weights[:, None] * matrix) + ridge * jnp.eye(start.size)
@@ -54,7 +56,7 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
             solution = start - solve_positive(gram, moment)
             if not problem.measured:
                 return restore(solution), jnp.zeros((len(metric_names(objective.model)), 2))
-            return restore(solution), measure(objective.model, predictions, batch, mask)[1]
+            return restore(solution), measure(objective.model, predictions, seen, mask)[1]
 
         columns = {name: column[:, :limit] for name, column in examples.columns.items()}
         count = examples.count if limit is None else jnp.minimum(examples.count, limit)
@@ -96,6 +98,11 @@ def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Arra
 def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
     """Fail unless predictions are affine in the parameters and the loss is the squared error."""
     del mask
+    if objective.model.state is not None and objective.model.state.local:
+        raise ValueError(
+            "least squares predicts with local statistics, which are rebuilt only after it; "
+            "use gradient_descent, or give the model state='averaged' or state='frozen'"
+        )
 
     @jax.jit
     def try_out(params: Params, context: Any, batch: Batch) -> tuple[Array, ...]:

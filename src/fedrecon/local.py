@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.cohort import Examples
-from fedrecon.lookups import Reach, Tables
-from fedrecon.model import Batch, Model, Params, measure, metric_names
+from fedrecon.lookups import Reach, Tables, original_batch
+from fedrecon.model import Batch, Model, Params, Step, divide, measure, metric_names, predict_in
 
 
 class Objective(NamedTuple):
@@ -20,14 +20,22 @@ class Objective(NamedTuple):
     Attributes:
       model: whose loss and metrics are taken.
       predict: `(what is solved for, what else this client has, batch) -> predictions`.
+      fit: the same in a step of training, `(..., batch, step) -> predictions`; None where there is no difference.
     """
 
     model: Model
     predict: Callable[[Params, Any, Batch], Any]
+    fit: Callable[[Params, Any, Batch, Step], Any] | None = None
 
-    def measure(self, params: Params, context: Any, batch: Batch, mask: Array) -> tuple[Array, Array]:
-        """Return the mean loss of a batch, and the sums of loss and metrics."""
-        return measure(self.model, self.predict(params, context, batch), batch, mask)
+    def measure(
+        self, params: Params, context: Any, batch: Batch, mask: Array, step: Step | None = None
+    ) -> tuple[Array, Array]:
+        """Return the mean loss of a batch, and the sums of loss and metrics; with `step`, as training sees them."""
+        if self.fit is None or step is None:
+            predictions = self.predict(params, context, batch)
+        else:
+            predictions = self.fit(params, context, batch, step)
+        return measure(self.model, predictions, original_batch(batch), mask)
 
 
 class Solution(NamedTuple):
@@ -59,6 +67,7 @@ class Problem(NamedTuple):
         example has: a step need not look at rows that no step so far has touched.
       measured: whether sums of metrics are wanted.
       differentiable: whether gradients must be able to flow back through the solution.
+      keys: of each client, for what is random in its steps; None where nothing is to be random.
     """
 
     objective: Objective
@@ -69,6 +78,7 @@ class Problem(NamedTuple):
     grows: Mapping[str, int] = {}
     measured: bool = True
     differentiable: bool = False
+    keys: Array | None = None
 
 
 class Solver(NamedTuple):
@@ -79,12 +89,55 @@ class Solver(NamedTuple):
       limit: no more than this many examples of a client are ever used; None for no limit.
       reach: how much of a lookup table it must hold (see `lookups.reach`); "whole" if it cannot use them.
       check: `(objective, params, context, batch, mask)` of one client; raises if this solver cannot solve that.
+      batch_size: how many examples a step sees; None for all.
     """
 
     solve: Callable[[Problem], Solution]
     limit: int | None
     reach: Callable[[], Reach]
     check: Callable[[Objective, Params, Any, Batch, Array], None]
+    batch_size: int | None = None
+
+
+def solve_local(
+    model: Model,
+    solver: Solver,
+    params: Params,
+    start: Params,
+    support: Examples,
+    *,
+    keys: Array | None = None,
+    differentiable: bool = False,
+) -> Params:
+    """Solve for the local parameters of several clients, the global ones frozen; local state stays as it started.
+
+    Args:
+      model: a partially local model.
+      solver: R.
+      params: the global parameters, shared by all clients.
+      start: where the local parameters start, clients first.
+      support: what they are solved on.
+      keys: of each client, for what is random in its steps; None where nothing is to be random.
+      differentiable: whether gradients must be able to flow back.
+    """
+    solved, held, join = divide(start, model.state.local if model.state else ())
+    if not jax.tree.leaves(solved):
+        return start
+    objective = local_objective(model, params, join)
+    problem = Problem(objective, solved, held, support, measured=False, differentiable=differentiable, keys=keys)
+    return join(solver.solve(problem).params, held)
+
+
+def local_objective(model: Model, params: Params, join: Callable[[Params, Params], Params]) -> Objective:
+    """Return what R minimises: the loss as a function of local parameters, `join(what is solved for, what is held)`."""
+
+    def predict(solved: Params, held: Params, batch: Batch) -> Any:
+        return model.predict(params, join(solved, held), batch)
+
+    def fit(solved: Params, held: Params, batch: Batch, step: Step) -> Any:
+        return predict_in(model, params, join(solved, held), batch, step)
+
+    return Objective(model, predict, None if model.fit is None else fit)
 
 
 def measure_all(objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int) -> Array:

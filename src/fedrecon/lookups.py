@@ -12,9 +12,10 @@ import numpy as np
 import optax
 from jax import Array
 
-from fedrecon.model import Batch, Model, Params, flatten, unflatten
+from fedrecon.model import AUTO, Batch, Model, Params, flatten, unflatten
 
 Reach = Literal["each", "rows", "copy", "whole"]
+ORIGINAL = "\0"  # before a feature's name: its ids as they were; under its own name they are renumbered
 
 
 class Rows:
@@ -54,9 +55,13 @@ class Rows:
 def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
     """Return, for every lookup table, the features that index it: tables with the same features form a group.
 
+    There are none as long as they are to be found out.
+
     Raises:
       ValueError: if two tables share some features but not all, since one numbering of rows must serve both.
     """
+    if model.lookups == AUTO:
+        return {}
     groups = {
         path: (features,) if isinstance(features, str) else tuple(features) for path, features in model.lookups.items()
     }
@@ -68,6 +73,22 @@ def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
                     "give both the same features, or leave one out"
                 )
     return groups
+
+
+def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
+    """Return lookups of a model whose global parameters have become a part of others."""
+    return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
+
+
+def renumber(batch: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ids by renumbered ones, and keep the original ones beside them."""
+    return {**batch, **{ORIGINAL + feature: batch[feature] for feature in ids}, **ids}
+
+
+def original_batch(batch: Batch) -> Batch:
+    """Undo `renumber`: what loss and metrics see, for whom a row's number means nothing."""
+    before = {name.removeprefix(ORIGINAL): column for name, column in batch.items() if name.startswith(ORIGINAL)}
+    return {**{name: batch[name] for name in batch if not name.startswith(ORIGINAL)}, **before} if before else batch
 
 
 def group_name(features: Sequence[str]) -> str:
@@ -105,7 +126,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
         def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
             fetched = {path: fetch_rows(leaves[path], batch, features) for path in paths}
             narrowed = {**leaves, **{path: rows for path, (_, rows) in fetched.items()}}
-            return _use(model, unflatten(structure, narrowed), local, {**batch, **fetched[paths[0]][0]})
+            return _use(model, unflatten(structure, narrowed), local, renumber(batch, fetched[paths[0]][0]))
 
         try:
             pairs = zip(
@@ -206,7 +227,7 @@ class Tables(NamedTuple):
             rows[path] += changes[path].at[slot[path]].get(mode="promise_in_bounds")
         renumbered = {feature: ids for numbered, _ in layout.values() for feature, ids in numbered.items()}
         places = {path: layout[group][1] for path, group in self.features.items()}
-        return Fetched(rows, slot, {**batch, **renumbered}, places)
+        return Fetched(rows, slot, renumber(batch, renumbered), places)
 
 
 class Fetched(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ Params = Any  # a pytree of arrays
 Batch = Mapping[str, Array]  # feature name -> (examples, ...)
 Weighted = tuple[Array, Array]  # values and their weights, of one shape: (examples,) or (examples, tokens)
 Which = str | Sequence[str] | Callable[[str, Any], bool]
+AUTO: Literal["auto"] = "auto"
 
 
 class Metric(NamedTuple):
@@ -21,6 +22,34 @@ class Metric(NamedTuple):
 
     measure: Callable[[Any, Batch], Weighted]
     finish: Callable[[Any], Any] = lambda mean: mean
+
+
+class Step(NamedTuple):
+    """What a step of training has beside its batch.
+
+    Attributes:
+      mask: `(examples,)`, false where an example only fills the batch up.
+      key: of this client, round and step; None where nothing random is wanted, as in rebuilding for inference.
+    """
+
+    mask: Array
+    key: Array | None
+
+
+class State(NamedTuple):
+    """Leaves that examples set and no optimizer moves, such as running statistics.
+
+    Attributes:
+      shared: paths of global leaves. A client advances them over its query examples after U; the server takes the mean
+        of their changes as it is, whatever its optimizer.
+      local: paths of local leaves. They are set from the support examples after R.
+      advance: `(global, local, batch, mask) -> ({path: new value}, {path: new value})`, of those global and local
+        leaves after one more batch.
+    """
+
+    shared: tuple[str, ...]
+    local: tuple[str, ...]
+    advance: Callable[[Params, Params, Batch, Array], tuple[dict[str, Array], dict[str, Array]]]
 
 
 class Model(NamedTuple):
@@ -33,10 +62,15 @@ class Model(NamedTuple):
       loss: `(predictions, batch) -> (values, weights)`; the loss of a batch is the weighted mean.
       metrics: further weighted means to report, by name.
       lookups: global tables that are only read by rows, as `{path of the leaf: feature(s) holding row ids}`.
-        Declare a table here and clients touch only their own rows of it.
+        Declare a table here and clients touch only their own rows of it. "auto" leaves it to training to find such
+        tables by tracing `predict` (see `tracing.find_lookups`).
       default_local: `global -> local` where reconstruction starts, if that is learned; else None.
       evidence: `(global, support batch, mask) -> local`, added to where reconstruction starts: what a client's
         support says before anything is solved; None for nothing.
+      fit: `(global, local, batch, step) -> predictions` in a step of training, for a model that then does something
+        else than `predict` (dropout, statistics of the batch); else None.
+      state: leaves that are not trained but set; None if there are none.
+      frozen: shapes of what else `predict` uses, by path: parameters and state that keep their values and never travel.
     """
 
     init_global: Callable[[Array], Params]
@@ -44,9 +78,19 @@ class Model(NamedTuple):
     predict: Callable[[Params, Params, Batch], Any]
     loss: Callable[[Any, Batch], Weighted]
     metrics: Mapping[str, Metric] = {}
-    lookups: Mapping[str, str | Sequence[str]] = {}
+    lookups: Mapping[str, str | Sequence[str]] | Literal["auto"] = {}
     default_local: Callable[[Params], Params] | None = None
     evidence: Callable[[Params, Batch, Array], Params] | None = None
+    fit: Callable[[Params, Params, Batch, Step], Any] | None = None
+    state: State | None = None
+    frozen: Mapping[str, Any] = {}
+
+
+def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:
+    """Predict in a step of training, or as always where there is no step or the model knows no difference."""
+    if model.fit is None or step is None:
+        return model.predict(params, local, batch)
+    return model.fit(params, local, batch, step)
 
 
 def metric_names(model: Model) -> list[str]:
@@ -112,6 +156,24 @@ def flatten(params: Params) -> tuple[dict[str, Any], Structure]:
 def unflatten(structure: Structure, leaves: Mapping[str, Any]) -> Params:
     """Undo `flatten`, whatever the order of the mapping."""
     return jax.tree_util.tree_unflatten(structure.treedef, [leaves[path] for path in structure.paths])
+
+
+class Divided(NamedTuple):
+    """Parameters in two parts, and `join(solved, held)` that puts them together again."""
+
+    solved: Params
+    held: Params
+    join: Callable[[Params, Params], Params]
+
+
+def divide(params: Params, held: Collection[str]) -> Divided:
+    """Divide parameters into those that are solved for and those at the paths `held`."""
+    if not held:
+        return Divided(params, (), lambda solved, held: solved)
+    leaves, structure = flatten(params)
+    solved = {path: leaf for path, leaf in leaves.items() if path not in held}
+    kept = {path: leaves[path] for path in held}
+    return Divided(solved, kept, lambda solved, held: unflatten(structure, {**solved, **held}))
 
 
 class Partition(NamedTuple):

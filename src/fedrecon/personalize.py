@@ -100,6 +100,9 @@ def recommend(
     if strangers.size:
         raise ValueError(f"`rated` holds item {strangers[0]}; items are 0 to {num_items - 1}")
     scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
+    if scores.size != num_items:
+        raise ValueError(f"predictions for {num_items} items have shape {scores.shape}; one number for each is needed")
+    scores = scores.reshape(num_items)  # a layer with one output makes it (items, 1)
     scores[left_out] = -np.inf
     scores[np.isnan(scores)] = -np.inf
     best = np.lexsort((np.arange(num_items), -scores))[:n]

@@ -16,7 +16,7 @@ from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
 from fedrecon.engine import Layout, RoundMetrics, compile_rounds, everywhere, layout
 from fedrecon.evaluate import Evaluation, Evaluator, kept_like
-from fedrecon.features import check_fit
+from fedrecon.features import check_fit, with_lookups
 from fedrecon.model import finish
 from fedrecon.progress import Progress, silent
 from fedrecon.run import RunFolder
@@ -88,11 +88,13 @@ def train(
     """
     if sampling is not None and clients_per_round is not None:
         raise ValueError("give `clients_per_round` or `sampling`, not both")
-    sampling = sampling or Sampling(clients_per_round or 100)
+    if sampling is None:
+        sampling = Sampling() if clients_per_round is None else Sampling(clients_per_round)
     if rounds < 0 or checkpoint_every < 1 or evaluate_every < 0:
         raise ValueError("`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1")
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
+    algorithm = with_lookups(algorithm, clients)
     check_fit(algorithm, clients)
     loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
     evaluator = (

@@ -12,15 +12,16 @@ from jax import Array
 
 from fedrecon.aggregate import Upload
 from fedrecon.cohort import Cohort, Examples, Needs
-from fedrecon.local import Objective, Problem, Solver
-from fedrecon.lookups import Tables, group_name, lookup_groups
-from fedrecon.model import Batch, Model, Params, flatten, unflatten
+from fedrecon.local import Objective, Problem, Solver, solve_local
+from fedrecon.lookups import Tables, group_name, lookup_groups, renumber
+from fedrecon.model import Batch, Model, Params, Step, divide, flatten, predict_in, unflatten
 from fedrecon.split import Split
+from fedrecon.state import advance_shared
 
 _LOCAL = "\0"  # marks local parameters that are solved for beside global ones; no path begins with it
 
-# (global, local that is solved for too, what else the client holds, its support, batch) -> predictions
-Predict = Callable[[Params, Params, Any, Examples, Batch], Any]
+# (global, local that is solved for too, what else the client holds, its support, batch, step) -> predictions
+Predict = Callable[[Params, Params, Any, Examples, Batch, Step | None], Any]
 
 
 class Updated(NamedTuple):
@@ -45,9 +46,10 @@ class Updater:
         """
         through_support = through_support or model.evidence is not None
         self.model, self._update, self._through_support = model, update, through_support
-        reach = update.reach() if model.lookups else "whole"
+        features = lookup_groups(model)
+        reach = update.reach() if features else "whole"
         self._by_steps = reach in ("each", "rows") and not through_support
-        self._features = {} if reach == "whole" else lookup_groups(model)
+        self._features = {} if reach == "whole" else features
         self.groups = {path: group_name(features) for path, features in self._features.items()}
 
     def needs(self, split: Split, support_limit: int | None) -> Needs:
@@ -62,15 +64,25 @@ class Updater:
             groups[name] = (rows, features)
         return Needs(split, support_limit, self._update.limit, groups, self._through_support)
 
-    def run(self, params: Params, cohort: Cohort, predict: Predict, context: Any, solved: Params = ()) -> Updated:
+    def run(
+        self,
+        params: Params,
+        cohort: Cohort,
+        predict: Predict,
+        context: Any,
+        solved: Params = (),
+        keys: Array | None = None,
+    ) -> Updated:
         """Run U.
 
         Args:
           params: the global parameters as sent.
           cohort: the block of clients.
-          predict: predictions from the global parameters, `solved`, `context` and the client's support.
+          predict: predictions from the global parameters, `solved`, `context`, the client's support, a batch and,
+            while training, the step.
           context: what each client holds fixed, clients first.
           solved: local parameters to solve for beside the global ones, clients first.
+          keys: of each client, for what is random in its steps.
         """
         leaves, structure = flatten(params)
         clients = cohort.query.count.shape[0]
@@ -80,27 +92,49 @@ class Updater:
             for path, leaf in leaves.items()
             if tables is None or path not in tables.values
         }
-        local_leaves, local_structure = flatten(solved)
+        state = self.model.state
+        averaged = {path: sent[path] for path in (state.shared if state else ())}
+        local = divide(solved, state.local if state and jax.tree.leaves(solved) else ())
+        local_leaves, local_structure = flatten(local.solved)
 
-        def local_of(both: dict[str, Any]) -> Params:
-            return unflatten(local_structure, {path: both[_LOCAL + path] for path in local_leaves})
+        def local_of(both: dict[str, Any], kept: Any) -> Params:
+            found = unflatten(local_structure, {path: both[_LOCAL + path] for path in local_leaves})
+            return local.join(found, kept)
 
-        def whole_predict(both: dict[str, Any], held: Any, batch: Batch) -> Any:
-            return predict(unflatten(structure, both), local_of(both), held[0], held[1], batch)
+        def whole_predict(both: dict[str, Any], held: Any, batch: Batch, step: Step | None = None) -> Any:
+            mine = unflatten(structure, {**both, **held[2]})
+            return predict(mine, local_of(both, held[3]), held[0], held[1], batch, step)
 
         solution = self._update.solve(
             Problem(
-                Objective(self.model, whole_predict),
-                sent | {_LOCAL + path: leaf for path, leaf in local_leaves.items()},
-                (context, cohort.support if self._through_support else ()),
+                Objective(self.model, whole_predict, None if self.model.fit is None else whole_predict),
+                {path: leaf for path, leaf in sent.items() if path not in averaged}
+                | {_LOCAL + path: leaf for path, leaf in local_leaves.items()},
+                (context, cohort.support if self._through_support else (), averaged, local.held),
                 cohort.query,
                 tables,
                 grows={} if self._through_support else {path: self._ids(path, cohort) for path in copies},
+                keys=keys,
             )
         )
-        delta = {path: solution.params[path] - sent[path] for path in sent} | solution.changes
+        found = {**solution.params, **averaged}
+        mine = local_of(found, local.held)
+        if state and averaged:
+            theirs = {path: solution.params[path] for path in sent if path not in averaged}
+            if tables is not None:
+                theirs |= self._changed(tables, solution.changes, cohort)
+                cohort = self._renumbered(cohort)
+            found |= advance_shared(
+                state,
+                averaged,
+                (theirs, mine if jax.tree.leaves(mine) else context),
+                cohort.query,
+                self._update.batch_size,
+                lambda shared, rest: (unflatten(structure, {**rest[0], **shared}), rest[1]),
+            )
+        delta = {path: found[path] - sent[path] for path in sent} | solution.changes
         upload = Upload({path: delta[path] for path in leaves}, solution.examples, solution.sums)
-        return Updated(upload, local_of(solution.params))
+        return Updated(upload, mine)
 
     def _ids(self, path: str, cohort: Cohort) -> int:
         """Count the ids that one example has of a table."""
@@ -116,9 +150,18 @@ class Updater:
             capacity = {path: ids.shape[1] for path, ids in rows.items()}
             return Tables(values, self._features, cohort.slots, capacity), {}, cohort
         copies = {path: leaves[path].at[ids].get(mode="promise_in_bounds") for path, ids in rows.items()}
-        query = Examples({**cohort.query.columns, **cohort.slots}, cohort.query.count)
-        support = Examples({**cohort.support.columns, **cohort.support_slots}, cohort.support.count)
-        return None, copies, cohort._replace(query=query, support=support)
+        return None, copies, self._renumbered(cohort)
+
+    def _changed(self, tables: Tables, changes: dict[str, Array], cohort: Cohort) -> dict[str, Array]:
+        """Copy each client's rows of the lookup tables, as it has changed them."""
+        rows = {path: cohort.rows[self.groups[path]] for path in tables.values}
+        return {path: tables.values[path][rows[path]] + changes[path] for path in rows}
+
+    def _renumbered(self, cohort: Cohort) -> Cohort:
+        """Replace ids by places in the client's list of rows."""
+        query = Examples(renumber(cohort.query.columns, cohort.slots), cohort.query.count)
+        support = Examples(renumber(cohort.support.columns, cohort.support_slots), cohort.support.count)
+        return cohort._replace(query=query, support=support)
 
 
 def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:
@@ -133,30 +176,38 @@ def start_local(model: Model, params: Params, fresh: Params, support: Examples) 
 def hold(model: Model) -> Predict:
     """Predict with local parameters that do not follow the global ones: the first-order method."""
 
-    def predict(params: Params, solved: Params, context: Any, support: Examples, batch: Batch) -> Any:
+    def predict(
+        params: Params, solved: Params, context: Any, support: Examples, batch: Batch, step: Step | None
+    ) -> Any:
         local = solved if jax.tree.leaves(solved) else context
         if model.default_local is not None or model.evidence is not None:
             # What was learned of the start gets the gradient of the local parameters that were rebuilt from it, as if
             # rebuilding had only added something; their value stays what it is.
             start = start_local(model, params, jax.tree.map(jnp.zeros_like, local), support)
             local = jax.tree.map(lambda x, d: x + d - jax.lax.stop_gradient(d), local, start)
-        return model.predict(params, local, batch)
+        return predict_in(model, params, local, batch, step)
 
     return predict
 
 
 def differentiate_through(model: Model, reconstruct: Solver) -> Predict:
-    """Predict with local parameters rebuilt from the very global ones at hand, so that gradients see R too."""
+    """Predict with local parameters rebuilt from the very global ones at hand, so that gradients see R too.
 
-    def predict(params: Params, solved: Params, context: Any, support: Examples, batch: Batch) -> Any:
+    What a client holds is where its local parameters start and the key of R's steps, if these are random.
+    """
+
+    def predict(
+        params: Params, solved: Params, context: Any, support: Examples, batch: Batch, step: Step | None
+    ) -> Any:
         del solved
-        start = start_local(model, params, context, support)
-        if not jax.tree.leaves(start):
-            return model.predict(params, start, batch)
-        one = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])
-        objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
-        alone = jax.tree.map(lambda leaf: leaf[None], start)
-        solution = reconstruct.solve(Problem(objective, alone, (), one, measured=False, differentiable=True))
-        return model.predict(params, jax.tree.map(lambda leaf: leaf[0], solution.params), batch)
+        fresh, key = context
+        start = start_local(model, params, fresh, support)
+        if jax.tree.leaves(start):
+            one = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])
+            alone = jax.tree.map(lambda leaf: leaf[None], start)
+            keys = None if key is None else key[None]
+            found = solve_local(model, reconstruct, params, alone, one, keys=keys, differentiable=True)
+            start = jax.tree.map(lambda leaf: leaf[0], found)
+        return predict_in(model, params, start, batch, step)
 
     return predict

@@ -16,11 +16,12 @@ from jax import Array
 
 from fedrecon import aggregate as aggregation_rules
 from fedrecon.aggregate import Aggregation, Upload
-from fedrecon.algorithm import Algorithm, init_server, rebuilder, step_server
+from fedrecon.algorithm import Algorithm, averaged, client_keys, init_server, rebuilder, step_keys, step_server
 from fedrecon.cohort import Cohort
 from fedrecon.local import Solver
 from fedrecon.model import Model, Params
 from fedrecon.split import query_only
+from fedrecon.state import settle
 from fedrecon.update import Updater, hold
 
 
@@ -51,10 +52,11 @@ def federated_averaging(
     has_local = bool(jax.tree.leaves(jax.eval_shape(model.init_local, jax.random.key(0))))
 
     def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        del key
-        found = updater.run(params, cohort, hold(model), (), solved=kept)
+        of_steps = step_keys(model, client_keys(key, cohort.client))[1]
+        found = updater.run(params, cohort, hold(model), (), solved=kept, keys=of_steps)
         if not has_local:
             return found.upload, kept
+        found = found._replace(local=settle(model, params, found.local, cohort.query))
         # A client whose training blew up keeps what it had, as the server does.
         finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(found.local)]
         fine = jnp.stack(finite).all(0)
@@ -69,7 +71,7 @@ def federated_averaging(
         model=model,
         init=lambda key: init_server(model, server, key),
         client=client,
-        server=lambda state, mean, take: step_server(server, state, mean, take),
+        server=lambda state, mean, take: step_server(server, state, mean, take, averaged(model)),
         reconstruct=rebuild.run,
         needs=updater.needs(query_only(), 1),
         aggregation=aggregate or aggregation_rules.mean(),
@@ -77,4 +79,7 @@ def federated_averaging(
         check=rebuild.check,
         groups=updater.groups,
         support_limit=rebuild.limit,
+        remake=lambda other: federated_averaging(
+            other, update=update, server=server, reconstruct=reconstruct, aggregate=aggregate
+        ),
     )

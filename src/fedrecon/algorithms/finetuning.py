@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon.algorithm import Algorithm
+from fedrecon.algorithm import Algorithm, averaged
 from fedrecon.cohort import Examples
 from fedrecon.local import Objective, Problem, Solver
+from fedrecon.lookups import lookup_groups
 from fedrecon.model import Batch, Params, Which, flatten, matcher, unflatten
 
 
@@ -21,6 +22,8 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
     a client is now `{"local": ..., "finetuned": {path: ...}}`, with the client's own version of some global parameters,
     and the model predicts from these. Of a model without local parameters this is plain finetuning; of Federated
     Reconstruction, its local parameters are held while the global ones are finetuned on the same support.
+
+    Running statistics and other state are held as they are, too, and used as in serving.
 
     Every client has its own copy of what is finetuned: of all of a large model, run few side by side
     (`layout(model=...)` does).
@@ -37,7 +40,7 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
     model = algorithm.model
     shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
     matches = matcher(which, "which", shapes)
-    paths = [path for path, leaf in shapes.items() if matches(path, leaf)]
+    paths = [path for path, leaf in shapes.items() if matches(path, leaf) and path not in averaged(model)]
     if not paths:
         raise ValueError(f"`which` matched nothing; the global parameters are: {', '.join(shapes)}")
 
@@ -68,7 +71,15 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
 
     limits = (algorithm.support_limit, finetune.limit)
     return algorithm._replace(
-        model=model._replace(init_local=init_local, predict=predict, default_local=None, evidence=None),
+        model=model._replace(
+            init_local=init_local,
+            predict=predict,
+            default_local=None,
+            evidence=None,
+            fit=None,
+            state=None,
+            lookups=lookup_groups(model),
+        ),
         reconstruct=reconstruct,
         check=check,
         support_limit=None if None in limits else max(limit or 0 for limit in limits),

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from fedrecon.model import Batch, Model, Params, path_name
+from fedrecon.lookups import prefixed
+from fedrecon.model import AUTO, Batch, Model, Params, Step, path_name, predict_in
 
 
 def client_table(model: Model, num_clients: int, *, feature: str = "client") -> Model:
@@ -28,23 +29,34 @@ def client_table(model: Model, num_clients: int, *, feature: str = "client") -> 
         locals_ = jax.vmap(model.init_local)(jax.random.split(local_key, num_clients))
         return {"shared": model.init_global(shared_key), "locals": locals_}
 
-    def predict(params: Params, local: Params, batch: Batch) -> Any:
-        del local
+    if model.state is not None:
+        raise ValueError(
+            "a table of clients predicts for one example at a time; a model with statistics of batches cannot"
+        )
+
+    def each(params: Params, batch: Batch, step: Step | None) -> Any:
         theirs = jax.tree.map(lambda table: table[batch[feature]], params["locals"], is_leaf=_is_table)
+        columns = {name: batch[name] for name in batch if name != feature}
 
-        def one(local: Params, example: Batch) -> Any:
+        def one(local: Params, example: Batch, step: Step | None) -> Any:
             alone = {name: value[None] for name, value in example.items()}
-            return jax.tree.map(lambda x: x[0], model.predict(params["shared"], local, alone))
+            step = None if step is None else step._replace(mask=step.mask[None])
+            return jax.tree.map(lambda x: x[0], predict_in(model, params["shared"], local, alone, step))
 
-        return jax.vmap(one)(theirs, {name: batch[name] for name in batch if name != feature})
+        if step is not None and step.key is not None:
+            step = step._replace(key=jax.random.split(step.key, step.mask.shape[0]))
+        return jax.vmap(one)(theirs, columns, step)
 
     tables = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init_local, jax.random.key(0)))
-    lookups: dict[str, Any] = {f"shared/{path}": features for path, features in model.lookups.items()}
+    lookups: Any = prefixed("shared", model.lookups)
+    if lookups != AUTO:
+        lookups |= {f"locals/{path_name(path)}": feature for path, _ in tables}
     return model._replace(
         init_global=init_global,
         init_local=lambda key: {},
-        predict=predict,
-        lookups=lookups | {f"locals/{path_name(path)}": feature for path, _ in tables},
+        predict=lambda params, local, batch: each(params, batch, None),
+        lookups=lookups,
+        fit=None if model.fit is None else lambda params, local, batch, step: each(params, batch, step),
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon.model import Batch, Model, Params, path_name
-from fedrecon.models.learned_default import within_shared
+from fedrecon.lookups import prefixed
+from fedrecon.model import AUTO, Batch, Model, Params, path_name
+from fedrecon.models.learned_default import state_within_shared, within_shared
 
 
 def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item") -> Model:
@@ -47,11 +50,15 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item") -> M
         )
 
     tables = jax.tree_util.tree_leaves_with_path(local)
-    shared = {f"shared/{path}": features for path, features in model.lookups.items()}
+    lookups: Any = prefixed("shared", model.lookups)
+    if lookups != AUTO:
+        lookups |= {f"evidence/{path_name(path)}": feature for path, _ in tables}
     return model._replace(
         init_global=init_global,
         predict=lambda params, local, batch: model.predict(params["shared"], local, batch),
-        lookups=shared | {f"evidence/{path_name(path)}": feature for path, _ in tables},
+        lookups=lookups,
         default_local=within_shared(model.default_local),
         evidence=evidence,
+        fit=within_shared(model.fit),
+        state=state_within_shared(model.state),
     )

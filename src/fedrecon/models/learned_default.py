@@ -7,7 +7,8 @@ from collections.abc import Callable
 import jax
 from jax import Array
 
-from fedrecon.model import Batch, Model, Params
+from fedrecon.lookups import prefixed
+from fedrecon.model import Batch, Model, Params, State
 
 
 def learned_default(model: Model) -> Model:
@@ -36,9 +37,11 @@ def learned_default(model: Model) -> Model:
     return model._replace(
         init_global=init_global,
         predict=predict,
-        lookups={f"shared/{path}": features for path, features in model.lookups.items()},
+        lookups=prefixed("shared", model.lookups),
         default_local=lambda params: params["default_local"],
         evidence=within_shared(model.evidence),
+        fit=within_shared(model.fit),
+        state=state_within_shared(model.state),
     )
 
 
@@ -47,3 +50,16 @@ def within_shared(function: Callable[..., Params] | None) -> Callable[..., Param
     if function is None:
         return None
     return lambda params, *rest: function(params["shared"], *rest)
+
+
+def state_within_shared(state: State | None) -> State | None:
+    """Return a model's state where its global parameters are held under `shared`."""
+    if state is None:
+        return None
+    known = state
+
+    def advance(params: Params, local: Params, batch: Batch, mask: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        shared, mine = known.advance(params["shared"], local, batch, mask)
+        return {f"shared/{path}": value for path, value in shared.items()}, mine
+
+    return State(tuple(f"shared/{path}" for path in known.shared), known.local, advance)

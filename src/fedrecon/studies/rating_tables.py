@@ -176,12 +176,16 @@ def _tell(micro: Mapping[str, Any]) -> str:
     return f"RMSE {number(micro['rmse']):.4f}, accuracy {100 * number(micro['accuracy']):.2f} %"
 
 
+def _loss(micro: Mapping[str, Any]) -> float:
+    return number(micro["rmse"])
+
+
 RATINGS = Kind(
     open=open_ratings,
     run=run_job,
     shorten=shortened,
     tell=_tell,
-    loss=lambda micro: number(micro["rmse"]),
+    loss=_loss,
     heads=("training", "model", "reconstruction", "update", "server"),
     describe=describe,
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,13 @@ import numpy as np
 import optax
 
 from fedrecon._version import __version__
-from fedrecon.engine import start_devices
 from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json
 from fedrecon.studies.report import compose, to_html, to_markdown
-from fedrecon.studies.runner import Runner, Say, keep_compiled, start_compiling_quickly
+from fedrecon.studies.runner import Runner, Say, Task, keep_compiled, start
 from fedrecon.studies.study import Data, Results, Study
 from fedrecon.studies.tune import tune
+from fedrecon.studies.workers import Assignment, minutes, most_workers, run_side_by_side
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Plan:
       only: names of jobs or figures; all for none.
       tuning: try the grids of learning rates on validation data first.
       page: also write the report without pictures here.
+      workers: run so many jobs at a time, each in a process with one device; None for as many as suit the machine. 1
+        runs one job at a time, on all devices.
     """
 
     data: str
@@ -44,6 +48,7 @@ class Plan:
     only: tuple[str, ...] = ()
     tuning: bool = False
     page: Path | None = None
+    workers: int | None = None
 
 
 def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent) -> Path:
@@ -51,29 +56,38 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
 
     What is finished is not run again; an interruption leaves a report of what is there, and can be continued.
     """
-    if plan.seeds < 1:
-        raise ValueError(f"there are {plan.seeds} seeds; a study needs at least 1")
+    if plan.seeds < 1 or (plan.workers is not None and plan.workers < 1):
+        raise ValueError(f"a study needs at least 1 seed and 1 worker, not {plan.seeds} and {plan.workers}")
     chosen = study.choose(plan.only)
-    if plan.quick:
-        start_compiling_quickly()
-    else:
-        start_devices(None)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    keep_compiled(plan.folder / ("compiled-quickly" if plan.quick else "compiled"))
+    start(None, quick=plan.quick)
+    keep_compiled(plan.folder, quick=plan.quick)
     data = study.kind.open(plan.data, plan.folder, progress)
     if plan.quick:
         study = dataclasses.replace(study, jobs=tuple(map(study.kind.shorten, study.jobs)))
     seeds = range(1 if plan.quick else plan.seeds)
-    suffix = "-quick" if plan.quick else ""
-    runner = Runner(study.kind, plan.folder, data, suffix=suffix, say=say, progress=progress)
+    runner = Runner(study.kind, plan.folder, data, quick=plan.quick, progress=progress)
     wanted = [job for job in study.jobs if job.name in {one.name for one in chosen}]
     try:
         if plan.tuning:
             tune(study.kind, wanted, data, plan.folder, say=say, progress=progress)
-        runner.run(wanted, seeds)
+        _run(study, runner, runner.unfinished(wanted, seeds), plan, say)
     finally:
         path = write_report(study, runner.results(study.jobs, seeds), data, plan)
     return path
+
+
+def _run(study: Study, runner: Runner, tasks: Sequence[Task], plan: Plan, say: Say) -> None:
+    """Run tasks one after another, or in processes side by side."""
+    workers = most_workers() if plan.workers is None else plan.workers
+    if workers > 1 and tasks:
+        run_side_by_side(Assignment(study.kind, plan.data, plan.folder, plan.quick), tasks, workers, say)
+        return
+    began = time.perf_counter()
+    for place, task in enumerate(tasks):
+        left = (time.perf_counter() - began) / place * (len(tasks) - place) if place else None
+        say(f"[{place + 1} of {len(tasks)}{'' if left is None else f', about {minutes(left)} left'}] {task.title}")
+        say(runner.run(task))
 
 
 def write_report(study: Study, results: Results, data: Data, plan: Plan) -> Path:
@@ -102,7 +116,7 @@ def _facts(study: Study, results: Results, data: Data, plan: Plan) -> list[str]:
         *data.facts(),
         f"Seeds: {', '.join(map(str, seeds)) or 'none'}. Who is in which part is the same for all seeds. Settings were "
         "chosen on validation data.",
-        f"Finished: {len(results)} of {len(study.jobs)} jobs, {len(finished)} trainings, {seconds / 60:.1f} minutes of "
-        f"training and evaluation on {os.cpu_count()} cores ({len(jax.devices())} JAX devices).",
+        f"Finished: {len(results)} of {len(study.jobs)} jobs, {len(finished)} trainings, {seconds / 60:.1f} minutes "
+        f"of training and evaluation added up, on {os.cpu_count()} cores, where several run side by side.",
         f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",
     ]

@@ -1,12 +1,12 @@
-"""Run the jobs of a study in order, each once: finished ones are read from their files."""
+"""Run the jobs of a study, each once: finished ones are read from their files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,58 +19,67 @@ from fedrecon.studies.study import Data, Job, Kind, Result, digest
 Say = Callable[[str], None]
 
 
-def keep_compiled(folder: Path) -> None:
-    """Let JAX keep what it compiles in a folder, if it keeps it nowhere yet: a second seed or run compiles nothing."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def start_compiling_quickly() -> None:
-    """Start devices such that XLA compiles in half the time, code that is slower by half: worth it for short runs.
+def start(devices: int | None, *, quick: bool) -> None:
+    """Start devices; if it is to be quick, such that XLA compiles in half the time, code that is slower by half.
 
     XLA reads its flags when JAX starts; where JAX has started already nothing changes.
     """
+    with _compiling_quickly() if quick else contextlib.nullcontext():
+        start_devices(devices)
+        jax.devices()
+
+
+@contextlib.contextmanager
+def _compiling_quickly() -> Iterator[None]:
     before = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"{before or ''} --xla_backend_optimization_level=1"
     try:
-        start_devices(None)
+        yield
     finally:
         del os.environ["XLA_FLAGS"]
         if before is not None:
             os.environ["XLA_FLAGS"] = before
 
 
+def keep_compiled(folder: Path, *, quick: bool) -> None:
+    """Let JAX keep what it compiles in a folder, if it keeps it nowhere yet: a second seed or run compiles nothing."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+        return
+    kept = folder / ("compiled-quickly" if quick else "compiled")
+    kept.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(kept.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Task(NamedTuple):
+    """A job to run with one seed."""
+
+    job: Job
+    seed: int
+
+    @property
+    def title(self) -> str:
+        """What a reader calls it."""
+        return f"{self.job.title}, seed {self.seed}"
+
+
 class Runner:
     """Runs jobs and keeps their results in `folder/rows`, one file a job and seed."""
 
-    def __init__(
-        self, kind: Kind, folder: Path, data: Data, *, suffix: str = "", say: Say, progress: Progress = silent
-    ):
-        """Keep results in `folder`, in files that end with `suffix`; `say` is told what is running and what is left."""
-        self.folder, self._suffix = folder / "rows", suffix
-        self._kind, self._data, self._say, self._progress = kind, data, say, progress
+    def __init__(self, kind: Kind, folder: Path, data: Data, *, quick: bool = False, progress: Progress = silent):
+        """Keep results in `folder`, those of quick runs in files of their own."""
+        self.folder, self._suffix = folder / "rows", "-quick" if quick else ""
+        self._kind, self._data, self._progress = kind, data, progress
         self._fingerprint = data.fingerprint()
 
-    def run(self, jobs: Sequence[Job], seeds: Sequence[int]) -> None:
-        """Run what is not finished, in order, all seeds of a job one after another."""
-        todo = [(job, seed) for job in jobs for seed in seeds if self.finished(job, seed) is None]
-        total = len(jobs) * len(seeds)
-        if total > len(todo):
-            self._say(f"{total - len(todo)} of {total} are finished already")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        began = time.perf_counter()
-        for place, (job, seed) in enumerate(todo):
-            left = (
-                f", about {_minutes((time.perf_counter() - began) / place * (len(todo) - place))} left" if place else ""
-            )
-            self._say(f"[{place + 1} of {len(todo)}{left}] {job.title}, seed {seed}")
-            self._run_one(job, seed)
+    def unfinished(self, jobs: Sequence[Job], seeds: Sequence[int]) -> list[Task]:
+        """List what is not finished, in order, all seeds of a job one after another."""
+        return [Task(job, seed) for job in jobs for seed in seeds if self.finished(job, seed) is None]
 
-    def _run_one(self, job: Job, seed: int) -> None:
+    def run(self, task: Task) -> str:
+        """Run one task, keep its result, and say what it was."""
+        job, seed = task
         found = self._kind.run(job.setting, self._data, seed, "test", self._progress)
         facts = {
             "job": job.name,
@@ -79,10 +88,11 @@ class Runner:
             "digest": digest(job.setting, seed, self._fingerprint),
             "setting": to_json(job.setting),
         }
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self._path(job, seed), facts | found)
         at = next(entry for entry in found["evaluations"] if entry["round"] == job.setting.rounds)
-        for measure in job.setting.measures:
-            self._say(f"    {measure}: {self._kind.tell(at[measure]['micro'])}")
+        told = [f"{measure}: {self._kind.tell(at[measure]['micro'])}" for measure in job.setting.measures]
+        return f"    {task.title}: {'; '.join(told)}"
 
     def finished(self, job: Job, seed: int) -> Result | None:
         """Return the result of a job, if it was run with the same settings on the same data."""
@@ -102,7 +112,3 @@ class Runner:
 
     def _path(self, job: Job, seed: int) -> Path:
         return self.folder / f"{job.name}-{seed}{self._suffix}.json"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -136,7 +136,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A study: everything in the order of the paper."""
+    """A study: everything in the order of the paper, with `seeds` seeds by default."""
 
     name: str
     title: str
@@ -145,6 +145,7 @@ class Study:
     sections: tuple[Section, ...]
     figures: tuple[Figure, ...]
     claims: tuple[Claim, ...]
+    seeds: int = 3
 
     def __post_init__(self) -> None:
         """Check that sections, figures and claims speak of jobs that there are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrecon.config import Update
+from fedrecon.config import Reconstruct, Update
 from fedrecon.studies import figures
 from fedrecon.studies.study import Claim, Figure, Job, Study
 from fedrecon.studies.text_jobs import Setting
@@ -34,16 +34,19 @@ TWO_CORES = Setting(
     embedding=48,
     hidden=96,
     projection=48,
-    clients_per_round=20,
-    rounds=120,
-    every=30,
+    reconstruct=Reconstruct(learning_rate=1.0, steps=100, epochs=1, batch_size=16),
+    update=Update(learning_rate=1.0, steps=100, batch_size=16),
+    finetune=Update(learning_rate=0.3, steps=100, batch_size=16),
+    clients_per_round=10,
+    rounds=200,
+    every=50,
     max_sentences=128,
 )
 
 
 def name_of(kind: str, vocabulary: int) -> str:
     """Name a job of one kind for a size of the vocabulary."""
-    return f"{kind}-{vocabulary // 1000}k"
+    return f"{kind}-{vocabulary // 1000}k" if vocabulary >= 1000 else f"{kind}-{vocabulary}"
 
 
 def jobs(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> tuple[Job, ...]:
@@ -129,6 +132,7 @@ def make(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> St
         name="text",
         title="Federated Reconstruction for next word prediction",
         kind=TEXT,
+        seeds=1,
         jobs=jobs(base, sizes, variants),
         sections=(
             accuracy_section(

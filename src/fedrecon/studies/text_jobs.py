@@ -115,7 +115,7 @@ class Trainer(NamedTuple):
     serving: dict[str, fr.Algorithm]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def make_trainer(setting: Setting) -> Trainer:
     """Return the trainer of a setting, the same for all seeds, so that nothing is compiled for each of them."""
     model = fr.models.next_word(

@@ -127,12 +127,16 @@ def _tell(micro: Mapping[str, Any]) -> str:
     return f"loss {number(micro['loss']):.4f}, accuracy {100 * number(micro['accuracy']):.2f} %"
 
 
+def _loss(micro: Mapping[str, Any]) -> float:
+    return -number(micro["accuracy"])
+
+
 TEXT = Kind(
     open=open_text,
     run=run_job,
     shorten=shortened,
     tell=_tell,
-    loss=lambda micro: -number(micro["accuracy"]),
+    loss=_loss,
     heads=("training", "model", "reconstruction", "update", "server", "finetuning"),
     describe=describe,
 )

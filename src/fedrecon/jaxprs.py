@@ -1,0 +1,218 @@
+"""Evaluation of what was traced, equation by equation, with an eye on tables and on the ids that index them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+# Names of primitives. Ids stay ids under the first, in order under the second; rows of a table may be taken before the
+# third just as well as after.
+_MOVES = {"transpose", "slice", "rev", "copy", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim"}
+_IN_ORDER = {"copy", "convert_element_type", "reshape", "squeeze", "expand_dims"}
+_BY_ROW = {"copy", "convert_element_type", "stop_gradient"}
+
+
+class Table(NamedTuple):
+    """Marks a parameter that may be a table read by rows."""
+
+    path: str
+    then: tuple[tuple[Any, dict], ...] = ()  # what is done to it before its rows are taken
+
+
+class Ids(NamedTuple):
+    """Marks a feature's ids, in whatever shape they have come to."""
+
+    feature: str
+    slots: Any  # where the rows are, in the shape that the ids have come to; None where tables are whole
+    in_order: bool = True  # whether they are all of the feature's ids, in their order
+    most: int | None = None  # ids above this were changed
+
+
+class _About(NamedTuple):
+    """Something computed from ids that only counts together with them."""
+
+    kind: str
+    ids: Ids
+
+
+class _Known(NamedTuple):
+    """Marks a number that is written in the program."""
+
+    value: Any
+
+
+class Value(NamedTuple):
+    """A value and what it is marked as, if anything."""
+
+    array: Any  # None for a table of which only some rows are here
+    tag: Any = None
+
+
+class Tables(Protocol):
+    """Who is asked about the tables that are met."""
+
+    def take(self, eqn: Any, table: Table, ids: Ids | None, why: str) -> Any:
+        """Take rows in place of a gather; None to let the gather itself be evaluated.
+
+        `ids` are None if the gather does more or other than taking rows at a feature's ids, as `why` then says.
+        """
+
+    def spoil(self, table: Table, why: str) -> None:
+        """Hear that a table is not just read by rows, and why."""
+
+
+def evaluate(jaxpr: Any, consts: Iterable[Value], arguments: Iterable[Value], tables: Tables) -> list[Value]:
+    """Evaluate a jaxpr, asking `tables` for what gathers of rows take and telling it of any other use of a table."""
+    env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(atom: Any) -> Value:
+        return Value(atom.val, _Known(atom.val)) if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        env.update(zip(eqn.outvars, _equation(eqn, values, tables), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
+    name, tags = eqn.primitive.name, [value.tag for value in values]
+    marked = [tag for tag in tags if isinstance(tag, Table)]
+    if name in ("jit", "pjit", "closed_call", "core_call") and any(tag is not None for tag in tags):
+        inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+        return evaluate(inner.jaxpr, [Value(c) for c in inner.consts], values, tables)
+    if name == "remat2" and marked:
+        return _checkpointed(eqn, values, tables)
+    if marked:
+        table = marked[0]
+        if name == "gather" and len(marked) == 1 and isinstance(tags[0], Table):
+            why, ids = _row_gather(eqn, values[1])
+            found = tables.take(eqn, table, ids, why)
+            if found is not None:
+                return [Value(found)]
+        elif name in _BY_ROW:
+            then = (*table.then, (eqn.primitive, eqn.primitive.get_bind_params(eqn.params)))
+            array = None if values[0].array is None else _bind(eqn, values)[0]
+            return [Value(array, table._replace(then=then))]
+        else:
+            for each in marked:
+                tables.spoil(each, _spoiling(name))
+    arrays = _bind(eqn, values)
+    tag = _tag_of(eqn, name, tags)
+    return [Value(array, tag if len(arrays) == 1 else None) for array in arrays]
+
+
+def _bind(eqn: Any, values: list[Value]) -> list[Any]:
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*(v.array for v in values), **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def _spoiling(name: str) -> str:
+    if name in ("scan", "while", "cond"):
+        return f"it is read inside a {name}"
+    if name.startswith("custom_"):
+        return "it is read inside a function with a derivative of its own"
+    return f"it is used whole, by {name}"
+
+
+def _checkpointed(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
+    """Evaluate what is to be computed again in the backward pass, so that it is."""
+    tags: list[Any] = []
+
+    def inner(arrays: list[Any]) -> list[Any]:
+        inside = [Value(array, value.tag) for array, value in zip(arrays, values, strict=True)]
+        found = evaluate(eqn.params["jaxpr"], [], inside, tables)
+        tags[:] = [value.tag if not isinstance(value.tag, Ids | _About) else None for value in found]
+        return [value.array for value in found]
+
+    arrays = [value.array for value in values]
+    policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
+    found = jax.checkpoint(inner, policy=policy, prevent_cse=prevent)(arrays)
+    return [Value(array, tag) for array, tag in zip(found, tags, strict=True)]
+
+
+def _tag_of(eqn: Any, name: str, tags: list[Any]) -> Any:
+    """Return what is known of an equation's result: whether it still is a feature's ids."""
+    ids = next((tag for tag in tags if isinstance(tag, Ids)), None)
+    if name in ("convert_element_type", "broadcast_in_dim") and isinstance(tags[0], _Known):
+        return tags[0]
+    if name == "select_n" and len(tags) == 3:
+        which, plain, wrapped = tags
+        same = all(
+            isinstance(tag, _About) and tag.kind == kind and tag.ids is plain
+            for tag, kind in ((which, "negative"), (wrapped, "wrapped"))
+        )
+        return plain if same else None
+    if ids is None:
+        return None
+    if name in _MOVES:
+        return _moved(eqn, name, ids)
+    if name == "concatenate":
+        return _column(eqn, tags)
+    other = next((tag.value for tag in tags if isinstance(tag, _Known)), None)
+    if other is None or jnp.ndim(other) != 0:
+        return None
+    if name == "lt" and other == 0 and tags[0] is ids:
+        return _About("negative", ids)
+    if name == "add":
+        return _About("wrapped", ids)
+    if name == "max" and other <= 0:
+        return ids
+    if name == "min":
+        return _at_most(ids, int(other))
+    return None
+
+
+def _at_most(ids: Ids, most: int) -> Ids:
+    return ids._replace(most=most if ids.most is None else min(ids.most, most))
+
+
+def _moved(eqn: Any, name: str, ids: Ids) -> Ids | None:
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    if name == "convert_element_type":
+        return _at_most(ids, jnp.iinfo(after.dtype).max) if jnp.issubdtype(after.dtype, jnp.integer) else None
+    if len(eqn.invars) != 1:
+        return None
+    slots = None if ids.slots is None else eqn.primitive.bind(ids.slots, **eqn.primitive.get_bind_params(eqn.params))
+    kept = name in _IN_ORDER or (name == "broadcast_in_dim" and before.size == after.size)
+    return ids._replace(slots=slots, in_order=ids.in_order and kept)
+
+
+def _column(eqn: Any, tags: list[Any]) -> _About | None:
+    """Recognise indices of rows and of further axes side by side: which column holds the ids of rows."""
+    last = eqn.outvars[0].aval.ndim - 1
+    columns = [number for number, tag in enumerate(tags) if isinstance(tag, Ids)]
+    single = all(atom.aval.shape[-1] == 1 for atom in eqn.invars)
+    if eqn.params["dimension"] != last or len(columns) != 1 or not single:
+        return None
+    return _About(f"column{columns[0]}", tags[columns[0]])
+
+
+def _row_gather(eqn: Any, indices: Value) -> tuple[str, Any]:
+    """Return why a gather does not just take rows at ids (empty if it does), and the ids."""
+    operand, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    numbers, sizes, mode = (eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "mode"))
+    tag = indices.tag
+    others = len(numbers.start_index_map) > 1
+    if isinstance(tag, _About) and tag.kind.startswith("column") and others:
+        column = int(tag.kind.removeprefix("column"))
+        if numbers.start_index_map[column] != 0 or mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
+            return "it is read along another axis than its rows", None
+        tag = tag.ids
+    elif not isinstance(tag, Ids):
+        return "its rows are read at indices that are not a feature's ids", None
+    elif numbers.start_index_map != (0,):
+        return "it is read along another axis than its rows", None
+    if tuple(sizes) != (1, *operand.shape[1:]) or numbers.operand_batching_dims:
+        return "more or less than single rows of it are read", None
+    within = len(numbers.offset_dims)
+    if tuple(numbers.offset_dims) != tuple(range(out.ndim - within, out.ndim)):
+        return "its rows are read in another order of axes", None
+    if tag.most is not None and tag.most < operand.shape[0] - 1:
+        return f"its rows are read at ids of which those above {tag.most} were changed", None
+    return "", tag

@@ -1,0 +1,120 @@
+"""Which parameters are meant: by pattern, by layer, by predicate, or some rows of a table."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MOST_LISTED = 20
+Locate = Callable[[Any], Collection[str] | None]  # a layer -> the paths of its parameters; None for anything else
+
+
+class LocalRows(NamedTuple):
+    """Some rows of the tables at a path or pattern; see `rows`."""
+
+    pattern: str
+    ids: Any
+
+
+class Selection(NamedTuple):
+    """Parameters that were selected: whole ones, and rows `{path: ascending ids}` of others."""
+
+    whole: frozenset[str]
+    rows: Mapping[str, np.ndarray]
+
+
+def rows(pattern: str, ids: slice | Sequence[int] | np.ndarray) -> LocalRows:
+    """Select some rows of a table, to be given as `local`: the rest of the table stays global.
+
+    Args:
+      pattern: the path of the table, or a pattern that matches it.
+      ids: the rows, as a slice (`slice(100, None)`: all from row 100 on) or as row numbers.
+    """
+    return LocalRows(pattern, ids)
+
+
+def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate = lambda layer: None) -> Selection:
+    """Find the parameters that an argument selects.
+
+    Args:
+      which: a glob pattern on paths (it also selects all that is below what it matches, so that "head" is every
+        parameter of the layer `head`), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or several of these.
+      argument: the name of the argument, for errors.
+      leaves: parameters by path.
+      locate: finds the paths of a layer's parameters.
+
+    Raises:
+      ValueError: if anything given selects nothing.
+    """
+    whole: set[str] = set()
+    by_row: dict[str, np.ndarray] = {}
+    for one in which if _is_several(which) else [which]:
+        if isinstance(one, LocalRows):
+            by_row |= {
+                path: _row_numbers(path, leaves[path], one.ids) for path in _match(one.pattern, argument, leaves)
+            }
+        else:
+            whole |= set(_paths(one, argument, leaves, locate))
+    both = sorted(whole & set(by_row))
+    if both:
+        raise ValueError(f"`{argument}` selects {both[0]!r} twice, whole and by rows; give one of them")
+    return Selection(frozenset(whole), by_row)
+
+
+def _is_several(which: Any) -> bool:
+    return isinstance(which, (list, tuple, set, frozenset)) and not isinstance(which, LocalRows)
+
+
+def _paths(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate) -> Collection[str]:
+    if isinstance(which, str):
+        return _match(which, argument, leaves)
+    located = locate(which)
+    if located is not None:
+        found = [path for path in leaves if path in located]
+        if not found:
+            raise ValueError(f"`{argument}` is a layer without parameters of this model; {_listing(leaves)}")
+        return found
+    if not callable(which):
+        raise TypeError(
+            f"`{argument}` is {which!r}; give a path pattern, a layer of this model, a predicate of path and leaf, "
+            "or a list of these"
+        )
+    found = [path for path, leaf in leaves.items() if which(path, leaf)]
+    if not found:
+        raise ValueError(f"`{argument}` is a predicate that is true of no parameter; {_listing(leaves)}")
+    return found
+
+
+def _match(pattern: str, argument: str, leaves: Mapping[str, Any]) -> list[str]:
+    found = [p for p in leaves if fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}/*")]
+    if not found:
+        raise ValueError(
+            f"`{argument}` is {pattern!r}, which matches nothing{near_miss(pattern, leaves)}; {_listing(leaves)}"
+        )
+    return found
+
+
+def near_miss(name: str, known: Collection[str]) -> str:
+    """Return " (did you mean ...?)" for a name that is nearly one of those known or of what these are below."""
+    places = {"/".join(parts[:n]) for parts in (path.split("/") for path in known) for n in range(1, len(parts) + 1)}
+    close = difflib.get_close_matches(name.strip("*/"), sorted(places | set(known)), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def _listing(leaves: Collection[str]) -> str:
+    more = f" and {len(leaves) - MOST_LISTED} more" if len(leaves) > MOST_LISTED else ""
+    return f"the parameters are: {', '.join(list(leaves)[:MOST_LISTED])}{more}"
+
+
+def _row_numbers(path: str, leaf: Any, ids: Any) -> np.ndarray:
+    size = leaf.shape[0] if leaf.shape else 0
+    found = np.arange(size)[ids] if isinstance(ids, slice) else np.unique(np.asarray(ids, np.int64))
+    if found.ndim != 1 or found.size == 0 or found.min(initial=0) < 0 or found.max(initial=0) >= size:
+        raise ValueError(f"`rows` of {path!r} must be some of its rows 0 to {size - 1}, not {ids!r}")
+    if found.size == size:
+        raise ValueError(f"`rows` of {path!r} are all its {size} rows; give its path itself to make the table local")
+    return np.sort(found)

@@ -1,0 +1,218 @@
+"""Flax modules, NNX and Linen, as models."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fedrecon as fr
+from fedrecon.model import Step
+from toy_frameworks import DIM, ITEMS, RATINGS, assert_a_round_equals_ours, batch_of, features, rating_clients, recon
+from toy_models import clients_of, descend, one_round
+
+KEY = jax.random.key(0)
+MASK = jnp.array([True] * 4 + [False] * 2)
+CLASSES = {"inputs": "x", "loss": "cross_entropy", "metrics": ["accuracy"]}
+
+
+class Factors(nnx.Module):
+    def __init__(self, rngs):
+        self.items = nnx.Embed(ITEMS, DIM, rngs=rngs)
+        self.user = nnx.Linear(DIM, 1, use_bias=False, rngs=rngs)
+
+    def __call__(self, item):
+        return self.user(self.items(item))
+
+
+class LinenFactors(nn.Module):
+    @nn.compact
+    def __call__(self, item):
+        return nn.Dense(1, use_bias=False, name="user")(nn.Embed(ITEMS, DIM, name="items")(item))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, rate=0.0):
+        self.body = nnx.Linear(4, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.head = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.drop(self.norm(self.body(x))))
+
+
+class LinenNet(nn.Module):
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(3, name="body")(x)
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+        x = nn.Dropout(self.rate, deterministic=not train)(x)
+        return nn.Dense(2, name="head")(x)
+
+
+def nnx_net(rate=0.0, **options):
+    return fr.models.from_flax(lambda rngs: Net(rngs, rate), **{"local": "head", **CLASSES, **options})
+
+
+def linen_net(rate=0.0, **options):
+    return fr.models.from_flax(LinenNet(rate), example=batch_of(2), **{"local": "head", **CLASSES, **options})
+
+
+NETS = pytest.mark.parametrize("net", [nnx_net, linen_net], ids=["nnx", "linen"])
+
+
+def started(model):
+    return model.init_global(jax.random.key(1)), model.init_local(jax.random.key(2))
+
+
+def statistics(tree):
+    """The mean and the variance among the leaves of a model."""
+    return next(v for k, v in tree.items() if k.endswith("mean")), next(v for k, v in tree.items() if k.endswith("var"))
+
+
+def hidden(shared, x):
+    return np.asarray(x @ shared["body/kernel"] + shared["body/bias"])
+
+
+def test_a_round_of_nnx_matrix_factorization_equals_ours():
+    assert_a_round_equals_ours(fr.models.from_flax(Factors, **RATINGS), "items/embedding", "user/kernel")
+
+
+def test_a_round_of_linen_matrix_factorization_equals_ours():
+    model = fr.models.from_flax(LinenFactors(), example=rating_clients(), **RATINGS)
+    assert_a_round_equals_ours(model, "items/embedding", "user/kernel", optimizer=optax.adam(0.05))
+
+
+@NETS
+def test_parameters_are_drawn_from_the_key_and_divided(net):
+    model = net()
+    assert set(model.init_global(KEY)) == {"body/kernel", "body/bias", "norm/scale", "norm/bias"}
+    one, other = (model.init_local(jax.random.key(n)) for n in (1, 2))
+    assert {"head/kernel", "head/bias"} < set(one)
+    assert (one["head/kernel"] != other["head/kernel"]).all()
+
+
+def test_an_nnx_module_is_where_everybody_starts_and_its_layers_can_be_named_by_themselves():
+    module = Net(nnx.Rngs(5))
+    model = fr.models.from_flax(module, local=[module.head, module.norm], **CLASSES)
+    for n in (1, 2):
+        np.testing.assert_array_equal(model.init_local(jax.random.key(n))["head/kernel"], module.head.kernel[...])
+    assert {"head/kernel", "head/bias", "norm/scale", "norm/bias"} < set(model.init_local(KEY))
+
+
+def test_a_linen_layer_is_known_by_its_name():
+    model = fr.models.from_flax(LinenNet(), local=nn.Dense(2, name="head"), example=batch_of(2), **CLASSES)
+    assert {"head/kernel", "head/bias"} < set(model.init_local(KEY))
+    with pytest.raises(ValueError, match="`local` is a Linen module without a name"):
+        fr.models.from_flax(LinenNet(), local=nn.Dense(2), example=batch_of(2), **CLASSES)
+
+
+def test_a_layer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="`local` is a layer without parameters of this model; the parameters are"):
+        fr.models.from_flax(Net(nnx.Rngs(0)), local=Net(nnx.Rngs(0)).head, **CLASSES)
+
+
+def test_a_linen_module_without_an_example_is_named():
+    with pytest.raises(ValueError, match="`example` is missing: a Linen module learns its shapes from inputs"):
+        fr.models.from_flax(LinenNet(), local="head", **CLASSES)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="`module` is 3; give a Flax module"):
+        fr.models.from_flax(3, local="head", **CLASSES)
+
+
+@NETS
+def test_predictions_are_the_module_s_own_in_evaluation(net):
+    model = net(0.5)
+    shared, own = started(model)
+    x = batch_of(6)["x"]
+    normal = hidden(shared, x) / np.sqrt(1 + 1e-5)  # running statistics start at 0 and 1
+    expected = normal @ own["head/kernel"] + own["head/bias"]
+    np.testing.assert_allclose(model.predict(shared, own, {"x": x}), expected, 1e-4, 1e-5)
+
+
+@NETS
+def test_statistics_leave_out_what_fills_a_batch_up(net):
+    model = net()
+    shared, own = started(model)
+    batch = batch_of(6)
+    real = hidden(shared, batch["x"])[:4]
+    mean, var = statistics(model.state.advance(shared, own, batch, MASK)[1])
+    np.testing.assert_allclose(mean, 0.01 * real.mean(0), 1e-4)
+    np.testing.assert_allclose(var, 0.99 + 0.01 * real.var(0), 1e-4)
+    found = model.fit(shared, own, batch, Step(MASK, KEY))[:4]
+    normal = (real - real.mean(0)) / np.sqrt(real.var(0) + 1e-5)
+    np.testing.assert_allclose(found, normal @ own["head/kernel"] + own["head/bias"], 1e-3, 1e-4)
+
+
+@NETS
+def test_local_statistics_are_rebuilt_from_the_support(net):
+    model = net()
+    data = features(7)
+    shared, _ = started(model)
+    local = fr.reconstruct(recon(model), shared, data)
+    mean, var = statistics(local)
+    real = hidden(shared, data["x"])
+    np.testing.assert_allclose(mean, real.mean(0), 1e-4, 1e-5)
+    np.testing.assert_allclose(var, real.var(0), 1e-4)
+
+
+@NETS
+def test_averaged_statistics_travel_with_the_global_parameters(net):
+    model = net(state="averaged", local=())
+    clients = clients_of(features(4, 1), features(4, 2))
+    algorithm = fr.federated_averaging(model, update=descend(0.0, 4), server=optax.adam(0.1))
+    start = algorithm.init(jax.random.split(jax.random.key(0), 3)[0]).params
+    run = one_round(algorithm, clients)
+    means = [hidden(start, features(4, seed)["x"]).mean(0) for seed in (1, 2)]
+    np.testing.assert_allclose(statistics(run.params)[0], 0.01 * np.mean(means, 0), 1e-4, 1e-6)
+
+
+@NETS
+def test_frozen_statistics_are_used_in_training_while_dropout_is_on(net):
+    model, dropped = net(state="frozen"), net(0.5, state="frozen")
+    shared, own = started(model)
+    batch = batch_of(6)
+    assert model.state is None
+    np.testing.assert_allclose(model.fit(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch), 1e-5)
+    assert not np.allclose(dropped.fit(shared, own, batch, Step(MASK, KEY)), dropped.predict(shared, own, batch))
+
+
+@NETS
+def test_dropout_follows_the_key_and_is_off_without_one(net):
+    model, plain = net(0.5), net()
+    shared, own = started(model)
+    batch = batch_of(6)
+    one, again, other, none = (
+        model.fit(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert not np.allclose(one, other)
+    np.testing.assert_allclose(none, plain.fit(shared, own, batch, Step(MASK, None)), 1e-5)
+
+
+def test_lookups_are_found_without_a_word():
+    model = fr.models.from_flax(Factors, **RATINGS)
+    batch = {name: column[:3] for name, column in rating_clients().columns.items()}
+    assert fr.find_lookups(model, batch) == {"items/embedding": ("item",)}
+
+
+def test_a_network_trains_and_learns():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(60, 4)).astype(np.float32)
+    data = {"x": x, "label": (x[:, 0] > 0).astype(np.int32)}
+    clients = clients_of(*({name: column[k : k + 20] for name, column in data.items()} for k in (0, 20, 40)))
+    algorithm = fr.federated_reconstruction(
+        nnx_net(0.1),
+        reconstruct=descend(0.3, 10, epochs=5),
+        update=descend(0.3, 10, epochs=3),
+        server=optax.sgd(1.0),
+    )
+    run = one_round(algorithm, clients, rounds=15)
+    assert fr.evaluate(algorithm, run.params, clients).micro["accuracy"] > 0.8

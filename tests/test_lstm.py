@@ -1,0 +1,127 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrecon.models.lstm import lstm
+from fedrecon.models.merging import merging
+
+TIME, BATCH, FEATURES, HIDDEN, CLIENTS = 4, 3, 2, 5, 3
+EACH, SHARED, SOME = (0, 0, 0, 0), (0, None, None, None), (0, None, 0, None)  # over which arguments clients are mapped
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def plain_scan(x, kernel, recurrent, bias):
+    """The same LSTM as a textbook writes it, for its derivatives."""
+
+    def step(state, x):
+        output, cell = state
+        i, f, g, o = jnp.split(x @ kernel + output @ recurrent + bias, 4, -1)
+        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        output = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        return (output, cell), output
+
+    start = jnp.zeros((x.shape[1], recurrent.shape[0]))
+    return jax.lax.scan(step, (start, start), x)[1]
+
+
+@functools.cache
+def arguments():
+    """Inputs and weights of several clients."""
+    shapes = [(TIME, BATCH, FEATURES), (FEATURES, 4 * HIDDEN), (HIDDEN, 4 * HIDDEN), (4 * HIDDEN,)]
+    keys = jax.random.split(jax.random.key(0), 5)
+    found = [jax.random.normal(key, (CLIENTS, *shape)) for key, shape in zip(keys, shapes, strict=False)]
+    return found, jax.random.normal(keys[4], (TIME, BATCH, HIDDEN))
+
+
+def of(axes):
+    return [x if axis == 0 else x[0] for x, axis in zip(arguments()[0], axes, strict=True)]
+
+
+def loss(layer):
+    return lambda *args: jnp.sum(layer(*args) * arguments()[1])
+
+
+def gradients(layer):
+    return jax.grad(loss(layer), (0, 1, 2, 3))
+
+
+def second_derivatives(layer):
+    def length(*args):
+        return sum(jnp.sum(leaf**2) for leaf in gradients(layer)(*args))
+
+    return jax.grad(length, (0, 1, 2, 3))
+
+
+def assert_like_plain(derive, axes=None):
+    args = of(axes or (None,) * 4)
+    found, expected = (
+        jax.jit(jax.vmap(derive(layer), axes) if axes else derive(layer))(*args) for layer in (lstm, plain_scan)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), found, expected)
+
+
+def test_outputs_are_those_of_a_loop_by_hand():
+    x, kernel, recurrent, bias = (np.asarray(a, np.float64) for a in of((None,) * 4))
+    output, cell = np.zeros((BATCH, HIDDEN)), np.zeros((BATCH, HIDDEN))
+    expected = []
+    for t in range(TIME):
+        for b in range(BATCH):
+            gates = x[t, b] @ kernel + output[b] @ recurrent + bias
+            i, f, g, o = (gates[k * HIDDEN : (k + 1) * HIDDEN] for k in range(4))
+            cell[b] = sigmoid(f) * cell[b] + sigmoid(i) * np.tanh(g)
+            output[b] = sigmoid(o) * np.tanh(cell[b])
+        expected.append(output.copy())
+    np.testing.assert_allclose(lstm(*of((None,) * 4)), expected, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("axes", [None, EACH, SHARED, SOME])
+def test_gradients_are_those_of_a_plain_scan(axes):
+    assert_like_plain(gradients, axes)
+
+
+@pytest.mark.parametrize("axes", [None, SHARED])
+def test_second_derivatives_are_those_of_a_plain_scan(axes):
+    assert_like_plain(second_derivatives, axes)
+
+
+def test_a_single_client_in_a_block_has_the_gradients_it_has_alone():
+    args = of((None,) * 4)
+    alone = jax.jit(gradients(lstm))(*args)
+    for axes in (EACH, SHARED):
+        block = [a[None] if axis == 0 else a for a, axis in zip(args, axes, strict=True)]
+        found = jax.jit(jax.vmap(gradients(lstm), axes))(*block)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, 1e-6, 1e-6), found, alone)
+
+
+def test_gradients_of_frozen_weights_are_not_computed():
+    def products(wanted):
+        compiled = jax.jit(jax.grad(loss(lstm), wanted)).lower(*of((None,) * 4)).compile()
+        return sum(line.count(" dot(") for line in compiled.as_text().splitlines())
+
+    assert products((0,)) == 4  # with the inputs and with the recurrent weights, there and back
+    assert products((0, 1, 2, 3)) == 6
+
+
+def test_clients_that_share_the_weights_are_one_batch():
+    def shapes_of_products(axes):
+        text = jax.jit(jax.vmap(lstm, axes)).lower(*of(axes)).as_text()
+        return [line.split("->")[-1] for line in text.splitlines() if "stablehlo.dot_general" in line]
+
+    assert all(f"{CLIENTS * BATCH}x" in shape for shape in shapes_of_products(SHARED)[1:])
+    assert all(f"{CLIENTS}x{BATCH}x" in shape for shape in shapes_of_products(EACH)[1:])
+
+
+def test_a_merged_layer_treats_an_argument_that_is_not_mapped_like_any_other():
+    @merging(axis=0)
+    def add(batches, weights):
+        return batches[0] * weights + batches[1]
+
+    x, y = jnp.arange(6.0).reshape(3, 2), jnp.array([10.0, 20.0])
+    found = jax.vmap(lambda x: add((x, y), 2.0))(x)
+    np.testing.assert_array_equal(found, 2 * x + y)

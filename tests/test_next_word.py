@@ -1,0 +1,345 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedrecon as fr
+from fedrecon.model import measure
+from fedrecon.models import softmax
+from toy_models import assert_close, assert_same_history, descend, one_round
+
+WORDS, BUCKETS, LENGTH = 6, 3, 5
+BEGIN, END, FIRST_BUCKET = WORDS + 1, WORDS + 2, WORDS + 3
+SIZES = {"embedding": 4, "hidden": 3, "projection": 4}
+
+
+@functools.cache
+def small(**options):
+    return fr.models.next_word(WORDS, BUCKETS, **SIZES, **options)
+
+
+def sentences(lengths, seed=0):
+    """Random sentences of these lengths, as (examples, LENGTH) features."""
+    generator = np.random.default_rng(seed)
+    shape = (len(lengths), LENGTH)
+    there = np.arange(LENGTH) < np.array(lengths)[:, None]
+    oov = np.where(generator.random(shape) < 0.4, generator.integers(1, BUCKETS + 1, shape), 0)
+    target = generator.choice([*range(1, WORDS + 1), END, *range(FIRST_BUCKET, FIRST_BUCKET + BUCKETS)], shape)
+    word = np.where(oov > 0, 0, generator.integers(1, END + 1, shape))
+    return {
+        name: np.where(there, column, 0).astype(np.int32)
+        for name, column in (("word", word), ("oov", oov), ("target", target))
+    }
+
+
+def people(*lengths):
+    """Clients with sentences of these lengths each."""
+    columns = [sentences(each, seed) for seed, each in enumerate(lengths)]
+    ends = np.cumsum([len(each) for each in lengths])
+    together = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+    return fr.Clients(together, ends - [len(each) for each in lengths], ends)
+
+
+def parameters(model, seed=0):
+    keys = jax.random.split(jax.random.key(seed))
+    larger = lambda tree: jax.tree.map(lambda x: 3 * x + 0.1, tree)  # noqa: E731  (else all logits are nearly alike)
+    return larger(model.init_global(keys[0])), larger(model.init_local(keys[1]))
+
+
+@functools.cache
+def differentiated(**options):
+    """Compile the gradients of both parts, and the sums of metrics."""
+    model = small(**options)
+
+    def loss(params, local, batch):
+        return measure(model, model.predict(params, local, batch), batch, jnp.ones(len(batch["word"]), bool))
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+
+# ---- parameters ----
+
+
+def counts(model):
+    shapes = [jax.eval_shape(init, jax.random.key(0)) for init in (model.init_global, model.init_local)]
+    return [sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(part)) for part in shapes]
+
+
+@pytest.mark.parametrize(("vocabulary", "buckets"), [(10_000, 1), (10_000, 500), (5_000, 500), (1_000, 1)])
+def test_parameters_are_as_many_as_the_paper_has(vocabulary, buckets):
+    shared = 96 * (vocabulary + 3) + 2_055_560 + 64_416 + 97 * (vocabulary + 3 + buckets)
+    assert counts(fr.models.next_word(vocabulary, buckets)) == [shared, 96 * buckets]
+    assert counts(fr.models.next_word(vocabulary, buckets, local_oov=False)) == [shared + 96 * buckets, 0]
+    if (vocabulary, buckets) == (10_000, 1):
+        assert shared + 96 * buckets == 4_050_748
+
+
+def test_parameters_start_as_is_usual():
+    params, local = (init(jax.random.key(0)) for init in (small().init_global, small().init_local))
+    assert np.abs(local["oov_embedding"]).max() <= 0.05
+    assert np.abs(params["word_embedding"]).max() <= 0.05
+    np.testing.assert_array_equal(params["lstm"]["bias"].reshape(4, -1), [[0] * 3, [1] * 3, [0] * 3, [0] * 3])
+    recurrent = params["lstm"]["recurrent"]
+    np.testing.assert_allclose(recurrent @ recurrent.T, np.eye(3), atol=1e-5)
+    assert np.abs(params["lstm"]["kernel"]).max() <= math.sqrt(6 / (4 + 12))
+    assert not params["projection"]["bias"].any()
+    assert not params["output"]["bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary": 0}, "`vocabulary` is 0; it must be at least 1"),
+        ({"oov_buckets": 0}, "`oov_buckets` is 0; it must be at least 1"),
+        ({"hidden": -1}, "`hidden` is -1; it must be at least 1"),
+        ({"loss_over": "words"}, "`loss_over` is 'words'; use 'tokens' or 'positions'"),
+    ],
+)
+def test_impossible_sizes_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fr.models.next_word(**{"vocabulary": 5, **options})
+
+
+# ---- predictions ----
+
+
+def by_hand(params, local, batch):
+    """Logits of one word after another."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    own = np.asarray(local["oov_embedding"], np.float64)
+    found = np.zeros((*batch["word"].shape, FIRST_BUCKET + BUCKETS))
+    for example, (words, oovs) in enumerate(zip(batch["word"], batch["oov"], strict=True)):
+        output, cell = np.zeros(3), np.zeros(3)
+        for t, (word, oov) in enumerate(zip(words, oovs, strict=True)):
+            x = own[oov - 1] if oov else p["word_embedding"][word]
+            i, f, g, o = np.split(x @ p["lstm"]["kernel"] + output @ p["lstm"]["recurrent"] + p["lstm"]["bias"], 4)
+            i, f, o = (1 / (1 + np.exp(-gate)) for gate in (i, f, o))
+            cell = f * cell + i * np.tanh(g)
+            output = o * np.tanh(cell)
+            projected = output @ p["projection"]["kernel"] + p["projection"]["bias"]
+            found[example, t] = projected @ p["output"]["kernel"] + p["output"]["bias"]
+    return found
+
+
+def test_predictions_are_those_of_a_loop_by_hand():
+    params, local = parameters(small())
+    batch = sentences([5, 2, 3])
+    np.testing.assert_allclose(fr.predict(small(), params, local, batch), by_hand(params, local, batch), 1e-4, 1e-5)
+
+
+def test_global_embeddings_of_buckets_give_the_same_predictions():
+    params, local = parameters(small())
+    batch = sentences([5, 2, 3])
+    found = fr.predict(small(local_oov=False), {**params, **local}, {}, batch)
+    np.testing.assert_array_equal(found, fr.predict(small(), params, local, batch))
+
+
+def test_metrics_are_those_of_the_definitions():
+    params, local = parameters(small())
+    batch = sentences([5, 2, 5, 4, 5, 5, 3, 5], seed=3)
+    logits = by_hand(params, local, batch)
+    target = batch["target"]
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, target[..., None], -1)[..., 0]
+    hit = logits.argmax(-1) == target
+    word, end, oov = (target > 0) & (target <= WORDS), target == END, target >= FIRST_BUCKET
+    assert all(kind.any() for kind in (word, end, oov))
+    (mean, sums), _ = differentiated()(params, local, batch)
+    found = fr.model.finish(small(), sums)
+    expected = {
+        "loss": losses[target > 0].mean(),
+        "accuracy": hit[word].mean(),
+        "accuracy_with_eos": hit[word | end].mean(),
+        "accuracy_with_oov_eos": hit[word | end | oov].mean(),
+        "perplexity": math.exp(losses[target > 0].mean()),
+    }
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert float(mean) == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_a_tie_for_the_highest_logit_counts_as_a_hit():
+    logits = softmax.Logits(jnp.ones((3, 1)), jnp.array([[2.0, 5.0, 5.0, 1.0]]), jnp.zeros(4))
+    assert logits.against(jnp.array([0, 1, 2]))[1].tolist() == [0, 1, 1]
+
+
+def test_huge_logits_give_a_finite_loss():
+    losses, _ = softmax.cross_entropy(
+        jnp.array([[1e4], [-1e4]]), jnp.array([[1.0, 2.0]]), jnp.zeros(2), jnp.array([0, 0])
+    )
+    np.testing.assert_allclose(losses, [1e4, 0])
+
+
+def test_a_loss_over_positions_is_the_loss_over_tokens_scaled():
+    params, local = parameters(small())
+    lengths = [5, 2, 3, 1]
+    batch = sentences(lengths)
+    (over_tokens, sums), slope = differentiated()(params, local, batch)
+    (over_positions, other_sums), other_slope = differentiated(loss_over="positions")(params, local, batch)
+    share = sum(lengths) / (len(lengths) * LENGTH)
+    assert float(over_positions) == pytest.approx(share * float(over_tokens), rel=1e-5)
+    assert_close(other_slope, jax.tree.map(lambda x: share * x, slope), 1e-6)
+    np.testing.assert_array_equal(other_sums[1:], sums[1:])
+
+
+# ---- padding ----
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(0, LENGTH), min_size=4, max_size=4), seed=st.integers(0, 1000))
+def test_padding_never_changes_a_gradient_or_a_metric(lengths, seed):
+    """Whatever stands where nothing is asked for, it is as if it were not there."""
+    params, local = parameters(small())
+    batch = sentences(lengths, seed)
+    junk = sentences([LENGTH] * 4, seed + 1)
+    padding = batch["target"] == 0
+    other = {name: np.where(padding, junk[name], batch[name]) for name in ("word", "oov")} | {"target": batch["target"]}
+    expected, found = (differentiated()(params, local, each) for each in (batch, other))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert float(found[0][1][0, 1]) == sum(lengths)
+    assert not np.any(found[1][0]["word_embedding"][0])  # neither padding nor words without a row teach row 0
+
+
+def test_an_example_that_is_masked_never_changes_a_gradient_or_a_metric():
+    model = small()
+    params, local = parameters(model)
+    batch, junk = sentences([5, 2, 3, 4]), sentences([5, 5, 5, 5], seed=1)
+    mask = jnp.array([True, True, False, True])
+
+    @jax.jit
+    def run(batch):
+        def loss(params):
+            return measure(model, model.predict(params, local, batch), batch, mask)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    other = {name: np.where(mask[:, None], column, junk[name]) for name, column in batch.items()}
+    jax.tree.map(np.testing.assert_array_equal, run(other), run(batch))
+
+
+# ---- logits in parts ----
+
+
+def plain_cross_entropy(hidden, kernel, bias, target):
+    logits = hidden @ kernel + bias
+    at_target = jnp.take_along_axis(logits, target[:, None], 1)[:, 0]
+    return jax.nn.logsumexp(logits, -1) - at_target, (at_target >= logits.max(-1)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(("part", "axes"), [(2**22, (0, None, None, 0)), (90, (0, None, None, 0)), (90, (0, 0, 0, 0))])
+@pytest.mark.parametrize("wanted", [(0,), (0, 1, 2)])
+def test_cross_entropy_has_the_derivatives_of_the_plain_one(monkeypatch, part, axes, wanted):
+    """With the weights frozen or not, shared or not, in one part or in several."""
+    monkeypatch.setattr(softmax, "LOGITS_BYTES", part)
+    clients, rows, features, outputs = 2, 7, 3, 11
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(clients, rows, features), (clients, features, outputs), (clients, outputs)]
+    arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=False)]
+    arguments.append(jax.random.randint(keys[3], (clients, rows), 0, outputs))
+    arguments = [x if axis == 0 else x[0] for x, axis in zip(arguments, axes, strict=True)]
+
+    def both(function):
+        def loss(*args):
+            losses, hits = function(*args)
+            return jnp.sum(losses * jax.random.normal(keys[4], (rows,))), (losses, hits)
+
+        return jax.jit(jax.vmap(jax.value_and_grad(loss, wanted, has_aux=True), axes))(*arguments)
+
+    assert_close(both(softmax.cross_entropy), both(plain_cross_entropy), 1e-5)
+
+
+# ---- in the library ----
+
+
+@functools.cache
+def one_round_of(*, sharing=None, second_order=False):
+    """One round with four clients, one by one but for reconstruction, weighed by tokens."""
+    model = small(loss_over="positions")
+    algorithm = fr.federated_reconstruction(
+        model,
+        reconstruct=descend(0.5, 2),
+        update=descend(0.5, 2),
+        server=optax.sgd(1.0),
+        second_order=second_order,
+        aggregate=fr.aggregate.mean(fr.aggregate.weight_of(model, "perplexity")),
+    )
+    clients = people([5, 3, 4], [2, 5, 5, 1, 3], [4, 4], [5, 5, 2, 3])
+    return one_round(algorithm, clients, place=fr.layout(1, 1, sharing=sharing))
+
+
+def test_clients_side_by_side_learn_what_they_learn_one_by_one():
+    expected, found = one_round_of(), one_round_of(sharing=4)
+    assert_close(found.params, expected.params)
+    assert_same_history(found, expected, 1e-4)
+
+
+def test_clients_can_weigh_as_many_tokens_as_they_have():
+    # The query is the second half: of three sentences one, of five two, of two one, of four two.
+    assert one_round_of().history[0]["weight"] == 4 + (1 + 3) + 4 + (2 + 3)
+    with pytest.raises(ValueError, match="`metric` is 'tokens'; the model has: loss, accuracy"):
+        fr.aggregate.weight_of(small(), "tokens")
+
+
+def test_second_order_differentiates_through_reconstruction():
+    first, second = one_round_of().params, one_round_of(second_order=True).params
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(second))
+    assert not np.allclose(first["lstm"]["kernel"], second["lstm"]["kernel"], atol=1e-7)
+
+
+def test_everything_global_is_averaged_with_yogi_by_rows_as_by_whole_tables():
+    clients, model = people([5, 3, 4], [2, 5, 5, 1, 3]), small(local_oov=False)
+    by_rows, whole = (
+        one_round(fr.federated_averaging(each, update=descend(0.5, 2), server=fr.yogi(0.1, eps=0.1)), clients, rounds=8)
+        for each in (model, model._replace(lookups={}))
+    )
+    assert_close(by_rows.params, whole.params, 1e-4)
+    assert by_rows.history[-1]["loss"] < by_rows.history[0]["loss"]
+
+
+# ---- words of one's own ----
+
+FOLLOWERS = 4
+
+
+def with_private_words(number, seed, *, told_apart=True):
+    """Clients with two words of their own, which nobody else can know: each is followed by a word of its own choice.
+
+    Where they are not told apart both fall into one bucket.
+    """
+    generator = np.random.default_rng(seed)
+    which = np.tile([0, 1], 8)
+    columns = {"word": [], "oov": [], "target": []}
+    for _ in range(number):
+        followers = 1 + generator.permutation(FOLLOWERS)[:2]
+        bucket = which if told_apart else 0 * which
+        columns["word"].append(np.stack([0 * which + FOLLOWERS + 1, 0 * which], 1))
+        columns["oov"].append(np.stack([0 * which, bucket + 1], 1))
+        columns["target"].append(np.stack([FOLLOWERS + 3 + bucket, followers[which]], 1))
+    ends = (1 + np.arange(number)) * len(which)
+    together = {name: np.concatenate(parts).astype(np.int32) for name, parts in columns.items()}
+    return fr.Clients(together, ends - len(which), ends)
+
+
+def test_only_local_embeddings_learn_what_follows_a_private_word():
+    model = fr.models.next_word(FOLLOWERS, 2, embedding=8, hidden=8, projection=8)
+    options = {"update": descend(0.5, 8), "server": optax.adam(0.03)}
+    algorithm = fr.federated_reconstruction(model, reconstruct=descend(2.0, 4, epochs=5), **options)
+    never = fr.federated_reconstruction(model, reconstruct=descend(2.0, 4, steps=0), **options)
+    place = fr.layout(10, 1)
+
+    def accuracy(trained_on, tested_on, tested_with):
+        run = fr.train(algorithm, trained_on, rounds=40, clients_per_round=20, place=place)
+        evaluations = [fr.evaluate(each, run.params, tested_on, place=place) for each in tested_with]
+        return [evaluation.micro["accuracy"] for evaluation in evaluations]
+
+    apart, unaware = accuracy(with_private_words(40, 0), with_private_words(40, 1), [algorithm, never])
+    mixed_up = accuracy(
+        with_private_words(40, 0, told_apart=False), with_private_words(40, 1, told_apart=False), [algorithm]
+    )[0]
+    assert apart > 0.95
+    assert unaware < 0.4  # one of four followers
+    assert mixed_up < 0.6  # one of the client's two
