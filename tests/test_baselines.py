@@ -6,7 +6,7 @@ import pytest
 
 from fedrecon.baselines import item_means, means_algorithm, without_reconstruction
 from fedrecon.clients import Clients
-from fedrecon.config import Config, Data
+from fedrecon.config import Data, RatingsConfig
 from fedrecon.evaluate import evaluate
 from fedrecon.personalize import reconstruct
 
@@ -30,7 +30,7 @@ def test_means_are_measured_on_the_query():
 
 
 def test_without_reconstruction_ratings_change_nothing():
-    algorithm = without_reconstruction(Config(data=Data(source="x")), 3)
+    algorithm = without_reconstruction(RatingsConfig(data=Data(source="x")), 3)
     params = algorithm.init(jax.random.key(0)).params
     other = Clients({**CLIENTS.columns, "rating": 6 - CLIENTS.columns["rating"]}, CLIENTS.starts, CLIENTS.ends)
     one, two = (reconstruct(algorithm, params, clients) for clients in (CLIENTS, other))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -126,6 +127,19 @@ def test_a_model_with_biases_and_a_default_resumes_too(trained, tmp_path):
     assert main(["evaluate", str(tmp_path / "parts")]) == 0
 
 
+def test_a_run_of_before_there_were_tasks_is_opened_and_resumed(trained, tmp_path):
+    ratings, run = trained
+    old = tmp_path / "run"
+    shutil.copytree(run, old)
+    for file, within in (("run.json", "config"), ("model/model.json", None)):
+        values = json.loads((old / file).read_text())
+        del (values[within] if within else values)["task"]
+        (old / file).write_text(json.dumps(values))
+    assert main(["evaluate", str(old)]) == 0
+    assert main(["recommend", str(old), "--ratings", str(ratings), "--user", "u1"]) == 0
+    assert main(["train", str(ratings), "--out", str(old), "--rounds", "9", *SMALL, "--resume"]) == 0
+
+
 def test_resuming_nothing_begins(trained, tmp_path):
     ratings, _ = trained
     assert main(["train", str(ratings), "--out", str(tmp_path / "new"), "--rounds", "1", *SMALL, "--resume"]) == 0
@@ -183,7 +197,7 @@ def test_ctrl_c_saves_what_was_learned_and_says_how_to_go_on(trained, tmp_path, 
     ratings, run = trained
     from fedrecon.cli import show
 
-    def stop(record):
+    def stop(record, measures):
         if record["round"] == 4:
             raise KeyboardInterrupt
 
@@ -360,8 +374,6 @@ def test_an_error_is_one_sentence(argv, code, message, tmp_path, monkeypatch, ca
     ],
 )
 def test_a_damaged_run_is_one_sentence(file, content, message, trained, tmp_path, capsys):
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(trained[1], run)
     (run / file).unlink()
@@ -372,8 +384,6 @@ def test_a_damaged_run_is_one_sentence(file, content, message, trained, tmp_path
 
 
 def test_a_damaged_checkpoint_is_one_sentence(trained, tmp_path, capsys):
-    import shutil
-
     ratings, done = trained
     run = tmp_path / "run"
     shutil.copytree(done, run)

@@ -5,28 +5,58 @@ import json
 import pytest
 
 from fedrecon.config import (
-    Config,
     ConfigError,
     Data,
     Factorization,
+    NextWord,
+    RatingsConfig,
+    Reconstruct,
     Server,
     Split,
+    TextConfig,
+    TextData,
+    config_from_json,
     differences,
     from_json,
     read_config,
     to_json,
 )
 
-CONFIG = Config(data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="yogi"))
+CONFIG = RatingsConfig(
+    data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="yogi")
+)
 
 
 def test_settings_survive_json():
-    assert from_json(Config, json.loads(json.dumps(to_json(CONFIG))), "file") == CONFIG
+    assert from_json(RatingsConfig, json.loads(json.dumps(to_json(CONFIG))), "file") == CONFIG
 
 
 def test_what_a_file_leaves_out_takes_its_default():
-    found = from_json(Config, {"data": {"source": "x"}, "model": {"dim": 3}}, "file")
-    assert found == Config(data=Data(source="x"), model=Factorization(dim=3))
+    found = from_json(RatingsConfig, {"data": {"source": "x"}, "model": {"dim": 3}}, "file")
+    assert found == RatingsConfig(data=Data(source="x"), model=Factorization(dim=3))
+
+
+def test_settings_of_text_have_the_defaults_of_text():
+    default = TextConfig(data=TextData(source="x"))
+    assert (default.rounds, default.sampling.clients_per_round, default.split.by_time) == (2500, 200, True)
+    assert (default.server.optimizer, default.server.learning_rate, default.update.learning_rate) == ("yogi", 0.1, 0.3)
+    found = config_from_json({"task": "text", "data": {"source": "x"}, "reconstruct": {"epochs": 2}}, "file")
+    assert found == TextConfig(
+        data=TextData(source="x"),
+        reconstruct=Reconstruct(learning_rate=0.1, steps=100, epochs=2, batch_size=16),
+    )
+    assert config_from_json(json.loads(json.dumps(to_json(found))), "file") == found
+
+
+def test_settings_that_name_no_task_are_of_ratings_unless_told():
+    assert config_from_json({"data": {"source": "x"}}, "file") == RatingsConfig(data=Data(source="x"))
+    assert config_from_json({"data": {"source": "x"}}, "file", "text") == TextConfig(data=TextData(source="x"))
+    with pytest.raises(ConfigError, match="file: task is 'sound'; expected one of ratings, text"):
+        config_from_json({"task": "sound", "data": {"source": "x"}}, "file")
+    with pytest.raises(ConfigError, match="file: the config must be an object"):
+        config_from_json([], "file")
+    with pytest.raises(ConfigError, match=r"unknown setting 'model\.dim'"):
+        config_from_json({"task": "text", "data": {"source": "x"}, "model": {"dim": 3}}, "file")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +79,7 @@ def test_what_a_file_leaves_out_takes_its_default():
 )
 def test_a_bad_setting_is_named(values, message):
     with pytest.raises(ConfigError) as caught:
-        from_json(Config, values, "file")
+        from_json(RatingsConfig, values, "file")
     assert message in str(caught.value)
 
 
@@ -59,6 +89,8 @@ def test_a_bad_setting_is_named(values, message):
         (lambda: Data(source="x", max_examples=1), "max_examples is 1"),
         (lambda: Data(source="x", fractions=(0.0, 0.5, 0.5)), "training .above 0."),
         (lambda: Data(source="x", fractions=(0.5, 0.1, 0.1)), "sum to 1"),
+        (lambda: TextData(source="x", max_sentences=1), "max_sentences is 1"),
+        (lambda: NextWord(oov_buckets=0), "oov_buckets is 0"),
         (lambda: Split(train="thirds"), "unknown split 'thirds'"),
         (lambda: Split(evaluate="none"), "says nothing"),
     ],

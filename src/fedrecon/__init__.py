@@ -11,6 +11,8 @@ from fedrecon.algorithm import federated_reconstruction as federated_reconstruct
 from fedrecon.algorithms import federated_averaging as federated_averaging
 from fedrecon.algorithms import then_finetune as then_finetune
 from fedrecon.clients import Clients as Clients
+from fedrecon.completion import Suggestion as Suggestion
+from fedrecon.completion import suggest as suggest
 from fedrecon.descent import gradient_descent as gradient_descent
 from fedrecon.engine import Layout as Layout
 from fedrecon.engine import layout as layout

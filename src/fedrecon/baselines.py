@@ -9,9 +9,9 @@ import optax
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.algorithms import federated_averaging
-from fedrecon.build import build_algorithm
+from fedrecon.build import build_algorithm, build_model
 from fedrecon.clients import Clients
-from fedrecon.config import Config, Reconstruct
+from fedrecon.config import RatingsConfig, Reconstruct
 from fedrecon.descent import gradient_descent
 from fedrecon.model import Model
 from fedrecon.models import matrix_factorization
@@ -42,6 +42,7 @@ def means_algorithm(num_items: int) -> Algorithm:
     return federated_averaging(model, update=gradient_descent(optax.sgd(0.0), batch_size=1), server=optax.sgd(0.0))
 
 
-def without_reconstruction(config: Config, num_items: int) -> Algorithm:
+def without_reconstruction(config: RatingsConfig, num_items: int) -> Algorithm:
     """Return the same algorithm, but that local parameters stay as they were initialised."""
-    return build_algorithm(dataclasses.replace(config, reconstruct=Reconstruct(steps=0)), num_items)
+    model = build_model(config.model, num_items)
+    return build_algorithm(dataclasses.replace(config, reconstruct=Reconstruct(steps=0)), model)

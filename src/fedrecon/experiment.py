@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,8 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
-from fedrecon.build import (
-    Users,
-    build_algorithm,
-    build_layout,
-    build_split,
-    divide_users,
-    load_ratings,
-)
-from fedrecon.config import Config, ConfigError, differences, from_json, to_json
+from fedrecon.build import build_algorithm, build_layout, build_split
+from fedrecon.config import Config, ConfigError, config_from_json, differences, to_json
 from fedrecon.data.errors import DataError
 from fedrecon.engine import Layout, start_devices
 from fedrecon.evaluate import Evaluation, Evaluator
@@ -31,6 +26,7 @@ from fedrecon.progress import Progress, silent
 from fedrecon.run import RunFolder
 from fedrecon.saved import SavedModel, save_model
 from fedrecon.storage import StorageError, read_json
+from fedrecon.tasks import Users, task_of
 from fedrecon.train import OnRecord, Run, train
 
 
@@ -45,14 +41,16 @@ class Outcome:
       model: as saved.
       evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
+      left_out: counts of what was not read of the data.
     """
 
     run: Run
     algorithm: Algorithm
     users: Users
-    model: SavedModel
+    model: SavedModel[Any]
     evaluator: Evaluator | None
     test: Evaluation | None
+    left_out: Mapping[str, int]
 
 
 def run_experiment(
@@ -78,28 +76,26 @@ def run_experiment(
       StorageError: the folder holds another run, and neither option allows for that.
     """
     start_devices(config.devices)
+    task = task_of(config)
     try:
         earlier = _prepare(config, folder, resume, overwrite)
-        ratings = load_ratings(config.data)
-    except ValueError:
+        data = task.load(config, progress)
+        facts = _facts(config, data.fingerprint(), earlier)
+        if earlier and earlier["data"]["fingerprint"] != facts["data"]["fingerprint"]:
+            raise StorageError(
+                f"{config.data.source} is no longer what the run in {folder.path} was trained on "
+                f"(fingerprint {facts['data']['fingerprint']}, was {earlier['data']['fingerprint']}); "
+                "it cannot be resumed: bring the data back, or begin anew with --overwrite"
+            )
+        users, legend = task.divide(config, data, progress), task.legend(config, data)
+    except BaseException:
         with contextlib.suppress(OSError):  # leave no empty folder behind for a name that was mistyped
             folder.path.rmdir()
         raise
-    facts = _facts(config, ratings.fingerprint(), earlier)
-    if earlier and earlier["data"]["fingerprint"] != facts["data"]["fingerprint"]:
-        raise StorageError(
-            f"{config.data.source} is no longer what the run in {folder.path} was trained on "
-            f"(fingerprint {facts['data']['fingerprint']}, was {earlier['data']['fingerprint']}); "
-            "it cannot be resumed: bring the data back, or begin anew with --overwrite"
-        )
-    users = divide_users(ratings, config.data)
-    algorithm = build_algorithm(config, ratings.num_items)
+    algorithm = build_algorithm(config, task.build_model(config, legend))
     place = build_layout(config, algorithm.model)
-    facts |= {
-        "data": facts["data"]
-        | {"users": [len(part) for part in users], "ratings": ratings.num_examples, "items": ratings.num_items},
-        "layout": {"devices": place.devices, "block": place.block},
-    }
+    facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data), "left_out": {**data.skipped}}
+    facts["layout"] = {"devices": place.devices, "block": place.block}
     folder.describe(facts)
     evaluator = make_evaluator(config, algorithm, users, place)
     run = train(
@@ -116,7 +112,7 @@ def run_experiment(
         progress=progress,
         on_record=on_record,
     )
-    model = save_model(folder.model_path, config, run.params, ratings.item_ids, ratings.titles)
+    model = save_model(folder.model_path, config, run.params, legend)
     test = None
     if not run.interrupted and len(users.test):
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
@@ -130,7 +126,7 @@ def run_experiment(
             "test": test.summary() if test else None,
         }
     )
-    return Outcome(run, algorithm, users, model, evaluator, test)
+    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped)
 
 
 def make_evaluator(
@@ -144,28 +140,33 @@ def make_evaluator(
     return Evaluator(algorithm, chosen, split=split, seed=config.seed, place=place)
 
 
-def users_of_run(path: str | Path) -> tuple[Config, Users]:
+def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config, Users]:
     """Load the data of a finished run again, divided as it was.
+
+    Args:
+      path: the folder of the run.
+      progress: a progress display.
 
     Raises:
       StorageError: the folder holds no run, or is damaged.
       DataError: the data is not there any more, or is not what it was.
     """
     config, facts = read_run(path)
+    task = task_of(config)
     try:
-        ratings = load_ratings(_located(config, facts).data)
+        data = task.load(_located(config, facts), progress)
     except DataError as problem:
         raise DataError(
             f"the data of the run in {path} cannot be loaded again: {problem} "
-            "To evaluate on other users, give their ratings with --ratings FILE."
+            f"To evaluate on other {task.people}, give their data with --{task.name} FILE."
         ) from None
-    found = ratings.fingerprint()
+    found = data.fingerprint()
     if found != facts["data"]["fingerprint"]:
         raise DataError(
             f"{config.data.source} is no longer what the run in {path} was trained on "
-            f"(fingerprint {found}, was {facts['data']['fingerprint']}), so its test users are not known"
+            f"(fingerprint {found}, was {facts['data']['fingerprint']}), so its test {task.people} are not known"
         )
-    return config, divide_users(ratings, config.data)
+    return config, task.divide(config, data, progress)
 
 
 def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
@@ -175,7 +176,7 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
         raise StorageError(f"{path} is not a folder; expected the folder of a run")
     facts = read_json(file)
     try:
-        config = from_json(Config, facts["config"], str(file))
+        config = config_from_json(facts["config"], str(file))
         facts["data"]["fingerprint"]
     except ConfigError as problem:
         raise StorageError(str(problem)) from None
@@ -197,6 +198,8 @@ def _prepare(config: Config, folder: RunFolder, resume: bool, overwrite: bool) -
             f"{folder.path} holds a run after {done} rounds; continue it with --resume, or replace it with --overwrite"
         )
     settings, facts = read_run(folder.path)
+    if settings.task != config.task:
+        raise StorageError(f"the run in {folder.path} is on {settings.task}, not on {config.task}; use another folder")
     changed = differences(to_json(settings), to_json(config))
     if changed:
         raise StorageError(
@@ -234,13 +237,10 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None) -> 
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:
-    """Find a file by the place it was at, wherever the command is run from now."""
-    path = facts["data"].get("path")
-    if not path or not Path(path).exists():
-        return config
-    values = to_json(config)
-    values["data"]["source"] = path
-    return from_json(Config, values, path)
+    """Find files by the places they were at, wherever the command is run from now."""
+    places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
+    there = {name: path for name, path in places.items() if path and Path(path).exists()}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **there))
 
 
 def _now() -> str:

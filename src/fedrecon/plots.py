@@ -8,15 +8,24 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon.tasks import Measure
+
 SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
 
 
-def learning_curve(records: Sequence[Mapping[str, Any]], path: Path, *, title: str = "Learning curve") -> None:
-    """Draw the loss of every round, and RMSE and accuracy of every evaluation, to a PNG file.
+def learning_curve(
+    records: Sequence[Mapping[str, Any]],
+    path: Path,
+    measures: tuple[Measure, Measure],
+    *,
+    title: str = "Learning curve",
+) -> None:
+    """Draw the loss of every round, and two metrics of every evaluation, to a PNG file.
 
     Args:
       records: a run's history, as in `metrics.jsonl`.
       path: the file; its folder is made.
+      measures: the metrics, such as those of a task.
       title: stands above the picture.
     """
     from matplotlib.figure import Figure
@@ -27,7 +36,7 @@ def learning_curve(records: Sequence[Mapping[str, Any]], path: Path, *, title: s
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
     _draw_loss(left, _column(rounds, "round"), _column(rounds, "loss"))
-    _draw_evaluations(right, evaluations)
+    _draw_evaluations(right, evaluations, measures)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -61,7 +70,7 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]]) -> None:
+def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measures: tuple[Measure, Measure]) -> None:
     axes.set(title="Validation clients, never trained on", xlabel="round")
     axes.grid(alpha=0.25)
     if not evaluations:
@@ -69,10 +78,9 @@ def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]]) -> No
         return
     rounds = _column(evaluations, "round")
     micro = [record["micro"] for record in evaluations]
-    axes.plot(rounds, _column(micro, "rmse"), "o-", color="tab:red", markersize=4)
-    axes.set_ylabel("RMSE", color="tab:red")
-    axes.tick_params(axis="y", labelcolor="tab:red")
-    other = axes.twinx()
-    other.plot(rounds, 100 * _column(micro, "accuracy"), "s--", color="tab:green", markersize=4)
-    other.set_ylabel("accuracy (%)", color="tab:green")
-    other.tick_params(axis="y", labelcolor="tab:green")
+    looks = ((axes, "o-", "tab:red"), (axes.twinx(), "s--", "tab:green"))
+    for measure, (side, marks, color) in zip(measures, looks, strict=True):
+        values = _column(micro, measure.name)
+        side.plot(rounds, 100 * values if measure.percent else values, marks, color=color, markersize=4)
+        side.set_ylabel(f"{measure.title} (%)" if measure.percent else measure.title, color=color)
+        side.tick_params(axis="y", labelcolor=color)

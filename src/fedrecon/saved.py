@@ -3,95 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
-import numpy as np
 
 from fedrecon.algorithm import Algorithm
-from fedrecon.build import UNTRAINED, build_algorithm, read_ratings
-from fedrecon.clients import Clients
-from fedrecon.config import Config, ConfigError, Reading, from_json, to_json
-from fedrecon.data import Ratings
+from fedrecon.build import build_algorithm
+from fedrecon.config import Config, ConfigError, config_from_json, to_json
 from fedrecon.folders import whole_folder
-from fedrecon.personalize import Recommendation, recommend, reconstruct
 from fedrecon.storage import StorageError, load_arrays, read_json, save_arrays, write_json
+from fedrecon.tasks import TASKS, Task, task_of
 
 FORMAT = "fedrecon-model"
 VERSION = 1
 ARRAYS, DESCRIPTION = "global.safetensors", "model.json"
 SETTINGS = ("model", "reconstruct", "split", "seed")  # of a run's config: what inference needs
 
+L = TypeVar("L")
+
 
 @dataclasses.dataclass(frozen=True)
-class SavedModel:
-    """A model ready to serve users.
+class SavedModel(Generic[L]):
+    """A model ready to serve people.
 
     Attributes:
       config: the settings of model, reconstruction and evaluation; those of training are not kept.
       params: the global parameters.
-      item_ids: the original id of item k.
-      titles: the title of item k, or None.
+      legend: what its ids stand for: items or words.
     """
 
     config: Config
     params: Any
-    item_ids: np.ndarray
-    titles: np.ndarray | None = None
+    legend: L
+
+    @property
+    def task(self) -> Task[Any, Any, L]:
+        """What it was trained for."""
+        return task_of(self.config)
 
     @property
     def algorithm(self) -> Algorithm:
         """The algorithm, for reconstruction and evaluation."""
-        return build_algorithm(self.config, len(self.item_ids))
-
-    def title(self, k: int) -> str:
-        """Return the title of item `k`, or its original id where there is none."""
-        return str(self.item_ids[k] if self.titles is None else self.titles[k])
-
-    def read(self, path: str | Path, reading: Reading) -> Ratings:
-        """Read a ratings file with the items numbered as here; `skipped` counts ratings of items not known here."""
-        return read_ratings(path, reading, item_ids=self.item_ids)
-
-    def recommend(self, clients: Clients, n: int = 10) -> list[Recommendation]:
-        """Rebuild every client's local parameters from all its ratings and recommend what it has not rated."""
-        algorithm = self.algorithm
-        everyone = reconstruct(algorithm, self.params, clients, seed=self.config.seed)
-        return [
-            recommend(
-                algorithm.model,
-                self.params,
-                jax.tree.map(lambda leaf, i=i: leaf[i], everyone),
-                num_items=len(self.item_ids),
-                rated=clients[i]["item"],
-                n=n,
-            )
-            for i in range(len(clients))
-        ]
+        return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
 
 
-def save_model(
-    path: Path, config: Config, params: Any, item_ids: np.ndarray, titles: Sequence[str] | np.ndarray | None
-) -> SavedModel:
+def save_model(path: Path, config: Config, params: Any, legend: L) -> SavedModel[L]:
     """Save a model to a folder, which is replaced as a whole."""
-    saved = SavedModel(config, params, np.asarray(item_ids), None if titles is None else np.asarray(titles))
     settings = to_json(config)
     description = {
         "format": FORMAT,
         "version": VERSION,
+        "task": config.task,
         "settings": {name: settings[name] for name in SETTINGS},
-        "item_ids": saved.item_ids.tolist(),
-        "titles": None if saved.titles is None else saved.titles.tolist(),
+        **task_of(config).describe(legend),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(path, replace=True) as folder:
         save_arrays(folder / ARRAYS, params)
         write_json(folder / DESCRIPTION, description)
-    return saved
+    return SavedModel(config, params, legend)
 
 
-def open_model(path: str | Path) -> SavedModel:
+def open_model(path: str | Path) -> SavedModel[Any]:
     """Open a model folder, or the one in a run's folder.
 
     Raises:
@@ -104,23 +78,41 @@ def open_model(path: str | Path) -> SavedModel:
         folder = folder / "model"
     if not folder.is_dir():
         raise StorageError(f"{path} holds no model: train one with fedrecon train DATA --out {path}")
-    description = read_json(folder / DESCRIPTION)
+    file = folder / DESCRIPTION
+    description = read_json(file)
     try:
         if description["format"] != FORMAT or description["version"] > VERSION:
             raise StorageError(
-                f"{folder / DESCRIPTION} is of format {description['format']} {description['version']}; "
+                f"{file} is of format {description['format']} {description['version']}; "
                 f"this version of fedrecon reads {FORMAT} up to {VERSION}"
             )
-        settings = {**to_json(UNTRAINED), **{name: description["settings"][name] for name in SETTINGS}}
-        config = from_json(Config, settings, str(folder / DESCRIPTION))
-        item_ids = np.array(description["item_ids"])
-        titles = None if description["titles"] is None else np.array(description["titles"], dtype=str)
+        name = description.get("task", "ratings")  # all that there was once
+        if name not in TASKS:
+            raise StorageError(f"{file} is of task {name!r}; this version of fedrecon knows {', '.join(TASKS)}")
+        settings = {**to_json(TASKS[name].untrained), **{part: description["settings"][part] for part in SETTINGS}}
+        config = config_from_json(settings, str(file))
+        legend = TASKS[name].recall(description)
     except ConfigError as problem:
         raise StorageError(str(problem)) from None
-    except (KeyError, TypeError) as problem:
-        raise StorageError(f"{folder / DESCRIPTION} is damaged: {problem!r}") from None
-    if item_ids.ndim != 1 or not len(item_ids) or (titles is not None and titles.shape != item_ids.shape):
-        raise StorageError(f"{folder / DESCRIPTION} is damaged: items and titles do not match")
-    model = build_algorithm(config, len(item_ids)).model
-    like = jax.eval_shape(model.init_global, jax.random.key(0))
-    return SavedModel(config, load_arrays(folder / ARRAYS, like), item_ids, titles)
+    except StorageError:
+        raise
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise StorageError(f"{file} is damaged: {problem!r}") from None
+    except ValueError as problem:
+        raise StorageError(f"{file} is damaged: {problem}") from None
+    saved = SavedModel(config, None, legend)
+    like = jax.eval_shape(saved.algorithm.model.init_global, jax.random.key(0))
+    return dataclasses.replace(saved, params=load_arrays(folder / ARRAYS, like))
+
+
+def open_for(task: Task[Any, Any, L], path: str | Path) -> SavedModel[L]:
+    """Open a model that was trained for a task.
+
+    Raises:
+      StorageError: there is none, it is damaged, or it is for another task; the message says what to do with it.
+    """
+    saved = open_model(path)
+    if saved.task is not task:
+        use = saved.task.serve.format(run=path)
+        raise StorageError(f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}")
+    return saved

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from fedrecon._version import __version__
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
-    "train": "train a model whose user parameters never leave the users",
-    "evaluate": "measure a trained model on users it has never met",
+    "train": "train a model, of ratings or text, whose personal parameters never leave the clients",
+    "evaluate": "measure a trained model on clients it has never met",
     "recommend": "recommend items to the users of a ratings file",
+    "complete": "suggest next words to a person, their own words among them",
     "demo": "train on real ratings, compare with baselines, recommend: under a minute",
     "reproduce": "run a study of the paper: its rows and figures, next to its numbers",
 }
@@ -28,6 +29,8 @@ commands:
 examples:
   fedrecon train movielens-small --out runs/small
   fedrecon recommend runs/small --ratings my-ratings.csv -n 5
+  fedrecon train posts.jsonl.gz --task text --out runs/words
+  fedrecon complete runs/words --text my-mail.txt --prompt "see you"
 
 fedrecon COMMAND --help tells all about a command.
 fedrecon --version prints the version; --debug with any command shows where an error came from.

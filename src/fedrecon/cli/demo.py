@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedrecon.cli import options, show
-from fedrecon.config import Config, Data, Factorization, Reconstruct, Sampling, Update
+from fedrecon.config import Data, Factorization, RatingsConfig, Reconstruct, Sampling, Update
 
 if TYPE_CHECKING:
     from fedrecon.evaluate import Evaluation
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Chosen on validation users: MovieLens small has a sixth of the users of MovieLens 1M and rarely rated movies, so
 # few dimensions, biases and a ridge serve its users better than the paper's settings do.
-SETTINGS = Config(
+SETTINGS = RatingsConfig(
     data=Data(source="movielens-small"),
     model=Factorization(dim=8, biases=True, init_mean=3.5),
     reconstruct=Reconstruct(solver="least-squares", ridge=2.0),
@@ -58,14 +58,21 @@ def run(args: Demo) -> int:
     from fedrecon.plots import learning_curve
     from fedrecon.progress import bars
     from fedrecon.run import RunFolder
+    from fedrecon.tasks import RATINGS
 
     config = dataclasses.replace(
         SETTINGS, rounds=args.rounds, data=dataclasses.replace(SETTINGS.data, source=args.data)
     )
     folder = RunFolder(args.out)
-    found = run_experiment(config, folder, overwrite=True, progress=bars, on_record=show.progress_of)
+    found = run_experiment(
+        config,
+        folder,
+        overwrite=True,
+        progress=bars,
+        on_record=lambda record: show.progress_of(record, RATINGS.measures),
+    )
     curve = folder.plots_path / "learning_curve.png"
-    learning_curve(found.run.history, curve, title=f"FedRecon on {args.data}")
+    learning_curve(found.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
     if found.run.interrupted:
         show.remark(f"stopped after {found.run.rounds} rounds; what was learned is saved in {args.out}")
         return 130
@@ -78,14 +85,14 @@ def run(args: Demo) -> int:
     return 0
 
 
-def _compare(config: Config, found: Outcome, test: Evaluation) -> None:
+def _compare(config: RatingsConfig, found: Outcome, test: Evaluation) -> None:
     """Put the model beside the baselines."""
     from fedrecon.baselines import item_means, means_algorithm, without_reconstruction
-    from fedrecon.build import Users, build_split
+    from fedrecon.build import build_split
     from fedrecon.evaluate import Evaluator
+    from fedrecon.tasks import RATINGS
 
-    users: Users = found.users
-    num_items = users.train.num_items
+    users, num_items = found.users, len(found.model.legend)
     split = build_split(config.split.evaluate, config.split)
     means = Evaluator(means_algorithm(num_items), users.test, split=split)(item_means(users.train, num_items))
     initial = Evaluator(without_reconstruction(config, num_items), users.test, split=split, seed=config.seed)(
@@ -95,15 +102,17 @@ def _compare(config: Config, found: Outcome, test: Evaluation) -> None:
     rows += [("the same model without reconstruction", initial)]
     show.table(
         f"{len(users.test)} people who took no part in training, measured on the other half of their ratings",
-        ("", "RMSE", "accuracy", "users"),
-        [(name, *show.figures(one.micro), str(one.clients)) for name, one in rows],
+        ("", *(measure.title for measure in RATINGS.measures), "users"),
+        [(name, *(measure.text(one.micro) for measure in RATINGS.measures), str(one.clients)) for name, one in rows],
     )
     print("accuracy: predictions within half a star of the rating\n")
 
 
 def _recommend(found: Outcome) -> None:
     """Recommend to a test user with a usual number of ratings."""
-    test, model = found.users.test, found.model
+    from fedrecon.serving import recommend_items
+
+    test, items = found.users.test, found.model.legend
     usual = int(np.argsort(test.sizes, kind="stable")[len(test) // 2])
     person = test.take([usual])
     theirs = person[0]
@@ -112,10 +121,10 @@ def _recommend(found: Outcome) -> None:
     show.table(
         f"user {name} has rated {len(theirs['item'])} movies, among them",
         ("title", "own rating"),
-        [(model.title(theirs["item"][k]), f"{theirs['rating'][k]:g}") for k in best],
+        [(items.title(theirs["item"][k]), f"{theirs['rating'][k]:g}") for k in best],
     )
-    advice = model.recommend(person)[0]
-    items = [
-        {"title": model.title(k), "rating": float(score)} for k, score in zip(advice.items, advice.scores, strict=True)
+    advice = recommend_items(found.model, person)[0]
+    best_items = [
+        {"title": items.title(k), "rating": float(score)} for k, score in zip(advice.items, advice.scores, strict=True)
     ]
-    show.recommendations("recommended to them, best first", items)
+    show.recommendations("recommended to them, best first", best_items)

@@ -26,10 +26,25 @@ class UsageError(ValueError):
 
 def parse(kind: type[T], command: str, argv: Sequence[str], *, default: T | None = None) -> T:
     """Parse a command's options into a dataclass."""
-    with _one_sentence(kind, command):
-        if default is None:
-            return tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv))
-        return tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=default)
+    try:
+        with _one_sentence(kind, command):
+            if default is None:
+                return tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv))
+            return tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=default)
+    except UsageError:
+        raise
+    except ValueError as problem:  # of options that do not fit together
+        raise UsageError(f"{problem} (see fedrecon {command} --help)") from None
+
+
+def given(option: str, argv: Sequence[str]) -> str | None:
+    """Return the value of an option that must be known before the others can be parsed; None if it is not there."""
+    for k, here in enumerate(argv):
+        if here == option and k + 1 < len(argv):
+            return argv[k + 1]
+        if here.startswith(f"{option}="):
+            return here.removeprefix(f"{option}=")
+    return None
 
 
 @contextlib.contextmanager

@@ -44,13 +44,16 @@ def parse(argv: Sequence[str]) -> Recommend:
 
 def run(args: Recommend) -> int:
     """Recommend and print."""
-    from fedrecon.saved import open_model
+    from fedrecon.saved import open_for
+    from fedrecon.serving import recommend_items
+    from fedrecon.tasks import RATINGS
+    from fedrecon.tasks.ratings import read_ratings
 
     if args.top < 1:
         raise options.UsageError(f"--top is {args.top}; it must be at least 1")
-    model = open_model(args.run)
-    ratings = model.read(args.ratings, args.data)
-    show.left_out(ratings)
+    model = open_for(RATINGS, args.run)
+    ratings = read_ratings(args.ratings, args.data, item_ids=model.legend.ids)
+    show.left_out(ratings.skipped)
     if args.user:
         try:
             ratings = ratings.take([ratings.index_of(name) for name in args.user])
@@ -58,9 +61,9 @@ def run(args: Recommend) -> int:
             raise ValueError(f"{args.ratings}: {problem.args[0]}") from None
     everyone: list[dict[str, Any]] = []
     assert ratings.names is not None  # a ratings file names its users
-    for name, size, found in zip(ratings.names, ratings.sizes, model.recommend(ratings, args.top), strict=True):
+    for name, size, found in zip(ratings.names, ratings.sizes, recommend_items(model, ratings, args.top), strict=True):
         items = [
-            {"item": model.item_ids[k].item(), "title": model.title(k), "rating": round(float(score), 4)}
+            {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}
             for k, score in zip(found.items, found.scores, strict=True)
         ]
         everyone.append({"user": name.item(), "rated": int(size), "recommendations": items})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from fedrecon.data import Ratings
-from fedrecon.evaluate import Evaluation
+if TYPE_CHECKING:
+    from fedrecon.evaluate import Evaluation
+    from fedrecon.tasks import Measure, Task
 
 
 def remark(text: str) -> None:
@@ -15,45 +16,47 @@ def remark(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; all columns but the first hold numbers."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> None:
+    """Print a table; all columns but those of `texts`, the first by default, hold numbers."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for k, name in enumerate(columns):
-        shown.add_column(name, justify="right" if k else "left", overflow="fold")
+        shown.add_column(name, justify="left" if k in texts else "right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
     print(title)
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(shown)
 
 
-def figures(metrics: dict[str, float]) -> tuple[str, str]:
-    """Write RMSE and accuracy for a table."""
-    return f"{metrics['rmse']:.4f}", f"{100 * metrics['accuracy']:.1f} %"
-
-
-def evaluation(title: str, found: Evaluation) -> None:
+def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None:
     """Print an evaluation."""
+
+    def figures(metrics: Mapping[str, float]) -> list[str]:
+        return [measure.text(metrics) for measure in task.measures]
+
     rows = [
-        ("over all ratings (micro)", *figures(found.micro)),
-        ("mean over users (macro)", *figures(found.macro)),
+        (f"over all {task.examples} (micro)", *figures(found.micro)),
+        (f"mean over {task.people} (macro)", *figures(found.macro)),
     ]
     rows += [
-        (f"{float(q):.0%} of users are below", *figures({name: found.quantiles[name][q] for name in found.quantiles}))
-        for q in found.quantiles["rmse"]
+        (f"{float(q):.0%} of {task.people} are below", *figures({name: of[q] for name, of in found.quantiles.items()}))
+        for q in found.quantiles["loss"]
     ]
-    table(title, ("", "RMSE", "accuracy"), rows)
-    print(f"{found.clients} users, {found.examples} query ratings, {found.diverged} users diverged (in no mean)")
+    table(title, ("", *(measure.title for measure in task.measures)), rows)
+    print(
+        f"{found.clients} {task.people}, {found.examples} query {task.examples}, "
+        f"{found.diverged} {task.people} diverged (in no mean)"
+    )
 
 
-def progress_of(record: dict[str, Any]) -> None:
+def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
     """Remark on an evaluation during training; rounds are on the progress bar."""
     if record["kind"] == "evaluation":
-        rmse, accuracy = figures(record["micro"])
-        remark(f"round {record['round']}: validation RMSE {rmse}, accuracy {accuracy}")
+        figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in measures)
+        remark(f"round {record['round']}: validation {figures}")
 
 
 def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
@@ -62,8 +65,8 @@ def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
     table(title, ("title", "predicted"), rows)
 
 
-def left_out(ratings: Ratings) -> None:
-    """Remark on what was not read of a ratings file."""
-    counts = [f"{count} {what.replace('_', ' ')}" for what, count in ratings.skipped.items() if count]
+def left_out(skipped: Mapping[str, int]) -> None:
+    """Remark on what was not read of a file."""
+    counts = [f"{count} {what.replace('_', ' ')}" for what, count in skipped.items() if count]
     if counts:
-        remark(f"left out of the ratings: {', '.join(counts)}")
+        remark(f"left out of the data: {', '.join(counts)}")

@@ -12,16 +12,12 @@ from typing import Annotated
 import tyro
 
 from fedrecon.cli import options, show
-from fedrecon.config import Config, Data, from_json, read_config
+from fedrecon.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a recommender by Federated Reconstruction: item parameters are learned by the server, user parameters
-    are rebuilt by every user from their own ratings and never leave them.
-
-    Ends by evaluating on test users, none of whom took part in training. The defaults are the paper's settings for
-    MovieLens 1M. Example: fedrecon train ratings.csv --out runs/mine --data.user userId --data.item movieId
+    """Train a model by Federated Reconstruction.
 
     Attributes:
       out: the folder for everything the run leaves: run.json, metrics.jsonl, checkpoint/, model/, plots/.
@@ -38,29 +34,55 @@ class Train:
     typed: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainRatings(Train):
+    """Train a recommender by Federated Reconstruction: item parameters are learned by the server, user parameters
+    are rebuilt by every user from their own ratings and never leave them. With --task text: a model of the next word.
+
+    Ends by evaluating on test users, none of whom took part in training. The defaults are the paper's settings for
+    MovieLens 1M. Example: fedrecon train ratings.csv --out runs/mine --data.user userId --data.item movieId
+    """
+
+    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainText(Train):
+    """Train a model of the next word by Federated Reconstruction: the model is learned by the server, the embeddings of
+    words outside its vocabulary are rebuilt by every client from their own text and never leave them.
+
+    Ends by evaluating on test clients, none of whom took part in training. The defaults are the paper's settings for
+    Stack Overflow, which want an accelerator; on a CPU take a smaller model and fewer rounds.
+    Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.hidden 128 --rounds 200
+    """
+
+    settings: Annotated[TextConfig, tyro.conf.arg(name="")]
+
+
+COMMANDS: dict[str, type[Train]] = {"ratings": TrainRatings, "text": TrainText}
+
+
 def parse(argv: Sequence[str]) -> Train:
-    """Parse the options; those of `--config` become the defaults of the others."""
-    default = Config(data=Data(source=tyro.MISSING))
-    file = _config_file(argv)
-    if file is not None:
-        values = read_config(file)
-        named = isinstance(values.get("data"), dict) and "source" in values["data"]
-        if not named and isinstance(values.setdefault("data", {}), dict):
-            values["data"]["source"] = ""
-        default = from_json(Config, values, str(file))
-        if not named:
-            default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=tyro.MISSING))
-    found = options.parse(Train, "train", argv, default=Train(settings=default, out=tyro.MISSING))
+    """Parse the options, those of the task; those of `--config` become the defaults of the others."""
+    task, file = options.given("--task", argv), options.given("--config", argv)
+    if task is not None and task not in COMMANDS:
+        raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
+    default = _defaults(task, None if file is None else Path(file))
+    command = COMMANDS[default.task]
+    found = options.parse(command, "train", argv, default=command(settings=default, out=tyro.MISSING))
     return dataclasses.replace(found, typed=tuple(argv))
 
 
-def _config_file(argv: Sequence[str]) -> Path | None:
-    for k, here in enumerate(argv):
-        if here == "--config" and k + 1 < len(argv):
-            return Path(argv[k + 1])
-        if here.startswith("--config="):
-            return Path(here.removeprefix("--config="))
-    return None
+def _defaults(task: str | None, file: Path | None) -> Config:
+    """Return the settings of the file or of the task; the data is MISSING where nothing names it."""
+    values = {} if file is None else read_config(file)
+    named = isinstance(values.get("data"), dict) and "source" in values["data"]
+    if not named and isinstance(values.setdefault("data", {}), dict):
+        values["data"]["source"] = ""
+    if task is not None and values.get("task", task) != task and values["task"] in CONFIGS:
+        raise options.UsageError(f"--task is {task!r}, but the settings in {file} are for {values['task']!r}")
+    found = config_from_json(values, str(file), task)
+    return found if named else dataclasses.replace(found, data=dataclasses.replace(found.data, source=tyro.MISSING))
 
 
 def run(args: Train) -> int:
@@ -69,17 +91,19 @@ def run(args: Train) -> int:
     from fedrecon.plots import learning_curve
     from fedrecon.progress import bars
     from fedrecon.run import RunFolder
+    from fedrecon.tasks import task_of
 
-    folder = RunFolder(args.out)
+    folder, task = RunFolder(args.out), task_of(args.settings)
     found = run_experiment(
         args.settings,
         folder,
         resume=args.resume,
         overwrite=args.overwrite,
         progress=bars,
-        on_record=show.progress_of,
+        on_record=lambda record: show.progress_of(record, task.measures),
     )
-    learning_curve(found.run.history, folder.plots_path / "learning_curve.png")
+    show.left_out(found.left_out)
+    learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
     if found.run.interrupted:
         again = [word for word in args.typed if word not in ("--overwrite", "--resume")]
         done = f"{found.run.rounds} of {args.settings.rounds} rounds"
@@ -87,11 +111,11 @@ def run(args: Train) -> int:
         show.remark(f"to go on: {shlex.join(['fedrecon', 'train', *again, '--resume'])}")
         return 130
     if found.test is None:
-        show.remark("there are no test users to evaluate on")
+        show.remark(f"there are no test {task.people} to evaluate on")
     else:
-        show.evaluation(f"{len(found.users.test)} test users, none seen in training", found.test)
+        show.evaluation(f"{len(found.users.test)} test {task.people}, none seen in training", found.test, task)
     out = shlex.quote(str(args.out))
     print(f"saved: {args.out} (model/ is all that is needed to serve; plots/learning_curve.png shows the training)")
     print(f"next:  fedrecon evaluate {out} --json")
-    print(f"       fedrecon recommend {out} --ratings FILE")
+    print(f"       fedrecon {task.serve.format(run=out)}")
     return 0

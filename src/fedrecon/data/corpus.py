@@ -5,10 +5,10 @@ folder holds tokens.npy (the codes), begins.npy (where each sentence begins in i
 offsets.npy (where each client's sentences begin), names.npy, split.npy, words.txt, counts.npy, and corpus.json.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from fedrecon.client_files import map_array
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data.errors import DataError
 from fedrecon.data.sentences import Sentences, next_word_columns
-from fedrecon.data.vocabulary import MAX_WORDS, Vocabulary
+from fedrecon.data.vocabulary import MAX_WORDS, PAD, Vocabulary
 from fedrecon.data.words import word_hash
+from fedrecon.progress import Advance, Progress, silent
 
 FORMAT = "fedrecon-corpus"
 VERSION = 1
 MANIFEST = "corpus.json"
 SENTENCES_PER_BLOCK = 1 << 16
+HASHED_TOKENS, HASHED_BLOCKS = 1 << 16, 256  # what a fingerprint looks at: so many blocks of so many tokens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,9 +143,18 @@ class Corpus:
         """Return which share of the training clients' words is among the `vocab_size` most used."""
         return float(self.counts[:vocab_size].sum() / max(1, self.train_tokens))
 
-    @cached_property
-    def _hashes(self) -> np.ndarray:
-        return np.fromiter(map(word_hash, self.words), np.int64, len(self.words))
+    def fingerprint(self) -> str:
+        """Return a short digest of the content, of a sample where there is much (see `Clients.fingerprint`)."""
+        digest = hashlib.blake2b(self.clients.fingerprint().encode(), digest_size=8)
+        digest.update(f"{len(self.tokens)} {' '.join(self.splits)} ".encode())
+        digest.update("\n".join(self.words).encode())
+        digest.update(np.ascontiguousarray(self.split_of).tobytes())
+        starts = np.arange(0, len(self.tokens), HASHED_TOKENS)
+        if len(starts) > HASHED_BLOCKS:
+            starts = np.linspace(0, len(self.tokens) - HASHED_TOKENS, HASHED_BLOCKS).astype(np.int64)
+        for start in starts:
+            digest.update(np.asarray(self.tokens[start : start + HASHED_TOKENS], "<i4").tobytes())
+        return digest.hexdigest()
 
     # ---- examples ----
 
@@ -165,14 +176,36 @@ class Corpus:
           folder: where to write the examples, to be mapped from there; must not exist yet. None keeps them in
             memory: 10 bytes a word.
         """
+        return self.in_words_of(self.vocabulary(vocab_size, buckets), clients, max_words, folder)
+
+    def in_words_of(
+        self,
+        vocabulary: Vocabulary,
+        clients: str | Clients,
+        max_words: int = MAX_WORDS,
+        folder: str | Path | None = None,
+        progress: Progress = silent,
+    ) -> Sentences:
+        """Return clients' sentences as examples of the next word in any vocabulary, such as that of a saved model.
+
+        A word of the vocabulary that this corpus does not keep is known here by its hash alone, of 31 bits: another
+        word with the same hash would be taken for it.
+
+        Args:
+          vocabulary: the words and buckets.
+          clients: as for `next_words`, and so are the others.
+          max_words: L.
+          folder: where to write the examples.
+          progress: opens a display of how much is written.
+        """
         chosen = self.split(clients) if isinstance(clients, str) else clients
         if max_words < 1:
             raise ValueError(f"`max_words` is {max_words}; a sentence needs at least 1.")
-        vocabulary = self.vocabulary(vocab_size, buckets)
-        fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": buckets}
-        coded = _Coder(self.tokens, self._hashes, vocabulary, max_words)
+        fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
+        coded = _Coder(self.tokens, self.words, vocabulary, max_words)
         if folder is not None:
-            return Sentences.from_generator(folder, _one_by_one(chosen, coded), **fields)
+            with progress("writing examples of clients", len(chosen)) as advance:
+                return Sentences.from_generator(folder, _one_by_one(chosen, coded, advance), **fields)
         rows = rows_of(chosen.starts, chosen.ends)
         columns: dict[str, np.ndarray] = {}
         for start in range(0, max(1, len(rows)), SENTENCES_PER_BLOCK):
@@ -188,12 +221,13 @@ class Corpus:
 class _Coder:
     """Turns codes into ids of one vocabulary, many sentences at a time."""
 
-    def __init__(self, tokens: np.ndarray, hashes: np.ndarray, vocabulary: Vocabulary, max_words: int) -> None:
+    def __init__(self, tokens: np.ndarray, words: Sequence[str], vocabulary: Vocabulary, max_words: int) -> None:
         self.tokens, self.vocabulary, self.max_words = tokens, vocabulary, max_words
-        size = len(vocabulary)
-        # the id of every code that is not negative: padding, the vocabulary, and kept words outside of it
-        self.table = np.arange(len(hashes) + 1, dtype=np.int32)
-        self.table[size + 1 :] = vocabulary.first_oov + hashes[size:] % vocabulary.buckets
+        # the id of every code that is not negative: padding and the kept words
+        self.table = np.array([PAD, *map(vocabulary.id_of, words)], np.int32)
+        # words of the vocabulary that are not kept, by hash
+        others = sorted((word_hash(word), vocabulary.id_of(word)) for word in set(vocabulary.words).difference(words))
+        self.hashes, self.ids = np.array(others, np.int64).reshape(-1, 2).T
 
     def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return the columns of the sentences at these rows."""
@@ -208,14 +242,22 @@ class _Coder:
         ids = np.zeros((len(rows), self.max_words + 1), np.int32)
         ids[:, 0] = vocabulary.bos
         ids[:, 1:] = self.table[np.where(known, codes, 0)]
-        ids[:, 1:][~known] = vocabulary.first_oov + (-1 - codes[~known]) % vocabulary.buckets
+        ids[:, 1:][~known] = self._ids_of(-1 - codes[~known])
         short = np.flatnonzero(lengths < self.max_words)
         ids[short, lengths[short] + 1] = vocabulary.eos
         columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
         return columns | {"time": np.asarray(clients.columns["time"][rows])}
 
+    def _ids_of(self, hashes: np.ndarray) -> np.ndarray:
+        """Return the ids of words that are not kept."""
+        buckets = self.vocabulary.first_oov + hashes % self.vocabulary.buckets
+        if not len(self.hashes):
+            return buckets
+        place = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        return np.where(self.hashes[place] == hashes, self.ids[place], buckets)
 
-def _one_by_one(clients: Clients, coded: _Coder) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
+
+def _one_by_one(clients: Clients, coded: _Coder, advance: Advance) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
     """Yield the name and the columns of every client, of which many are coded at a time."""
     first = 0
     while first < len(clients):
@@ -228,6 +270,7 @@ def _one_by_one(clients: Clients, coded: _Coder) -> Iterator[tuple[Any, dict[str
             rows = slice(int(ends[k] - sizes[k]), int(ends[k]))
             name = first + k if clients.names is None else str(clients.names[first + k])
             yield name, {column: values[rows] for column, values in block.items()}
+        advance(many)
         first = last
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedrecon.data.cache import cache_folder
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings import Ratings, RatingTable, collect_ratings, parse_ratings
 
@@ -128,8 +129,7 @@ def check_md5(path: Path, checked: str, md5: str) -> None:
 
 def _cached(published: Published) -> Path:
     """Return the path of a published archive, downloading it the first time."""
-    cache = Path(os.environ.get("FEDRECON_CACHE") or Path.home() / ".cache" / "fedrecon")
-    path = cache / published.archive
+    path = cache_folder() / published.archive
     if not path.exists():
         download(
             URL + published.archive,

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedrecon.data.cache import cache_folder
 from fedrecon.data.corpus import VERSION, Corpus
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.federated_sqlite import COMPRESSED
 from fedrecon.data.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
 from fedrecon.data.records import BadRecords, client_name, read_lines, seconds
 from fedrecon.data.stackoverflow import prepare_posts, prepare_stackoverflow
@@ -122,13 +123,27 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
         return Corpus.open(path)
     if not path.is_file():
         raise DataError(f"{source} is neither a file nor a prepared corpus. Check the path.")
-    state = path.stat()
-    about = [VERSION, str(path.resolve()), state.st_size, state.st_mtime_ns, sorted(options.items())]
+    others = {name: _state(value) for name, value in options.items() if name == "word_count" and value is not None}
+    about = [VERSION, _state(path), sorted({**options, **others}.items())]
     digest = hashlib.blake2b(json.dumps(about, default=str).encode(), digest_size=8).hexdigest()
-    cache = Path(os.environ.get("FEDRECON_CACHE") or Path.home() / ".cache" / "fedrecon")
-    folder = cache / "text" / f"{path.name.split('.')[0]}-{digest}"
+    folder = cache_folder() / "text" / f"{path.name.split('.')[0]}-{digest}"
     if folder.is_dir():
         return Corpus.open(folder)
-    kinds = {".xml": prepare_posts, ".sqlite": prepare_stackoverflow, ".lzma": prepare_stackoverflow}
-    prepare: Any = kinds.get(path.suffix, prepare_text)
-    return prepare(path, folder, progress=progress, **options)
+    return preparer(path)(path, folder, progress=progress, **options)
+
+
+def _state(path: str | Path) -> list[Any]:
+    """Return what changes when a file does."""
+    try:
+        state = Path(path).stat()
+    except OSError:
+        return [str(path)]
+    return [str(Path(path).resolve()), state.st_size, state.st_mtime_ns]
+
+
+def preparer(path: str | Path) -> Callable[..., Corpus]:
+    """Return what prepares a file of this name: `prepare_posts`, `prepare_stackoverflow` or `prepare_text`."""
+    path = Path(path)
+    if path.suffix in (".sqlite", *COMPRESSED):
+        return prepare_stackoverflow
+    return prepare_posts if ".xml" in path.suffixes[-2:] else prepare_text
