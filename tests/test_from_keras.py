@@ -269,3 +269,20 @@ def test_lookups_are_found_without_a_word():
     for network in (functional(), sequential()):
         model = fr.models.from_keras(network, **RATINGS)
         assert fr.find_lookups(model, batch) == {"items/embeddings": ("item",)}
+
+
+def test_an_embedding_that_masks_an_id_is_still_read_by_rows():
+    """Keras compares ids with 0 for the mask: ids are values there, and only indices of the table are renumbered."""
+    words = keras.Input((5,), dtype="int32")
+    rows = keras.layers.Embedding(30, 3, mask_zero=True, name="words")(words)
+    pooled = keras.layers.GlobalAveragePooling1D()(rows)
+    network = keras.Model(words, keras.layers.Dense(1, name="head")(pooled))
+    model = fr.models.from_keras(network, local="head", inputs="t", loss="mse", label="y")
+    generator = np.random.default_rng(0)
+    clients = clients_of(
+        *({"t": generator.integers(0, 30, (n, 5)).astype(np.int32) % 9, "y": generator.normal(size=n)} for n in (4, 5))
+    )
+    batch = {name: jnp.asarray(column[:2]) for name, column in clients.columns.items()}
+    assert fr.find_lookups(model, batch) == {"words/embeddings": ("t",)}
+    sparse, dense = (one_round(recon(model._replace(lookups=lookups)), clients) for lookups in ("auto", {}))
+    np.testing.assert_allclose(sparse.params["words/embeddings"], dense.params["words/embeddings"], 1e-5, 1e-6)
