@@ -13,18 +13,27 @@ STEPS = 5  # of one call
 SUPPORT_STEPS = 2
 
 
-def clients(number, steps, buckets):
-    """Return clients with full sentences of random words, a tenth of them out of the vocabulary."""
+def clients(number, steps, buckets, *, natural=False):
+    """Return clients with sentences of random words.
+
+    All sentences are full; or, as in blogs with this vocabulary, three tenths are and the others have any length, and
+    6% of the words are outside of it.
+    """
     import numpy as np
 
     import fedrecon as fr
 
     generator = np.random.default_rng(0)
     shape = (number * steps * BATCH, LENGTH)
-    word, target = (generator.integers(1, VOCABULARY + 1, shape).astype(np.int32) for _ in range(2))
-    oov = np.where(generator.random(shape) < 0.1, generator.integers(1, buckets + 1, shape), 0).astype(np.int32)
+    word, target = (generator.integers(1, VOCABULARY + 1, shape) for _ in range(2))
+    oov = np.where(generator.random(shape) < 0.06, generator.integers(1, buckets + 1, shape), 0)
+    columns = {"word": np.where(oov > 0, 0, word), "oov": oov, "target": target}
+    if natural:
+        lengths = np.where(generator.random(shape[0]) < 0.3, LENGTH, generator.integers(2, LENGTH, shape[0]))
+        there = np.arange(LENGTH) < lengths[:, None]
+        columns = {name: np.where(there, column, 0) for name, column in columns.items()}
+    columns = {name: column.astype(np.int32) for name, column in columns.items()}
     ends = (1 + np.arange(number)) * steps * BATCH
-    columns = {"word": np.where(oov > 0, 0, word).astype(np.int32), "oov": oov, "target": target}
     return fr.Clients(columns, ends - steps * BATCH, ends)
 
 
@@ -142,7 +151,7 @@ class Reconstruction:
         model = fr.models.next_word(VOCABULARY, BUCKETS)
         descent = fr.gradient_descent(optax.sgd(0.1), batch_size=BATCH)
         algorithm = fr.federated_reconstruction(model, reconstruct=descent, update=descent, server=optax.sgd(1.0))
-        people = clients(number, SUPPORT_STEPS, BUCKETS)
+        people = clients(number, SUPPORT_STEPS, BUCKETS, natural=True)
         place = place or fr.layout(model=model)
         order = place.arrange(np.arange(number), np.asarray(people.sizes))
         cohort = Packer(people, Needs(fr.split.support_only())).pack(order)

@@ -5,18 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedrecon.models import lstm as lstm_module
 from fedrecon.models.lstm import lstm
 from fedrecon.models.merging import merging
 
-TIME, BATCH, FEATURES, HIDDEN, CLIENTS = 4, 3, 2, 5, 3
-EACH, SHARED, SOME = (0, 0, 0, 0), (0, None, None, None), (0, None, 0, None)  # over which arguments clients are mapped
+BATCH, TIME, FEATURES, HIDDEN, CLIENTS = 3, 4, 2, 5, 3
+EACH, SHARED, SOME = (0, 0, 0, 0, 0), (0, None, None, None, 0), (0, None, 0, None, 0)  # what clients are mapped over
+ALONE = (None,) * 5
+LENGTHS = np.array([[4, 2, 3], [1, 4, 0], [2, 2, 4]], np.int32)
 
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def plain_scan(x, kernel, recurrent, bias):
+def plain_scan(x, kernel, recurrent, bias, lengths):
     """The same LSTM as a textbook writes it, for its derivatives."""
 
     def step(state, x):
@@ -26,17 +29,19 @@ def plain_scan(x, kernel, recurrent, bias):
         output = jax.nn.sigmoid(o) * jnp.tanh(cell)
         return (output, cell), output
 
-    start = jnp.zeros((x.shape[1], recurrent.shape[0]))
-    return jax.lax.scan(step, (start, start), x)[1]
+    start = jnp.zeros((x.shape[0], recurrent.shape[0]))
+    outputs = jnp.swapaxes(jax.lax.scan(step, (start, start), jnp.swapaxes(x, 0, 1))[1], 0, 1)
+    return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None], outputs, 0)
 
 
 @functools.cache
 def arguments():
-    """Inputs and weights of several clients."""
-    shapes = [(TIME, BATCH, FEATURES), (FEATURES, 4 * HIDDEN), (HIDDEN, 4 * HIDDEN), (4 * HIDDEN,)]
+    """Inputs and weights of several clients, and what their outputs are multiplied with."""
+    shapes = [(BATCH, TIME, FEATURES), (FEATURES, 4 * HIDDEN), (HIDDEN, 4 * HIDDEN), (4 * HIDDEN,)]
     keys = jax.random.split(jax.random.key(0), 5)
     found = [jax.random.normal(key, (CLIENTS, *shape)) for key, shape in zip(keys, shapes, strict=False)]
-    return found, jax.random.normal(keys[4], (TIME, BATCH, HIDDEN))
+    factors = jax.random.normal(keys[4], (BATCH, TIME, HIDDEN)).at[1].set(0)  # one sentence is of no interest
+    return [*found, jnp.asarray(LENGTHS)], factors
 
 
 def of(axes):
@@ -58,40 +63,48 @@ def second_derivatives(layer):
     return jax.grad(length, (0, 1, 2, 3))
 
 
-def assert_like_plain(derive, axes=None):
-    args = of(axes or (None,) * 4)
+def assert_like_plain(derive, axes):
+    args = of(axes)
     found, expected = (
-        jax.jit(jax.vmap(derive(layer), axes) if axes else derive(layer))(*args) for layer in (lstm, plain_scan)
+        jax.jit(derive(layer) if axes == ALONE else jax.vmap(derive(layer), axes))(*args)
+        for layer in (lstm, plain_scan)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), found, expected)
 
 
 def test_outputs_are_those_of_a_loop_by_hand():
-    x, kernel, recurrent, bias = (np.asarray(a, np.float64) for a in of((None,) * 4))
-    output, cell = np.zeros((BATCH, HIDDEN)), np.zeros((BATCH, HIDDEN))
-    expected = []
-    for t in range(TIME):
-        for b in range(BATCH):
-            gates = x[t, b] @ kernel + output[b] @ recurrent + bias
+    x, kernel, recurrent, bias, lengths = (np.asarray(a, np.float64) for a in of(ALONE))
+    expected = np.zeros((BATCH, TIME, HIDDEN))
+    for b in range(BATCH):
+        output, cell = np.zeros(HIDDEN), np.zeros(HIDDEN)
+        for t in range(int(lengths[b])):
+            gates = x[b, t] @ kernel + output @ recurrent + bias
             i, f, g, o = (gates[k * HIDDEN : (k + 1) * HIDDEN] for k in range(4))
-            cell[b] = sigmoid(f) * cell[b] + sigmoid(i) * np.tanh(g)
-            output[b] = sigmoid(o) * np.tanh(cell[b])
-        expected.append(output.copy())
-    np.testing.assert_allclose(lstm(*of((None,) * 4)), expected, 1e-5, 1e-6)
+            cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(g)
+            output = expected[b, t] = sigmoid(o) * np.tanh(cell)
+    np.testing.assert_allclose(lstm(*of(ALONE)), expected, 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("axes", [None, EACH, SHARED, SOME])
+@pytest.mark.parametrize("axes", [ALONE, EACH, SHARED, SOME])
 def test_gradients_are_those_of_a_plain_scan(axes):
     assert_like_plain(gradients, axes)
 
 
-@pytest.mark.parametrize("axes", [None, SHARED])
+@pytest.mark.parametrize("tile", [2, 4])
+@pytest.mark.parametrize("axes", [ALONE, SHARED])
+def test_sentences_in_tiles_have_the_gradients_they_have_together(monkeypatch, tile, axes):
+    """Nine sentences of three clients, or three of one, in tiles that they fill or not."""
+    monkeypatch.setattr(lstm_module, "TILE", tile)
+    assert_like_plain(gradients, axes)
+
+
+@pytest.mark.parametrize("axes", [ALONE, SHARED])
 def test_second_derivatives_are_those_of_a_plain_scan(axes):
     assert_like_plain(second_derivatives, axes)
 
 
 def test_a_single_client_in_a_block_has_the_gradients_it_has_alone():
-    args = of((None,) * 4)
+    args = of(ALONE)
     alone = jax.jit(gradients(lstm))(*args)
     for axes in (EACH, SHARED):
         block = [a[None] if axis == 0 else a for a, axis in zip(args, axes, strict=True)]
@@ -101,7 +114,7 @@ def test_a_single_client_in_a_block_has_the_gradients_it_has_alone():
 
 def test_gradients_of_frozen_weights_are_not_computed():
     def products(wanted):
-        compiled = jax.jit(jax.grad(loss(lstm), wanted)).lower(*of((None,) * 4)).compile()
+        compiled = jax.jit(jax.grad(loss(lstm), wanted)).lower(*of(ALONE)).compile()
         return sum(line.count(" dot(") for line in compiled.as_text().splitlines())
 
     assert products((0,)) == 4  # with the inputs and with the recurrent weights, there and back

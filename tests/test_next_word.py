@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon.model import measure
+from fedrecon.models import lstm as lstm_module
 from fedrecon.models import softmax
 from toy_models import assert_close, assert_same_history, descend, one_round
 
@@ -130,7 +131,10 @@ def by_hand(params, local, batch):
 def test_predictions_are_those_of_a_loop_by_hand():
     params, local = parameters(small())
     batch = sentences([5, 2, 3])
-    np.testing.assert_allclose(fr.predict(small(), params, local, batch), by_hand(params, local, batch), 1e-4, 1e-5)
+    expected, there = by_hand(params, local, batch), batch["target"] > 0
+    np.testing.assert_allclose(fr.predict(small(), params, local, batch)[there], expected[there], 1e-4, 1e-5)
+    del batch["target"]  # as where a word is asked for
+    np.testing.assert_allclose(fr.predict(small(), params, local, batch), expected, 1e-4, 1e-5)
 
 
 def test_global_embeddings_of_buckets_give_the_same_predictions():
@@ -163,14 +167,13 @@ def test_metrics_are_those_of_the_definitions():
 
 
 def test_a_tie_for_the_highest_logit_counts_as_a_hit():
-    logits = softmax.Logits(jnp.ones((3, 1)), jnp.array([[2.0, 5.0, 5.0, 1.0]]), jnp.zeros(4))
+    logits = softmax.Logits(jnp.ones((3, 1)), jnp.array([[2.0, 5.0, 5.0, 1.0]]), jnp.zeros(4), jnp.ones(3, bool), ())
     assert logits.against(jnp.array([3, 1, 2]))[1].tolist() == [0, 1, 1]
 
 
 def test_huge_logits_give_a_finite_loss():
-    losses, _ = softmax.cross_entropy(
-        jnp.array([[1e4], [-1e4]]), jnp.array([[2.0, 1.0]]), jnp.zeros(2), jnp.array([1, 1])
-    )
+    hidden, kernel = jnp.array([[1e4], [-1e4]]), jnp.array([[2.0, 1.0]])
+    losses, _ = softmax.cross_entropy(hidden, kernel, jnp.zeros(2), jnp.array([1, 1]), jnp.ones(2, bool), ())
     np.testing.assert_allclose(losses, [1e4, 0])
 
 
@@ -250,7 +253,29 @@ def test_cross_entropy_has_the_derivatives_of_the_plain_one(monkeypatch, part, a
 
         return jax.jit(jax.vmap(jax.value_and_grad(loss, wanted, has_aux=True), axes))(*arguments)
 
-    assert_close(both(softmax.cross_entropy), both(plain_cross_entropy), 1e-5)
+    def found(hidden, kernel, bias, target):
+        return softmax.cross_entropy(hidden, kernel, bias, target, jnp.ones(rows, bool), ())
+
+    assert_close(both(found), both(plain_cross_entropy), 1e-5)
+
+
+@pytest.mark.parametrize("part", ["local", "lstm", "word_embedding", "projection", "output"])
+def test_a_part_has_the_same_gradient_alone_as_with_all_others(monkeypatch, part):
+    """What is left out where only some parameters are differentiated is zero indeed."""
+    model = small()
+    params, local = parameters(model)
+    batch = sentences([5, 2, 0, 4, 3, 1], seed=2)
+    batch["oov"][3] = 0  # a sentence without words of the client's own
+    _, (of_global, of_local) = differentiated()(params, local, batch)
+    monkeypatch.setattr(softmax, "LOGITS_BYTES", 200)
+    monkeypatch.setattr(lstm_module, "TILE", 4)
+
+    def loss(some):
+        whole = (params, some) if part == "local" else (params | {part: some}, local)
+        return measure(model, model.predict(*whole, batch), batch, jnp.ones(6, bool))[0]
+
+    found = jax.jit(jax.grad(loss))(local if part == "local" else params[part])
+    assert_close(found, of_local if part == "local" else of_global[part])
 
 
 # ---- in the library ----

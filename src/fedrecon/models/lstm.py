@@ -1,7 +1,8 @@
-"""A long short-term memory over time, with a derivative written for speed."""
+"""A long short-term memory over sentences, with a derivative written for speed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,102 +11,225 @@ from jax import Array, lax
 
 from fedrecon.models.merging import merging
 
+TILE = 64  # sentences that go through time together, at most: what they need is to stay in a core's cache
+
 
 @jax.custom_vjp
-def lstm(x: Array, kernel: Array, recurrent: Array, bias: Array) -> Array:
-    """Run an LSTM from a zero state over time.
+def lstm(x: Array, kernel: Array, recurrent: Array, bias: Array, lengths: Array) -> Array:
+    """Run an LSTM from a zero state over sentences of different lengths.
 
     The gates are input, forget, cell and output, in this order, one after another in the last dimension of the
     weights.
 
     Args:
-      x: inputs of `(time, batch, features)`.
+      x: inputs of `(batch, time, features)`.
       kernel: `(features, 4 * hidden)`.
       recurrent: `(hidden, 4 * hidden)`.
       bias: `(4 * hidden,)`.
+      lengths: `(batch,)` how many inputs of each sentence count.
 
     Returns:
-      The outputs of `(time, batch, hidden)`.
+      The outputs of `(batch, time, hidden)`, zero after the end of a sentence.
 
     References:
       Hochreiter, Schmidhuber, Long Short-Term Memory, 1997; Gers et al., Learning to Forget, 2000.
     """
-    return _over_time((x,), (kernel, recurrent, bias))[0]
+    return _over_time((x, lengths), (kernel, recurrent, bias))[0]
 
 
 # What makes it fast on a CPU:
 # - The product with the inputs is one for all times, and so are the products that form the weights' gradients, after
-#   the backward scan instead of in it.
+#   the way back through time instead of on it.
 # - In the recurrent products one side is a large matrix and the other only as wide as the batch. They take little more
 #   than half the time when the narrow side has the batch last going in (forward) or coming out (backward), with the
-#   large one as it is stored in both. Hence the transposes below, each of a narrow matrix.
-# - Clients side by side that share the weights are one batch (see `merging`).
+#   large one as it is stored in both. Hence the transposes in `_advance` and `_retreat`, each of a narrow matrix.
+# - Clients that share the weights are one batch (see `merging`). It is divided into tiles of sentences of similar
+#   length, and a tile takes as many steps as its longest sentence has. On the way back a sentence is as long as the
+#   gradients that come to it reach, and has no length where none comes: in reconstruction, where only the words of the
+#   client's own are differentiated, that is every sentence without one.
 
 
-@merging(axis=1)
-def _over_time(batches: tuple[Array], weights: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """Return outputs, cells and gates, each `(time, batch, ...)`."""
-    (x,), (kernel, recurrent, bias) = batches, weights
-    hidden, batch = recurrent.shape[0], x.shape[1]
-    driven = (_flat(x) @ kernel).reshape(*x.shape[:2], -1)  # (time, batch, 4 * hidden)
-
-    def step(state: tuple[Array, Array], driven: Array) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-        output, cell = state  # (hidden, batch), (batch, hidden)
-        kept = lax.dot_general(output, recurrent, (((0,), (0,)), ((), ())))  # (batch, 4 * hidden)
-        i, f, g, o = jnp.split(driven + kept + bias, 4, -1)
-        i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
-        cell = f * cell + i * g
-        new = o * jnp.tanh(cell)
-        return (new.T, cell), (new, cell, jnp.concatenate([i, f, g, o], -1))
-
-    start = (jnp.zeros((hidden, batch), x.dtype), jnp.zeros((batch, hidden), x.dtype))
-    return lax.scan(step, start, driven)[1]
+def _advance(state: tuple[Array, Array], driven: Array, recurrent: Array, bias: Array) -> Any:
+    """Take a step: from the last output of (hidden, batch) and cell to the next, and also the output and the gates."""
+    output, cell = state
+    kept = lax.dot_general(output, recurrent, (((0,), (0,)), ((), ())))  # (batch, 4 * hidden)
+    i, f, g, o = jnp.split(driven + kept + bias, 4, -1)
+    i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+    cell = f * cell + i * g
+    output = o * jnp.tanh(cell)
+    return (output.T, cell), (output, cell, jnp.concatenate([i, f, g, o], -1))
 
 
-@merging(axis=1)
-def _back_in_time(batches: tuple[Array, Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array]:
+def _retreat(carry: tuple[Array, Array], now: tuple[Array, ...], recurrent: Array) -> Any:
+    """Take a step back: from the gradients of the gates and the cell one step later to those of this one."""
+    d_later, d_cell = carry
+    d_output, gates, cell, cell_before = now
+    # Hidden from the compiler, which would rather have this product the other way round, transpose and all.
+    d_before = lax.optimization_barrier(lax.dot_general(recurrent, d_later, (((1,), (1,)), ((), ()))))
+    d_output += d_before.T  # from (hidden, batch)
+    i, f, g, o = jnp.split(gates, 4, -1)
+    out = jnp.tanh(cell)
+    d_cell += d_output * o * (1 - out * out)
+    d_i, d_f = d_cell * g * i * (1 - i), d_cell * cell_before * f * (1 - f)
+    d_g, d_o = d_cell * i * (1 - g * g), d_output * out * o * (1 - o)
+    d_gates = jnp.concatenate([d_i, d_f, d_g, d_o], -1)
+    return (d_gates, d_cell * f), d_gates
+
+
+# ---- as scans, which can be differentiated once more ----
+
+
+def _scan_over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """Return outputs, cells and gates, each `(batch, time, ...)`."""
+    (x, lengths), (kernel, recurrent, bias) = batches, weights
+    hidden, batch, time = recurrent.shape[0], *x.shape[:2]
+    start = jnp.zeros((hidden, batch), x.dtype), jnp.zeros((batch, hidden), x.dtype)
+    driven = jnp.swapaxes(_product(x, kernel), 0, 1)
+    found = lax.scan(lambda state, driven: _advance(state, driven, recurrent, bias), start, driven)[1]
+    outputs, cells, gates = (jnp.swapaxes(values, 0, 1) for values in found)
+    return jnp.where(_there(lengths, time), outputs, 0), cells, gates
+
+
+def _scan_back(batches: tuple[Array, Array, Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return the gradients of the inputs and of the gates before their nonlinearity, from those of the outputs."""
-    (d_outputs, cells, gates), (kernel, recurrent) = batches, weights
-
-    def step(carry: tuple[Array, Array], now: Any) -> tuple[tuple[Array, Array], Array]:
-        d_later, d_cell = carry  # of the gates one step later, and of the cell through that step
-        d_output, gate, cell, cell_before = now
-        # Hidden from the compiler, which would rather have this product the other way round, transpose and all.
-        d_before = lax.optimization_barrier(lax.dot_general(recurrent, d_later, (((1,), (1,)), ((), ()))))
-        d_output += d_before.T  # from (hidden, batch)
-        i, f, g, o = jnp.split(gate, 4, -1)
-        out = jnp.tanh(cell)
-        d_cell += d_output * o * (1 - out * out)
-        d_i, d_f = d_cell * g * i * (1 - i), d_cell * cell_before * f * (1 - f)
-        d_g, d_o = d_cell * i * (1 - g * g), d_output * out * o * (1 - o)
-        d_gates = jnp.concatenate([d_i, d_f, d_g, d_o], -1)
-        return (d_gates, d_cell * f), d_gates
-
-    start = (jnp.zeros_like(gates[0]), jnp.zeros_like(cells[0]))
-    _, d_gates = lax.scan(step, start, (d_outputs, gates, cells, _one_later(cells)), reverse=True)
-    return (_flat(d_gates) @ kernel.T).reshape(*d_gates.shape[:2], -1), d_gates
+    (d_outputs, cells, gates, lengths), (kernel, recurrent) = batches, weights
+    d_outputs = jnp.where(_there(lengths, d_outputs.shape[1]), d_outputs, 0)
+    now = tuple(jnp.swapaxes(values, 0, 1) for values in (d_outputs, gates, cells, _one_later(cells)))
+    start = jnp.zeros_like(gates[:, 0]), jnp.zeros_like(cells[:, 0])
+    found = lax.scan(lambda carry, now: _retreat(carry, now, recurrent), start, now, reverse=True)[1]
+    d_gates = jnp.swapaxes(found, 0, 1)
+    return _product(d_gates, kernel.T), d_gates
 
 
-def _forward(x: Array, kernel: Array, recurrent: Array, bias: Array) -> tuple[Array, Any]:
-    outputs, cells, gates = _over_time((x,), (kernel, recurrent, bias))
-    return outputs, (x, kernel, recurrent, outputs, cells, gates)
+# ---- as loops, which end with the sentences ----
 
 
-def _backward(saved: Any, d_outputs: Array) -> tuple[Array, Array, Array, Array]:
-    x, kernel, recurrent, outputs, cells, gates = saved
-    d_x, d_gates = _back_in_time((d_outputs, cells, gates), (kernel, recurrent))
-    flat = _flat(d_gates)  # (time * batch, 4 * hidden)
-    return d_x, _flat(x).T @ flat, _flat(_one_later(outputs)).T @ flat, jnp.sum(flat, 0)
+@merging(axis=0, plain=_scan_over_time)
+def _over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """Do what `_scan_over_time` does."""
+    if jax.default_backend() != "cpu":  # where a loop of unknown length costs more than it saves
+        return _scan_over_time(batches, weights)
+    (x, lengths), (kernel, recurrent, bias) = batches, weights
+    hidden, batch, time = recurrent.shape[0], *x.shape[:2]
+
+    def tile(rows: _Rows, steps: Array, found: Any) -> Any:
+        driven, ends = _product(rows.all_of(x), kernel), rows.all_of(lengths)
+        state = jnp.zeros((hidden, len(ends)), x.dtype), jnp.zeros((len(ends), hidden), x.dtype)
+
+        def step(t: Array, carry: Any) -> Any:
+            state, found = carry
+            state, (output, *others) = _advance(state, _Rows(None).at(driven, t), recurrent, bias)
+            new = (jnp.where((t < ends)[:, None], output, 0), *others)
+            return state, tuple(rows.put(values, t, at_t) for values, at_t in zip(found, new, strict=True))
+
+        return lax.fori_loop(0, steps, step, (state, found))[1]
+
+    nothing = tuple(jnp.zeros((batch, time, width), x.dtype) for width in (hidden, hidden, 4 * hidden))
+    return _by_tiles(tile, lengths, nothing)
+
+
+@merging(axis=0, plain=_scan_back)
+def _back_in_time(batches: tuple[Array, Array, Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Do what `_scan_back` does."""
+    if jax.default_backend() != "cpu":
+        return _scan_back(batches, weights)
+    (d_outputs, cells, gates, lengths), (kernel, recurrent) = batches, weights
+    batch, time = d_outputs.shape[:2]
+    reached = jnp.any(d_outputs != 0, -1) & _there(lengths, time)[..., 0]
+    reach = jnp.max(jnp.where(reached, jnp.arange(1, time + 1), 0), 1)
+
+    def tile(rows: _Rows, steps: Array, found: Any) -> Any:
+        ends = rows.all_of(lengths)
+        start = tuple(jnp.zeros((len(ends), values.shape[-1]), values.dtype) for values in (gates, cells))
+
+        def step(done: Array, carry: Any) -> Any:
+            t = steps - 1 - done
+            d_output = jnp.where((t < ends)[:, None], rows.at(d_outputs, t), 0)
+            cell_before = jnp.where(t > 0, rows.at(cells, jnp.maximum(t - 1, 0)), 0)
+            state, (d_x, d_gates) = carry
+            state, new = _retreat(state, (d_output, rows.at(gates, t), rows.at(cells, t), cell_before), recurrent)
+            d_x = d_x if rows.are_all else rows.put(d_x, t, new @ kernel.T)
+            return state, (d_x, rows.put(d_gates, t, new))
+
+        d_x, d_gates = lax.fori_loop(0, steps, step, (start, found))[1]
+        return (_product(d_gates, kernel.T) if rows.are_all else d_x), d_gates
+
+    nothing = tuple(jnp.zeros((batch, time, width), gates.dtype) for width in (kernel.shape[0], gates.shape[-1]))
+    return _by_tiles(tile, reach, nothing)
+
+
+class _Rows:
+    """Which sentences of a batch are meant, and how to read and write their values at a time."""
+
+    def __init__(self, index: Array | None):
+        """Mean the sentences at `index`, where an index beyond the last stands for nobody; all for None."""
+        self._index, self.are_all = index, index is None
+
+    def all_of(self, values: Array) -> Array:
+        """Return their values."""
+        return values if self._index is None else values.at[self._index].get(mode="clip")
+
+    def at(self, values: Array, t: Array) -> Array:
+        """Return their values at time `t`."""
+        if self._index is None:
+            return lax.dynamic_index_in_dim(values, t, 1, keepdims=False)
+        return values.at[self._index, t].get(mode="clip")
+
+    def put(self, values: Array, t: Array, new: Array) -> Array:
+        """Replace their values at time `t`."""
+        if self._index is None:
+            return lax.dynamic_update_index_in_dim(values, new, t, 1)
+        return values.at[self._index, t].set(new, mode="drop", unique_indices=True)
+
+
+def _by_tiles(tile: Callable[[_Rows, Array, Any], Any], lengths: Array, found: Any) -> Any:
+    """Fold `tile(sentences, the longest one's length, found) -> found` over tiles of sentences of similar length."""
+    batch = len(lengths)
+    if batch <= TILE:
+        return tile(_Rows(None), jnp.max(lengths), found)
+    tiles = -(-batch // TILE)
+    size = -(-batch // tiles)
+    order = jnp.pad(jnp.argsort(-lengths), (0, tiles * size - batch), constant_values=batch)
+
+    def one(number: Array, found: Any) -> Any:
+        index = lax.dynamic_slice_in_dim(order, number * size, size)
+        return tile(_Rows(index), lengths[index[0]], found)
+
+    return lax.fori_loop(0, -(-jnp.sum(lengths > 0) // size), one, found)
+
+
+# ---- the derivative ----
+
+
+def _forward(x: Array, kernel: Array, recurrent: Array, bias: Array, lengths: Array) -> tuple[Array, Any]:
+    outputs, cells, gates = _over_time((x, lengths), (kernel, recurrent, bias))
+    return outputs, (x, kernel, recurrent, lengths, outputs, cells, gates)
+
+
+def _backward(saved: Any, d_outputs: Array) -> tuple[Array, Array, Array, Array, None]:
+    x, kernel, recurrent, lengths, outputs, cells, gates = saved
+    d_x, d_gates = _back_in_time((d_outputs, cells, gates, lengths), (kernel, recurrent))
+    flat = _flat(d_gates)  # (batch * time, 4 * hidden)
+    return d_x, _flat(x).T @ flat, _flat(_one_later(outputs)).T @ flat, jnp.sum(flat, 0), None
 
 
 lstm.defvjp(_forward, _backward)
 
 
 def _flat(values: Array) -> Array:
-    """Put the time and the batch into one dimension, so that a product over both is a plain one."""
+    """Put the batch and the time into one dimension, so that a product over both is a plain one."""
     return values.reshape(-1, values.shape[-1])
 
 
+def _product(values: Array, kernel: Array) -> Array:
+    return (_flat(values) @ kernel).reshape(*values.shape[:2], -1)
+
+
 def _one_later(values: Array) -> Array:
-    """Move values one step later, with zeros first."""
-    return jnp.concatenate([jnp.zeros_like(values[:1]), values[:-1]])
+    """Move values one step later in time, with zeros first."""
+    return jnp.concatenate([jnp.zeros_like(values[:, :1]), values[:, :-1]], 1)
+
+
+def _there(lengths: Array, time: int) -> Array:
+    """Return `(batch, time, 1)`, whether a sentence is that long."""
+    return (jnp.arange(time) < lengths[:, None])[..., None]

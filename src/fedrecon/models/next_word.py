@@ -94,11 +94,15 @@ def next_word(
     def predict(shared: Params, local: Params, batch: Batch) -> Logits:
         oov = batch["oov"]
         of_bucket = (local if local_oov else shared)["oov_embedding"][jnp.maximum(oov - 1, 0)]
-        embedded = jnp.where((oov > 0)[..., None], of_bucket, shared["word_embedding"][batch["word"]])
+        of_word = shared["word_embedding"][batch["word"]]
+        embedded = jnp.where((oov > 0)[..., None], of_bucket, of_word)
         memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
-        states = lstm(jnp.swapaxes(embedded, 0, 1), memory["kernel"], memory["recurrent"], memory["bias"])
-        projected = states @ dense["kernel"] + dense["bias"]  # (length, examples, projection)
-        return Logits(jnp.swapaxes(projected, 0, 1), output["kernel"], output["bias"])
+        weights = memory["kernel"], memory["recurrent"], memory["bias"]
+        states = lstm(embedded, *weights, _lengths(batch))
+        projected = states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
+        after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
+        held = of_word, *weights, dense["kernel"], dense["bias"]
+        return Logits(projected, output["kernel"], output["bias"], after_oov, held)
 
     def cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
         return predictions.against(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
@@ -128,6 +132,14 @@ def next_word(
         },
         lookups={"word_embedding": "word"},
     )
+
+
+def _lengths(batch: Batch) -> Array:
+    """Return how long each sentence is; all of it where there are no targets to tell."""
+    examples, length = batch["oov"].shape
+    if "target" not in batch:
+        return jnp.full(examples, length, jnp.int32)
+    return jnp.max(jnp.where(batch["target"] != 0, jnp.arange(1, length + 1), 0), 1)
 
 
 def _embeddings(key: Array, shape: tuple[int, int]) -> Array:

@@ -1,9 +1,10 @@
-"""Cross-entropy over many outputs, where all logits of a block of clients would not fit into a cache, or memory."""
+"""Cross-entropy over many outputs, without logits that nobody needs, or more at a time than fit into a cache."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +15,17 @@ from jax.custom_derivatives import CustomVJPPrimal
 
 from fedrecon.models.merging import merging
 
+Rows = tuple[Array, Array]  # hidden, and the targets
+Weights = tuple[Array, Array]  # kernel and bias
+
 LOGITS_BYTES = 2**22  # of logits that are there at once where they need not all be: they are to stay in a cache
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["hidden", "kernel", "bias"], meta_fields=[], drop_fields=["found"]
+    jax.tree_util.register_dataclass,
+    data_fields=["hidden", "kernel", "bias", "moved", "held"],
+    meta_fields=[],
+    drop_fields=["found"],
 )
 @dataclasses.dataclass
 class Logits:
@@ -28,12 +35,17 @@ class Logits:
       hidden: `(..., features)`.
       kernel: `(features, outputs)`.
       bias: `(outputs,)`.
+      moved: `(...)`, where `hidden` depends on anything else than what is in `held`.
+      held: what `hidden` depends on where it is not moved. In reconstruction none of this is differentiated, and only
+        rows that are moved have a gradient.
       found: what `against` returned last, and for what.
     """
 
     hidden: Array
     kernel: Array
     bias: Array
+    moved: Array
+    held: tuple[Array, ...]
     found: tuple[Any, Any] = dataclasses.field(default=(None, None), repr=False)
 
     def against(self, target: Array) -> tuple[Array, Array]:
@@ -48,7 +60,8 @@ class Logits:
         """
         if self.found[0] is not target:  # the loss and each metric ask for the same
             rows = self.hidden.reshape(-1, self.hidden.shape[-1])
-            losses, best = cross_entropy(rows, self.kernel, self.bias, target.reshape(-1))
+            moved = self.moved.reshape(-1)
+            losses, best = cross_entropy(rows, self.kernel, self.bias, target.reshape(-1), moved, self.held)
             self.found = (target, (losses.reshape(target.shape), best.reshape(target.shape)))
         return self.found[1]
 
@@ -63,7 +76,9 @@ class Logits:
 
 
 @jax.custom_vjp
-def cross_entropy(hidden: Array, kernel: Array, bias: Array, target: Array) -> tuple[Array, Array]:
+def cross_entropy(
+    hidden: Array, kernel: Array, bias: Array, target: Array, moved: Array, held: tuple[Array, ...]
+) -> tuple[Array, Array]:
     """Return the cross-entropy of each row, and 1 where the target's logit is the highest (a tie included).
 
     Args:
@@ -71,34 +86,43 @@ def cross_entropy(hidden: Array, kernel: Array, bias: Array, target: Array) -> t
       kernel: `(features, outputs)`.
       bias: `(outputs,)`.
       target: `(rows,)`, the outputs that should have been; 0 for rows that are padding, whose results are 0.
+      moved: `(rows,)`, false for rows that depend on nothing but `held`.
+      held: not used but to know whether it is differentiated.
     """
-    return _in_parts((hidden, target), (kernel, bias))[:2]
+    del moved, held
+    return _losses((hidden, target), (kernel, bias))
 
 
 def _forward(
-    hidden: CustomVJPPrimal, kernel: CustomVJPPrimal, bias: CustomVJPPrimal, target: CustomVJPPrimal
+    hidden: CustomVJPPrimal,
+    kernel: CustomVJPPrimal,
+    bias: CustomVJPPrimal,
+    target: CustomVJPPrimal,
+    moved: CustomVJPPrimal,
+    held: tuple[CustomVJPPrimal, ...],
 ) -> tuple[tuple[Array, Array], Any]:
-    values = hidden.value, kernel.value, bias.value, target.value
+    weights, values = (kernel.value, bias.value), (hidden.value, kernel.value, bias.value, target.value)
     if kernel.perturbed or bias.perturbed:
         compared = _compare(hidden.value @ kernel.value + bias.value, target.value)
         return compared[:2], (values, compared[2:], None)
-    # With the weights frozen, as in reconstruction, all that remains of the logits is the slope in the rows.
-    losses, best, slope = _in_parts((hidden.value, target.value), (kernel.value, bias.value))
-    return (losses, best), (values, None, slope)
+    # With the weights frozen, as in reconstruction, all that remains of the logits is the slope in the rows. It is
+    # found apart from the losses, in which reconstruction takes no interest: the compiler can leave those out.
+    wanted = target.value if any(leaf.perturbed for leaf in held) else jnp.where(moved.value, target.value, 0)
+    return _losses((hidden.value, target.value), weights), (values, None, _slopes((hidden.value, wanted), weights))
 
 
-def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, Any, Any, None]:
+def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, Any, Any, None, None, None]:
     (hidden, kernel, bias, target), softmax, slope = saved
     d_losses = cotangents[0]
     if isinstance(d_losses, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros_like(hidden), jnp.zeros_like(kernel), jnp.zeros_like(bias), None
+        return jnp.zeros_like(hidden), jnp.zeros_like(kernel), jnp.zeros_like(bias), None, None, None
     if slope is not None:
-        return slope * d_losses[:, None], jnp.zeros_like(kernel), jnp.zeros_like(bias), None
+        return slope * d_losses[:, None], jnp.zeros_like(kernel), jnp.zeros_like(bias), None, None, None
     exponentials, total = softmax
     d_losses = jnp.where(target != 0, d_losses, 0)
     d_logits = exponentials * (d_losses / total)[:, None]
     d_logits = d_logits.at[jnp.arange(len(target)), target].add(-d_losses)
-    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0), None
+    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0), None, None, None
 
 
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -115,24 +139,28 @@ def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
     return jnp.where(real, losses, 0), (real & (at_target >= highest)).astype(logits.dtype), exponentials, total
 
 
-def _at_once(rows: tuple[Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    """Return the cross-entropies, whether the target is best, and the gradient of each cross-entropy in its row."""
+def _losses_at_once(rows: Rows, weights: Weights) -> tuple[Array, Array]:
+    """Return the cross-entropies, and whether the target is best."""
+    return _compare(rows[0] @ weights[0] + weights[1], rows[1])[:2]
+
+
+def _slopes_at_once(rows: Rows, weights: Weights) -> Array:
+    """Return the gradient of each cross-entropy in its row."""
     (hidden, target), (kernel, bias) = rows, weights
-    losses, best, exponentials, total = _compare(hidden @ kernel + bias, target)
+    *_, exponentials, total = _compare(hidden @ kernel + bias, target)
     slope = (exponentials @ kernel.T) / total[:, None] - kernel[:, target].T
-    return losses, best, jnp.where((target != 0)[:, None], slope, 0)
+    return jnp.where((target != 0)[:, None], slope, 0)
 
 
-@merging(axis=0, plain=_at_once)
-def _in_parts(rows: tuple[Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    """Do what `_at_once` does for as many rows at a time as `LOGITS_BYTES` allows, and for no padding.
+def _in_parts(at_once: Callable[[Rows, Weights], Any], rows: Rows, weights: Weights) -> Any:
+    """Do something for as many rows at a time as `LOGITS_BYTES` allows, and for no padding.
 
     A third of the places in a batch of sentences is padding. Put last, it is in parts that are never reached.
     """
     count, kernel = len(rows[1]), weights[0]
     parts = -(-count * kernel.shape[1] * kernel.dtype.itemsize // LOGITS_BYTES)
     if parts <= 1:
-        return _at_once(rows, weights)
+        return at_once(rows, weights)
     length = -(-count // parts)
     order = jnp.argsort(rows[1] == 0, stable=True)
     order = jnp.pad(order, (0, parts * length - count), mode="edge")
@@ -140,10 +168,14 @@ def _in_parts(rows: tuple[Array, Array], weights: tuple[Array, Array]) -> tuple[
 
     def one(part: Array, found: Any) -> Any:
         here = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * length, length), sorted_rows)
-        new = _at_once(here, weights)
+        new = at_once(here, weights)
         return jax.tree.map(lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * length, 0), found, new)
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(_at_once, sorted_rows, weights))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at_once, sorted_rows, weights))
     found = lax.fori_loop(0, -(-jnp.sum(rows[1] != 0) // length), one, nothing)
     back = jnp.zeros(count, order.dtype).at[order[:count]].set(jnp.arange(count, dtype=order.dtype))
     return jax.tree.map(lambda x: x[back], found)
+
+
+_losses = merging(axis=0, plain=_losses_at_once)(functools.partial(_in_parts, _losses_at_once))
+_slopes = merging(axis=0, plain=_slopes_at_once)(functools.partial(_in_parts, _slopes_at_once))
