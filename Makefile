@@ -11,7 +11,7 @@ demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
