@@ -11,7 +11,7 @@ from fedrecon.config import Factorization, Reconstruct, Update
 from fedrecon.studies import claims, figures, movielens
 from fedrecon.studies.numbers import Measured, Spread, measured, spread
 from fedrecon.studies.rating_jobs import Divided, Setting, run_job, shortened
-from fedrecon.studies.rating_tables import RATINGS, Row, beyond_section, paper_section
+from fedrecon.studies.rating_tables import RATINGS, Row, beyond_section, few_section, paper_section
 from fedrecon.studies.report import compose, to_markdown
 from fedrecon.studies.reproduce import Plan, reproduce
 from fedrecon.studies.runner import Runner
@@ -321,3 +321,12 @@ def test_a_job_that_fails_in_a_process_is_an_error_here(csv, tmp_path):
     study = dataclasses.replace(STUDY, jobs=(Job("base", "base", impossible), *STUDY.jobs[1:]))
     with pytest.raises(ValueError, match="unknown split 'nothing'"):
         reproduce(study, Plan(str(csv), tmp_path, seeds=1, only=("base",), workers=2), say=print)
+
+
+def test_users_with_few_ratings_are_told_of_as_far_as_they_were_measured():
+    jobs = [Job(name, name, dataclasses.replace(TINY, few=(0, 2))) for name in ("short", "gone")] + [STUDY.jobs[0]]
+    section = few_section(jobs)
+    assert section.jobs == ("short", "gone")
+    measured = {"micro": {"rmse": 1.0, "accuracy": 0.35}, "clients": 9, "diverged": 0}
+    table = section.compose({"short": [{"setting": {"rounds": 2}, "few": {"0": measured}}]})[0]
+    assert table.lines == [("short", "0", "1.000", "35.0", "2")]

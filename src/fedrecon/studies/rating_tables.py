@@ -121,7 +121,7 @@ def _few_table(jobs: Sequence[Job], results: Results) -> Table:
     for job in jobs:
         if job.name not in results:
             continue
-        for n in job.setting.few:
+        for n in map(int, results[job.name][0]["few"]):
             found = with_few(results[job.name], n)
             lines.append(
                 (job.title, str(n), write_spread(found.rmse, 3), write_spread(found.accuracy, 1), str(found.rounds))
