@@ -53,7 +53,7 @@ PAPER_JOBS = (
     Job(
         "centralized-unseen",
         "Centralized, unseen users",
-        centralized(0.5, measures=("random", "recon")),
+        centralized(0.5, measures=("recon", "random")),
         CENTRALIZED_GRID,
     ),
     Job("centralized-fast", "Centralized with learning rate 1.0, unseen users", centralized(1.0)),

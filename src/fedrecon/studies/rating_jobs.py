@@ -195,21 +195,24 @@ class Observer:
         self.few: dict[str, Any] = {}
 
     def __call__(self, params: Any, kept: Any) -> fr.Evaluation:
-        """Measure, in all the ways that the setting asks for; return the last of them."""
+        """Measure, in all the ways that the setting asks for; return the main one."""
         done = (len(self.found) + 1) * self._setting.every
         shared = self._trainer.shared(params)
         entry: dict[str, Any] = {"round": done}
-        for measure, evaluator in self._evaluators.items():
-            found = evaluator(shared, self._local(measure, params, kept))
-            entry[measure] = found.summary()
+        found = {
+            measure: evaluator(shared, self._local(measure, params, kept))
+            for measure, evaluator in self._evaluators.items()
+        }
+        for measure, one in found.items():
+            entry[measure] = one.summary()
             if done == self._setting.rounds:
-                values = found.per_client[KEPT_PER_CLIENT]
+                values = one.per_client[KEPT_PER_CLIENT]
                 self.per_client[measure] = [None if np.isnan(x) else round(float(x), 4) for x in values]
         self.found.append(entry)
         if done == self._setting.rounds:
             for n in self._setting.few:
                 self.few[str(n)] = self._trainer.evaluator("recon", self._clients, n)(shared).summary()
-        return found
+        return found[self._setting.measures[0]]
 
     def _local(self, measure: str, params: Any, kept: Any) -> Any:
         if measure == "recon":

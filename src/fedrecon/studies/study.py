@@ -43,7 +43,8 @@ class Job:
       name: of its file.
       title: what a reader calls it.
       setting: a dataclass of how it is trained and measured. All have `rounds` (how many the row reports), `on_to` (run
-        on to so many and report that too, or None), `every` (evaluate after so many; divides `rounds`), `measures`.
+        on to so many and report that too, or None), `every` (evaluate after so many; divides `rounds`), `measures`
+        (names of what is measured, the main one first).
       grid: what `--tune` tries.
     """
 

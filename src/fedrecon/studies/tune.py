@@ -16,8 +16,10 @@ from fedrecon.studies.study import Data, Job, Kind, changed, digest
 
 
 def candidates(job: Job) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield the values and settings of a job's grid, trained no further than the row reports."""
-    now = dataclasses.replace(job.setting, on_to=None, every=job.setting.rounds)
+    """Yield the values and settings of a job's grid, trained no further than the row reports, with its main measure."""
+    now = dataclasses.replace(
+        job.setting, on_to=None, every=job.setting.rounds, measures=tuple(job.setting.measures[:1])
+    )
     for values in itertools.product(*job.grid.values()):
         chosen = dict(zip(job.grid, values, strict=True))
         setting = now
@@ -41,7 +43,7 @@ def tune(kind: Kind, jobs: Sequence[Job], data: Data, folder: Path, *, say: Say,
         if key in known:
             continue
         found = kind.run(setting, data, 0, "valid", progress)
-        micro = found["evaluations"][-1][setting.measures[-1]]["micro"]
+        micro = found["evaluations"][-1][setting.measures[0]]["micro"]
         known[key] = {
             "digest": key,
             "job": job.name,
