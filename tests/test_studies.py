@@ -1,6 +1,9 @@
 import dataclasses
 import json
 import re
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -330,3 +333,13 @@ def test_users_with_few_ratings_are_told_of_as_far_as_they_were_measured():
     measured = {"micro": {"rmse": 1.0, "accuracy": 0.35}, "clients": 9, "diverged": 0}
     table = section.compose({"short": [{"setting": {"rounds": 2}, "few": {"0": measured}}]})[0]
     assert table.lines == [("short", "0", "1.000", "35.0", "2")]
+
+
+def test_a_killed_study_leaves_no_process_behind(csv, tmp_path):
+    command = [sys.executable, "-m", "fedrecon", "reproduce", "movielens", "--data", str(csv), "--out", str(tmp_path)]
+    with subprocess.Popen([*command, "--quick", "--workers", "2"], stderr=subprocess.PIPE, text=True) as study:
+        first = study.stderr.readline()
+        study.send_signal(signal.SIGKILL)
+        # The pipe ends when nobody holds it any more: neither the study nor a process that it began.
+        study.communicate(timeout=120)
+    assert first.startswith("[1 of ")

@@ -86,11 +86,20 @@ _here: list[Any] = []  # in a worker: its runner, and the queue of what it says
 def _begin(assignment: Assignment, told: Any) -> None:
     """Make a process ready. An interruption ends it at once; results are written whole or not at all."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["NPROC"] = "1"  # threads of XLA: as many as there are cores for this process
     start(1, quick=assignment.quick)
     keep_compiled(assignment.folder, quick=assignment.quick)
     data = assignment.kind.open(assignment.source, assignment.folder, silent)
     _here[:] = [Runner(assignment.kind, assignment.folder, data, quick=assignment.quick), told]
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that began it is gone, however that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(tasks: Sequence[Task]) -> None:
