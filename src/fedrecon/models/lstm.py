@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,7 @@ def lstm(x: Array, kernel: Array, recurrent: Array, bias: Array, lengths: Array)
 # - In the recurrent products one side is a large matrix and the other only as wide as the batch. They take little more
 #   than half the time when the narrow side has the batch last going in (forward) or coming out (backward), with the
 #   large one as it is stored in both. Hence the transposes in `_advance` and `_retreat`, each of a narrow matrix.
+# - A step is as few operations as can be: one nonlinearity for all gates, and on the way back none at all.
 # - Clients that share the weights are one batch (see `merging`). It is divided into tiles of sentences of similar
 #   length, and a tile takes as many steps as its longest sentence has. On the way back a sentence is as long as the
 #   gradients that come to it reach, and has no length where none comes: in reconstruction, where only the words of the
@@ -53,27 +54,36 @@ def _advance(state: tuple[Array, Array], driven: Array, recurrent: Array, bias: 
     """Take a step: from the last output of (hidden, batch) and cell to the next, and also the output and the gates."""
     output, cell = state
     kept = lax.dot_general(output, recurrent, (((0,), (0,)), ((), ())))  # (batch, 4 * hidden)
-    i, f, g, o = jnp.split(driven + kept + bias, 4, -1)
-    i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+    twice = jnp.repeat(jnp.array([1, 1, 2, 1], kept.dtype), kept.shape[-1] // 4)
+    gates = twice * jax.nn.sigmoid(twice * (driven + kept + bias)) + (1 - twice)  # tanh(x) = 2 sigmoid(2 x) - 1
+    i, f, g, o = jnp.split(gates, 4, -1)
     cell = f * cell + i * g
     output = o * jnp.tanh(cell)
-    return (output.T, cell), (output, cell, jnp.concatenate([i, f, g, o], -1))
+    return (output.T, cell), (output, cell, gates)
 
 
-def _retreat(carry: tuple[Array, Array], now: tuple[Array, ...], recurrent: Array) -> Any:
+def _slopes(gates: Array, cells: Array) -> tuple[Array, Array, Array]:
+    """Return all that a way back must know, for all times: `(batch, time, ...)`.
+
+    These are how the cell moves with the first three gates before their nonlinearity, and the output with the last;
+    how the output moves with the cell; and how the cell moves with the one before.
+    """
+    i, f, g, o = jnp.split(gates, 4, -1)
+    out = jnp.tanh(cells)
+    of_gates = [g * i * (1 - i), _one_later(cells) * f * (1 - f), i * (1 - g * g), out * o * (1 - o)]
+    return jnp.concatenate(of_gates, -1), o * (1 - out * out), f
+
+
+def _retreat(carry: tuple[Array, Array], d_output: Array, slopes: Sequence[Array], recurrent: Array) -> Any:
     """Take a step back: from the gradients of the gates and the cell one step later to those of this one."""
     d_later, d_cell = carry
-    d_output, gates, cell, cell_before = now
+    of_gates, of_output, of_cell = slopes
     # Hidden from the compiler, which would rather have this product the other way round, transpose and all.
     d_before = lax.optimization_barrier(lax.dot_general(recurrent, d_later, (((1,), (1,)), ((), ()))))
     d_output += d_before.T  # from (hidden, batch)
-    i, f, g, o = jnp.split(gates, 4, -1)
-    out = jnp.tanh(cell)
-    d_cell += d_output * o * (1 - out * out)
-    d_i, d_f = d_cell * g * i * (1 - i), d_cell * cell_before * f * (1 - f)
-    d_g, d_o = d_cell * i * (1 - g * g), d_output * out * o * (1 - o)
-    d_gates = jnp.concatenate([d_i, d_f, d_g, d_o], -1)
-    return (d_gates, d_cell * f), d_gates
+    d_cell += d_output * of_output
+    d_gates = jnp.concatenate([d_cell, d_cell, d_cell, d_output], -1) * of_gates
+    return (d_gates, d_cell * of_cell), d_gates
 
 
 # ---- as scans, which can be differentiated once more ----
@@ -94,9 +104,9 @@ def _scan_back(batches: tuple[Array, Array, Array, Array], weights: tuple[Array,
     """Return the gradients of the inputs and of the gates before their nonlinearity, from those of the outputs."""
     (d_outputs, cells, gates, lengths), (kernel, recurrent) = batches, weights
     d_outputs = jnp.where(_there(lengths, d_outputs.shape[1]), d_outputs, 0)
-    now = tuple(jnp.swapaxes(values, 0, 1) for values in (d_outputs, gates, cells, _one_later(cells)))
     start = jnp.zeros_like(gates[:, 0]), jnp.zeros_like(cells[:, 0])
-    found = lax.scan(lambda carry, now: _retreat(carry, now, recurrent), start, now, reverse=True)[1]
+    now = jax.tree.map(lambda values: jnp.swapaxes(values, 0, 1), (d_outputs, _slopes(gates, cells)))
+    found = lax.scan(lambda carry, now: _retreat(carry, now[0], now[1], recurrent), start, now, reverse=True)[1]
     d_gates = jnp.swapaxes(found, 0, 1)
     return _product(d_gates, kernel.T), d_gates
 
@@ -118,7 +128,7 @@ def _over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, Array]
 
         def step(t: Array, carry: Any) -> Any:
             state, found = carry
-            state, (output, *others) = _advance(state, _Rows(None).at(driven, t), recurrent, bias)
+            state, (output, *others) = _advance(state, _at(driven, t), recurrent, bias)
             new = (jnp.where((t < ends)[:, None], output, 0), *others)
             return state, tuple(rows.put(values, t, at_t) for values, at_t in zip(found, new, strict=True))
 
@@ -139,15 +149,15 @@ def _back_in_time(batches: tuple[Array, Array, Array, Array], weights: tuple[Arr
     reach = jnp.max(jnp.where(reached, jnp.arange(1, time + 1), 0), 1)
 
     def tile(rows: _Rows, steps: Array, found: Any) -> Any:
-        ends = rows.all_of(lengths)
-        start = tuple(jnp.zeros((len(ends), values.shape[-1]), values.dtype) for values in (gates, cells))
+        there = _there(rows.all_of(lengths), time)
+        given = jnp.where(there, rows.all_of(d_outputs), 0)
+        slopes = _slopes(rows.all_of(gates), rows.all_of(cells))
+        start = tuple(jnp.zeros_like(values[:, 0]) for values in (slopes[0], given))
 
         def step(done: Array, carry: Any) -> Any:
             t = steps - 1 - done
-            d_output = jnp.where((t < ends)[:, None], rows.at(d_outputs, t), 0)
-            cell_before = jnp.where(t > 0, rows.at(cells, jnp.maximum(t - 1, 0)), 0)
             state, (d_x, d_gates) = carry
-            state, new = _retreat(state, (d_output, rows.at(gates, t), rows.at(cells, t), cell_before), recurrent)
+            state, new = _retreat(state, _at(given, t), [_at(values, t) for values in slopes], recurrent)
             d_x = d_x if rows.are_all else rows.put(d_x, t, new @ kernel.T)
             return state, (d_x, rows.put(d_gates, t, new))
 
@@ -159,7 +169,7 @@ def _back_in_time(batches: tuple[Array, Array, Array, Array], weights: tuple[Arr
 
 
 class _Rows:
-    """Which sentences of a batch are meant, and how to read and write their values at a time."""
+    """Which sentences of a batch are meant, and how to read and write their values."""
 
     def __init__(self, index: Array | None):
         """Mean the sentences at `index`, where an index beyond the last stands for nobody; all for None."""
@@ -168,12 +178,6 @@ class _Rows:
     def all_of(self, values: Array) -> Array:
         """Return their values."""
         return values if self._index is None else values.at[self._index].get(mode="clip")
-
-    def at(self, values: Array, t: Array) -> Array:
-        """Return their values at time `t`."""
-        if self._index is None:
-            return lax.dynamic_index_in_dim(values, t, 1, keepdims=False)
-        return values.at[self._index, t].get(mode="clip")
 
     def put(self, values: Array, t: Array, new: Array) -> Array:
         """Replace their values at time `t`."""
@@ -214,6 +218,10 @@ def _backward(saved: Any, d_outputs: Array) -> tuple[Array, Array, Array, Array,
 
 
 lstm.defvjp(_forward, _backward)
+
+
+def _at(values: Array, t: Array) -> Array:
+    return lax.dynamic_index_in_dim(values, t, 1, keepdims=False)
 
 
 def _flat(values: Array) -> Array:
