@@ -112,11 +112,12 @@ def prompt_columns(
       max_words: of a sentence, as the model was trained. Of a longer prompt the last words count.
 
     Returns:
-      `word`, `oov` and `target` (all 0) of shape (1, L), and the position whose prediction is the next word.
+      `word` and `oov` of shape (1, L), and the position whose prediction is the next word. There is no `target`:
+      nobody knows it.
     """
     words = (split_text(text) or [[]])[-1] if isinstance(text, str) else text
     words = words[max(0, len(words) - max_words + 1) :]
     ids = np.full((1, max_words + 1), PAD, np.int32)
     ids[0, : len(words) + 1] = [vocabulary.bos, *map(vocabulary.id_of, words)]
     columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
-    return columns | {"target": np.zeros_like(columns["target"])}, len(words)
+    return {name: columns[name] for name in ("word", "oov")}, len(words)
