@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -21,8 +21,12 @@ lint: .venv/dev.stamp
 bench: .venv/dev.stamp
 	$(BIN)/python benchmarks/run.py
 
+# The theme announces its successor at every start; that is no warning about this site.
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 clean:
-	rm -rf .venv demo build .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv demo site build .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -37,3 +41,7 @@ clean:
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp
+
+.venv/docs.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[docs]'
+	touch $@

@@ -58,7 +58,17 @@ class Aggregation(NamedTuple):
 
 
 def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm: float | None = None) -> Aggregation:
-    """Average deltas (see `Aggregation`). Clients with any non-finite entry never count, and are counted."""
+    """Average deltas. Clients with any non-finite entry never count, and are counted.
+
+    Args:
+      weigh: `examples` weighs a client by the query examples it processed, `uniform` weighs all alike; or a function
+        of `(examples, sums)`, both clients first, that returns `(clients,)` weights, such as `weight_of` makes.
+      clip_norm: scale a delta down to this norm over all its entries; None for no limit.
+      zero_norm: drop a client whose delta has a norm above this; None for no limit.
+
+    Returns:
+      An `Aggregation`, to be given to an algorithm as `aggregate`.
+    """
     for name, value in (("clip_norm", clip_norm), ("zero_norm", zero_norm)):
         if value is not None and not value > 0:
             raise ValueError(f"`{name}` is {value}; it must be above 0, or None for no limit")
@@ -88,7 +98,12 @@ COUNTS = ("clients", "non_finite", "clipped", "zeroed")
 
 
 def no_totals(params: Any, num_metrics: int) -> Totals:
-    """Return the totals of no clients."""
+    """Return the totals of no clients.
+
+    Args:
+      params: the global parameters.
+      num_metrics: how many metrics there are, the loss among them.
+    """
     return Totals(
         {path: jnp.zeros_like(leaf) for path, leaf in flatten(params)[0].items()},
         jnp.zeros(()),
@@ -98,7 +113,15 @@ def no_totals(params: Any, num_metrics: int) -> Totals:
 
 
 def add(aggregation: Aggregation, totals: Totals, upload: Upload, cohort: Cohort, groups: Mapping[str, str]) -> Totals:
-    """Add the uploads of a block of clients to the totals; `groups` says which deltas are by which rows."""
+    """Add the uploads of a block of clients to the totals.
+
+    Args:
+      aggregation: weights and limits.
+      totals: over the clients so far.
+      upload: of the block.
+      cohort: the block itself, for the rows that its clients touch.
+      groups: which deltas are by rows, as `{path: group of lookup tables}`.
+    """
     by_rows = {path: delta for path, delta in upload.delta.items() if path in groups}
     whole = {path: delta for path, delta in upload.delta.items() if path not in groups}
     rows = {path: (cohort.rows[groups[path]], cohort.num_rows[groups[path]]) for path in by_rows}

@@ -52,6 +52,9 @@ def suggest(
       own: by bucket, how often the person uses each of their own words in it, as `data.personal_text` finds them.
       n: how many; fewer come back if there are fewer words.
       max_words: of a sentence, as the model was trained.
+
+    Returns:
+      Suggestions, most probable first.
     """
     if n < 1:
         raise ValueError(f"`n` is {n}; it must be at least 1")

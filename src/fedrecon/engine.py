@@ -33,6 +33,9 @@ def start_devices(devices: int | None = None) -> None:
 
     Only the first use of JAX in a process decides: call this before anything else. Where JAX has started already
     nothing changes, and `layout` refuses more devices than there are.
+
+    Args:
+      devices: how many; None for one a core.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = cores if devices is None else devices

@@ -160,6 +160,9 @@ def evaluate(
       seed: of the local parameters' initialisation.
       place: where clients run.
       progress: a progress display.
+
+    Returns:
+      An `Evaluation`: means over examples and over clients, quantiles over clients, and each client's own metrics.
     """
     evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, place=place)
     return evaluator(params, kept, progress=progress)

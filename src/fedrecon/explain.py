@@ -98,6 +98,9 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
       model: a model; or an algorithm, whose split and optimizer then count too.
       examples: clients, or a batch: needed to find out what is read by rows, by tracing. With clients, the rows that
         they touch are counted, of at most `SAMPLED` of them.
+
+    Returns:
+      An `Explanation`: `print` it for a table, or look at its `parts`.
     """
     algorithm = model if isinstance(model, Algorithm) else None
     model = model.model if isinstance(model, Algorithm) else model

@@ -13,6 +13,11 @@ def adagrad(learning_rate: float, eps: float = 1e-3, initial_accumulator: float 
     `optax.adagrad` starts them at 0.1. Mean updates of federated rounds are far smaller than that, so that it takes
     hundreds of rounds until it begins to adapt.
 
+    Args:
+      learning_rate: the learning rate.
+      eps: added to the root of the accumulators.
+      initial_accumulator: where the accumulators start.
+
     References:
       Reddi et al., Adaptive Federated Optimization, ICLR 2021.
     """
@@ -38,6 +43,13 @@ def yogi(
     initial_accumulator: float = 0.0,
 ) -> optax.GradientTransformation:
     """Yogi as federated optimization uses it: accumulators start at zero, `eps` is large.
+
+    Args:
+      learning_rate: the learning rate.
+      b1: decay of the mean of gradients.
+      b2: how fast the accumulators follow the squares of gradients.
+      eps: added to the root of the accumulators.
+      initial_accumulator: where the accumulators start.
 
     References:
       Reddi et al., Adaptive Federated Optimization, ICLR 2021.

@@ -60,7 +60,17 @@ def _alone(columns: Mapping[str, Any]) -> Clients:
 
 
 def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> np.ndarray:
-    """Predict for one client, with its local parameters."""
+    """Predict for one client, with its local parameters.
+
+    Args:
+      model: what predicts; after `then_finetune`, the `model` of the algorithm that it returned.
+      params: global parameters.
+      local: the client's local parameters, as `reconstruct` returns them.
+      batch: columns of examples; those that the model's predictions read are enough.
+
+    Returns:
+      What the model predicts, as an array.
+    """
     columns = {name: jnp.asarray(column) for name, column in batch.items()}
     return np.asarray(model.predict(jax.tree.map(jnp.asarray, params), local, columns))
 
@@ -92,6 +102,9 @@ def recommend(
       rated: items to leave out.
       n: how many; fewer come back if fewer are left.
       feature: the name of the feature that holds items.
+
+    Returns:
+      Items and their predictions, best first; of equal predictions the item with the lower number comes first.
     """
     if n < 1:
         raise ValueError(f"`n` is {n}; it must be at least 1")

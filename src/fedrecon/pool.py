@@ -8,7 +8,12 @@ from fedrecon.clients import Clients, rows_of
 
 
 def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
-    """Return the same clients with a column that holds, for every example, the index of its client."""
+    """Return the same clients with a column that holds, for every example, the index of its client.
+
+    Args:
+      clients: whose examples are copied.
+      feature: the name of the new column.
+    """
     owner = np.repeat(np.arange(len(clients), dtype=np.int32), clients.sizes)
     rows = rows_of(clients.starts, clients.ends)
     columns = {name: values[rows] for name, values in clients.columns.items()}
@@ -17,7 +22,13 @@ def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
 
 
 def pooled(clients: Clients, *, seed: int, feature: str = "client") -> Clients:
-    """Return one client that has everybody's examples, shuffled, with a column that says whose each is."""
+    """Return one client that has everybody's examples, shuffled, with a column that says whose each is.
+
+    Args:
+      clients: whose examples are copied.
+      seed: of the order.
+      feature: the name of the new column.
+    """
     owned = with_owner(clients, feature=feature)
     order = np.random.default_rng(seed).permutation(owned.num_examples)
     columns = {name: values[order] for name, values in owned.columns.items()}

@@ -57,12 +57,23 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
 
 
 def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
-    """Give the first half of a client's examples to support, the second half to query (see `fraction`)."""
+    """Give the first half of a client's examples to support, the second half to query (see `fraction`).
+
+    Args:
+      by: the column to order by first, such as a time; None keeps the stored order.
+      min_support: the least number of support examples.
+      min_query: the least number of query examples.
+    """
     return fraction(0.5, by=by, min_support=min_support, min_query=min_query)
 
 
 def at_most(support: int, split: Split) -> Split:
-    """Split alike, but leave a client only the first `support` of its support examples; the query stays the same."""
+    """Split alike, but leave a client only the first `support` of its support examples; the query stays the same.
+
+    Args:
+      support: how many support examples are left at most; 0 leaves none.
+      split: the split that is alike.
+    """
     if support < 0:
         raise ValueError(f"`support` is {support}; it cannot be negative")
 
@@ -78,6 +89,9 @@ def redrawn(split: Split) -> Split:
 
     So an example is support in one round and query in another, and the global parameters cannot come to rely on one
     division. The order depends on the run's seed, the round and the client; anywhere else it is drawn once.
+
+    Args:
+      split: how the examples are divided once they are in order; it must not order them itself.
     """
     if split.by is not None:
         raise ValueError(f"the split orders examples by {split.by!r}; it cannot draw their order too")
@@ -85,7 +99,12 @@ def redrawn(split: Split) -> Split:
 
 
 def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
-    """Deal chunks of examples in turn: the first `chunk` to support, the next `chunk` to query, and so on."""
+    """Deal chunks of examples in turn: the first `chunk` to support, the next `chunk` to query, and so on.
+
+    Args:
+      chunk: how many examples are dealt at a time.
+      by: the column to order by first; None keeps the stored order.
+    """
     if chunk < 1:
         raise ValueError(f"`chunk` is {chunk}; it must be at least 1")
 
@@ -101,7 +120,11 @@ def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
 
 
 def none(*, by: str | None = None) -> Split:
-    """Let support and query both be all of a client's examples."""
+    """Let support and query both be all of a client's examples.
+
+    Args:
+      by: the column to order by first; None keeps the stored order.
+    """
     return Split(lambda sizes: (sizes, sizes), _both_from_start, None, by)
 
 
@@ -124,9 +147,11 @@ NAMED: dict[str, Callable[[], Split]] = {"half": half, "alternate": alternate, "
 
 
 def named(name: str) -> Split:
-    """Return the split of a name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`.
+    """Return the split of a name.
 
-    With `redrawn-` before the name, the one that draws the order of examples anew in every round.
+    Args:
+      name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`. With `redrawn-` before it, the one
+        that draws the order of examples anew in every round.
     """
     if name.startswith(REDRAWN):
         return redrawn(named(name.removeprefix(REDRAWN)))

@@ -45,6 +45,9 @@ def federated_averaging(
       reconstruct: how clients that took no part in training get local parameters, for ReconEval; not needed for
         models without any.
       aggregate: weights, clipping; see `aggregate.mean`.
+
+    Returns:
+      An `Algorithm`. Of a model with local parameters, `Run.kept` holds every client's own after training.
     """
     if model.default_local is not None or model.evidence is not None:
         raise ValueError("averaging starts local parameters once and keeps them; it cannot learn a default for them")

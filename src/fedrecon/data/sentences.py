@@ -64,7 +64,12 @@ def next_word_columns(ids: np.ndarray, vocab_size: int, buckets: int) -> dict[st
 
 
 def input_ids(columns: Mapping[str, Any], vocab_size: int) -> np.ndarray:
-    """Return the ids that `word` and `oov` stand for together."""
+    """Return the ids that `word` and `oov` stand for together.
+
+    Args:
+      columns: with `word` and `oov`, as `Sentences` have them.
+      vocab_size: the number of words in the vocabulary.
+    """
     oov = np.asarray(columns["oov"], np.int32)
     return np.where(oov > 0, vocab_size + 2 + oov, np.asarray(columns["word"], np.int32))
 

@@ -38,7 +38,11 @@ _STRAIGHT = str.maketrans("‘’‛ʼ“”„‟", "''''\"\"\"\"")
 
 
 def split_text(text: str) -> list[list[str]]:
-    """Split text into sentences, and those into words; sentences without words are left out."""
+    """Split text into sentences, and those into words; sentences without words are left out.
+
+    Args:
+      text: of any length; its words come back in lower case.
+    """
     text = _INVISIBLE.sub("", text)
     if not text.isascii():
         text = unicodedata.normalize("NFC", text).translate(_STRAIGHT)

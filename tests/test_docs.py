@@ -1,0 +1,198 @@
+"""The pages: every Python block runs, every command parses, output shown is output made, every link leads somewhere.
+
+The blocks of a page run in order, in one namespace and one empty folder. A block with a title (```json title="a.json")
+is a file in that folder. A `text` block right after a Python block is what that block prints; numbers may differ a
+little, since devices add up in different orders.
+"""
+
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import shlex
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fedrecon as fr
+from fedrecon.cli import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
+RUN = ["docs/quickstart.md"]  # pages whose commands are run, not only parsed
+FENCED = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^ {4}(fedrecon .*)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    language: str
+    title: str | None
+    text: str
+    line: int  # of its first line in the page
+    follows: bool  # whether nothing but white space is between it and the block before
+
+
+def blocks_of(page):
+    text, found, end = page.read_text(encoding="utf-8"), [], 0
+    for match in FENCED.finditer(text):
+        title = re.search(r'title="([^"]+)"', match[2])
+        line = text.count("\n", 0, match.start(3)) + 1
+        follows = bool(found) and not text[end : match.start()].strip()
+        found.append(Block(match[1], title and title[1], match[3], line, follows))
+        end = match.end()
+    return found
+
+
+def commands_of(text):
+    return [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("fedrecon ")]
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def having(language, pages=PAGES):
+    chosen = [page for page in pages if any(block.language == language for block in blocks_of(page))]
+    return pytest.mark.parametrize("page", chosen, ids=name_of)
+
+
+def write_files(blocks):
+    for block in blocks:
+        if block.title:
+            Path(block.title).write_text(block.text, encoding="utf-8")
+
+
+def run_block(block, page, names):
+    """Run a block and return what it prints; an error names the page and its line."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if block.language == "python":
+            exec(compile("\n" * (block.line - 1) + block.text, name_of(page), "exec"), names)
+        else:
+            for _, *arguments in commands_of(block.text):
+                assert main(arguments) == 0, arguments
+    return printed.getvalue()
+
+
+def assert_says(printed, shown, where):
+    """Compare output word by word, and numbers with a fraction to within a twentieth."""
+    found, expected = printed.split(), shown.split()
+    for one, other in zip(found, expected, strict=False):
+        fraction = re.fullmatch(r"(\D*?)(-?\d+\.\d+)(\D*)", other)
+        if fraction and (same := re.fullmatch(r"(\D*?)(-?\d+\.\d+)(\D*)", one)):
+            assert float(same[2]) == pytest.approx(float(fraction[2]), rel=0.05, abs=0.005), f"{where}: {printed}"
+            assert (same[1], same[3]) == (fraction[1], fraction[3]), f"{where}: {printed}"
+        else:
+            assert one == other, f"{where}: {printed}"
+    assert len(found) == len(expected), f"{where}: {printed}"
+
+
+@having("python")
+def test_every_python_block_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
+    names = {"__name__": "__main__"}
+    blocks = blocks_of(page)
+    write_files(blocks)
+    printed = None
+    for block in blocks:
+        if block.language == "python" or (block.language == "sh" and name_of(page) in RUN):
+            printed = run_block(block, page, names)
+        elif block.language == "text" and block.follows and printed is not None:
+            assert_says(printed, block.text, f"{name_of(page)}, line {block.line}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_in_a_block_is_understood(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(page)
+    write_files(blocks)
+    commands = [command for block in blocks if block.language == "sh" for command in commands_of(block.text)]
+    commands += [shlex.split(line, comments=True) for line in INDENTED.findall(page.read_text(encoding="utf-8"))]
+    for _, command, *arguments in commands:
+        importlib.import_module(f"fedrecon.cli.{command}").parse(arguments)
+
+
+@pytest.fixture(scope="module")
+def help_texts():
+    """Return what each command says of itself, for each task that it has."""
+    texts = {}
+    for command in COMMANDS:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            main([command, "--help"])
+            if command == "train":
+                main([command, "--task", "text", "--help"])
+        texts[command] = printed.getvalue()
+    return texts
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_option_named_within_a_sentence_exists(page, help_texts):
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    known = {option for text in help_texts.values() for option in re.findall(r"--[a-z][\w.-]*", text)}
+    for words in re.findall(r"`(fedrecon [^`]+|--[^`]+)`", prose):
+        first, *rest = words.split()
+        command = rest[0] if first == "fedrecon" and rest[0] in COMMANDS else None
+        for option in re.findall(r"(?<!\S)--[a-z][\w.-]*", words):
+            there = re.findall(r"--[a-z][\w.-]*", help_texts[command]) if command else known
+            assert option in there or option in ("--version", "--debug"), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_to_a_file_leads_to_one(page):
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_example_of_the_readme_recommends_what_is_not_rated(capsys):
+    (block,) = (block for block in blocks_of(ROOT / "README.md") if block.language == "python")
+    assert "rounds=500" in block.text
+    names = {}
+    exec(block.text.replace("rounds=500", "rounds=3"), names)
+    metrics, items = capsys.readouterr().out.strip().split("\n", 1)
+    assert "'rmse'" in metrics
+    recommended = [int(word) for word in re.findall(r"\d+", items)]
+    assert len(recommended) == 10
+    assert not set(recommended) & set(names["test"][0]["item"].tolist())
+
+
+# ---- the reference ----
+
+
+def public_names():
+    """Return what users may use, by the path that it is defined at."""
+    found = {}
+    for module in (fr, fr.models, fr.data, fr.split, fr.aggregate):
+        own = module in (fr.split, fr.aggregate)  # modules whose other names are imported for their own use
+        for name, value in vars(module).items():
+            if name.startswith("_") or isinstance(value, types.ModuleType) or not hasattr(value, "__qualname__"):
+                continue
+            if value.__module__.startswith("fedrecon") and (value.__module__ == module.__name__ or not own):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+    return found
+
+
+def test_every_public_name_is_in_the_reference_once():
+    entries = [path for page in REFERENCE for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    assert len(entries) == len(set(entries))
+    assert not set(public_names()) - set(entries)
+
+
+def test_every_entry_of_the_reference_exists():
+    for page in REFERENCE:
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+            module, name = path.rsplit(".", 1)
+            assert hasattr(importlib.import_module(module), name), path
+
+
+@pytest.mark.parametrize("path", [path for path, value in public_names().items() if inspect.isfunction(value)])
+def test_every_argument_of_a_public_function_is_explained(path):
+    function = public_names()[path]
+    arguments = inspect.getdoc(function).partition("Args:\n")[2]
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"^ +\**{name}: ", arguments, re.MULTILINE), name
