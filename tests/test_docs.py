@@ -48,7 +48,8 @@ def blocks_of(page):
 
 
 def commands_of(text):
-    return [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("fedrecon ")]
+    lines = text.replace("\\\n", "").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("fedrecon ")]
 
 
 def name_of(page):

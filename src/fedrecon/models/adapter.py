@@ -57,8 +57,9 @@ class Options(TypedDict, total=False):
     """What is said of a model beside the model itself, in every framework.
 
     Attributes:
-      local: which parameters are local: a glob pattern on paths ("user", "*/bias"; what is below a match is selected
-        too), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or a list of these. `()` for none, "*" for all.
+      local: which parameters are local: a glob pattern on paths (`"user"`, `"*/bias"`; what is below a match is
+        selected too), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or a list of these. `()` for none,
+        `"*"` for all.
       inputs: the feature that feeds the model, a list of several in the order of its arguments, or a mapping from the
         model's names of its inputs to features.
       loss: "mse", "mae", "huber", "cross_entropy" (of logits), "binary_cross_entropy" (of logits), or a function
