@@ -122,6 +122,13 @@ def test_the_example_of_the_readme_runs_and_recommends(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_of_a_language_that_is_looked_at(page):
+    blocks = blocks_of(page)
+    assert {block.language for block in blocks} <= {"python", "sh", "text", "csv", "json"}
+    assert len(re.findall("^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)) == 2 * len(blocks)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_in_a_block_is_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = blocks_of(page)

@@ -74,7 +74,17 @@ class Evaluator:
         seed: int = 0,
         place: Layout | None = None,
     ):
-        """Prepare; see `evaluate`. Clients are measured in batches of `batch_size`, by default as many as are small."""
+        """Prepare.
+
+        Args:
+          algorithm: whose reconstruction and model are used.
+          clients: a split; with `recon`, clients that took no part in training.
+          protocol: `recon` or `standard`; see `evaluate`.
+          split: support and query for `recon`; half and half by default.
+          batch_size: clients are measured in batches of so many examples, by default as many as are small.
+          seed: of the local parameters' initialisation.
+          place: where clients run.
+        """
         if protocol not in ("recon", "standard"):
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
         if len(clients) == 0:
@@ -114,7 +124,13 @@ class Evaluator:
         return measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
 
     def __call__(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
-        """Evaluate global parameters, with what the owners kept where the protocol or algorithm wants it."""
+        """Evaluate global parameters.
+
+        Args:
+          params: global parameters.
+          kept: what each client kept from training, clients first, where the protocol or algorithm wants it.
+          progress: a progress display.
+        """
         if self.protocol == "standard" and self._has_local and not jax.tree.leaves(kept):
             raise ValueError(
                 "StandardEval measures local parameters kept from training; give them as `kept`, "

@@ -31,10 +31,12 @@ def next_word(
     as outputs they are global.
 
     A batch has, each `(examples, length)`:
-      `word`: the row of the input in the global table: 0 for padding and for words outside the vocabulary, 1 to
-        `vocabulary` for words, then one for the beginning and one for the end of a sentence;
-      `oov`: 0 where the input is in the vocabulary, else its bucket + 1;
-      `target`: the output that should come next: 0 for padding, words and end as above, then the buckets.
+
+    - `word`: the row of the input in the global table: 0 for padding and for words outside the vocabulary, 1 to
+      `vocabulary` for words, then one for the beginning and one for the end of a sentence;
+    - `oov`: 0 where the input is in the vocabulary, else its bucket + 1;
+    - `target`: the output that should come next: 0 for padding, words and end as above, then the buckets.
+
     Padding comes last in a sentence. It changes nothing: no earlier output sees it, and it has no weight.
 
     Predictions are logits of `(examples, length, vocabulary + 3 + oov_buckets)`, kept as the product they come from
