@@ -1,10 +1,23 @@
-"""Give JAX four CPU devices, so that layouts can be compared, and let it compile what several tests share once."""
+"""Give JAX four CPU devices, so that layouts can be compared, and let it compile less: that is what takes long here.
+
+XLA leaves out passes that only make code faster, here and in processes that tests start. What several tests share is
+compiled once.
+"""
 
 import atexit
+import os
 import shutil
 import tempfile
 
-import jax
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
+
+import jax  # reads its flags when it starts
 
 jax.config.update("jax_num_cpu_devices", 4)
 

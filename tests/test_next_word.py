@@ -167,13 +167,14 @@ def test_metrics_are_those_of_the_definitions():
 
 
 def test_a_tie_for_the_highest_logit_counts_as_a_hit():
-    logits = softmax.Logits(jnp.ones((3, 1)), jnp.array([[2.0, 5.0, 5.0, 1.0]]), jnp.zeros(4), jnp.ones(3, bool), ())
+    hidden, kernel = jnp.ones((3, 1)), jnp.array([[2.0, 5.0, 5.0, 1.0]])
+    logits = softmax.Logits(hidden, kernel, jnp.zeros(4), jnp.ones(3, bool), hidden, ())
     assert logits.against(jnp.array([3, 1, 2]))[1].tolist() == [0, 1, 1]
 
 
 def test_huge_logits_give_a_finite_loss():
     hidden, kernel = jnp.array([[1e4], [-1e4]]), jnp.array([[2.0, 1.0]])
-    losses, _ = softmax.cross_entropy(hidden, kernel, jnp.zeros(2), jnp.array([1, 1]), jnp.ones(2, bool), ())
+    losses, _ = softmax.cross_entropy(hidden, kernel, jnp.zeros(2), jnp.array([1, 1]), jnp.ones(2, bool), hidden, ())
     np.testing.assert_allclose(losses, [1e4, 0])
 
 
@@ -254,7 +255,7 @@ def test_cross_entropy_has_the_derivatives_of_the_plain_one(monkeypatch, part, a
         return jax.jit(jax.vmap(jax.value_and_grad(loss, wanted, has_aux=True), axes))(*arguments)
 
     def found(hidden, kernel, bias, target):
-        return softmax.cross_entropy(hidden, kernel, bias, target, jnp.ones(rows, bool), ())
+        return softmax.cross_entropy(hidden, kernel, bias, target, jnp.ones(rows, bool), hidden, ())
 
     assert_close(both(found), both(plain_cross_entropy), 1e-5)
 

@@ -6,7 +6,7 @@ import optax
 
 from fedrecon import aggregate, split
 from fedrecon.algorithm import Algorithm, federated_reconstruction
-from fedrecon.config import Config, Reconstruct, Server, Split
+from fedrecon.config import Config, Reconstruct, Server, Split, Update
 from fedrecon.descent import gradient_descent
 from fedrecon.engine import Layout, layout
 from fedrecon.least_squares import least_squares
@@ -47,6 +47,14 @@ def build_reconstruction(settings: Reconstruct) -> Solver:
     )
 
 
+def build_update(settings: Update) -> Solver:
+    """Return U."""
+    optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
+    if settings.clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
+    return gradient_descent(optimizer, batch_size=settings.batch_size, epochs=settings.epochs, steps=settings.steps)
+
+
 def build_split(name: str, settings: Split) -> split.Split:
     """Return S."""
     return split.named(name)._replace(by="time" if settings.by_time else None)
@@ -60,12 +68,7 @@ def build_algorithm(config: Config, model: Model) -> Algorithm:
         model,
         split=build_split(config.split.train, config.split),
         reconstruct=build_reconstruction(config.reconstruct),
-        update=gradient_descent(
-            build_optimizer(update.optimizer, update.learning_rate),
-            batch_size=update.batch_size,
-            epochs=update.epochs,
-            steps=update.steps,
-        ),
+        update=build_update(update),
         server=build_server(config.server),
         joint=update.joint,
         second_order=update.second_order,

@@ -68,6 +68,7 @@ class Update:
       steps: at most this many steps; None for no limit.
       epochs: how often a client goes through its query.
       batch_size: examples of one step.
+      clip_norm: shorten the gradient of a step to this norm if it is longer; None leaves it as it is.
       joint: move the local parameters as well (they are forgotten all the same).
       second_order: differentiate through the reconstruction; slow, so use few steps.
     """
@@ -77,8 +78,14 @@ class Update:
     steps: int | None = 50
     epochs: int = 1
     batch_size: int = 5
+    clip_norm: float | None = None
     joint: bool = False
     second_order: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"update.clip_norm is {self.clip_norm}; give a norm above 0, or none at all")
 
 
 @dataclass(frozen=True, kw_only=True)

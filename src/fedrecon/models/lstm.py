@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from fedrecon.models.merging import merging
 
@@ -15,7 +16,9 @@ TILE = 64  # sentences that go through time together, at most: what they need is
 
 
 @jax.custom_vjp
-def lstm(x: Array, kernel: Array, recurrent: Array, bias: Array, lengths: Array) -> Array:
+def lstm(
+    x: Array, kernel: Array, recurrent: Array, bias: Array, lengths: Array, moved: Array, held: tuple[Array, ...]
+) -> tuple[Array, Array]:
     """Run an LSTM from a zero state over sentences of different lengths.
 
     The gates are input, forget, cell and output, in this order, one after another in the last dimension of the
@@ -27,14 +30,20 @@ def lstm(x: Array, kernel: Array, recurrent: Array, bias: Array, lengths: Array)
       recurrent: `(hidden, 4 * hidden)`.
       bias: `(4 * hidden,)`.
       lengths: `(batch,)` how many inputs of each sentence count.
+      moved: `(batch,)`, false for sentences whose inputs depend on nothing but `held`.
+      held: not used but to know whether it is differentiated.
 
     Returns:
-      The outputs of `(batch, time, hidden)`, zero after the end of a sentence.
+      Two arrays of `(batch, time, hidden)` whose sum are the outputs, zero after the end of a sentence. Where neither
+      the weights nor `held` are differentiated, as in reconstruction, the second has the sentences that are not moved:
+      it has no gradient, and is not computed if nobody looks at it. Else it is zero.
 
     References:
       Hochreiter, Schmidhuber, Long Short-Term Memory, 1997; Gers et al., Learning to Forget, 2000.
     """
-    return _over_time((x, lengths), (kernel, recurrent, bias))[0]
+    del moved, held
+    outputs = _over_time((x, lengths), (kernel, recurrent, bias))[0]
+    return outputs, jnp.zeros_like(outputs)
 
 
 # What makes it fast on a CPU:
@@ -205,19 +214,38 @@ def _by_tiles(tile: Callable[[_Rows, Array, Any], Any], lengths: Array, found: A
 # ---- the derivative ----
 
 
-def _forward(x: Array, kernel: Array, recurrent: Array, bias: Array, lengths: Array) -> tuple[Array, Any]:
-    outputs, cells, gates = _over_time((x, lengths), (kernel, recurrent, bias))
-    return outputs, (x, kernel, recurrent, lengths, outputs, cells, gates)
+def _forward(
+    x: CustomVJPPrimal,
+    kernel: CustomVJPPrimal,
+    recurrent: CustomVJPPrimal,
+    bias: CustomVJPPrimal,
+    lengths: CustomVJPPrimal,
+    moved: CustomVJPPrimal,
+    held: tuple[CustomVJPPrimal, ...],
+) -> tuple[tuple[Array, Array], Any]:
+    weights = kernel.value, recurrent.value, bias.value
+    frozen = not any(leaf.perturbed for leaf in (kernel, recurrent, bias, *held))
+    wanted = jnp.where(moved.value, lengths.value, 0) if frozen else lengths.value
+    outputs, cells, gates = _over_time((x.value, wanted), weights)
+    # Apart from each other, so that the compiler can leave out the sentences that reconstruction takes no interest in.
+    others = _over_time((x.value, lengths.value - wanted), weights)[0] if frozen else jnp.zeros_like(outputs)
+    return (outputs, others), (weights[:2], wanted, cells, gates, None if frozen else (x.value, outputs))
 
 
-def _backward(saved: Any, d_outputs: Array) -> tuple[Array, Array, Array, Array, None]:
-    x, kernel, recurrent, lengths, outputs, cells, gates = saved
-    d_x, d_gates = _back_in_time((d_outputs, cells, gates, lengths), (kernel, recurrent))
+def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    weights, lengths, cells, gates, driving = saved
+    d_outputs = cotangents[0]
+    if isinstance(d_outputs, SymbolicZero):
+        return (None,) * 7
+    d_x, d_gates = _back_in_time((d_outputs, cells, gates, lengths), weights)
+    if driving is None:
+        return d_x, *(None,) * 6
+    x, outputs = driving
     flat = _flat(d_gates)  # (batch * time, 4 * hidden)
-    return d_x, _flat(x).T @ flat, _flat(_one_later(outputs)).T @ flat, jnp.sum(flat, 0), None
+    return d_x, _flat(x).T @ flat, _flat(_one_later(outputs)).T @ flat, jnp.sum(flat, 0), None, None, None
 
 
-lstm.defvjp(_forward, _backward)
+lstm.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _at(values: Array, t: Array) -> Array:

@@ -100,11 +100,14 @@ def next_word(
         embedded = jnp.where((oov > 0)[..., None], of_bucket, of_word)
         memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
         weights = memory["kernel"], memory["recurrent"], memory["bias"]
-        states = lstm(embedded, *weights, _lengths(batch))
-        projected = states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
         after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
+        states, others = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
+
+        def project(states: Array) -> Array:
+            return states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
+
         held = of_word, *weights, dense["kernel"], dense["bias"]
-        return Logits(projected, output["kernel"], output["bias"], after_oov, held)
+        return Logits(project(states + others), output["kernel"], output["bias"], after_oov, project(states), held)
 
     def cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
         return predictions.against(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from fedrecon.models.merging import merging
 
@@ -23,7 +23,7 @@ LOGITS_BYTES = 2**22  # of logits that are there at once where they need not all
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["hidden", "kernel", "bias", "moved", "held"],
+    data_fields=["hidden", "kernel", "bias", "moved", "where_moved", "held"],
     meta_fields=[],
     drop_fields=["found"],
 )
@@ -36,6 +36,7 @@ class Logits:
       kernel: `(features, outputs)`.
       bias: `(outputs,)`.
       moved: `(...)`, where `hidden` depends on anything else than what is in `held`.
+      where_moved: `hidden` again where it is moved, anything elsewhere: it may take less to compute.
       held: what `hidden` depends on where it is not moved. In reconstruction none of this is differentiated, and only
         rows that are moved have a gradient.
       found: what `against` returned last, and for what.
@@ -45,6 +46,7 @@ class Logits:
     kernel: Array
     bias: Array
     moved: Array
+    where_moved: Array
     held: tuple[Array, ...]
     found: tuple[Any, Any] = dataclasses.field(default=(None, None), repr=False)
 
@@ -59,9 +61,10 @@ class Logits:
           0 where there is padding.
         """
         if self.found[0] is not target:  # the loss and each metric ask for the same
-            rows = self.hidden.reshape(-1, self.hidden.shape[-1])
-            moved = self.moved.reshape(-1)
-            losses, best = cross_entropy(rows, self.kernel, self.bias, target.reshape(-1), moved, self.held)
+            rows, moved_rows = (h.reshape(-1, h.shape[-1]) for h in (self.hidden, self.where_moved))
+            losses, best = cross_entropy(
+                rows, self.kernel, self.bias, target.reshape(-1), self.moved.reshape(-1), moved_rows, self.held
+            )
             self.found = (target, (losses.reshape(target.shape), best.reshape(target.shape)))
         return self.found[1]
 
@@ -77,7 +80,13 @@ class Logits:
 
 @jax.custom_vjp
 def cross_entropy(
-    hidden: Array, kernel: Array, bias: Array, target: Array, moved: Array, held: tuple[Array, ...]
+    hidden: Array,
+    kernel: Array,
+    bias: Array,
+    target: Array,
+    moved: Array,
+    where_moved: Array,
+    held: tuple[Array, ...],
 ) -> tuple[Array, Array]:
     """Return the cross-entropy of each row, and 1 where the target's logit is the highest (a tie included).
 
@@ -87,9 +96,11 @@ def cross_entropy(
       bias: `(outputs,)`.
       target: `(rows,)`, the outputs that should have been; 0 for rows that are padding, whose results are 0.
       moved: `(rows,)`, false for rows that depend on nothing but `held`.
+      where_moved: `(rows, features)`: `hidden` where it is moved, anything elsewhere. It has the gradient, and `hidden`
+        none, where neither the weights nor `held` are differentiated.
       held: not used but to know whether it is differentiated.
     """
-    del moved, held
+    del moved, where_moved, held
     return _losses((hidden, target), (kernel, bias))
 
 
@@ -99,30 +110,37 @@ def _forward(
     bias: CustomVJPPrimal,
     target: CustomVJPPrimal,
     moved: CustomVJPPrimal,
+    where_moved: CustomVJPPrimal,
     held: tuple[CustomVJPPrimal, ...],
 ) -> tuple[tuple[Array, Array], Any]:
-    weights, values = (kernel.value, bias.value), (hidden.value, kernel.value, bias.value, target.value)
+    weights, values = (kernel.value, bias.value), (hidden.value, kernel.value, target.value)
     if kernel.perturbed or bias.perturbed:
         compared = _compare(hidden.value @ kernel.value + bias.value, target.value)
-        return compared[:2], (values, compared[2:], None)
+        return compared[:2], (values, compared[2:], None, None)
     # With the weights frozen, as in reconstruction, all that remains of the logits is the slope in the rows. It is
     # found apart from the losses, in which reconstruction takes no interest: the compiler can leave those out.
-    wanted = target.value if any(leaf.perturbed for leaf in held) else jnp.where(moved.value, target.value, 0)
-    return _losses((hidden.value, target.value), weights), (values, None, _slopes((hidden.value, wanted), weights))
+    losses = _losses((hidden.value, target.value), weights)
+    if any(leaf.perturbed for leaf in held):
+        return losses, (None, None, _slopes((hidden.value, target.value), weights), None)
+    wanted = jnp.where(moved.value, target.value, 0)
+    return losses, (None, None, None, _slopes((where_moved.value, wanted), weights))
 
 
-def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, Any, Any, None, None, None]:
-    (hidden, kernel, bias, target), softmax, slope = saved
+def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    values, softmax, slope, slope_where_moved = saved
     d_losses = cotangents[0]
-    if isinstance(d_losses, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros_like(hidden), jnp.zeros_like(kernel), jnp.zeros_like(bias), None, None, None
+    if isinstance(d_losses, SymbolicZero):
+        return (None,) * 7
+    if slope_where_moved is not None:
+        return *(None,) * 5, slope_where_moved * d_losses[:, None], None
     if slope is not None:
-        return slope * d_losses[:, None], jnp.zeros_like(kernel), jnp.zeros_like(bias), None, None, None
+        return slope * d_losses[:, None], *(None,) * 6
+    hidden, kernel, target = values
     exponentials, total = softmax
     d_losses = jnp.where(target != 0, d_losses, 0)
     d_logits = exponentials * (d_losses / total)[:, None]
     d_logits = d_logits.at[jnp.arange(len(target)), target].add(-d_losses)
-    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0), None, None, None
+    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0), *(None,) * 4
 
 
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

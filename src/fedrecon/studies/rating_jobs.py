@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.build import build_model, build_optimizer, build_reconstruction, build_server, load_ratings
+from fedrecon.build import build_model, build_reconstruction, build_server, build_update, load_ratings
 from fedrecon.config import Data, Factorization, Reconstruct, Server, Update
 from fedrecon.data import Ratings
 from fedrecon.progress import Progress, silent
@@ -144,12 +144,7 @@ class Trainer(NamedTuple):
 def make_trainer(setting: Setting, num_items: int, num_clients: int) -> Trainer:
     """Return the trainer of a setting, the same for all seeds, so that nothing is compiled for each of them."""
     model = build_model(setting.model, num_items)
-    update = fr.gradient_descent(
-        build_optimizer(setting.update.optimizer, setting.update.learning_rate),
-        batch_size=setting.update.batch_size,
-        epochs=setting.update.epochs,
-        steps=setting.update.steps,
-    )
+    update = build_update(setting.update)
     server = build_server(setting.server)
     rebuild = build_reconstruction(setting.reconstruct)
     if setting.train == "fedrecon":

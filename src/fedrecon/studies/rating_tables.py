@@ -161,7 +161,8 @@ def _describe_reconstruction(rebuild: Reconstruct) -> str:
 def write_update(update: Update) -> str:
     """Write how U descends."""
     steps = "all" if update.steps is None else str(update.steps)
-    extra = ", joint" * update.joint + ", second order" * update.second_order
+    clipped = "" if update.clip_norm is None else f", clipped to {update.clip_norm:g}"
+    extra = clipped + ", joint" * update.joint + ", second order" * update.second_order
     epochs = f"{update.epochs} epochs, " if update.epochs > 1 else ""
     return f"{update.optimizer} {update.learning_rate:g}, {epochs}{steps} steps, batches of {update.batch_size}{extra}"
 

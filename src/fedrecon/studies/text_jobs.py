@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.build import build_optimizer, build_reconstruction, build_server
+from fedrecon.build import build_reconstruction, build_server, build_update
 from fedrecon.config import Reconstruct, Server, Update
 from fedrecon.data import Corpus, Sentences, load_text
 from fedrecon.progress import Progress, silent
@@ -126,7 +126,7 @@ def make_trainer(setting: Setting) -> Trainer:
         projection=setting.projection,
         local_oov=setting.train == "fedrecon",
     )
-    update, finetune = _descent(setting.update), _descent(setting.finetune)
+    update, finetune = build_update(setting.update), build_update(setting.finetune)
     server = build_server(setting.server)
     by_tokens = fr.aggregate.mean(fr.aggregate.weight_of(model))
     if setting.train == "fedrecon":
@@ -149,15 +149,6 @@ def make_trainer(setting: Setting) -> Trainer:
             "full-finetune": lambda: fr.then_finetune(algorithm, finetune),
         }
     return Trainer(algorithm, {measure: ways[measure]() for measure in setting.measures})
-
-
-def _descent(settings: Update) -> fr.Solver:
-    return fr.gradient_descent(
-        build_optimizer(settings.optimizer, settings.learning_rate),
-        batch_size=settings.batch_size,
-        epochs=settings.epochs,
-        steps=settings.steps,
-    )
 
 
 class Observer:
