@@ -38,12 +38,12 @@ def test_what_a_file_leaves_out_takes_its_default():
 
 def test_settings_of_text_have_the_defaults_of_text():
     default = TextConfig(data=TextData(source="x"))
-    assert (default.rounds, default.sampling.clients_per_round, default.split.by_time) == (2500, 200, True)
-    assert (default.server.optimizer, default.server.learning_rate, default.update.learning_rate) == ("yogi", 0.1, 0.3)
+    assert (default.rounds, default.sampling.clients_per_round, default.split.by_time) == (400, 5, True)
+    assert (default.server.optimizer, default.server.learning_rate, default.update.learning_rate) == ("yogi", 0.02, 3.0)
     found = config_from_json({"task": "text", "data": {"source": "x"}, "reconstruct": {"epochs": 2}}, "file")
     assert found == TextConfig(
         data=TextData(source="x"),
-        reconstruct=Reconstruct(learning_rate=0.1, steps=100, epochs=2, batch_size=16),
+        reconstruct=Reconstruct(learning_rate=1.0, steps=100, epochs=2, batch_size=16),
     )
     assert config_from_json(json.loads(json.dumps(to_json(found))), "file") == found
 

@@ -51,9 +51,8 @@ class TrainText(Train):
     """Train a model of the next word by Federated Reconstruction: the model is learned by the server, the embeddings of
     words outside its vocabulary are rebuilt by every client from their own text and never leave them.
 
-    Ends by evaluating on test clients, none of whom took part in training. The defaults are the paper's settings for
-    Stack Overflow, which want an accelerator; on a CPU take a smaller model and fewer rounds.
-    Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.hidden 128 --rounds 200
+    Ends by evaluating on test clients, none of whom took part in training. The defaults suit a CPU; the paper's sizes
+    want an accelerator. Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
     """
 
     settings: Annotated[TextConfig, tyro.conf.arg(name="")]
