@@ -46,12 +46,10 @@ def photograph(clients: int, negatives: float, seed: int) -> fr.Clients:
 
 
 def descend(rate: float, epochs: int) -> fr.Solver:
-    """Go through a client's examples with SGD."""
     return fr.gradient_descent(optax.sgd(rate), batch_size=10, epochs=epochs)
 
 
 def main(rounds: int = 100, clients: int = 60, negatives: float = 0.5, seed: int = 0) -> fr.Comparison:
-    """Compare the three ways on clients who took no part in training."""
     data = photograph(clients, negatives, seed)
     train, test = data.split_clients(0.6, 0.4, seed=seed)
 
@@ -69,10 +67,8 @@ def main(rounds: int = 100, clients: int = 60, negatives: float = 0.5, seed: int
             model("BatchNorm*"), reconstruct=rebuild, update=update, server=server, split=split
         ),
     }
-    found = fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)
-    print(found)
-    return found
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    print(tyro.cli(main))

@@ -24,19 +24,16 @@ def init(key: jax.Array) -> dict:
     """Draw the body's weights; the head starts at zero."""
     keys = jax.random.split(key)
     normal = jax.nn.initializers.he_normal()
-    return {
-        "body": {
-            "first": {"w": normal(keys[0], (64, hidden[0])), "b": jnp.zeros(hidden[0])},
-            "second": {"w": normal(keys[1], hidden), "b": jnp.zeros(hidden[1])},
-        },
-        "head": {"w": jnp.zeros((hidden[1], 10)), "b": jnp.zeros(10)},
-    }
+    first = {"w": normal(keys[0], (64, hidden[0])), "b": jnp.zeros(hidden[0])}
+    second = {"w": normal(keys[1], hidden), "b": jnp.zeros(hidden[1])}
+    head = {"w": jnp.zeros((hidden[1], 10)), "b": jnp.zeros(10)}
+    return {"body": [first, second], "head": head}
 
 
 def logits(params: dict, pixels: jax.Array) -> jax.Array:
     """Classify images of (batch, 64) pixels."""
     x = pixels
-    for layer in params["body"].values():
+    for layer in params["body"]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
     return x @ params["head"]["w"] + params["head"]["b"]  # (batch, 10)
 
@@ -56,12 +53,10 @@ def deal(clients: int, classes: int, noise: float, seed: int) -> fr.Clients:
 
 
 def descend(rate: float, epochs: int) -> fr.Solver:
-    """Go through a client's examples with SGD."""
     return fr.gradient_descent(optax.sgd(rate), batch_size=5, epochs=epochs)
 
 
 def main(rounds: int = 150, clients: int = 90, classes: int = 2, noise: float = 0.3, seed: int = 0) -> fr.Comparison:
-    """Compare the three ways on clients who took no part in training."""
     train, test = deal(clients, classes, noise, seed).split_clients(0.6, 0.4, seed=seed)
 
     def model(local) -> fr.Model:
@@ -77,10 +72,8 @@ def main(rounds: int = 150, clients: int = 90, classes: int = 2, noise: float = 
             model("head"), reconstruct=rebuild, update=update, server=server, split=split
         ),
     }
-    found = fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)
-    print(found)
-    return found
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    print(tyro.cli(main))

