@@ -197,6 +197,41 @@ def test_dropout_follows_the_key_and_is_off_without_one(net):
     np.testing.assert_allclose(none, plain.fit(shared, own, batch, Step(MASK, None)), 1e-5)
 
 
+class BareNet(nn.Module):
+    """Layers that are told nothing of training, by the constructor or by the call."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(name="norm")(nn.Dense(3, name="body")(x))
+        return nn.Dense(2, name="head")(nn.Dropout(0.5)(x))
+
+
+def test_linen_layers_that_say_nothing_of_training_are_told():
+    batch = batch_of(6)
+    bare = fr.models.from_flax(BareNet(), example=batch, local="head", **CLASSES)
+    told = linen_net(0.5)
+    shared, own = started(told)
+    np.testing.assert_allclose(bare.predict(shared, own, batch), told.predict(shared, own, batch), 1e-5)
+    one, again, other, none = (
+        bare.fit(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert not np.allclose(one, other)
+    np.testing.assert_allclose(none, told.fit(shared, own, batch, Step(MASK, None)), 1e-5)
+
+
+def test_dropout_alone_makes_a_linen_module_random():
+    class Dropped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, name="head")(nn.Dropout(0.5)(nn.Dense(3)(x)))
+
+    batch = batch_of(6)
+    model = fr.models.from_flax(Dropped(), example=batch, local="head", **CLASSES)
+    shared, own = started(model)
+    assert not np.allclose(model.fit(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch))
+
+
 def test_lookups_are_found_without_a_word():
     model = fr.models.from_flax(Factors, **RATINGS)
     batch = {name: column[:3] for name, column in rating_clients().columns.items()}

@@ -9,8 +9,11 @@ from fedrecon.algorithm import Algorithm as Algorithm
 from fedrecon.algorithm import ServerState as ServerState
 from fedrecon.algorithm import federated_reconstruction as federated_reconstruction
 from fedrecon.algorithms import federated_averaging as federated_averaging
+from fedrecon.algorithms import local_training as local_training
 from fedrecon.algorithms import then_finetune as then_finetune
 from fedrecon.clients import Clients as Clients
+from fedrecon.compare import Comparison as Comparison
+from fedrecon.compare import compare as compare
 from fedrecon.completion import Suggestion as Suggestion
 from fedrecon.completion import suggest as suggest
 from fedrecon.descent import gradient_descent as gradient_descent

@@ -124,7 +124,9 @@ def _dense_step(
         params, state, sums = jax.vmap(one)(params, state, context, batch, mask, active, keys)
         return params, state, total + sums if measured else total
 
-    start = (params, jax.vmap(optimizer.init)(params), no_sums(objective.model, examples))
+    clients = examples.count.shape[0]  # said, for where everything is local and there is nothing to map over
+    state = jax.vmap(optimizer.init, axis_size=clients)(params)
+    start = (params, state, no_sums(objective.model, examples))
     return _Step(start, advance, lambda carry: (carry[0], {}, carry[2]))
 
 

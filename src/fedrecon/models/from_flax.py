@@ -64,10 +64,16 @@ def _linen(module: Any, example: Batch | None, options: Options) -> Network:
     inputs, named = feed(options["inputs"], {name: jnp.asarray(x) for name, x in example.items() if _is_number(x)})
     off = mode_arguments(type(module).__call__, Mode())
     structures: dict[str, Any] = {}
+    kinds: set[type] = set()  # of the layers that were called
+
+    def first_call(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        kinds.add(type(context.module))
+        return _in_linen_mode(linen, Mode(), call, args, kwargs, context)
 
     def init(key: Array) -> tuple[Arrays, Arrays]:
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        variables = dict(linen.meta.unbox(module.init(keys, *inputs, **named, **off)))
+        with linen.intercept_methods(first_call):
+            variables = dict(linen.meta.unbox(module.init(keys, *inputs, **named, **off)))
         params, structures["params"] = flatten(variables.pop("params", {}))
         state, structures["state"] = flatten(variables)
         return params, state
@@ -91,7 +97,8 @@ def _linen(module: Any, example: Batch | None, options: Options) -> Network:
         paths = jax.eval_shape(init, jax.random.key(0))[0]
         return [path for path in paths if layer.name in path.split("/")[:-1]]
 
-    return Network(init, apply, bool(off), locate)
+    jax.eval_shape(init, jax.random.key(0))
+    return Network(init, apply, bool(off) or any(issubclass(kind, linen.Dropout) for kind in kinds), locate)
 
 
 def _is_number(x: Any) -> bool:
@@ -107,9 +114,12 @@ def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: An
         mask = both(kwargs.get("mask"), over_examples(mode.mask, args[0]))
         with _without(layer, "use_running_average"):
             return call(args[0], use_running_average=not mode.statistics, mask=mask)
-    if isinstance(layer, linen.Dropout) and mode.key is None:
-        with _without(layer, "deterministic"):
-            return call(args[0], deterministic=True)
+    if isinstance(layer, linen.Dropout):
+        if mode.key is None:
+            with _without(layer, "deterministic"):
+                return call(args[0], deterministic=True)
+        if layer.deterministic is None and len(args) == 1 and kwargs.get("deterministic") is None:
+            return call(args[0], **kwargs | {"deterministic": False})
     return call(*args, **kwargs)
 
 

@@ -1,0 +1,32 @@
+"""Local training: every client for itself alone. What any federated way must beat."""
+
+from __future__ import annotations
+
+import jax
+import optax
+
+from fedrecon.algorithm import Algorithm, federated_reconstruction
+from fedrecon.local import Solver
+from fedrecon.model import Model, flatten
+
+
+def local_training(model: Model, *, train: Solver) -> Algorithm:
+    """Let every client train a whole model on its own support examples, and send nothing.
+
+    There is nothing to learn in rounds; evaluate it as it is, on any clients, with the empty parameters that
+    `init` gives it.
+
+    Args:
+      model: one with nothing global, such as `from_flax(module, local="*", ...)`.
+      train: how a client trains, from a fresh start.
+
+    Raises:
+      ValueError: if the model has global parameters.
+    """
+    shared = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    if shared:
+        raise ValueError(
+            f"in local training everything is local, but the model has global parameters ({', '.join(shared)}); "
+            "make it with local='*'"
+        )
+    return federated_reconstruction(model, reconstruct=train, update=train, server=optax.identity())

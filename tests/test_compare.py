@@ -1,0 +1,161 @@
+"""Several ways of training side by side, on clients that none has seen."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedrecon as fr
+from toy_models import a_and_b, clients_of, descend, linear, one_by_one, one_round, squared_error, xy
+
+
+def line(local):
+    """prediction = w * x + b from zero, with any part of it local."""
+    return fr.models.from_function(
+        lambda params, x: params["w"] * x + params["b"],
+        {"w": jnp.zeros(()), "b": jnp.zeros(())},
+        local=local,
+        inputs="x",
+        label="y",
+        loss="mse",
+        metrics=["mae"],
+    )
+
+
+def recon(model, **options):
+    return fr.federated_reconstruction(
+        model, reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0), **options
+    )
+
+
+def averaging(model):
+    return fr.federated_averaging(model, update=descend(0.1), server=optax.sgd(1.0))
+
+
+def three_ways():
+    return {
+        "local only": fr.local_training(line("*"), train=descend(0.1)),
+        "global only": averaging(line(())),
+        "partially local": recon(line("b")),
+    }
+
+
+def compared(algorithms, unseen, **options):
+    return fr.compare(algorithms, a_and_b(), unseen, rounds=1, place=one_by_one(), **options)
+
+
+def test_three_ways_are_the_ones_worked_out_by_hand():
+    """The unseen client has support (1, 2) and query (2, 5).
+
+    Local: from (0, 0) at x=1, y=2, a step of .1 gives w = b = .4; error at x=2: 1.2 - 5.
+    Partially local: half and half gives A and B support x in {1, 2}, query x=3. b becomes 1, then 1 + .2 * 5 = 2 for A
+    and 1 + .2 * 4 = 1.8 for B; w becomes .2 * 6 * 3 = 3.6 and .2 * 7.2 * 3 = 4.32, in the mean 3.96.
+    The unseen client's b is then .2 * (2 - 3.96).
+    """
+    found = compared(three_ways(), xy(([1, 2], [2, 5])), split=fr.split.half())
+    assert list(found.ways) == ["local only", "global only", "partially local"]
+    assert found["local only"]["mae"] == pytest.approx(3.8, rel=1e-5)
+    w = 3.96
+    assert found["partially local"]["mae"] == pytest.approx(abs(2 * w + 0.2 * (2 - w) - 5), rel=1e-5)
+    w, b = averaged_by_hand(a_and_b())
+    assert found["global only"]["mae"] == pytest.approx(abs(2 * w + b - 5), rel=1e-5)
+    assert [way.evaluation.examples for way in found.ways.values()] == [1, 1, 1]
+    assert [way.run.rounds for way in found.ways.values()] == [0, 1, 1]
+    assert [way.sent for way in found.ways.values()] == [0, 8, 4]
+
+
+def averaged_by_hand(clients, rate=0.1):
+    after = []
+    for client in clients:
+        w = b = 0.0
+        for x, y in zip(client["x"], client["y"], strict=True):
+            error = w * x + b - y
+            w, b = w - rate * 2 * error * x, b - rate * 2 * error
+        after.append((w, b))
+    return np.mean(after, axis=0)
+
+
+def test_support_changes_nothing_where_nothing_is_local():
+    one, other = (compared(three_ways(), xy(([1, 2], [y, 5]))) for y in (2, 9))
+    assert one["global only"] == other["global only"]
+    assert one["partially local"] != other["partially local"]
+    assert one["local only"] != other["local only"]
+
+
+def test_the_table_is_aligned_and_says_on_whom_it_was_measured():
+    lines = str(compared(three_ways(), xy(([1, 2], [2, 5]), ([1, 2, 3], [1, 1, 1])))).splitlines()
+    assert lines[0].split() == ["loss", "mae", "sent", "a", "round"]
+    assert [text[:15].strip() for text in lines[2:5]] == ["local only", "global only", "partially local"]
+    assert len({len(text) for text in lines[:5]}) == 1
+    assert lines[2].split()[-2:] == ["0", "B"]
+    assert lines[5] == "2 clients never seen in training, 2 query examples"
+
+
+def test_the_table_counts_clients_that_diverged():
+    wild = fr.federated_reconstruction(
+        line("b"), reconstruct=descend(1e30, epochs=3), update=descend(0.0), server=optax.sgd(1.0)
+    )
+    text = str(compared({"steady": recon(line("b")), "wild": wild}, xy(([1, 2], [2, 5]))))
+    assert "wild" in text
+    assert "(1 clients diverged)" in text
+    assert "nan" in text
+
+
+def test_ways_with_different_metrics_leave_cells_empty():
+    plain = line("b")._replace(metrics={})
+    text = str(compared({"with": recon(line("b")), "without": recon(plain)}, xy(([1, 2], [2, 5]))))
+    assert len(text.splitlines()[3].split()) == len(text.splitlines()[2].split()) - 1
+
+
+def test_clients_that_train_are_refused_as_unseen():
+    both = clients_of(*({"x": np.ones(4), "y": np.ones(4)} for _ in range(4)), names=np.arange(4))
+    ways = {"one": recon(linear())}
+    with pytest.raises(ValueError, match="`unseen` has clients that train too"):
+        fr.compare(ways, both.take([0, 1]), both.take([1, 2]), rounds=1)
+    earlier, later = both.split_time(0.5, 0.5, column="x")
+    with pytest.raises(ValueError, match="`unseen` has clients that train too"):
+        fr.compare(ways, earlier, later, rounds=1)
+    with pytest.raises(ValueError, match="`valid` has clients that train too"):
+        fr.compare(ways, both.take([0, 1]), both.take([2, 3]), rounds=1, valid=both.take([0]))
+
+
+def test_nothing_to_compare_is_named():
+    with pytest.raises(ValueError, match="`algorithms` is empty"):
+        fr.compare({}, a_and_b(), a_and_b(), rounds=1)
+
+
+def test_curves_of_validation_clients_are_in_the_histories():
+    found = compared({"one": recon(line("b"))}, xy(([1, 2], [2, 5])), valid=xy(([1, 2], [2, 3])), evaluate_every=1)
+    assert [entry["kind"] for entry in found.ways["one"].run.history] == ["round", "evaluation"]
+
+
+def test_local_training_refuses_a_model_with_global_parameters():
+    with pytest.raises(ValueError, match=r"the model has global parameters \(w\); make it with local='\*'"):
+        fr.local_training(line("b"), train=descend(0.1))
+
+
+def test_a_model_without_global_parameters_goes_through_rounds_that_learn_nothing():
+    """Rebuilt on support x in {1, 2} of A and B, measured on x=3, round after round."""
+
+    def by_hand(client):
+        w = b = 0.0
+        for x, y in zip(client["x"][:2], client["y"][:2], strict=True):
+            error = w * x + b - y
+            w, b = w - 0.2 * error * x, b - 0.2 * error
+        return (3 * w + b - client["y"][2]) ** 2
+
+    run = one_round(recon(line("*")), a_and_b(), rounds=2)
+    assert run.params == {}
+    expected = np.mean([by_hand(client) for client in a_and_b()])
+    assert [entry["loss"] for entry in run.history] == pytest.approx([expected, expected], rel=1e-5)
+
+
+def test_ways_without_local_parameters_work_for_models_that_are_written_out():
+    slope = fr.Model(
+        init_global=lambda key: {"w": jnp.float32(0)},
+        init_local=lambda key: (),
+        predict=lambda shared, local, batch: shared["w"] * batch["x"],
+        loss=squared_error,
+    )
+    found = compared({"slope": averaging(slope), "line": recon(linear())}, xy(([1, 2], [2, 5])))
+    assert found["slope"].keys() == {"loss"}

@@ -1,0 +1,98 @@
+"""The examples at small size: what they print is measured on clients never seen, and what they show is there."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+WAYS = ["local only", "global only", "partially local"]
+
+
+def run(name, **sizes):
+    """Run the `main` of an example."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main(**sizes)
+
+
+def assert_all_measured_alike(found, clients):
+    """Every way was measured on the same examples of this many clients, and none diverged."""
+    assert list(found.ways)[:3] == WAYS
+    evaluations = [way.evaluation for way in found.ways.values()]
+    assert {one.clients for one in evaluations} == {clients}
+    assert len({one.examples for one in evaluations}) == 1
+    assert [one.diverged for one in evaluations] == [0] * len(evaluations)
+    assert all(math.isfinite(value) for name in found.ways for value in found[name].values())
+    sent = [found.ways[name].sent for name in WAYS]
+    assert sent[0] == 0 < sent[2] < sent[1]
+    assert found.ways["local only"].run.rounds == 0 < found.ways["partially local"].run.rounds
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_to_run_it(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 80
+    assert any(f"python examples/{path.name}" in line for line in lines[:15])
+
+
+@pytest.mark.parametrize("name", ["matrix_factorization_keras", "matrix_factorization_flax"])
+def test_matrix_factorization_learns_from_others_and_from_oneself(name):
+    found = run(name, rounds=20, clients=120)
+    assert_all_measured_alike(found, clients=12)
+    assert found["partially local"]["rmse"] < found["global only"]["rmse"]
+    assert found["partially local"]["rmse"] < found["local only"]["rmse"]
+
+
+def test_a_local_tower_serves_users_better_than_the_same_tower_for_all():
+    found = run("two_towers", rounds=10, clients=60)
+    assert_all_measured_alike(found, clients=6)
+    assert found["with a learned start"]["rmse"] < found["global only"]["rmse"]
+
+
+def test_a_local_head_knows_the_classes_of_its_client():
+    found = run("digits_local_head", rounds=20, clients=60)
+    assert_all_measured_alike(found, clients=24)
+    assert found["partially local"]["accuracy"] > found["global only"]["accuracy"] + 0.05
+
+
+def test_local_batch_normalisation_undoes_a_client_s_camera():
+    found = run("digits_local_batchnorm", rounds=20, clients=40)
+    assert_all_measured_alike(found, clients=16)
+    assert found["partially local"]["accuracy"] > found["local only"]["accuracy"]
+    assert found["partially local"]["accuracy"] > found["global only"]["accuracy"]
+
+
+def test_local_adapters_learn_a_client_s_words():
+    found = run("transformer_adapters", rounds=60, clients=40, rank=1)
+    assert_all_measured_alike(found, clients=8)
+    assert found["partially local"]["loss"] < found["local only"]["loss"]
+
+
+def test_the_notebook_runs_from_data_to_recommendations():
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    sizes = [cell for cell in notebook.cells if cell.source.startswith("rounds = 200")]
+    assert len(sizes) == 1
+    sizes[0].source = sizes[0].source.replace("rounds = 200", "rounds = 10")
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
+    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    assert "user_bias  local" in printed
+    assert "68 clients never seen in training" in printed
+    assert len(printed.split("recommended: ")[1].split("; ")) == 5
+
+
+def test_the_notebook_shows_what_a_whole_run_gave():
+    """Its outputs are those of its code: all cells have run, in order, without an error."""
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} == {"stream", "display_data"}
+    assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
