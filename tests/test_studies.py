@@ -211,7 +211,9 @@ def test_the_command_writes_a_report_that_needs_no_other_file(csv, tmp_path, mon
     assert [one["values"] for one in tried] == [{"server.learning_rate": 0.5}, {"server.learning_rate": 1.0}]
     assert sum(one["best"] for one in tried) == 1
     assert str(tmp_path) not in page.read_text()
-    assert "![" not in page.read_text()
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", page.read_text())
+    assert len(pictures) == 4
+    assert all((tmp_path / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert "Settings tried on validation data" in page.read_text()
     assert main(["reproduce", "movielens", "--data", str(csv), "--out", str(out), "--only", "bass"]) == 1
 

@@ -31,7 +31,7 @@ class Reproduce:
       only: rows or figures to run; the names of files in rows/ and figures/.
       tune: first try the grids of settings on validation clients; results in tune.json and in the report.
       seeds: how many seeds; by default 3 for movielens, 1 for text.
-      page: also write the report without pictures to this file.
+      page: also write the report to this file, and its pictures to a folder figures/ beside it.
       workers: how many jobs to run at a time; by default one a core, or a single one if there is an accelerator.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,22 +38,33 @@ def compose(study: Study, results: Results, facts: Sequence[str], folder: Path, 
     return parts
 
 
-def to_markdown(parts: Sequence[Part], folder: Path | None) -> str:
-    """Write parts as Markdown, pictures linked relative to `folder`, or left out without one."""
+def to_markdown(parts: Sequence[Part], folder: Path) -> str:
+    """Write parts as Markdown, pictures linked relative to `folder`."""
     blocks = []
     for part in parts:
         if isinstance(part, Table):
             head = [_row(part.head), _row(["---", *["---:"] * (len(part.head) - 1)])]
             blocks.append("\n".join([*head, *map(_row, part.lines)]))
         elif isinstance(part, Picture):
-            link = f"![{part.caption}]({part.path.relative_to(folder)})\n\n" if folder else ""
-            where = "" if folder else f" The picture and its numbers are `figures/{part.path.stem}.png` and `.json`."
-            blocks.append(f"{link}{part.caption}{where}")
+            blocks.append(f"![{part.caption}]({part.path.relative_to(folder).as_posix()})\n\n{part.caption}")
         elif isinstance(part, list):
             blocks.append("\n".join(f"- {line}" for line in part))
         else:
             blocks.append(part)
     return "\n\n".join(blocks) + "\n"
+
+
+def write_page(path: Path, parts: Sequence[Part], name: str) -> None:
+    """Write parts as a Markdown page among others, with copies of its pictures in a folder of the study's name."""
+    pictures = path.parent / "figures" / name
+    moved: list[Part] = []
+    for part in parts:
+        if isinstance(part, Picture):
+            pictures.mkdir(parents=True, exist_ok=True)
+            part = part._replace(path=Path(shutil.copy(part.path, pictures)))
+        moved.append(part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_markdown(moved, path.parent), encoding="utf-8")
 
 
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}

@@ -18,7 +18,7 @@ import optax
 from fedrecon._version import __version__
 from fedrecon.progress import Progress, silent
 from fedrecon.storage import read_json
-from fedrecon.studies.report import compose, to_html, to_markdown
+from fedrecon.studies.report import compose, to_html, to_markdown, write_page
 from fedrecon.studies.runner import Runner, Say, Task, keep_compiled, start
 from fedrecon.studies.study import Data, Results, Study
 from fedrecon.studies.tune import tune
@@ -36,7 +36,7 @@ class Plan:
       quick: one seed and fewer rounds.
       only: names of jobs or figures; all for none.
       tuning: try the grids of learning rates on validation data first.
-      page: also write the report without pictures here.
+      page: also write the report to this file, its pictures to a folder figures/ beside it.
       workers: run so many jobs at a time, each in a process with one device; None for as many as suit the machine. 1
         runs one job at a time, on all devices.
     """
@@ -99,7 +99,7 @@ def write_report(study: Study, results: Results, data: Data, plan: Plan) -> Path
     path.write_text(to_markdown(parts, plan.folder), encoding="utf-8")
     path.with_suffix(".html").write_text(to_html(parts), encoding="utf-8")
     if plan.page is not None:
-        plan.page.write_text(to_markdown(parts, None), encoding="utf-8")
+        write_page(plan.page, parts, study.name)
     return path
 
 
