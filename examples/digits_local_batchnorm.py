@@ -3,7 +3,7 @@
 Every client's images have their own contrast and brightness, and half of the clients see negatives. The layers are
 learned by all; each client has BatchNorm's scale and bias, and the statistics of its own images.
 
-    pip install 'fedrecon[examples,flax]'
+    pip install '.[examples,flax]'
     python examples/digits_local_batchnorm.py
     python examples/digits_local_batchnorm.py --negatives 0
 

@@ -3,7 +3,7 @@
 Every client has images of only two of the ten digits, and not the same two. Telling ten digits apart in noisy images is
 harder than telling two apart, which a local head learns to do; `--noise 0` leaves little to gain.
 
-    pip install 'fedrecon[examples]'
+    pip install '.[examples]'
     python examples/digits_local_head.py
     python examples/digits_local_head.py --classes 3 --noise 0
 """

@@ -3,7 +3,7 @@
 Items are embeddings that all share; the user is a linear layer of one output, which stays with the user. Ratings are
 linear in it, so that it is found at once, by least squares, rather than step by step.
 
-    pip install 'fedrecon[flax,datasets]'
+    pip install '.[flax,datasets]'
     python examples/matrix_factorization_flax.py
     python examples/matrix_factorization_flax.py --rounds 50 --clients 200
 """

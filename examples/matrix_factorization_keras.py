@@ -2,7 +2,7 @@
 
 Items are an Embedding that all share; the user is a Dense layer of one output, which stays with the user.
 
-    pip install 'fedrecon[keras,datasets]'
+    pip install '.[keras,datasets]'
     python examples/matrix_factorization_keras.py
     python examples/matrix_factorization_keras.py --rounds 50 --clients 200
 """

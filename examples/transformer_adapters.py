@@ -4,7 +4,7 @@ Made data: all speak by one grammar, in which the next notion depends on the las
 every client always uses the same one. The grammar takes many clients to learn; the words are learned from eight
 sentences, by adapters of rank 2 on attention and output.
 
-    pip install 'fedrecon[flax]'
+    pip install '.[flax]'
     python examples/transformer_adapters.py  # --rounds 100 --rank 1
 """
 

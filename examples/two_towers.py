@@ -3,7 +3,7 @@
 The item tower sees which movie it is, its genres and its year. The user tower sees what only the user's device need
 know, here when the rating is given, and is rebuilt from the user's own ratings. Where it starts can be learned, too.
 
-    pip install 'fedrecon[equinox,datasets]'
+    pip install '.[equinox,datasets]'
     python examples/two_towers.py  # --rounds 50 --clients 200
 """
 

@@ -97,7 +97,7 @@ def test_the_table_counts_clients_that_diverged():
     )
     text = str(compared({"steady": recon(line("b")), "wild": wild}, xy(([1, 2], [2, 5]))))
     assert "wild" in text
-    assert "(1 clients diverged)" in text
+    assert "(1 diverged)" in text
     assert "nan" in text
 
 

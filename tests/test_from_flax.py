@@ -232,6 +232,22 @@ def test_dropout_alone_makes_a_linen_module_random():
     assert not np.allclose(model.fit(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch))
 
 
+@pytest.mark.parametrize("said", [None, False])
+def test_attention_in_linen_drops_in_training_alone(said):
+    class Attending(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            attention = nn.MultiHeadDotProductAttention(1, dropout_rate=0.5, deterministic=said)
+            return nn.Dense(2, name="head")(attention(x[:, :, None])[..., 0])
+
+    batch = batch_of(6)
+    model = fr.models.from_flax(Attending(), example=batch, local="head", **CLASSES)
+    shared, own = started(model)
+    served = model.predict(shared, own, batch)
+    np.testing.assert_array_equal(served, model.predict(shared, own, batch))
+    assert not np.allclose(model.fit(shared, own, batch, Step(MASK, KEY)), served)
+
+
 def test_lookups_are_found_without_a_word():
     model = fr.models.from_flax(Factors, **RATINGS)
     batch = {name: column[:3] for name, column in rating_clients().columns.items()}

@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "sgd with a schedule": (optax.sgd(optax.linear_schedule(0.1, 0.01, 3)), "each"),
     "sgd clipped by value": (optax.chain(optax.clip(0.1), optax.sgd(0.1)), "rows"),
     "sgd clipped by norm": (SGD_CLIPPED, "rows"),
+    "sgd seldom clipped": (optax.chain(optax.clip_by_global_norm(50.0), optax.sgd(0.1)), "rows"),
     "adagrad": (optax.adagrad(0.1), "rows"),
     "momentum": (optax.sgd(0.1, momentum=0.9), "copy"),
     "nesterov": (optax.sgd(0.1, momentum=0.9, nesterov=True), "copy"),

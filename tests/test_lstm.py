@@ -8,6 +8,7 @@ import pytest
 from fedrecon.models import lstm as lstm_module
 from fedrecon.models.lstm import lstm as lstm_in_two
 from fedrecon.models.merging import merging
+from toy_models import plain_lstm
 
 BATCH, TIME, FEATURES, HIDDEN, CLIENTS = 3, 4, 2, 5, 3
 EACH, SHARED, SOME = (0, 0, 0, 0, 0), (0, None, None, None, 0), (0, None, 0, None, 0)  # what clients are mapped over
@@ -22,21 +23,6 @@ def lstm(x, kernel, recurrent, bias, lengths):
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
-
-
-def plain_scan(x, kernel, recurrent, bias, lengths):
-    """The same LSTM as a textbook writes it, for its derivatives."""
-
-    def step(state, x):
-        output, cell = state
-        i, f, g, o = jnp.split(x @ kernel + output @ recurrent + bias, 4, -1)
-        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
-        output = jax.nn.sigmoid(o) * jnp.tanh(cell)
-        return (output, cell), output
-
-    start = jnp.zeros((x.shape[0], recurrent.shape[0]))
-    outputs = jnp.swapaxes(jax.lax.scan(step, (start, start), jnp.swapaxes(x, 0, 1))[1], 0, 1)
-    return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None], outputs, 0)
 
 
 @functools.cache
@@ -72,7 +58,7 @@ def assert_like_plain(derive, axes):
     args = of(axes)
     found, expected = (
         jax.jit(derive(layer) if axes == ALONE else jax.vmap(derive(layer), axes))(*args)
-        for layer in (lstm, plain_scan)
+        for layer in (lstm, plain_lstm)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), found, expected)
 
@@ -91,7 +77,7 @@ def test_outputs_are_those_of_a_loop_by_hand():
 
 
 @pytest.mark.parametrize("axes", [ALONE, EACH, SHARED, SOME])
-def test_gradients_are_those_of_a_plain_scan(axes):
+def test_gradients_are_those_of_a_plain_lstm(axes):
     assert_like_plain(gradients, axes)
 
 
@@ -104,7 +90,7 @@ def test_sentences_in_tiles_have_the_gradients_they_have_together(monkeypatch, t
 
 
 @pytest.mark.parametrize("axes", [ALONE, SHARED])
-def test_second_derivatives_are_those_of_a_plain_scan(axes):
+def test_second_derivatives_are_those_of_a_plain_lstm(axes):
     assert_like_plain(second_derivatives, axes)
 
 

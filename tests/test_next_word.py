@@ -13,7 +13,7 @@ import fedrecon as fr
 from fedrecon.model import measure
 from fedrecon.models import lstm as lstm_module
 from fedrecon.models import softmax
-from toy_models import assert_close, assert_same_history, descend, one_round
+from toy_models import assert_close, assert_same_history, descend, one_round, plain_lstm
 
 WORDS, BUCKETS, LENGTH = 6, 3, 5
 BEGIN, END, FIRST_BUCKET = WORDS + 1, WORDS + 2, WORDS + 3
@@ -267,7 +267,7 @@ def test_a_part_has_the_same_gradient_alone_as_with_all_others(monkeypatch, part
     params, local = parameters(model)
     batch = sentences([5, 2, 0, 4, 3, 1], seed=2)
     batch["oov"][3] = 0  # a sentence without words of the client's own
-    _, (of_global, of_local) = differentiated()(params, local, batch)
+    (value, _), (of_global, of_local) = differentiated()(params, local, batch)
     monkeypatch.setattr(softmax, "LOGITS_BYTES", 200)
     monkeypatch.setattr(lstm_module, "TILE", 4)
 
@@ -275,8 +275,39 @@ def test_a_part_has_the_same_gradient_alone_as_with_all_others(monkeypatch, part
         whole = (params, some) if part == "local" else (params | {part: some}, local)
         return measure(model, model.predict(*whole, batch), batch, jnp.ones(6, bool))[0]
 
-    found = jax.jit(jax.grad(loss))(local if part == "local" else params[part])
+    same, found = jax.jit(jax.value_and_grad(loss))(local if part == "local" else params[part])
+    assert float(same) == pytest.approx(float(value), rel=1e-5)
     assert_close(found, of_local if part == "local" else of_global[part])
+
+
+def plain_loss(params, local, batch):
+    """The loss as the model's definition says it, with nothing left out."""
+    oov, target, memory = batch["oov"], batch["target"], params["lstm"]
+    of_bucket = local["oov_embedding"][jnp.maximum(oov - 1, 0)]
+    x = jnp.where((oov > 0)[..., None], of_bucket, params["word_embedding"][batch["word"]])
+    states = plain_lstm(x, memory["kernel"], memory["recurrent"], memory["bias"], jnp.sum(target != 0, 1))
+    hidden = states @ params["projection"]["kernel"] + params["projection"]["bias"]
+    rows, output = hidden.reshape(-1, hidden.shape[-1]), params["output"]
+    losses, _ = plain_cross_entropy(rows, output["kernel"], output["bias"], target.reshape(-1))
+    return jnp.sum(losses) / jnp.sum(target != 0)
+
+
+def test_what_reconstruction_leaves_out_is_there_when_it_is_differentiated_once_more():
+    """The gradient, in global parameters, of the length of the gradient in local ones."""
+    model = small()
+    params, local = parameters(model)
+    batch = sentences([5, 2, 4, 3], seed=2)
+    batch["oov"][2] = 0  # a sentence without words of the client's own
+
+    def ours(params, local, batch):
+        return measure(model, model.predict(params, local, batch), batch, jnp.ones(4, bool))[0]
+
+    def steepness(loss):
+        return lambda params: jnp.sum(jax.grad(loss, 1)(params, local, batch)["oov_embedding"] ** 2)
+
+    found, expected = (jax.jit(jax.grad(steepness(loss)))(params) for loss in (ours, plain_loss))
+    assert_close(found, expected, 1e-5)
+    assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(found)) > 1e-3
 
 
 # ---- in the library ----

@@ -139,3 +139,18 @@ def assert_same_history(found, expected, tolerance=1e-5):
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert value == (other[name] if isinstance(value, str) else pytest.approx(other[name], tolerance))
+
+
+def plain_lstm(x, kernel, recurrent, bias, lengths):
+    """Run an LSTM as a textbook writes it, for its derivatives."""
+
+    def step(state, x):
+        output, cell = state
+        i, f, g, o = jnp.split(x @ kernel + output @ recurrent + bias, 4, -1)
+        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        output = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        return (output, cell), output
+
+    start = jnp.zeros((x.shape[0], recurrent.shape[0]))
+    outputs = jnp.swapaxes(jax.lax.scan(step, (start, start), jnp.swapaxes(x, 0, 1))[1], 0, 1)
+    return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None], outputs, 0)

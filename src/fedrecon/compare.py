@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients, rows_of
 from fedrecon.engine import Layout
 from fedrecon.evaluate import Evaluation, evaluate
+from fedrecon.explain import explain
 from fedrecon.progress import Progress, silent
 from fedrecon.split import Split
 from fedrecon.train import Run, train
@@ -25,13 +25,13 @@ class Way(NamedTuple):
       algorithm: what was trained.
       run: its training; no rounds where the model has nothing global.
       evaluation: of the clients never seen.
-      sent: bytes that a client sends in a round, all that is global.
+      sent: bytes that a client sends in a round: of tables that are read by rows, those rows.
     """
 
     algorithm: Algorithm
     run: Run
     evaluation: Evaluation
-    sent: int
+    sent: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,11 @@ class Comparison:
             found = way.evaluation.micro
             cells = [f"{found[metric]:.3f}" if metric in found else "" for metric in metrics]
             diverged = way.evaluation.diverged
-            rows.append([name, *cells, f"{way.sent:,} B", *([f"({diverged} clients diverged)"] if diverged else [])])
-        one = next(iter(self.ways.values())).evaluation
-        sizes = f"{one.clients:,} clients never seen in training, {one.examples:,} query examples"
+            rows.append([name, *cells, f"{way.sent:,.0f} B", *([f"({diverged} diverged)"] if diverged else [])])
+        clients, examples = (
+            max(getattr(way.evaluation, n) for way in self.ways.values()) for n in ("clients", "examples")
+        )
+        sizes = f"{clients:,} clients never seen in training, {examples:,} query examples"
         return "\n".join([*_aligned(rows), sizes])
 
 
@@ -98,7 +100,9 @@ def compare(
       A `Comparison`.
 
     Raises:
-      ValueError: if an unseen client is among those who train.
+      ValueError: if an unseen client is among those who train; that is noticed where both are views of the same data,
+        as `split_clients` makes them.
+      KeyboardInterrupt: on Ctrl-C, in whichever way's training.
     """
     if not algorithms:
         raise ValueError("`algorithms` is empty; give at least one, by name")
@@ -108,11 +112,11 @@ def compare(
     per_round = None if clients_per_round is None else min(clients_per_round, len(clients))
     ways = {}
     for name, algorithm in algorithms.items():
-        shared = jax.tree.leaves(jax.eval_shape(algorithm.model.init_global, jax.random.key(0)))
+        explained = explain(algorithm, clients)
         run = train(
             algorithm,
             clients,
-            rounds=rounds if shared else 0,
+            rounds=rounds if explained.sends else 0,
             clients_per_round=per_round,
             valid=valid,
             evaluate_every=evaluate_every,
@@ -121,8 +125,11 @@ def compare(
             place=place,
             progress=progress,
         )
+        if run.interrupted:
+            raise KeyboardInterrupt
         found = evaluate(algorithm, run.params, unseen, split=split, seed=seed, place=place, progress=progress)
-        ways[name] = Way(algorithm, run, found, sum(leaf.size * leaf.dtype.itemsize for leaf in shared))
+        by_rows = explained.sends_by_rows
+        ways[name] = Way(algorithm, run, found, explained.sends if by_rows is None else by_rows)
     return Comparison(ways)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,6 +16,7 @@ from jax import Array
 from fedrecon.model import AUTO, Batch, Model, Params, flatten, unflatten
 
 Reach = Literal["each", "rows", "copy", "whole"]
+LARGE = 1e6  # how much larger gradients are tried, too: what clips does so only where they are large
 ORIGINAL = "\0"  # before a feature's name: its ids as they were; under its own name they are renumbered
 
 
@@ -299,7 +301,7 @@ def reach(optimizer: optax.GradientTransformation) -> Reach:
     """Find out how little of a table this optimizer must be given for its updates to be exact.
 
     An optimizer is only a pair of functions, so it is asked: a few steps on a small random table, whole, are
-    compared with the same steps on less and less of it.
+    compared with the same steps on less and less of it, with gradients of ordinary size and with large ones.
 
     Returns:
       `each`: every occurrence of a row in a batch on its own (plain SGD);
@@ -309,22 +311,33 @@ def reach(optimizer: optax.GradientTransformation) -> Reach:
     """
     params, grads, touched = _probe()
     so_far = [range(max(map(max, touched[: step + 1])) + 1) for step in range(len(touched))]
-    whole = jax.jit(lambda: _moves(optimizer, params, grads, [range(5)] * len(touched)))()
-    largest = max(float(np.max(np.abs(moved))) for moved in whole.values())
-    # Where nothing moved nothing was learned of the optimizer: its rate may start at 0. The last row is one that no
-    # gradient touches.
-    if largest == 0 or np.any(whole["table"][-1] != 0):
-        return "whole"
-    ways: dict[Reach, Callable[[], Params]] = {
-        "each": lambda: _moves(optimizer, params, grads, touched, parts=2, blank=True),
-        "rows": lambda: _moves(optimizer, params, grads, touched, blank=True),
-        "copy": lambda: _moves(optimizer, params, grads, so_far),
+
+    def trial(places: Sequence[Iterable[int]], **options: Any) -> Callable[[float], Params]:
+        return jax.jit(
+            lambda scale: _moves(optimizer, params, jax.tree.map(lambda g: scale * g, grads), places, **options)
+        )
+
+    ways: dict[Reach, Callable[[float], Params]] = {
+        "each": trial(touched, parts=2, blank=True),
+        "rows": trial(touched, blank=True),
+        "copy": trial(so_far),
     }
-    for name, moves in ways.items():
-        found = jax.jit(moves)()
-        if all(np.allclose(found[leaf], whole[leaf], 1e-4, 1e-5 * largest) for leaf in whole):
-            return name
-    return "whole"
+    exact = list(ways)
+    whole = trial([range(5)] * len(touched))
+    for scale in (1.0, LARGE):
+        expected = whole(scale)
+        largest = max(float(np.max(np.abs(moved))) for moved in expected.values())
+        # Where nothing moved nothing was learned of the optimizer: its rate may start at 0. The last row is one that no
+        # gradient touches.
+        if largest == 0 or np.any(expected["table"][-1] != 0):
+            return "whole"
+        close = functools.partial(np.allclose, rtol=1e-4, atol=1e-5 * largest)
+        for name in exact.copy():
+            found = ways[name](scale)
+            if all(close(found[leaf], expected[leaf]) for leaf in expected):
+                break
+            exact.remove(name)
+    return exact[0] if exact else "whole"
 
 
 def _probe() -> tuple[dict[str, Any], list[tuple[Any, Any]], list[list[int]]]:

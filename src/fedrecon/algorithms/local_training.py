@@ -14,11 +14,14 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
     """Let every client train a whole model on its own support examples, and send nothing.
 
     There is nothing to learn in rounds; evaluate it as it is, on any clients, with the empty parameters that
-    `init` gives it.
+    `init` gives it. Training is then what rebuilds local parameters, in which dropout is off.
 
     Args:
       model: one with nothing global, such as `from_flax(module, local="*", ...)`.
       train: how a client trains, from a fresh start.
+
+    Returns:
+      An `Algorithm` whose `reconstruct` is all there is to it.
 
     Raises:
       ValueError: if the model has global parameters.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
@@ -64,10 +65,10 @@ def _linen(module: Any, example: Batch | None, options: Options) -> Network:
     inputs, named = feed(options["inputs"], {name: jnp.asarray(x) for name, x in example.items() if _is_number(x)})
     off = mode_arguments(type(module).__call__, Mode())
     structures: dict[str, Any] = {}
-    kinds: set[type] = set()  # of the layers that were called
+    drops: list[bool] = []  # of each layer that was called, whether it may
 
     def first_call(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-        kinds.add(type(context.module))
+        drops.append(_may_drop(context.module))
         return _in_linen_mode(linen, Mode(), call, args, kwargs, context)
 
     def init(key: Array) -> tuple[Arrays, Arrays]:
@@ -98,7 +99,7 @@ def _linen(module: Any, example: Batch | None, options: Options) -> Network:
         return [path for path in paths if layer.name in path.split("/")[:-1]]
 
     jax.eval_shape(init, jax.random.key(0))
-    return Network(init, apply, bool(off) or any(issubclass(kind, linen.Dropout) for kind in kinds), locate)
+    return Network(init, apply, bool(off) or any(drops), locate)
 
 
 def _is_number(x: Any) -> bool:
@@ -114,13 +115,18 @@ def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: An
         mask = both(kwargs.get("mask"), over_examples(mode.mask, args[0]))
         with _without(layer, "use_running_average"):
             return call(args[0], use_running_average=not mode.statistics, mask=mask)
-    if isinstance(layer, linen.Dropout):
-        if mode.key is None:
+    if _may_drop(layer):
+        given = inspect.signature(type(layer).__call__).bind(layer, *args, **kwargs)
+        if mode.key is None or (layer.deterministic is None and given.arguments.get("deterministic") is None):
+            given.arguments["deterministic"] = mode.key is None
             with _without(layer, "deterministic"):
-                return call(args[0], deterministic=True)
-        if layer.deterministic is None and len(args) == 1 and kwargs.get("deterministic") is None:
-            return call(args[0], **kwargs | {"deterministic": False})
+                return call(*given.args[1:], **given.kwargs)
     return call(*args, **kwargs)
+
+
+def _may_drop(layer: Any) -> bool:
+    """Tell whether a Linen layer wants to know if dropout is off: Dropout itself, attention."""
+    return hasattr(layer, "deterministic") and "deterministic" in inspect.signature(type(layer).__call__).parameters
 
 
 @contextlib.contextmanager

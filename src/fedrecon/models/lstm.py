@@ -55,8 +55,9 @@ def lstm(
 # - A step is as few operations as can be: one nonlinearity for all gates, and on the way back none at all.
 # - Clients that share the weights are one batch (see `merging`). It is divided into tiles of sentences of similar
 #   length, and a tile takes as many steps as its longest sentence has. On the way back a sentence is as long as the
-#   gradients that come to it reach, and has no length where none comes: in reconstruction, where only the words of the
-#   client's own are differentiated, that is every sentence without one.
+#   gradients that come to it reach, and has no length where none comes.
+# - In reconstruction only the words of the client's own are differentiated. Sentences without one go forward apart from
+#   the others, which the compiler leaves out where nobody asks for the loss.
 
 
 def _advance(state: tuple[Array, Array], driven: Array, recurrent: Array, bias: Array) -> Any:

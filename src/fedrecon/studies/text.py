@@ -7,6 +7,7 @@ fedrecon reproduce text --data stackoverflow.sqlite --out study --scale paper
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from fedrecon.config import Reconstruct, Server, Update
 from fedrecon.studies import figures
@@ -45,8 +46,21 @@ TWO_CORES = Setting(
 )
 
 
-SHARED_GRID: Grid = {"server.learning_rate": (0.01, 0.02, 0.04), "update.learning_rate": (1.0, 3.0)}
-LOCAL_GRID: Grid = {"server.learning_rate": (0.01, 0.02, 0.04), "reconstruct.learning_rate": (0.3, 1.0, 3.0)}
+class Grids(NamedTuple):
+    """What `--tune` tries for one vocabulary: where everything is global, and where embeddings are local."""
+
+    shared: Grid
+    local: Grid
+
+
+PAPER_GRIDS = Grids(
+    {"server.learning_rate": (0.03, 0.1, 0.3), "update.learning_rate": (0.1, 0.3, 1.0)},
+    {"server.learning_rate": (0.03, 0.1, 0.3), "reconstruct.learning_rate": (0.03, 0.1, 0.3)},
+)
+TWO_CORES_GRIDS = Grids(
+    {"server.learning_rate": (0.01, 0.02, 0.04), "update.learning_rate": (1.0, 3.0)},
+    {"server.learning_rate": (0.01, 0.02, 0.04), "reconstruct.learning_rate": (0.3, 1.0, 3.0)},
+)
 
 
 def name_of(kind: str, vocabulary: int) -> str:
@@ -54,11 +68,12 @@ def name_of(kind: str, vocabulary: int) -> str:
     return f"{kind}-{vocabulary // 1000}k" if vocabulary >= 1000 else f"{kind}-{vocabulary}"
 
 
-def jobs(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> tuple[Job, ...]:
+def jobs(base: Setting, grids: Grids, sizes: tuple[int, ...], variants: tuple[int, ...]) -> tuple[Job, ...]:
     """Return the jobs of a study, those of one vocabulary after those of another.
 
     Args:
       base: how everything is trained and measured.
+      grids: what is tried for the first size.
       sizes: of the vocabulary.
       variants: those sizes for which training without a split and joint training are tried too.
     """
@@ -67,7 +82,7 @@ def jobs(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> tu
         recon = replace(base, vocabulary=size, measures=("recon", "recon-finetune"))
         yogi = replace(base, vocabulary=size, train="fedyogi", measures=("plain",))
         title = f"V = {size:,}"
-        shared, local = (SHARED_GRID, LOCAL_GRID) if size == sizes[0] else ({}, {})
+        shared, local = grids if size == sizes[0] else Grids({}, {})
         all_jobs += [
             Job(name_of("fedyogi", size), f"FedYogi, {title}", replace(yogi, buckets=1), shared),
             Job(
@@ -120,7 +135,7 @@ def rows(sizes: tuple[int, ...], variants: tuple[int, ...]) -> tuple[Row, ...]:
     )
 
 
-def make(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> Study:
+def make(base: Setting, grids: Grids, sizes: tuple[int, ...], variants: tuple[int, ...]) -> Study:
     """Return the study at one scale."""
     smallest, table = sizes[0], rows(sizes, variants)
     without, having, finetuning = ({v: name_of(kind, v) for v in sizes} for kind in ("recon-1", "recon", "finetuning"))
@@ -139,7 +154,7 @@ def make(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> St
         title="Federated Reconstruction for next word prediction",
         kind=TEXT,
         seeds=1,
-        jobs=jobs(base, sizes, variants),
+        jobs=jobs(base, grids, sizes, variants),
         sections=(
             accuracy_section(
                 table,
@@ -219,5 +234,5 @@ def make(base: Setting, sizes: tuple[int, ...], variants: tuple[int, ...]) -> St
     )
 
 
-STUDY = make(TWO_CORES, SIZES, SIZES[:1])
-PAPER_STUDY = make(replace(PAPER, finetune=Update(learning_rate=0.1, steps=100, batch_size=16)), SIZES, SIZES)
+STUDY = make(TWO_CORES, TWO_CORES_GRIDS, SIZES, SIZES[:1])
+PAPER_STUDY = make(PAPER, PAPER_GRIDS, SIZES, SIZES)
