@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from fedrecon.clients import Clients, rows_of
 from fedrecon.engine import Layout
 from fedrecon.evaluate import Evaluation, evaluate
 from fedrecon.explain import explain
+from fedrecon.plain_tables import lay_out
 from fedrecon.progress import Progress, silent
 from fedrecon.split import Split
 from fedrecon.train import Run, train
@@ -61,7 +62,7 @@ class Comparison:
             max(getattr(way.evaluation, n) for way in self.ways.values()) for n in ("clients", "examples")
         )
         sizes = f"{clients:,} clients never seen in training, {examples:,} query examples"
-        return "\n".join([*_aligned(rows), sizes])
+        return "\n".join([*lay_out(rows, right=True), sizes])
 
 
 def compare(
@@ -142,14 +143,3 @@ def _check_apart(clients: Clients, others: Clients, argument: str) -> None:
         both |= np.intersect1d(clients.names, others.names).size > 0
     if both:
         raise ValueError(f"`{argument}` has clients that train too; divide them with `split_clients` first")
-
-
-def _aligned(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Align the cells of rows: the first to the left, others to the right; cells beyond the header's follow."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [f"{row[0]:<{widths[0]}}"]
-        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=False)]
-        lines.append("  ".join([*cells, *row[len(widths) :]]))
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]

@@ -16,6 +16,7 @@ from fedrecon.cohort import Needs, Packer
 from fedrecon.features import known_lookups, probe
 from fedrecon.lookups import group_name, lookup_groups
 from fedrecon.model import AUTO, Batch, Model, flatten
+from fedrecon.plain_tables import lay_out
 from fedrecon.split import query_only
 from fedrecon.tracing import Reads, find_reads
 
@@ -71,12 +72,7 @@ class Explanation:
         for part in self.parts:
             read = f"by rows at {', '.join(part.features)}" if part.features else part.note
             rows.append((part.path, part.kind, str(part.shape), _size(part.nbytes), read))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip()
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines = lay_out(rows)
         own = sum(part.nbytes for part in self.parts if part.kind.startswith("local"))
         lines += [
             "",
