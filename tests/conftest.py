@@ -26,3 +26,22 @@ atexit.register(shutil.rmtree, compiled, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", compiled)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+LONG = [
+    "examples",
+    "docs",
+    "next_word",
+    "studies",
+    "from_keras",
+    "train",
+    "lookups",
+    "engine",
+    "cli_text",
+    "text_study",
+]
+
+
+def pytest_collection_modifyitems(items):
+    """Run the files that take longest first, so that processes which share the files out end together."""
+    names = [f"test_{name}" for name in LONG]
+    items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))

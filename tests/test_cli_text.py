@@ -17,7 +17,8 @@ from fedrecon.tasks import Items
 SMALL = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "8", "--model.max-words", "5"]
 SMALL += ["--model.hidden", "16", "--model.embedding", "8", "--model.projection", "8", "--devices", "1"]
 SMALL += ["--reconstruct.learning-rate", "1", "--reconstruct.epochs", "5", "--reconstruct.batch-size", "4"]
-SMALL += ["--update.batch-size", "4", "--sampling.clients-per-round", "10", "--block", "1"]
+SMALL += ["--update.batch-size", "4", "--update.learning-rate", "0.3", "--server.learning-rate", "0.1"]
+SMALL += ["--sampling.clients-per-round", "10", "--block", "1"]
 SMALL += ["--evaluate-every", "30", "--checkpoint-every", "30"]
 ROUNDS = ["--rounds", "60"]
 
@@ -90,7 +91,7 @@ def test_help_is_of_the_task(capsys):
     assert main(["train", "--task", "text", "--help"]) == 0
     told = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
     assert "--model.oov-buckets INT how many buckets all other words share. (default: 500)" in told
-    assert "how many clients' updates a round takes. (default: 200)" in told
+    assert "how many clients' updates a round takes. (default: 5)" in told
     assert "--model.dim" not in told
     assert "--data.user" not in told
 

@@ -54,7 +54,7 @@ def test_an_example_prints_its_table(monkeypatch, capsys):
     name = "matrix_factorization_flax"
     monkeypatch.setattr("sys.argv", [name, "--rounds", "20", "--clients", "120"])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    head, _, *rows, last = capsys.readouterr().out.splitlines()
+    head, _, *rows, last = capsys.readouterr().out.splitlines()[-6:]
     assert [row[:15].strip() for row in rows] == WAYS
     at = head.split().index("rmse")
     local_only, global_only, partially_local = (float(row[15:].split()[at]) for row in rows)
@@ -63,7 +63,7 @@ def test_an_example_prints_its_table(monkeypatch, capsys):
 
 
 def test_a_local_tower_serves_users_better_than_the_same_tower_for_all():
-    found = run("two_towers", rounds=10, clients=60)
+    found = run("two_towers", rounds=5, clients=60)
     assert_all_measured_alike(found, clients=6)
     assert found["with a learned start"]["rmse"] < found["global only"]["rmse"]
 

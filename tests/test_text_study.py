@@ -133,7 +133,7 @@ def test_the_command_runs_one_job_of_a_text_study(results, tmp_path, monkeypatch
     path = tmp_path / "posts.jsonl"
     path.write_text("\n".join(lines))
     monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(text, "STUDY", text.make(TINY, (25,), ()))
+    monkeypatch.setattr(text, "STUDY", text.make(TINY, text.TWO_CORES_GRIDS, (25,), ()))
     out = tmp_path / "out"
     assert (
         main(["reproduce", "text", "--data", str(path), "--out", str(out), "--only", "recon-25", "--workers", "1"]) == 0
