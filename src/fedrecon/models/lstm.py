@@ -12,7 +12,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from fedrecon.models.merging import merging
 
-TILE = 64  # sentences that go through time together, at most: what they need is to stay in a core's cache
+TILE = 32  # sentences that go through time together, at most: what they need is to stay in a core's cache
 
 
 @jax.custom_vjp
