@@ -5,6 +5,7 @@ compiled once.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax  # reads its flags when it starts
 
 jax.config.update("jax_num_cpu_devices", 4)
+gc.set_threshold(200_000, 100, 100)  # tracing makes many objects that live; looking through them took 4 % of the time
 
 compiled = tempfile.mkdtemp(prefix="fedrecon-tests-")  # one a process: workers must not read each other's half files
 atexit.register(shutil.rmtree, compiled, ignore_errors=True)

@@ -164,7 +164,6 @@ CLIENTS = lookup_clients([7, 1, 4, 10, 0, 2], seed=1)
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
-    "adam": optax.adam(0.05),
     "adagrad": optax.adagrad(0.1),
 }
 

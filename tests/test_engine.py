@@ -26,7 +26,7 @@ from toy_models import (
 
 PLACES = 12  # of a cohort, for all layouts below
 LARGEST = 7
-LAYOUTS = [(2, 1, None), (3, 1, None), (12, 1, None), (3, 2, None), (1, 4, None), (1, 1, 12), (2, 2, 6)]
+LAYOUTS = [(2, 1, None), (12, 1, None), (3, 2, None), (1, 4, None), (1, 1, 12), (2, 2, 6)]
 
 ALGORITHM = fr.federated_reconstruction(
     lookup_model(),
