@@ -10,7 +10,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon.model import Step
-from fedrecon.models.losses import make_loss, make_metrics
+from fedrecon.models.adapters.losses import make_loss, make_metrics
 from toy_frameworks import DIM, ITEMS, RATINGS, assert_a_round_equals_ours
 from toy_models import a_and_b, assert_close, assert_same_bits, clients_of, descend, leaves_of, one_round, xy
 

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.features import with_lookups
-from fedrecon.lookups import Rows, fetch_rows, noise_like, renumber
-from fedrecon.tracing import by_rows, find_reads
+from fedrecon.lookups.fit import with_lookups
+from fedrecon.lookups.tables import Rows, fetch_rows, noise_like, renumber
+from fedrecon.lookups.tracing import by_rows, find_reads
 from toy_models import (
     assert_close,
     assert_same_history,

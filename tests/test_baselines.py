@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from fedrecon.baselines import item_means, means_algorithm, without_reconstruction
+from fedrecon.app.baselines import item_means, means_algorithm, without_reconstruction
+from fedrecon.app.config import Data, RatingsConfig
 from fedrecon.clients import Clients
-from fedrecon.config import Data, RatingsConfig
-from fedrecon.evaluate import evaluate
+from fedrecon.evaluation import evaluate
 from fedrecon.personalize import reconstruct
 
 CLIENTS = Clients.from_columns(

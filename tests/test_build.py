@@ -3,8 +3,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.build import build_server, build_update
-from fedrecon.config import Server, Update
+from fedrecon.app.build import build_server, build_update
+from fedrecon.app.config import Server, Update
 from toy_models import descend, linear, one_round, xy
 
 

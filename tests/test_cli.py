@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedrecon.cli import COMMANDS, main
+from fedrecon.app.cli import COMMANDS, main
 
 SMALL = ["--model.dim", "3", "--sampling.clients-per-round", "6", "--evaluate-every", "4", "--devices", "1"]
 SMALL += ["--data.fractions", "0.6", "0.2", "0.2", "--checkpoint-every", "3"]
@@ -66,7 +66,7 @@ def test_the_top_lists_every_command(capsys):
 
 
 def test_help_starts_no_device():
-    check = "import fedrecon.cli, jax; fedrecon.cli.main(['train', '--help']);"
+    check = "import fedrecon.app.cli, jax; fedrecon.app.cli.main(['train', '--help']);"
     check += "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
     subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
 
@@ -195,7 +195,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path, capsys):
 
 def test_ctrl_c_saves_what_was_learned_and_says_how_to_go_on(trained, tmp_path, monkeypatch, capsys):
     ratings, run = trained
-    from fedrecon.cli import show
+    from fedrecon.app.cli import show
 
     def stop(record, measures):
         if record["round"] == 4:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedrecon.cli import main, show
-from fedrecon.config import Data, RatingsConfig
+from fedrecon.app.cli import main, show
+from fedrecon.app.config import Data, RatingsConfig
+from fedrecon.app.saved import save_model
+from fedrecon.app.tasks import Items
 from fedrecon.data import load_text
-from fedrecon.saved import save_model
-from fedrecon.tasks import Items
 
 SMALL = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "8", "--model.max-words", "5"]
 SMALL += ["--model.hidden", "16", "--model.embedding", "8", "--model.projection", "8", "--devices", "1"]

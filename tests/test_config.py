@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedrecon.config import (
+from fedrecon.app.config import (
     ConfigError,
     Data,
     Factorization,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import fedrecon as fr
-from fedrecon.cli import COMMANDS, main
+from fedrecon.app.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,7 +136,7 @@ def test_every_command_in_a_block_is_understood(page, tmp_path, monkeypatch):
     commands = [command for block in blocks if block.language == "sh" for command in commands_of(block.text)]
     commands += [shlex.split(line, comments=True) for line in INDENTED.findall(page.read_text(encoding="utf-8"))]
     for _, command, *arguments in commands:
-        importlib.import_module(f"fedrecon.cli.{command}").parse(arguments)
+        importlib.import_module(f"fedrecon.app.cli.{command}").parse(arguments)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 
 import fedrecon as fr
 from fedrecon.cohort import Examples
-from fedrecon.least_squares import MOST_SOLVED_FOR
-from fedrecon.local import Objective, Problem
+from fedrecon.solvers.least_squares import MOST_SOLVED_FOR
+from fedrecon.solvers.problem import Objective, Problem
 from toy_models import a_and_b, clients_of, descend, linear, squared_error, xy
 
 ITEMS, DIM = 10, 3

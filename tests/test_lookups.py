@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.lookups import check_lookups, lookup_groups, merge_repeats, reach
+from fedrecon.lookups.tables import check_lookups, lookup_groups, merge_repeats, reach
 from toy_models import (
     DIM,
     ITEMS,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedrecon.data import DataError, load, movielens
-from fedrecon.data.movielens import PUBLISHED, check_md5, download
+from fedrecon.data.ratings.movielens import PUBLISHED, check_md5, download
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ml-1m.zip"
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon.model import measure
-from fedrecon.models import lstm as lstm_module
-from fedrecon.models import softmax
+from fedrecon.models.text import lstm as lstm_module
+from fedrecon.models.text import softmax
 from toy_models import assert_close, assert_same_history, descend, one_round, plain_lstm
 
 WORDS, BUCKETS, LENGTH = 6, 3, 5

@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from fedrecon.run import RunFolder
-from fedrecon.storage import StorageError
+from fedrecon.disk.arrays import StorageError
+from fedrecon.disk.runs import RunFolder
 from toy_models import assert_same_bits
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedrecon.data import DataError, load_text, prepare_posts, prepare_stackoverflow
-from fedrecon.data.posts_xml import plain_text
-from fedrecon.data.stackoverflow import read_word_count
-from fedrecon.data.tf_example import decode_example
+from fedrecon.data.text.posts_xml import plain_text
+from fedrecon.data.text.stackoverflow import read_word_count
+from fedrecon.data.text.tf_example import decode_example
 from stackoverflow_files import blob, example, nested, varint, write_database
 
 # ---- tf.train.Example ----

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrecon.storage import (
+from fedrecon.disk.arrays import (
     StorageError,
     load_arrays,
     read_json,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon.cli import main
-from fedrecon.config import Factorization, Reconstruct, Update
+from fedrecon.app.cli import main
+from fedrecon.app.config import Factorization, Reconstruct, Update
 from fedrecon.studies import claims, figures, movielens
 from fedrecon.studies.numbers import Measured, Spread, measured, spread
 from fedrecon.studies.rating_jobs import Divided, Setting, run_job, shortened

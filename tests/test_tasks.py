@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from fedrecon.build import build_algorithm
-from fedrecon.config import NextWord, Reading, TextConfig, TextData
+from fedrecon.app.build import build_algorithm
+from fedrecon.app.config import NextWord, Reading, TextConfig, TextData
+from fedrecon.app.tasks import TASKS, TEXT, Measure
+from fedrecon.app.tasks import text as text_task
+from fedrecon.app.tasks.text import build_next_word
 from fedrecon.data import Corpus, DataError, Vocabulary, input_ids, load_text, prepare_text
 from fedrecon.progress import silent
-from fedrecon.tasks import TASKS, TEXT, Measure
-from fedrecon.tasks import text as text_task
-from fedrecon.tasks.text import build_next_word
 from stackoverflow_files import write_database
 
 
@@ -214,8 +214,8 @@ def test_a_fingerprint_is_of_the_content(tmp_path, monkeypatch):
 
 def test_of_much_text_a_fingerprint_looks_at_a_sample(tmp_path, monkeypatch):
     corpus = prepare_text(write_posts(tmp_path / "posts.jsonl"), tmp_path / "corpus")
-    monkeypatch.setattr("fedrecon.data.corpus.HASHED_TOKENS", 4)
-    monkeypatch.setattr("fedrecon.data.corpus.HASHED_BLOCKS", 3)
+    monkeypatch.setattr("fedrecon.data.text.corpus.HASHED_TOKENS", 4)
+    monkeypatch.setattr("fedrecon.data.text.corpus.HASHED_BLOCKS", 3)
     first = corpus.fingerprint()
     tokens = np.array(corpus.tokens)
     tokens[-1] += 1  # in the last block

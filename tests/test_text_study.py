@@ -4,8 +4,8 @@ import json
 import pytest
 
 import fedrecon as fr
-from fedrecon.cli import main
-from fedrecon.config import Reconstruct, Update
+from fedrecon.app.cli import main
+from fedrecon.app.config import Reconstruct, Update
 from fedrecon.studies import text
 from fedrecon.studies.report import compose, to_markdown
 from fedrecon.studies.text_jobs import Setting, TextData, run_job, shortened

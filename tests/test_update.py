@@ -8,8 +8,8 @@ import pytest
 
 import fedrecon as fr
 from fedrecon.cohort import Packer
-from fedrecon.features import features_used
-from fedrecon.model import flatten, path_name
+from fedrecon.lookups.fit import features_used
+from fedrecon.trees import flatten, path_name
 from toy_models import (
     assert_close,
     assert_same_bits,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedrecon.data import split_text
-from fedrecon.data.words import word_hash
+from fedrecon.data.text.words import word_hash
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.cohort import ROW_CHUNK, Cohort
-from fedrecon.model import Model, flatten, metric_names
+from fedrecon.model import Model, metric_names
+from fedrecon.trees import flatten
 
 Weigh = Literal["examples", "uniform"] | Callable[[Array, Array], Array]
 

@@ -13,12 +13,13 @@ from jax import Array
 from fedrecon import aggregate as aggregation_rules
 from fedrecon.aggregate import Aggregation, Upload
 from fedrecon.cohort import Cohort, Examples, Needs
-from fedrecon.local import Solver, local_objective, solve_local
-from fedrecon.model import Batch, Model, Params, divide, flatten, unflatten
+from fedrecon.model import Batch, Model
+from fedrecon.solvers.problem import Solver, local_objective, solve_local
+from fedrecon.solvers.statistics import settle
+from fedrecon.solvers.update import Updater, differentiate_through, hold, start_local
 from fedrecon.split import Split
 from fedrecon.split import half as half_split
-from fedrecon.state import settle
-from fedrecon.update import Updater, differentiate_through, hold, start_local
+from fedrecon.trees import Params, divide, flatten, unflatten
 
 
 class ServerState(NamedTuple):

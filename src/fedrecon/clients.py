@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fedrecon.client_files import (
+from fedrecon.disk.client_files import (
     CLIENTS_PER_BLOCK,
     ArrayFile,
     ClientStream,
@@ -29,8 +29,8 @@ from fedrecon.client_files import (
     read_manifest,
     write_manifest,
 )
-from fedrecon.folders import whole_folder
-from fedrecon.tabular import read_csv_column, read_parquet
+from fedrecon.disk.folders import whole_folder
+from fedrecon.disk.tabular import read_csv_column, read_parquet
 
 FINGERPRINT_EXAMPLES = 1 << 20  # data up to this size is hashed whole, larger data by a sample of about this size
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedrecon.data.sentences import prompt_columns
-from fedrecon.data.vocabulary import MAX_WORDS, Vocabulary
+from fedrecon.data.text.sentences import prompt_columns
+from fedrecon.data.text.vocabulary import MAX_WORDS, Vocabulary
 from fedrecon.model import Model
 from fedrecon.personalize import predict
 

@@ -17,8 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from fedrecon.aggregate import COUNTS, Totals, add, no_totals
 from fedrecon.algorithm import Algorithm, Client, Same, ServerState
 from fedrecon.cohort import Cohort, arrange
-from fedrecon.lookups import lookup_groups
-from fedrecon.model import Model, flatten, metric_names
+from fedrecon.lookups.tables import lookup_groups
+from fedrecon.model import Model, metric_names
+from fedrecon.trees import flatten
 
 AXIS = "clients"
 BLOCK_BYTES = 2**20  # what a block's copies of global parameters may take by default: about a core's cache

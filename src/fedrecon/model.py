@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-Params = Any  # a pytree of arrays
+from fedrecon.trees import Params
+
 Batch = Mapping[str, Array]  # feature name -> (examples, ...)
 Weighted = tuple[Array, Array]  # values and their weights, of one shape: (examples,) or (examples, tokens)
-Which = str | Sequence[str] | Callable[[str, Any], bool]
 AUTO: Literal["auto"] = "auto"
 
 
@@ -130,111 +129,3 @@ def finish(model: Model, sums: Any) -> dict[str, float]:
     finishers = [lambda mean: mean, *(metric.finish for metric in model.metrics.values())]
     means = (float(total) / float(weight) if weight > 0 else float("nan") for total, weight in sums)
     return {name: float(done(mean)) for name, done, mean in zip(metric_names(model), finishers, means, strict=True)}
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """Write a key path of a pytree as the house writes it: `encoder/0/kernel`."""
-    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-
-
-class Structure(NamedTuple):
-    """The shape of a pytree and the paths of its leaves, in order."""
-
-    treedef: Any
-    paths: tuple[str, ...]
-
-
-def flatten(params: Params) -> tuple[dict[str, Any], Structure]:
-    """Flatten a pytree to `{path: leaf}` and the structure that `unflatten` needs."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    found = {path_name(path): leaf for path, leaf in leaves}
-    if len(found) != len(leaves):
-        raise ValueError("two parameters have the same path; rename one of them")
-    return found, Structure(treedef, tuple(found))
-
-
-def unflatten(structure: Structure, leaves: Mapping[str, Any]) -> Params:
-    """Undo `flatten`, whatever the order of the mapping."""
-    return jax.tree_util.tree_unflatten(structure.treedef, [leaves[path] for path in structure.paths])
-
-
-class Divided(NamedTuple):
-    """Parameters in two parts, and `join(solved, held)` that puts them together again."""
-
-    solved: Params
-    held: Params
-    join: Callable[[Params, Params], Params]
-
-
-def divide(params: Params, held: Collection[str]) -> Divided:
-    """Divide parameters into those that are solved for and those at the paths `held`."""
-    if not held:
-        return Divided(params, (), lambda solved, held: solved)
-    leaves, structure = flatten(params)
-    solved = {path: leaf for path, leaf in leaves.items() if path not in held}
-    kept = {path: leaves[path] for path in held}
-    return Divided(solved, kept, lambda solved, held: unflatten(structure, {**solved, **held}))
-
-
-class Partition(NamedTuple):
-    """The leaves of one pytree in three parts, each `{path: leaf}`, and how to put them together again."""
-
-    shared: dict[str, Any]
-    local: dict[str, Any]
-    frozen: dict[str, Any]
-    merge: Callable[..., Params]
-
-
-def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
-    """Partition a pytree of parameters into global, local and frozen leaves.
-
-    Non-trainable state (counters, running statistics, tables of constants) belongs in `frozen`: it is neither
-    trained, nor averaged, nor rebuilt, and keeps its value. Leaves that are not floating point can only go there.
-
-    Args:
-      params: any pytree.
-      local: which leaves are local: a glob pattern on the path (`"user*"`, `"*/adapter/*"`), several of them,
-        or a predicate `(path, leaf) -> bool`.
-      frozen: which leaves keep their value, in the same forms.
-
-    Returns:
-      A `Partition`; `merge(shared, local, frozen)` rebuilds the pytree.
-
-    Raises:
-      ValueError: if `local` matches nothing or everything, if a pattern of `frozen` matches nothing, if a leaf is
-        both, or if a leaf to be trained is not floating point.
-    """
-    leaves, structure = flatten(params)
-    is_local, is_frozen = matcher(local, "local", leaves), matcher(frozen, "frozen", leaves)
-    parts: tuple[dict, dict, dict] = ({}, {}, {})
-    for path, leaf in leaves.items():
-        if is_local(path, leaf) and is_frozen(path, leaf):
-            raise ValueError(f"`local` and `frozen` overlap: both match {path!r}; make one of them narrower")
-        part = 1 if is_local(path, leaf) else 2 if is_frozen(path, leaf) else 0
-        if part != 2 and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise ValueError(f"{path!r} is {jnp.result_type(leaf)}, which cannot be trained; match it with `frozen`")
-        parts[part][path] = leaf
-    if not parts[1]:
-        raise ValueError(f"`local` matched nothing; the paths are: {', '.join(leaves)}")
-    if not parts[0]:
-        raise ValueError("`local` matched everything: nothing would be left for the server to learn")
-
-    def merge(shared: Mapping[str, Any], local: Mapping[str, Any], frozen: Mapping[str, Any]) -> Params:
-        return unflatten(structure, {**shared, **local, **frozen})
-
-    return Partition(*parts, merge)
-
-
-def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str, Any], bool]:
-    """Return which leaves are meant, as a predicate; `name` is that of the argument, for messages.
-
-    Raises:
-      ValueError: if a pattern matches no leaf.
-    """
-    if callable(which):
-        return which
-    patterns = [which] if isinstance(which, str) else list(which)
-    for pattern in patterns:
-        if not fnmatch.filter(leaves, pattern):
-            raise ValueError(f"`{name}` pattern {pattern!r} matched nothing; the paths are: {', '.join(leaves)}")
-    return lambda path, leaf: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

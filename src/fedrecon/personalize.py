@@ -13,7 +13,7 @@ from fedrecon.algorithm import Algorithm, client_keys
 from fedrecon.clients import Clients
 from fedrecon.cohort import Needs, Packer
 from fedrecon.engine import compile_each, everywhere, layout
-from fedrecon.features import check_reconstruction, features_used
+from fedrecon.lookups.fit import check_reconstruction, features_used
 from fedrecon.model import Model
 from fedrecon.split import support_only
 

@@ -13,7 +13,7 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Packer
 from fedrecon.engine import Layout
-from fedrecon.features import features_used
+from fedrecon.lookups.fit import features_used
 
 
 @dataclasses.dataclass(frozen=True)

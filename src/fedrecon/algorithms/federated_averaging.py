@@ -18,11 +18,12 @@ from fedrecon import aggregate as aggregation_rules
 from fedrecon.aggregate import Aggregation, Upload
 from fedrecon.algorithm import Algorithm, averaged, client_keys, init_server, rebuilder, step_keys, step_server
 from fedrecon.cohort import Cohort
-from fedrecon.local import Solver
-from fedrecon.model import Model, Params
+from fedrecon.model import Model
+from fedrecon.solvers.problem import Solver
+from fedrecon.solvers.statistics import settle
+from fedrecon.solvers.update import Updater, hold
 from fedrecon.split import query_only
-from fedrecon.state import settle
-from fedrecon.update import Updater, hold
+from fedrecon.trees import Params
 
 
 def federated_averaging(

@@ -10,9 +10,10 @@ from jax import Array
 
 from fedrecon.algorithm import Algorithm, averaged
 from fedrecon.cohort import Examples
-from fedrecon.local import Objective, Problem, Solver
-from fedrecon.lookups import lookup_groups
-from fedrecon.model import Batch, Params, Which, flatten, matcher, unflatten
+from fedrecon.lookups.tables import lookup_groups
+from fedrecon.model import Batch
+from fedrecon.solvers.problem import Objective, Problem, Solver
+from fedrecon.trees import Params, Which, flatten, matcher, unflatten
 
 
 def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*") -> Algorithm:

@@ -6,8 +6,9 @@ import jax
 import optax
 
 from fedrecon.algorithm import Algorithm, federated_reconstruction
-from fedrecon.local import Solver
-from fedrecon.model import Model, flatten
+from fedrecon.model import Model
+from fedrecon.solvers.problem import Solver
+from fedrecon.trees import flatten
 
 
 def local_training(model: Model, *, train: Solver) -> Algorithm:

@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from fedrecon.data.corpus import Corpus
 from fedrecon.data.errors import DataError
-from fedrecon.data.movielens import NAMES, movielens
-from fedrecon.data.ratings import Ratings, load_ratings
-from fedrecon.data.sentences import PersonalText, Sentences, input_ids, personal_text, prompt_columns
-from fedrecon.data.stackoverflow import prepare_posts, prepare_stackoverflow
-from fedrecon.data.synthetic import synthetic_ratings
-from fedrecon.data.synthetic_text import synthetic_text
-from fedrecon.data.text import load_text, prepare_text
-from fedrecon.data.vocabulary import Vocabulary
-from fedrecon.data.words import split_text
+from fedrecon.data.ratings.files import Ratings, load_ratings
+from fedrecon.data.ratings.movielens import NAMES, movielens
+from fedrecon.data.ratings.synthetic import synthetic_ratings
+from fedrecon.data.text.corpus import Corpus
+from fedrecon.data.text.files import load_text, prepare_text
+from fedrecon.data.text.sentences import PersonalText, Sentences, input_ids, personal_text, prompt_columns
+from fedrecon.data.text.stackoverflow import prepare_posts, prepare_stackoverflow
+from fedrecon.data.text.synthetic import synthetic_text
+from fedrecon.data.text.vocabulary import Vocabulary
+from fedrecon.data.text.words import split_text
 
 __all__ = [
     "Corpus",

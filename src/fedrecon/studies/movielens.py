@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fedrecon.config import Factorization, Reconstruct, Server, Update
+from fedrecon.app.config import Factorization, Reconstruct, Server, Update
 from fedrecon.studies import claims, figures
 from fedrecon.studies.rating_jobs import Setting
 from fedrecon.studies.rating_tables import RATINGS, Row, beyond_section, few_section, paper_section

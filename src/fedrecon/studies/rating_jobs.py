@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.build import build_model, build_reconstruction, build_server, build_update, load_ratings
-from fedrecon.config import Data, Factorization, Reconstruct, Server, Update
+from fedrecon.app.build import build_model, build_reconstruction, build_server, build_update, load_ratings
+from fedrecon.app.config import Data, Factorization, Reconstruct, Server, Update
 from fedrecon.data import Ratings
 from fedrecon.progress import Progress, silent
 from fedrecon.studies.study import Job

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedrecon.config import Factorization, Reconstruct, Server, Update
+from fedrecon.app.config import Factorization, Reconstruct, Server, Update
 from fedrecon.studies.numbers import Measured, Spread, measured, number, with_few
 from fedrecon.studies.rating_jobs import Setting, open_ratings, run_job, shortened
 from fedrecon.studies.study import Job, Kind, Part, Results, Section, Table

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedrecon.storage import write_json
+from fedrecon.disk.arrays import write_json
 from fedrecon.studies.figures import draw_to
 from fedrecon.studies.study import Part, Picture, Results, Study, Table
 from fedrecon.studies.tune import in_words

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedrecon.config import to_json
+from fedrecon.app.config import to_json
+from fedrecon.disk.arrays import StorageError, read_json, write_json
 from fedrecon.engine import start_devices
 from fedrecon.progress import Progress, silent
-from fedrecon.storage import StorageError, read_json, write_json
 from fedrecon.studies.study import Data, Job, Kind, Result, digest
 
 Say = Callable[[str], None]

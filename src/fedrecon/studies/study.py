@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fedrecon.config import to_json
+from fedrecon.app.config import to_json
 from fedrecon.progress import Progress
 
 Result = Mapping[str, Any]  # what a finished job left; all have evaluations, losses, sent and seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fedrecon.config import Reconstruct, Server, Update
+from fedrecon.app.config import Reconstruct, Server, Update
 from fedrecon.studies import figures
 from fedrecon.studies.study import Claim, Figure, Grid, Job, Study
 from fedrecon.studies.text_jobs import Setting

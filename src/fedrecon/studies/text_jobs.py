@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.build import build_reconstruction, build_server, build_update
-from fedrecon.config import Reconstruct, Server, Update
+from fedrecon.app.build import build_reconstruction, build_server, build_update
+from fedrecon.app.config import Reconstruct, Server, Update
 from fedrecon.data import Corpus, Sentences, load_text
 from fedrecon.progress import Progress, silent
 from fedrecon.studies.study import Job

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedrecon.config import to_json
+from fedrecon.app.config import to_json
+from fedrecon.disk.arrays import read_json, write_json
 from fedrecon.progress import Progress, silent
-from fedrecon.storage import read_json, write_json
 from fedrecon.studies.runner import Say
 from fedrecon.studies.study import Data, Job, Kind, changed, digest
 

@@ -1,0 +1,1 @@
+"""What the command line adds: settings, tasks, experiments, plots."""

@@ -1,0 +1,86 @@
+"""From settings to what they stand for: an algorithm, and a place to run."""
+
+from __future__ import annotations
+
+import optax
+
+from fedrecon import aggregate, split
+from fedrecon.algorithm import Algorithm, federated_reconstruction
+from fedrecon.app.config import Config, Reconstruct, Server, Split, Update
+from fedrecon.app.tasks.ratings import build_model as build_model
+from fedrecon.app.tasks.ratings import load_ratings as load_ratings
+from fedrecon.engine import Layout, layout
+from fedrecon.model import Model
+from fedrecon.solvers.descent import gradient_descent
+from fedrecon.solvers.least_squares import least_squares
+from fedrecon.solvers.optimizers import adagrad, yogi
+from fedrecon.solvers.problem import Solver
+
+
+def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
+    """Return the optimizer of a name; its momentum, if it is `momentum`, is 0.9."""
+    if name == "momentum":
+        return optax.sgd(learning_rate, momentum=0.9)
+    known = {"sgd": optax.sgd, "adagrad": optax.adagrad, "fedadagrad": adagrad, "adam": optax.adam, "yogi": yogi}
+    return known[name](learning_rate)
+
+
+def build_server(settings: Server) -> optax.GradientTransformation:
+    """Return the server's optimizer."""
+    optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
+    if settings.decay_rounds is None:
+        return optimizer
+    return optax.chain(
+        optimizer, optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, settings.decay_rounds, alpha=0.02))
+    )
+
+
+def build_reconstruction(settings: Reconstruct) -> Solver:
+    """Return R."""
+    if settings.solver == "least-squares":
+        return least_squares(settings.ridge)
+    return gradient_descent(
+        build_optimizer(settings.optimizer, settings.learning_rate),
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        steps=settings.steps,
+    )
+
+
+def build_update(settings: Update) -> Solver:
+    """Return U."""
+    optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
+    if settings.clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
+    return gradient_descent(optimizer, batch_size=settings.batch_size, epochs=settings.epochs, steps=settings.steps)
+
+
+def build_split(name: str, settings: Split) -> split.Split:
+    """Return S."""
+    return split.named(name)._replace(by="time" if settings.by_time else None)
+
+
+def build_algorithm(config: Config, model: Model) -> Algorithm:
+    """Return Federated Reconstruction of a model with these settings."""
+    update = config.update
+    weigh = config.aggregate.weigh
+    return federated_reconstruction(
+        model,
+        split=build_split(config.split.train, config.split),
+        reconstruct=build_reconstruction(config.reconstruct),
+        update=build_update(update),
+        server=build_server(config.server),
+        joint=update.joint,
+        second_order=update.second_order,
+        aggregate=aggregate.mean(
+            # Perplexity is over tokens whatever the loss is over.
+            aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh,
+            clip_norm=config.aggregate.clip_norm,
+            zero_norm=config.aggregate.zero_norm,
+        ),
+    )
+
+
+def build_layout(config: Config, model: Model) -> Layout:
+    """Return where clients run."""
+    return layout(config.block, config.devices, model=model)

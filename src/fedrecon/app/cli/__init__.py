@@ -1,0 +1,87 @@
+"""The command line: finds the command, parses its options, and turns errors into sentences."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from fedrecon._version import __version__
+
+COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
+    "train": "train a model, of ratings or text, whose personal parameters never leave the clients",
+    "evaluate": "measure a trained model on clients it has never met",
+    "recommend": "recommend items to the users of a ratings file",
+    "complete": "suggest next words to a person, their own words among them",
+    "demo": "train on real ratings, compare with baselines, recommend: under a minute",
+    "reproduce": "run a study of the paper: its rows and figures, next to its numbers",
+}
+HELP = """\
+usage: fedrecon COMMAND [OPTIONS]
+
+Partially local federated learning: train the shared part of a model, rebuild the private part on the client.
+
+commands:
+{commands}
+
+examples:
+  fedrecon train movielens-small --out runs/small
+  fedrecon recommend runs/small --ratings my-ratings.csv -n 5
+  fedrecon train posts.jsonl.gz --task text --out runs/words
+  fedrecon complete runs/words --text my-mail.txt --prompt "see you"
+
+fedrecon COMMAND --help tells all about a command.
+fedrecon --version prints the version; --debug with any command shows where an error came from.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 if all is well, 1 for an error, 2 for wrong use, 130 for Ctrl-C."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args or os.environ.get("FEDRECON_DEBUG", "") not in ("", "0")
+    args = [arg for arg in args if arg != "--debug"]
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP.format(commands="\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())), end="")
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"fedrecon {__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        return _fail(f"there is no command {args[0]!r}; there are: {', '.join(COMMANDS)}", 2)
+    command = importlib.import_module(f"fedrecon.app.cli.{args[0]}")
+    try:
+        return command.run(command.parse(args[1:]))
+    except SystemExit as leaving:  # how a help text ends, and some errors of use
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # whoever reads our output has had enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as problem:
+        if debug:
+            traceback.print_exc()
+        sentence = _sentence(problem)
+        if sentence is None:
+            raise
+        return _fail(*sentence)
+
+
+def _sentence(problem: Exception) -> tuple[str, int] | None:
+    """Say what went wrong and with which exit code; None if it is nothing that we know how to explain."""
+    from fedrecon.app.cli.options import UsageError
+
+    if isinstance(problem, UsageError):
+        return str(problem), 2
+    if isinstance(problem, OSError) and problem.strerror:
+        return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
+    if isinstance(problem, ValueError):
+        return str(problem), 1
+    return None
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"fedrecon: {' '.join(sentence.split())}", file=sys.stderr)
+    return code

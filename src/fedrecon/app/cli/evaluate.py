@@ -1,0 +1,82 @@
+"""`fedrecon evaluate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fedrecon.app.cli import options, show
+from fedrecon.app.config import Reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measure a trained model on clients it has never met: each one's parameters are rebuilt from one half of their
+    ratings or sentences and measured on the other (ReconEval).
+
+    The clients are those the run held back, or those of another file. Example: fedrecon evaluate runs/mine --json
+
+    Attributes:
+      run: the folder of a run; with --ratings or --text, the folder of a saved model is enough.
+      split: which clients of the run: test, or valid, the ones to choose settings on.
+      ratings: evaluate a model of ratings on the users of this ratings file instead.
+      text: evaluate a model of text on the clients of this file or prepared corpus instead, all of them.
+      json: print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    split: Literal["test", "valid"] = "test"
+    ratings: Path | None = None
+    text: Path | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    data: Reading = field(default_factory=Reading)
+
+
+def parse(argv: Sequence[str]) -> Evaluate:
+    """Parse the options."""
+    return options.parse(Evaluate, "evaluate", argv)
+
+
+def run(args: Evaluate) -> int:
+    """Evaluate and print."""
+    from fedrecon.app.build import build_layout
+    from fedrecon.app.experiment import make_evaluator, users_of_run
+    from fedrecon.app.saved import open_model
+    from fedrecon.app.tasks import Users
+    from fedrecon.disk.arrays import without_nan
+    from fedrecon.engine import start_devices
+    from fedrecon.progress import bars
+
+    start_devices(None)
+    model = open_model(args.run)
+    task = model.task
+    files = {"ratings": args.ratings, "text": args.text}
+    file = files.pop(task.name)
+    for other, given in files.items():
+        if given is not None:
+            raise options.UsageError(
+                f"{args.run} was trained on {task.name}: give other {task.people} with --{task.name}, not --{other}"
+            )
+    if file is None:
+        config, users = users_of_run(args.run, bars)
+        title, part = f"{args.split} {task.people} of {args.run}", args.split
+    else:
+        others = task.read(model.config, model.legend, file, args.data, bars)
+        show.left_out(others.skipped)
+        config, users = model.config, Users(others.clients, others.clients, others.clients)
+        title, part = f"{task.people} of {file}", "test"
+    algorithm = model.algorithm
+    evaluator = make_evaluator(config, algorithm, users, build_layout(config, algorithm.model), part)
+    if evaluator is None:
+        raise ValueError(f"the run in {args.run} has no {part} {task.people}")
+    found = evaluator(model.params, progress=bars)
+    if args.json:
+        print(json.dumps(without_nan(found.summary())))
+    else:
+        show.evaluation(title, found, task)
+    return 0

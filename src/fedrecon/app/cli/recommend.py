@@ -1,0 +1,75 @@
+"""`fedrecon recommend`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from fedrecon.app.cli import options, show
+from fedrecon.app.config import Reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommend:
+    """Rebuild the parameters of the users of a ratings file and recommend what they have not rated.
+
+    Needs nothing but a saved model: neither the data nor the users it was trained on.
+    Example: fedrecon recommend runs/mine --ratings my-ratings.csv --user 17 -n 5
+
+    Attributes:
+      run: the folder of a run, or of a saved model.
+      ratings: the users' own ratings, with item ids as in training.
+      user: whom to recommend to, by the ids in the file; everybody in it by default.
+      top: how many items.
+      json: print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    ratings: Path
+    user: tuple[str, ...] = ()
+    top: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 10
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    data: Reading = field(default_factory=Reading)
+
+
+def parse(argv: Sequence[str]) -> Recommend:
+    """Parse the options."""
+    return options.parse(Recommend, "recommend", argv)
+
+
+def run(args: Recommend) -> int:
+    """Recommend and print."""
+    from fedrecon.app.saved import open_for
+    from fedrecon.app.serving import recommend_items
+    from fedrecon.app.tasks import RATINGS
+    from fedrecon.app.tasks.ratings import read_ratings
+
+    if args.top < 1:
+        raise options.UsageError(f"--top is {args.top}; it must be at least 1")
+    model = open_for(RATINGS, args.run)
+    ratings = read_ratings(args.ratings, args.data, item_ids=model.legend.ids)
+    show.left_out(ratings.skipped)
+    if args.user:
+        try:
+            ratings = ratings.take([ratings.index_of(name) for name in args.user])
+        except KeyError as problem:
+            raise ValueError(f"{args.ratings}: {problem.args[0]}") from None
+    everyone: list[dict[str, Any]] = []
+    assert ratings.names is not None  # a ratings file names its users
+    for name, size, found in zip(ratings.names, ratings.sizes, recommend_items(model, ratings, args.top), strict=True):
+        items = [
+            {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}
+            for k, score in zip(found.items, found.scores, strict=True)
+        ]
+        everyone.append({"user": name.item(), "rated": int(size), "recommendations": items})
+    if args.json:
+        print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
+        return 0
+    for one in everyone:
+        show.recommendations(f"for user {one['user']}, from {one['rated']} ratings", one["recommendations"])
+    return 0

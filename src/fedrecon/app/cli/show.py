@@ -1,0 +1,72 @@
+"""What commands print: tables on standard output, remarks on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedrecon.app.tasks import Measure, Task
+    from fedrecon.evaluation import Evaluation
+
+
+def remark(text: str) -> None:
+    """Say something that is not a result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> None:
+    """Print a table; all columns but those of `texts`, the first by default, hold numbers."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for k, name in enumerate(columns):
+        shown.add_column(name, justify="left" if k in texts else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    print(title)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(shown)
+
+
+def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None:
+    """Print an evaluation."""
+
+    def figures(metrics: Mapping[str, float]) -> list[str]:
+        return [measure.text(metrics) for measure in task.measures]
+
+    rows = [
+        (f"over all {task.examples} (micro)", *figures(found.micro)),
+        (f"mean over {task.people} (macro)", *figures(found.macro)),
+    ]
+    rows += [
+        (f"{float(q):.0%} of {task.people} are below", *figures({name: of[q] for name, of in found.quantiles.items()}))
+        for q in found.quantiles["loss"]
+    ]
+    table(title, ("", *(measure.title for measure in task.measures)), rows)
+    print(
+        f"{found.clients} {task.people}, {found.examples} query {task.examples}, "
+        f"{found.diverged} {task.people} diverged (in no mean)"
+    )
+
+
+def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
+    """Remark on an evaluation during training; rounds are on the progress bar."""
+    if record["kind"] == "evaluation":
+        figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in measures)
+        remark(f"round {record['round']}: validation {figures}")
+
+
+def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
+    """Print recommended items and the ratings predicted for them."""
+    rows = [(f"{place}. {item['title']}", f"{item['rating']:.2f}") for place, item in enumerate(items, 1)]
+    table(title, ("title", "predicted"), rows)
+
+
+def left_out(skipped: Mapping[str, int]) -> None:
+    """Remark on what was not read of a file."""
+    counts = [f"{count} {what.replace('_', ' ')}" for what, count in skipped.items() if count]
+    if counts:
+        remark(f"left out of the data: {', '.join(counts)}")

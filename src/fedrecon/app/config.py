@@ -1,0 +1,287 @@
+"""All settings of a run, for each task: the command line's options, and what a config file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from fedrecon.app.config_files import ConfigError as ConfigError
+from fedrecon.app.config_files import differences as differences
+from fedrecon.app.config_files import from_json as from_json
+from fedrecon.app.config_files import read_config as read_config
+from fedrecon.app.config_files import to_json as to_json
+from fedrecon.app.settings import Aggregate as Aggregate
+from fedrecon.app.settings import Reconstruct as Reconstruct
+from fedrecon.app.settings import Server as Server
+from fedrecon.app.settings import Split as Split
+from fedrecon.app.settings import Update as Update
+from fedrecon.data.text.preparation import FRACTIONS, MAX_SENTENCES
+from fedrecon.sampling import Sampling as Sampling
+
+TaskName = Literal["ratings", "text"]
+_TASKS = tyro.conf.arg(metavar="{ratings,text}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Which data, and who trains.
+
+    Attributes:
+      source: what to train on.
+      fractions: shares of the clients for training, validation and test. No client is in two of them.
+      split_seed: seed of who trains, validates and tests; apart from --seed, so that runs share their test clients.
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA")]
+    fractions: tuple[float, float, float] = FRACTIONS
+    split_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if min(self.fractions) < 0 or not self.fractions[0] > 0 or abs(sum(self.fractions) - 1) > 1e-6:
+            raise ValueError(
+                f"fractions are {self.fractions}; give shares for training (above 0), validation and test that sum to 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run.
+
+    Attributes:
+      task: what is learned: ratings, or the next word of text. Each has options and defaults of its own; give --help
+        with it to see them.
+      rounds: rounds of training, those before --resume included.
+      evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
+      checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
+      seed: seed of the parameters and of who takes part when.
+      devices: how many devices run clients; by default all, with one for each core of a CPU.
+      block: how many clients a device runs side by side; by default as many as suit its cache.
+    """
+
+    task: TaskName
+    data: Source
+    model: Any
+    split: Split = field(default_factory=Split)
+    reconstruct: Reconstruct = field(default_factory=Reconstruct)
+    update: Update = field(default_factory=Update)
+    server: Server = field(default_factory=Server)
+    aggregate: Aggregate = field(default_factory=Aggregate)
+    sampling: Sampling = field(default_factory=Sampling)
+    rounds: int = 500
+    evaluate_every: int = 100
+    checkpoint_every: int = 100
+    seed: int = 0
+    devices: int | None = None
+    block: int | None = None
+
+
+# ---- ratings ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a ratings file is read (MovieLens archives need none of this).
+
+    Attributes:
+      user: header of the column with user ids, or its position counted from 0.
+      item: the same for item ids; ids may be numbers or text.
+      rating: the same for ratings.
+      time: the same for timestamps; 'auto' takes a column 'time' or 'timestamp' if there is one.
+      delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
+      header: whether the first line names the columns; by default a line without any number does.
+      encoding: the encoding of a text file.
+      duplicates: which of several ratings of one item by one user counts, or that they are an error.
+      bad_rows: whether a row that cannot be read is an error or is skipped and counted.
+    """
+
+    user: int | str = "user"
+    item: int | str = "item"
+    rating: int | str = "rating"
+    time: int | str | None = "auto"
+    delimiter: str | None = None
+    header: bool | None = None
+    encoding: str = "utf-8"
+    duplicates: Literal["last", "first", "mean", "error"] = "last"
+    bad_rows: Literal["error", "skip"] = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Source, Reading):
+    """Which ratings, how they are read, and which users train.
+
+    Attributes:
+      source: what to train on: movielens-small, movielens-100k, movielens-1m, synthetic, the path of a MovieLens zip
+        or folder, or any file of ratings (text or Parquet). With --task text: a corpus.
+      min_ratings: users with fewer ratings are left out.
+      max_examples: at most this many ratings of a user are used, after shuffling; None for all.
+      shuffle_seed: seed of the order of each user's ratings; None keeps the order of the file.
+    """
+
+    min_ratings: int = 1
+    max_examples: int | None = 300
+    shuffle_seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        if self.max_examples is not None and self.max_examples < 2:
+            raise ValueError(f"max_examples is {self.max_examples}; support and query need at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factorization:
+    """The model: a rating is the product of an item's embedding (global) and a user's (local).
+
+    Attributes:
+      dim: length of the embeddings.
+      biases: add a global mean, a bias of each item (global) and a bias of the user (local).
+      init_mean: where the global mean starts; only with biases.
+      learned_default: learn where reconstruction starts, which serves users with few ratings.
+      implicit_feedback: let what a user rated, whatever the ratings, move where reconstruction starts.
+    """
+
+    dim: int = 50
+    biases: bool = False
+    init_mean: float = 0.0
+    learned_default: bool = False
+    implicit_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.dim < 1:
+            raise ValueError(f"dim is {self.dim}; embeddings need at least 1 number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatingsConfig(Config):
+    """All settings of a run on ratings. The defaults are the paper's for MovieLens 1M."""
+
+    task: Annotated[Literal["ratings"], _TASKS] = "ratings"
+    data: Data
+    model: Factorization = field(default_factory=Factorization)
+
+    def __post_init__(self) -> None:
+        """Check that the groups fit together."""
+        if self.aggregate.weigh == "tokens":
+            raise ValueError("aggregate.weigh is 'tokens', which ratings do not have: use 'examples' or 'uniform'")
+
+
+# ---- text ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(Source):
+    """Which text, how it is read, and whose text trains.
+
+    A file is prepared once, and the corpus kept in $FEDRECON_CACHE or ~/.cache/fedrecon.
+
+    Attributes:
+      source: text to train on: JSON lines (client, text and maybe time; plain or gzip), the Posts.xml of a Stack
+        Exchange dump, federated Stack Overflow (stackoverflow.sqlite), or the folder of a prepared corpus.
+      fractions: shares of the clients for training, validation and test. No client is in two of them. Federated Stack
+        Overflow has shares of its own, of which the held-out users test.
+      max_sentences: at most this many sentences of a client are used, the first of the file.
+      min_sentences: clients with fewer are left out.
+      bad_rows: whether a line that cannot be read is an error or is skipped and counted.
+      word_count: the file stackoverflow.word_count, whose first words are then the vocabulary.
+      unpack: unpack a compressed Stack Overflow database to a file beside it, which stays.
+    """
+
+    max_sentences: int = MAX_SENTENCES
+    min_sentences: int = 1
+    bad_rows: Literal["error", "skip"] = "error"
+    word_count: str | None = None
+    unpack: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        if self.max_sentences < 2:
+            raise ValueError(f"max_sentences is {self.max_sentences}; support and query need at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextWord:
+    """The model: an LSTM that predicts the next word. Words outside the vocabulary fall into buckets, whose
+    embeddings are local: every client has words of its own.
+
+    Attributes:
+      vocabulary: how many words are known: the most used of the training clients; all if they use fewer.
+      oov_buckets: how many buckets all other words share.
+      embedding: length of the embeddings.
+      hidden: width of the LSTM.
+      projection: width of what the outputs are compared with.
+      max_words: of a sentence the first so many words count.
+      local_oov: keep the embeddings of buckets local; otherwise they are global and nothing is rebuilt.
+      loss_over: average the loss over tokens, or over all positions with padding as zero, as the paper's code did.
+    """
+
+    vocabulary: int = 5000
+    oov_buckets: int = 500
+    embedding: int = 48
+    hidden: int = 96
+    projection: int = 48
+    max_words: int = 20
+    local_oov: bool = True
+    loss_over: Literal["tokens", "positions"] = "tokens"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name in ("vocabulary", "oov_buckets", "embedding", "hidden", "projection", "max_words"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(Config):
+    """All settings of a run on text.
+
+    The defaults suit a CPU and a corpus of a few thousand people. The paper's sizes want an accelerator; `fedrecon
+    reproduce text --scale paper` has them.
+    """
+
+    task: Annotated[Literal["text"], _TASKS] = "text"
+    data: TextData
+    model: NextWord = field(default_factory=NextWord)
+    split: Split = field(default_factory=lambda: Split(by_time=True))
+    reconstruct: Reconstruct = field(
+        default_factory=lambda: Reconstruct(learning_rate=1.0, steps=100, epochs=1, batch_size=16)
+    )
+    update: Update = field(default_factory=lambda: Update(learning_rate=3.0, steps=8, batch_size=16, clip_norm=1.0))
+    server: Server = field(default_factory=lambda: Server(optimizer="yogi", learning_rate=0.02))
+    aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="tokens"))
+    sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=5))
+    rounds: int = 400
+
+    def __post_init__(self) -> None:
+        """Check that the groups fit together."""
+        if self.reconstruct.solver != "gradient-descent":
+            raise ValueError(
+                f"reconstruct.solver is {self.reconstruct.solver!r}, which is for ratings: text needs gradient-descent"
+            )
+
+
+# ---- any task ----
+
+CONFIGS: dict[str, type[Config]] = {"ratings": RatingsConfig, "text": TextConfig}
+
+
+def config_from_json(values: Any, source: str, task: str | None = None) -> Config:
+    """Make all settings of a run from JSON.
+
+    Args:
+      values: an object as `to_json` returns, or part of one.
+      source: where it comes from, for messages.
+      task: the task if `values` names none; ratings by default, which is all that there was once.
+
+    Raises:
+      ConfigError: a setting is unknown, missing or of the wrong type; the message names it.
+    """
+    found = values.get("task", task or "ratings") if isinstance(values, Mapping) else "ratings"
+    if not isinstance(found, str) or found not in CONFIGS:
+        raise ConfigError(f"{source}: task is {found!r}; expected one of {', '.join(CONFIGS)}")
+    return from_json(CONFIGS[found], values, source)

@@ -1,0 +1,86 @@
+"""Pictures of a run, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrecon.app.tasks import Measure
+
+SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
+
+
+def learning_curve(
+    records: Sequence[Mapping[str, Any]],
+    path: Path,
+    measures: tuple[Measure, Measure],
+    *,
+    title: str = "Learning curve",
+) -> None:
+    """Draw the loss of every round, and two metrics of every evaluation, to a PNG file.
+
+    Args:
+      records: a run's history, as in `metrics.jsonl`.
+      path: the file; its folder is made.
+      measures: the metrics, such as those of a task.
+      title: stands above the picture.
+    """
+    from matplotlib.figure import Figure
+
+    rounds = [record for record in records if record["kind"] == "round"]
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2)
+    _draw_loss(left, _column(rounds, "round"), _column(rounds, "loss"))
+    _draw_evaluations(right, evaluations, measures)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    return np.array([np.nan if record[name] is None else record[name] for record in records], float)
+
+
+def _draw_loss(axes: Any, rounds: np.ndarray, loss: np.ndarray) -> None:
+    axes.set(title="Training clients", xlabel="round", ylabel="loss on query examples")
+    axes.grid(alpha=0.25)
+    if not np.isfinite(loss).any():
+        return
+    axes.plot(rounds, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="each round")
+    window = min(SMOOTHED, max(1, len(loss) // 10))
+    label = f"mean of {window} rounds"
+    axes.plot(rounds, _running_mean(loss, window), color="tab:blue", linewidth=1.8, label=label)
+    later = loss[len(loss) // 10 :]
+    if np.nanmax(loss) > 2 * np.nanmax(later):  # the first rounds would flatten all the others
+        low, high = np.nanmin(later), np.nanmax(later)
+        axes.set_ylim(low - 0.1 * (high - low), high + 0.5 * (high - low))
+    axes.legend(frameon=False)
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Average each value with its neighbours, over those of the window that there are."""
+    there = np.isfinite(values)
+    ones = np.ones(window)
+    total = np.convolve(np.where(there, values, 0), ones, "same")
+    count = np.convolve(there.astype(float), ones, "same")
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measures: tuple[Measure, Measure]) -> None:
+    axes.set(title="Validation clients, never trained on", xlabel="round")
+    axes.grid(alpha=0.25)
+    if not evaluations:
+        axes.text(0.5, 0.5, "no evaluations", ha="center", va="center", transform=axes.transAxes)
+        return
+    rounds = _column(evaluations, "round")
+    micro = [record["micro"] for record in evaluations]
+    looks = ((axes, "o-", "tab:red"), (axes.twinx(), "s--", "tab:green"))
+    for measure, (side, marks, color) in zip(measures, looks, strict=True):
+        values = _column(micro, measure.name)
+        side.plot(rounds, 100 * values if measure.percent else values, marks, color=color, markersize=4)
+        side.set_ylabel(f"{measure.title} (%)" if measure.percent else measure.title, color=color)
+        side.tick_params(axis="y", labelcolor=color)

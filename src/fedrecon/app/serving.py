@@ -1,0 +1,121 @@
+"""What a saved model does for people: items for users, next words for whoever writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedrecon.algorithm import client_keys
+from fedrecon.app.saved import SavedModel
+from fedrecon.app.tasks import Items
+from fedrecon.clients import Clients
+from fedrecon.completion import Suggestion, suggest
+from fedrecon.data import DataError, Vocabulary, personal_text, split_text
+from fedrecon.personalize import Recommendation, recommend, reconstruct
+
+
+def recommend_items(model: SavedModel[Items], clients: Clients, n: int = 10) -> list[Recommendation]:
+    """Rebuild every client's local parameters from all its ratings and recommend what it has not rated."""
+    algorithm = model.algorithm
+    everyone = reconstruct(algorithm, model.params, clients, seed=model.config.seed)
+    return [
+        recommend(
+            algorithm.model,
+            model.params,
+            jax.tree.map(lambda leaf, i=i: leaf[i], everyone),
+            num_items=len(model.legend),
+            rated=clients[i]["item"],
+            n=n,
+        )
+        for i in range(len(clients))
+    ]
+
+
+class Completion(NamedTuple):
+    """What may come after a prompt.
+
+    Attributes:
+      prompt: as given.
+      words: those of it that count: the last of its last sentence.
+      without: suggestions with the local parameters as they are before anything is rebuilt.
+      rebuilt: suggestions with those rebuilt from the person's text.
+    """
+
+    prompt: str
+    words: list[str]
+    without: list[Suggestion]
+    rebuilt: list[Suggestion]
+
+
+class Completions(NamedTuple):
+    """Completions for one person.
+
+    Attributes:
+      sentences: how many sentences of theirs the local parameters were rebuilt from.
+      own_words: how many words they use that are outside the vocabulary.
+      prompts: one completion for each prompt.
+    """
+
+    sentences: int
+    own_words: int
+    prompts: list[Completion]
+
+
+def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[str], n: int = 5) -> Completions:
+    """Rebuild a person's local parameters from text of theirs and suggest next words with and without them.
+
+    Args:
+      model: of text.
+      text: anything the person wrote; of very much, the last sentences count, as many as reconstruction takes.
+      prompts: beginnings of sentences.
+      n: how many suggestions for each.
+
+    Raises:
+      DataError: there are no words in the text or in a prompt.
+    """
+    algorithm, vocabulary, most = model.algorithm, model.legend, model.config.model.max_words
+    beginnings = [_words_of(prompt, most) for prompt in prompts]
+    mine = personal_text(text, vocabulary, most)
+    sentences = len(mine.columns["word"])
+    if not sentences:
+        raise DataError("the text has no words to rebuild anything from")
+    limit = min(sentences, algorithm.support_limit or sentences)
+    newest = {name: column[sentences - limit :] for name, column in mine.columns.items()}
+    rebuilt = reconstruct(algorithm, model.params, newest, seed=model.config.seed)
+    key = client_keys(jax.random.key(model.config.seed), jnp.zeros(1, jnp.int32))[0]  # as `reconstruct` begins
+    fresh = algorithm.model.init_local(key)
+
+    def suggestions(words: list[str], local: Any) -> list[Suggestion]:
+        return suggest(algorithm.model, model.params, local, words, vocabulary, own=mine.words, n=n, max_words=most)
+
+    found = [
+        Completion(prompt, words, suggestions(words, fresh), suggestions(words, rebuilt))
+        for prompt, words in zip(prompts, beginnings, strict=True)
+    ]
+    return Completions(limit, sum(map(len, mine.words.values())), found)
+
+
+def _words_of(prompt: str, max_words: int) -> list[str]:
+    """Return the words of a prompt that a model reads: the beginning of a sentence is one of its places too."""
+    sentences = split_text(prompt)
+    if not sentences:
+        raise DataError(f"the prompt {prompt!r} has no words: give the beginning of a sentence")
+    return sentences[-1][max(0, len(sentences[-1]) - max_words + 1) :]
+
+
+def read_text(path: Path) -> str:
+    """Read a file of plain text.
+
+    Raises:
+      DataError: it is not there, or is not UTF-8 text.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} is not a file; expected plain text. Check the path.")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path} is not UTF-8 text ({problem.reason} at byte {problem.start})") from None

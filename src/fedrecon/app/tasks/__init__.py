@@ -1,0 +1,18 @@
+"""Tasks: what can be trained from the command line, and all that differs between them."""
+
+from typing import Any
+
+from fedrecon.app.config import Config
+from fedrecon.app.tasks.ratings import RATINGS as RATINGS
+from fedrecon.app.tasks.ratings import Items as Items
+from fedrecon.app.tasks.task import Measure as Measure
+from fedrecon.app.tasks.task import Task as Task
+from fedrecon.app.tasks.task import Users as Users
+from fedrecon.app.tasks.text import TEXT as TEXT
+
+TASKS: dict[str, Task[Any, Any, Any]] = {task.name: task for task in (RATINGS, TEXT)}
+
+
+def task_of(config: Config) -> Task[Any, Any, Any]:
+    """Return the task that settings are for."""
+    return TASKS[config.task]

@@ -1,0 +1,130 @@
+"""Ratings: matrix factorization with a local embedding for every user."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrecon.app.config import Data, Factorization, RatingsConfig, Reading
+from fedrecon.app.config_files import changed
+from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon.data import Ratings, load
+from fedrecon.data.errors import DataError
+from fedrecon.data.ratings.movielens import NAMES
+from fedrecon.model import Model
+from fedrecon.models import implicit_feedback, learned_default, matrix_factorization
+from fedrecon.progress import Progress
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What items are called.
+
+    Attributes:
+      ids: the original id of item k.
+      titles: the title of item k, or None.
+    """
+
+    ids: np.ndarray
+    titles: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        """Check that there is a title for every item, if there are titles."""
+        if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
+            raise ValueError("items and titles do not match")
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.ids)
+
+    def title(self, k: int) -> str:
+        """Return the title of item `k`, or its original id where there is none."""
+        return str(self.ids[k] if self.titles is None else self.titles[k])
+
+
+def build_model(settings: Factorization, num_items: int) -> Model:
+    """Return the model."""
+    model = matrix_factorization(num_items, settings.dim, biases=settings.biases, init_mean=settings.init_mean)
+    model = learned_default(model) if settings.learned_default else model
+    return implicit_feedback(model, num_items) if settings.implicit_feedback else model
+
+
+def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:
+    """Read a ratings file."""
+    settings = {field.name: getattr(reading, field.name) for field in dataclasses.fields(Reading)}
+    return load(path, **settings, **options)
+
+
+def load_ratings(settings: Data) -> Ratings:
+    """Load the ratings that settings name, whole and in their own order."""
+    path = Path(settings.source)
+    if settings.source == "":
+        raise DataError("the name of the data is empty; give a known name or a path.")
+    known = settings.source in (*NAMES, "synthetic")
+    if not known and not path.is_dir() and path.suffix != ".zip":
+        return read_ratings(settings.source, settings, min_ratings=settings.min_ratings)
+    own = [f"data.{name}" for name in changed(settings, Reading)]
+    if own:
+        raise DataError(f"{settings.source} is not a ratings file, so there is no use for {', '.join(own)}.")
+    if settings.source == "synthetic":
+        return load(settings.source).at_least(settings.min_ratings)
+    return load(settings.source, min_ratings=settings.min_ratings)
+
+
+def divide_users(ratings: Ratings, settings: Data) -> Users:
+    """Shuffle and cap each user's ratings, and divide the users."""
+    if settings.shuffle_seed is not None:
+        ratings = ratings.shuffle(settings.shuffle_seed)
+    if settings.max_examples is not None:
+        ratings = ratings.cap(settings.max_examples)
+    users = Users(*ratings.split_clients(*settings.fractions, seed=settings.split_seed))
+    if not len(users.train):
+        raise DataError(f"{settings.source} has {len(ratings)} users: too few to train on.")
+    return users
+
+
+def _items(config: RatingsConfig, ratings: Ratings) -> Items:
+    del config
+    return Items(np.asarray(ratings.item_ids), None if ratings.titles is None else np.asarray(ratings.titles))
+
+
+def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+    del config, progress
+    ratings = read_ratings(path, reading, item_ids=items.ids)
+    return Read(ratings, ratings.skipped)
+
+
+def _describe(items: Items) -> dict[str, Any]:
+    return {"item_ids": items.ids.tolist(), "titles": None if items.titles is None else items.titles.tolist()}
+
+
+def _recall(description: Mapping[str, Any]) -> Items:
+    titles = description["titles"]
+    return Items(np.array(description["item_ids"]), None if titles is None else np.array(titles, dtype=str))
+
+
+RMSE = Measure("rmse", "RMSE")
+
+RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
+    name="ratings",
+    config=RatingsConfig,
+    people="users",
+    examples="ratings",
+    measures=(RMSE, ACCURACY),
+    curve=(RMSE, ACCURACY),
+    untrained=RatingsConfig(data=Data(source="")),
+    load=lambda config, progress: load_ratings(config.data),
+    legend=_items,
+    divide=lambda config, ratings, progress: divide_users(ratings, config.data),
+    facts=lambda config, ratings: {"ratings": ratings.num_examples, "items": ratings.num_items},
+    build_model=lambda config, items: build_model(config.model, len(items)),
+    read=_read,
+    describe=_describe,
+    recall=_recall,
+    serve="recommend {run} --ratings FILE",
+)

@@ -1,8 +1,0 @@
-"""`python -m fedrecon.cli` is the command `fedrecon`."""
-
-import sys
-
-from fedrecon.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

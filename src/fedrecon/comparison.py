@@ -1,0 +1,145 @@
+"""Several ways of training, compared on the same clients that none of them has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.clients import Clients, rows_of
+from fedrecon.engine import Layout
+from fedrecon.evaluation import Evaluation, evaluate
+from fedrecon.explanation import explain
+from fedrecon.printing import lay_out
+from fedrecon.progress import Progress, silent
+from fedrecon.split import Split
+from fedrecon.training import Run, train
+
+
+class Way(NamedTuple):
+    """What one way of training came to.
+
+    Attributes:
+      algorithm: what was trained.
+      run: its training; no rounds where the model has nothing global.
+      evaluation: of the clients never seen.
+      sent: bytes that a client sends in a round: of tables that are read by rows, those rows.
+    """
+
+    algorithm: Algorithm
+    run: Run
+    evaluation: Evaluation
+    sent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Ways of training side by side; `print` it for a table.
+
+    Attributes:
+      ways: each by its name.
+    """
+
+    ways: dict[str, Way]
+
+    def __getitem__(self, name: str) -> dict[str, float]:
+        """Return the metrics of one way, over all query examples together."""
+        return self.ways[name].evaluation.micro
+
+    def __str__(self) -> str:
+        """Lay the metrics out as a table: means over query examples, and what a client sends in a round."""
+        metrics = list(dict.fromkeys(metric for way in self.ways.values() for metric in way.evaluation.micro))
+        rows = [["", *metrics, "sent a round"]]
+        for name, way in self.ways.items():
+            found = way.evaluation.micro
+            cells = [f"{found[metric]:.3f}" if metric in found else "" for metric in metrics]
+            diverged = way.evaluation.diverged
+            rows.append([name, *cells, f"{way.sent:,.0f} B", *([f"({diverged} diverged)"] if diverged else [])])
+        clients, examples = (
+            max(getattr(way.evaluation, n) for way in self.ways.values()) for n in ("clients", "examples")
+        )
+        sizes = f"{clients:,} clients never seen in training, {examples:,} query examples"
+        return "\n".join([*lay_out(rows, right=True), sizes])
+
+
+def compare(
+    algorithms: Mapping[str, Algorithm],
+    clients: Clients,
+    unseen: Clients,
+    *,
+    rounds: int,
+    clients_per_round: int | None = None,
+    split: Split | None = None,
+    valid: Clients | None = None,
+    evaluate_every: int = 0,
+    seed: int = 0,
+    place: Layout | None = None,
+    progress: Progress = silent,
+) -> Comparison:
+    """Train every algorithm on the same clients and evaluate all on the same query examples of unseen clients.
+
+    An algorithm may rebuild what is local from an unseen client's support examples; one whose model has nothing local
+    never reads them. One whose model has nothing global has nothing to train, and runs no rounds.
+
+    Args:
+      algorithms: by the names that they have in the table.
+      clients: take part in training.
+      unseen: clients to measure on, who took no part.
+      rounds: rounds of training, of each.
+      clients_per_round: how many clients take part in a round; all where there are fewer.
+      split: support and query of unseen clients; half and half by default, whatever training does.
+      valid: clients to evaluate on during training, for curves; see the histories of the runs.
+      evaluate_every: evaluate on `valid` after every so many rounds.
+      seed: of everything random.
+      place: where clients run.
+      progress: a progress display.
+
+    Returns:
+      A `Comparison`.
+
+    Raises:
+      ValueError: if an unseen client is among those who train; that is noticed where both are views of the same data,
+        as `split_clients` makes them.
+      KeyboardInterrupt: on Ctrl-C, in whichever way's training.
+    """
+    if not algorithms:
+        raise ValueError("`algorithms` is empty; give at least one, by name")
+    for others, name in ((unseen, "unseen"), (valid, "valid")):
+        if others is not None:
+            _check_apart(clients, others, name)
+    per_round = None if clients_per_round is None else min(clients_per_round, len(clients))
+    ways = {}
+    for name, algorithm in algorithms.items():
+        explained = explain(algorithm, clients)
+        run = train(
+            algorithm,
+            clients,
+            rounds=rounds if explained.sends else 0,
+            clients_per_round=per_round,
+            valid=valid,
+            evaluate_every=evaluate_every,
+            evaluate_split=split,
+            seed=seed,
+            place=place,
+            progress=progress,
+        )
+        if run.interrupted:
+            raise KeyboardInterrupt
+        found = evaluate(algorithm, run.params, unseen, split=split, seed=seed, place=place, progress=progress)
+        by_rows = explained.sends_by_rows
+        ways[name] = Way(algorithm, run, found, explained.sends if by_rows is None else by_rows)
+    return Comparison(ways)
+
+
+def _check_apart(clients: Clients, others: Clients, argument: str) -> None:
+    """Fail if some of the others train too: as far as can be seen, which is where both are views of the same data."""
+    if not any(ours is theirs for ours in clients.columns.values() for theirs in others.columns.values()):
+        return
+    both = np.intersect1d(rows_of(clients.starts, clients.ends), rows_of(others.starts, others.ends)).size > 0
+    if clients.names is not None and others.names is not None:
+        both |= np.intersect1d(clients.names, others.names).size > 0
+    if both:
+        raise ValueError(f"`{argument}` has clients that train too; divide them with `split_clients` first")

@@ -1,0 +1,1 @@
+"""Ratings: files, MovieLens, synthetic ones."""

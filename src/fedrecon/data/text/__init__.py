@@ -1,0 +1,1 @@
+"""Text: corpora, vocabularies, sentences."""

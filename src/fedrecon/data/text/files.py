@@ -1,0 +1,149 @@
+"""Text: corpora from JSON lines, one post a line with the client who wrote it."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedrecon.data.cache import cache_folder
+from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.text.corpus import VERSION, Corpus
+from fedrecon.data.text.federated_sqlite import COMPRESSED
+from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
+from fedrecon.data.text.records import BadRecords, client_name, read_lines, seconds
+from fedrecon.data.text.runs import Post
+from fedrecon.data.text.stackoverflow import prepare_posts, prepare_stackoverflow
+from fedrecon.data.text.words import split_text
+from fedrecon.progress import Progress, silent
+
+
+def prepare_text(
+    path: str | Path,
+    folder: str | Path,
+    *,
+    fractions: Sequence[float] = FRACTIONS,
+    seed: int = 0,
+    kept_words: int = KEPT_WORDS,
+    max_sentences: int = MAX_SENTENCES,
+    words_in_memory: int = WORDS_IN_MEMORY,
+    bad_rows: BadRows = "error",
+    progress: Progress = silent,
+) -> Corpus:
+    """Prepare a corpus from JSON lines: objects with `client`, `text` and maybe `time`, plain or gzip.
+
+    Args:
+      path: the file. `client` is text or a whole number; `time` is seconds or an ISO date, and a post without one
+        counts as time 0, so that a file without any keeps its order. A client's posts may be anywhere in it.
+      folder: where the corpus goes; must not exist yet.
+      fractions: the share of clients for training, validation and test.
+      seed: decides who goes where.
+      kept_words: how many of the most used words of training clients are kept: the largest possible vocabulary.
+      max_sentences: how many of a client's sentences are kept, the first of the file.
+      words_in_memory: how many words are in memory at a time.
+      bad_rows: "error" refuses lines that cannot be read and names the first; "skip" counts them.
+      progress: opens a display of how far it is.
+
+    Raises:
+      DataError: the file is missing, has no sentences, or is malformed; the message names the line.
+    """
+    bad = BadRecords(bad_rows)
+    plan = Plan(
+        fractions=fractions,
+        seed=seed,
+        kept_words=kept_words,
+        max_sentences=max_sentences,
+        words_in_memory=words_in_memory,
+    )
+    posts = _read_posts(path, bad, progress)
+    return prepare_corpus(posts, folder, plan, str(path), bad.skipped, progress)
+
+
+def _read_posts(path: str | Path, bad: BadRecords, progress: Progress) -> Iterator[Post]:
+    for number, line in read_lines(path, bad, progress):
+        try:
+            post = parse_post(line)
+        except (ValueError, RecursionError) as problem:
+            bad.found(f"{path} line {number}", problem)
+            continue
+        if not post.sentences:
+            bad.skipped["posts_without_words"] += 1
+        yield post
+
+
+def parse_post(line: bytes) -> Post:
+    """Return what one line of a file holds, or raise ValueError with what is wrong."""
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"not UTF-8 text ({problem.reason} at byte {problem.start})") from None
+    except ValueError as problem:
+        raise ValueError(f"not JSON ({problem})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object with client and text")
+    for name in ("client", "text"):
+        if name not in record:
+            raise ValueError(f"no {name!r}; it has: {', '.join(map(str, record)) or 'nothing'}")
+    text = record["text"]
+    if not isinstance(text, str):
+        raise ValueError(f"text {str(text)[:50]!r} is not text")
+    return Post(client_name(record["client"]), _time(record.get("time")), split_text(text))
+
+
+def _time(value: Any) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, str):
+        return seconds(value)
+    try:
+        time = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, OverflowError):
+        time = math.nan
+    if not math.isfinite(time):
+        raise ValueError(f"time {str(value)[:50]!r} is neither a number of seconds nor a date")
+    return time
+
+
+def load_text(source: str | Path, *, progress: Progress = silent, **options: Any) -> Corpus:
+    """Open a corpus, preparing it the first time.
+
+    Args:
+      source: a prepared folder; or a file of JSON lines, a Stack Exchange `Posts.xml`, or the federated Stack
+        Overflow database, of which the prepared corpus is kept in $FEDRECON_CACHE or ~/.cache/fedrecon, under a
+        name that changes when the file or the options do.
+      progress: opens a display of how far preparing is.
+      **options: of `prepare_text`, `prepare_posts` or `prepare_stackoverflow`, whichever it is.
+
+    Raises:
+      DataError: there is no such file, or it cannot be read.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return Corpus.open(path)
+    if not path.is_file():
+        raise DataError(f"{source} is neither a file nor a prepared corpus. Check the path.")
+    others = {name: _state(value) for name, value in options.items() if name == "word_count" and value is not None}
+    about = [VERSION, _state(path), sorted({**options, **others}.items())]
+    digest = hashlib.blake2b(json.dumps(about, default=str).encode(), digest_size=8).hexdigest()
+    folder = cache_folder() / "text" / f"{path.name.split('.')[0]}-{digest}"
+    if folder.is_dir():
+        return Corpus.open(folder)
+    return preparer(path)(path, folder, progress=progress, **options)
+
+
+def _state(path: str | Path) -> list[Any]:
+    """Return what changes when a file does."""
+    try:
+        state = Path(path).stat()
+    except OSError:
+        return [str(path)]
+    return [str(Path(path).resolve()), state.st_size, state.st_mtime_ns]
+
+
+def preparer(path: str | Path) -> Callable[..., Corpus]:
+    """Return what prepares a file of this name: `prepare_posts`, `prepare_stackoverflow` or `prepare_text`."""
+    path = Path(path)
+    if path.suffix in (".sqlite", *COMPRESSED):
+        return prepare_stackoverflow
+    return prepare_posts if ".xml" in path.suffixes[-2:] else prepare_text

@@ -1,0 +1,147 @@
+"""Stack Overflow: the federated data set that TensorFlow Federated publishes, and dumps of Stack Exchange sites.
+
+Neither is downloaded: docs/data.md says where they are.
+"""
+
+import sqlite3
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.text.corpus import Corpus
+from fedrecon.data.text.federated_sqlite import SPLITS, choose_clients, connect, read_examples, unpacked
+from fedrecon.data.text.posts_xml import ANSWER, QUESTION, read_posts
+from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
+from fedrecon.data.text.records import BadRecords
+from fedrecon.progress import Progress, silent
+
+
+def prepare_stackoverflow(
+    database: str | Path,
+    folder: str | Path,
+    *,
+    word_count: str | Path | None = None,
+    clients: Mapping[str, int] | None = None,
+    seed: int = 0,
+    kept_words: int = KEPT_WORDS,
+    max_sentences: int = MAX_SENTENCES,
+    unpack: bool = False,
+    words_in_memory: int = WORDS_IN_MEMORY,
+    bad_rows: BadRows = "error",
+    progress: Progress = silent,
+) -> Corpus:
+    """Prepare a corpus from federated Stack Overflow, client by client.
+
+    The corpus has the splits of the data set: `train`, `heldout` (other users) and `test` (later sentences of users
+    in `train`). A user in both is two clients of one name.
+
+    Args:
+      database: `stackoverflow.sqlite`; or `stackoverflow.sqlite.lzma` with `unpack`.
+      folder: where the corpus goes; must not exist yet.
+      word_count: `stackoverflow.word_count`, whose first words are then the vocabulary; None counts the words of
+        the training clients that are taken.
+      clients: how many clients to take of a split, at random; of a split that is not named, all.
+      seed: decides which clients are taken.
+      kept_words: how many words are kept: the largest possible vocabulary.
+      max_sentences: how many of a client's sentences are kept, the first of the database.
+      unpack: whether a compressed database may be unpacked to a file beside it, which then stays.
+      words_in_memory: how many words are in memory at a time.
+      bad_rows: "error" refuses examples that cannot be read and names the first; "skip" counts them.
+      progress: opens a display of how far it is.
+
+    Raises:
+      DataError: a file is missing or not what it should be.
+    """
+    bad = BadRecords(bad_rows)
+    if unknown := set(clients or {}) - set(SPLITS):
+        raise ValueError(f"`clients` names the split {unknown.pop()!r}; there are: {', '.join(SPLITS)}.")
+    if min((clients or {"train": 0}).values()) < 0:
+        raise ValueError(f"`clients` is {clients}; numbers of clients cannot be negative.")
+    words = None if word_count is None else read_word_count(word_count, kept_words)
+    plan = Plan(
+        splits=SPLITS,
+        fractions=None,
+        words=words,
+        kept_words=kept_words,
+        max_sentences=max_sentences,
+        words_in_memory=words_in_memory,
+    )
+    path = unpacked(Path(database), unpack, progress)
+    with closing(connect(path)) as connection:
+        try:
+            chosen = choose_clients(connection, clients or {}, seed)
+            posts = read_examples(connection, path, chosen, max_sentences, bad, progress)
+            return prepare_corpus(posts, folder, plan, str(database), bad.skipped, progress)
+        except sqlite3.Error as problem:
+            raise DataError(f"{path} cannot be read as federated Stack Overflow: {problem}.") from problem
+
+
+def prepare_posts(
+    path: str | Path,
+    folder: str | Path,
+    *,
+    types: Collection[int] = (QUESTION, ANSWER),
+    fractions: Sequence[float] = FRACTIONS,
+    seed: int = 0,
+    kept_words: int = KEPT_WORDS,
+    max_sentences: int = MAX_SENTENCES,
+    words_in_memory: int = WORDS_IN_MEMORY,
+    bad_rows: BadRows = "error",
+    progress: Progress = silent,
+) -> Corpus:
+    """Prepare a corpus from the `Posts.xml` of a Stack Exchange dump, owners as clients.
+
+    A post's text is its title, if it has one, and its body without HTML; blocks of code are left out. Posts without an
+    owner are left out and counted.
+
+    Args:
+      path: the file, plain or gzip.
+      folder: where the corpus goes; must not exist yet.
+      types: which posts, by PostTypeId: 1 for questions, 2 for answers.
+      fractions: the share of clients for training, validation and test.
+      seed: decides who goes where.
+      kept_words: how many of the most used words of training clients are kept: the largest possible vocabulary.
+      max_sentences: how many of a client's sentences are kept, the first of the file.
+      words_in_memory: how many words are in memory at a time.
+      bad_rows: "error" refuses lines that cannot be read and names the first; "skip" counts them.
+      progress: opens a display of how far it is.
+
+    Raises:
+      DataError: the file is missing, has no sentences, or is malformed; the message names the line.
+    """
+    bad = BadRecords(bad_rows)
+    plan = Plan(
+        fractions=fractions,
+        seed=seed,
+        kept_words=kept_words,
+        max_sentences=max_sentences,
+        words_in_memory=words_in_memory,
+    )
+    posts = read_posts(path, types, bad, progress)
+    return prepare_corpus(posts, folder, plan, str(path), bad.skipped, progress)
+
+
+def read_word_count(path: str | Path, most: int = KEPT_WORDS) -> list[str]:
+    """Return the first words of `stackoverflow.word_count`: lines of a word and its count, most used first.
+
+    Raises:
+      DataError: the file is missing or has other lines.
+    """
+    words: dict[str, None] = {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                fields = line.split()
+                if len(fields) != 2 or not fields[1].isdigit():
+                    raise DataError(f"{path} line {number}: {line[:50]!r} is not a word and its count.")
+                if fields[0] in words:
+                    raise DataError(f"{path} line {number}: {fields[0]!r} is there a second time.")
+                words[fields[0]] = None
+                if len(words) == most:
+                    break
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"cannot read {path}: {problem}. Expected stackoverflow.word_count, unpacked.") from problem
+    if not words:
+        raise DataError(f"{path} is empty; expected a word and its count a line.")
+    return list(words)

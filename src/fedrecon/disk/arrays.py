@@ -1,0 +1,83 @@
+"""Pytrees and settings on disk: safetensors and JSON files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from fedrecon.disk.folders import sync
+from fedrecon.trees import flatten, unflatten
+
+ARRAYS, MANIFEST = "arrays.safetensors", "manifest.json"
+
+
+class StorageError(ValueError):
+    """Something on disk is not what it should be."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file so that it is either the old one or the new one, whenever the process ends."""
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(json.dumps(without_nan(value), indent=2) + "\n", encoding="utf-8")
+    sync(temporary)
+    temporary.replace(path)
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value for JSON with null for every number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file, with an error that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StorageError(f"{path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise StorageError(f"{path} is not valid JSON: {problem}") from None
+
+
+def save_arrays(path: Path, tree: Any) -> None:
+    """Save a pytree of arrays to one safetensors file, by path."""
+    leaves, _ = flatten(tree)
+    save_file({name or "value": np.asarray(leaf, order="C") for name, leaf in leaves.items()}, path)
+
+
+def load_arrays(path: Path, like: Any) -> Any:
+    """Load a pytree of arrays.
+
+    Args:
+      path: a file that `save_arrays` wrote.
+      like: a pytree of the same structure, of arrays or of shapes, that says what is expected.
+
+    Raises:
+      StorageError: if the file is missing, damaged, or holds something else.
+    """
+    try:
+        found = load_file(path)
+    except FileNotFoundError:
+        raise StorageError(f"{path} is missing") from None
+    except Exception as problem:
+        raise StorageError(f"{path} cannot be read: {problem}") from None
+    leaves, structure = flatten(like)
+    wanted = {name or "value": leaf for name, leaf in leaves.items()}
+    if set(found) != set(wanted):
+        raise StorageError(f"{path} holds {sorted(found)}; expected {sorted(wanted)}")
+    for name, leaf in wanted.items():
+        if found[name].shape != tuple(leaf.shape) or found[name].dtype != leaf.dtype:
+            raise StorageError(
+                f"{path}: {name!r} is {found[name].dtype}{found[name].shape}; expected {leaf.dtype}{tuple(leaf.shape)}"
+            )
+    return jax.tree.map(np.asarray, unflatten(structure, {name: found[name or "value"] for name in leaves}))

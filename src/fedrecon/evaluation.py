@@ -1,0 +1,234 @@
+"""ReconEval and StandardEval: every client of a split, measured one by one, and summed up honestly."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon.algorithm import Algorithm, client_keys
+from fedrecon.clients import Clients
+from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
+from fedrecon.engine import Layout, compile_each, everywhere, layout
+from fedrecon.lookups.fit import check_reconstruction, features_used
+from fedrecon.model import Model, finish, metric_names
+from fedrecon.progress import Progress, silent
+from fedrecon.solvers.problem import Objective, measure_all
+from fedrecon.split import Split, half, query_only
+
+CLIENTS_AT_ONCE = 600
+NUMBERS_AT_ONCE = 1000  # of features in a client's batch, about
+DIVERGED_ABOVE = 1000.0
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How a model serves the clients of a split.
+
+    Attributes:
+      protocol: `recon` or `standard`.
+      clients: how many clients were measured; those without query examples are not.
+      diverged: how many of them diverged, and are in no mean.
+      examples: how many query examples the means are over.
+      micro: metrics over all examples together.
+      macro: metrics of each client, averaged over clients.
+      quantiles: of each metric over clients, as `{metric: {quantile: value}}`.
+      per_client: each metric of each client, NaN for clients that were not measured or diverged.
+    """
+
+    protocol: str
+    clients: int
+    diverged: int
+    examples: int
+    micro: dict[str, float]
+    macro: dict[str, float]
+    quantiles: dict[str, dict[str, float]]
+    per_client: dict[str, np.ndarray] = dataclasses.field(repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Return everything but the single clients, ready for JSON."""
+        found = dataclasses.asdict(self)
+        del found["per_client"]
+        return found
+
+
+class Evaluator:
+    """Evaluates one algorithm on one set of clients, as often as wanted, compiled once."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        clients: Clients,
+        *,
+        protocol: str = "recon",
+        split: Split | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        place: Layout | None = None,
+    ):
+        """Prepare.
+
+        Args:
+          algorithm: whose reconstruction and model are used.
+          clients: a split; with `recon`, clients that took no part in training.
+          protocol: `recon` or `standard`; see `evaluate`.
+          split: support and query for `recon`; half and half by default.
+          batch_size: clients are measured in batches of so many examples, by default as many as are small.
+          seed: of the local parameters' initialisation.
+          place: where clients run.
+        """
+        if protocol not in ("recon", "standard"):
+            raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
+        if len(clients) == 0:
+            raise ValueError("there are no clients to evaluate on")
+        if protocol == "recon":
+            check_reconstruction(algorithm, clients)
+        self.algorithm, self.clients, self.protocol = algorithm, clients, protocol
+        self._split = query_only() if protocol == "standard" else split or half()
+        self._key = jax.random.key(seed)
+        self._place = place or layout(model=algorithm.model)
+        used = features_used(algorithm.model, clients)
+        self._needs = Needs(self._split, algorithm.support_limit, columns=used)
+        numbers = sum(math.prod(clients.columns[name].shape[1:]) for name in used)
+        self._batch_size = batch_size or int(np.clip(NUMBERS_AT_ONCE // max(numbers, 1), 16, 64))
+        self._packer = Packer(clients, self._needs)
+        self._has_local = bool(jax.tree.leaves(jax.eval_shape(algorithm.model.init_local, self._key)))
+        self._run = compile_each(self._block, self._place)
+
+    def on(self, clients: Clients) -> Evaluator:
+        """Return an evaluator of other clients; where they pack to the same shape nothing is compiled again."""
+        if len(clients) == 0:
+            raise ValueError("there are no clients to evaluate on")
+        other = copy.copy(self)
+        other.clients = clients
+        other._packer = Packer(clients, self._needs)
+        return other
+
+    def _block(self, shared: Any, part: tuple[Cohort, Any]) -> Any:
+        params, key = shared
+        cohort, kept = part
+        model = self.algorithm.model
+        if self.protocol == "standard":
+            local = kept
+        else:
+            local = self.algorithm.reconstruct(params, kept, cohort.support, client_keys(key, cohort.client))
+        objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
+        return measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
+
+    def __call__(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
+        """Evaluate global parameters.
+
+        Args:
+          params: global parameters.
+          kept: what each client kept from training, clients first, where the protocol or algorithm wants it.
+          progress: a progress display.
+        """
+        if self.protocol == "standard" and self._has_local and not jax.tree.leaves(kept):
+            raise ValueError(
+                "StandardEval measures local parameters kept from training; give them as `kept`, "
+                "or use protocol='recon'"
+            )
+        shared = everywhere((params, self._key), self._place)
+        found = np.zeros((len(self.clients), len(metric_names(self.algorithm.model)), 2), np.float64)
+        with progress("evaluating", len(self.clients)) as advance:
+            for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
+                indices = np.arange(begin, min(begin + CLIENTS_AT_ONCE, len(self.clients)))
+                padded = np.full(min(CLIENTS_AT_ONCE, len(self.clients)), ABSENT)
+                padded[: len(indices)] = indices
+                sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
+                order = self._place.arrange(padded, sizes)
+                sums = np.asarray(self._run(shared, (self._packer.pack(order), _of(kept, order))))
+                found[order[order >= 0]] = sums[order >= 0]
+                advance(len(indices))
+        return summarize(self.algorithm.model, self.protocol, found)
+
+
+def evaluate(
+    algorithm: Algorithm,
+    params: Any,
+    clients: Clients,
+    *,
+    kept: Any = (),
+    protocol: str = "recon",
+    split: Split | None = None,
+    seed: int = 0,
+    place: Layout | None = None,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Evaluate global parameters on every client.
+
+    Args:
+      algorithm: whose reconstruction and model are used.
+      params: global parameters.
+      clients: a split; with `recon`, clients that took no part in training.
+      kept: what each of these clients kept from training, clients first, where there is such a thing.
+      protocol: `recon` rebuilds the local parameters on each client's support and measures on its query;
+        `standard` measures the kept local parameters on all examples of `clients`.
+      split: support and query for `recon`; half and half by default, whatever training does.
+      seed: of the local parameters' initialisation.
+      place: where clients run.
+      progress: a progress display.
+
+    Returns:
+      An `Evaluation`: means over examples and over clients, quantiles over clients, and each client's own metrics.
+    """
+    evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, place=place)
+    return evaluator(params, kept, progress=progress)
+
+
+def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
+    """Sum up clients from their sums of `(clients, metrics, 2)`.
+
+    A client has diverged if any of its sums is not finite, or if its loss is more than `DIVERGED_ABOVE` times the
+    median client's: one such client would be the mean.
+    """
+    measured = ~(sums[:, 0, 1] == 0)
+    finite = np.isfinite(sums).all((1, 2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses = np.where(measured & finite, sums[:, 0, 0] / sums[:, 0, 1], np.nan)
+    usual = np.nanmedian(losses) if np.isfinite(losses).any() else np.nan
+    good = measured & finite & ~((losses > DIVERGED_ABOVE * usual) & (usual > 0))
+    names = metric_names(model)
+    per_client = {name: np.full(len(sums), np.nan) for name in names}
+    for i in np.flatnonzero(good):
+        for name, value in finish(model, sums[i]).items():
+            per_client[name][i] = value
+    return Evaluation(
+        protocol=protocol,
+        clients=int(measured.sum()),
+        diverged=int((measured & ~good).sum()),
+        examples=int(sums[good, 0, 1].sum()),
+        micro=finish(model, sums[good].sum(0)),
+        macro={name: _over_clients(np.mean, values) for name, values in per_client.items()},
+        quantiles={
+            name: {f"{q:g}": _over_clients(functools.partial(np.quantile, q=q), values) for q in QUANTILES}
+            for name, values in per_client.items()
+        },
+        per_client=per_client,
+    )
+
+
+def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+    """Take a statistic of the clients that have a value; NaN if none has."""
+    there = values[~np.isnan(values)]
+    return float(statistic(there)) if there.size else float("nan")
+
+
+def kept_like(algorithm: Algorithm, clients: int, seed: int) -> Any:
+    """Return what owners keep before their first round, clients first; an empty tuple for stateless clients."""
+    if algorithm.keep is None:
+        return ()
+    keys = client_keys(jax.random.key(seed), jnp.arange(clients))
+    return jax.tree.map(np.array, algorithm.keep(keys))
+
+
+def _of(kept: Any, order: np.ndarray) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x)[np.maximum(order, 0)], kept)

@@ -1,0 +1,1 @@
+"""Tables that are read by rows: how they are found, fetched and changed."""

@@ -1,0 +1,153 @@
+"""Which features of the clients' data a model uses, found out by asking it, and whether it fits them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon.algorithm import Algorithm, Same
+from fedrecon.clients import Clients
+from fedrecon.lookups.tables import check_lookups, lookup_groups, noise_like
+from fedrecon.lookups.tracing import Reads, by_rows, find_reads
+from fedrecon.model import AUTO, Model, Step, measure, predict_in
+from fedrecon.trees import flatten
+
+RANGE_CHECKED = 2**26  # ids of a feature, at most, whose range is looked at before training
+PROBED = 8  # examples of a batch that is only there to ask questions of a model
+
+
+class _Recorder(Mapping[str, Any]):
+    """A batch that remembers which of its features were read."""
+
+    def __init__(self, columns: Mapping[str, Any], asked: set[str]):
+        self._columns, self._asked = columns, asked
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._columns:
+            raise ValueError(f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}")
+        self._asked.add(name)
+        return self._columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def features_used(model: Model, clients: Clients) -> list[str]:
+    """List the features that the model's predictions, loss and metrics read, in the order the clients have them.
+
+    Raises:
+      ValueError: if the model reads a feature that the clients do not have, or if loss or predictions have a shape
+        that does not fit the examples.
+    """
+    asked: set[str] = set()
+    batch = probe(clients)
+    key = jax.random.key(0)
+
+    def ask(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
+        recorder = _Recorder(columns, asked)
+        predictions = model.predict(params, local, recorder)
+        predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
+        if model.evidence is not None:
+            model.evidence(params, recorder, jnp.ones(PROBED, bool))
+        for name, weighted in [("loss", model.loss), *((n, m.measure) for n, m in model.metrics.items())]:
+            values, weights = weighted(predictions, recorder)
+            if jnp.shape(values)[:1] != (PROBED,) or jnp.shape(values) != jnp.shape(weights):
+                raise ValueError(
+                    f"`{name}` returns values of shape {jnp.shape(values)} and weights of shape {jnp.shape(weights)} "
+                    f"for {PROBED} examples; both must be ({PROBED}, ...)"
+                )
+        return measure(model, predictions, recorder, jnp.ones(PROBED, bool))
+
+    jax.eval_shape(ask, *_shapes(model, key), batch)
+    return [name for name in clients.columns if name in asked]
+
+
+def check_fit(algorithm: Algorithm, clients: Clients) -> None:
+    """Fail with a sentence if the model, the algorithm and the data do not fit together."""
+    model = algorithm.model
+    if clients.num_examples == 0:
+        raise ValueError("the clients have no examples")
+    for path, features in lookup_groups(model).items():
+        for feature in features:
+            kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
+            if not np.issubdtype(kind, np.integer):
+                raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {kind}, not ids")
+    params, local, batch = _stand_ins(model, clients)
+    check_lookups(model, params, local, batch)
+    check_reconstruction(algorithm, clients)
+
+
+def with_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
+    """Return an algorithm whose model's lookups are known: where they are "auto", found from the shapes of the data."""
+    model = algorithm.model
+    if model.lookups != AUTO:
+        return algorithm
+    reads = known_lookups(model, clients)
+    return _remade(Same(algorithm), tuple((path, read.features) for path, read in reads.items() if read.features))
+
+
+def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
+    """Find out how a model reads its global parameters, given the clients' data.
+
+    Tables that are read at ids the data has but they have not are left alone: a model may have its own ways with those.
+    """
+    used = features_used(model, clients)
+    reads = find_reads(model, {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used})
+    shapes = flatten(_shapes(model, jax.random.key(0))[0])[0]
+    for path, read in reads.items():
+        rows = shapes[path].shape[0] if shapes[path].shape else 0
+        outside = [feature for feature in read.features if not _in_range(clients.columns[feature], rows)]
+        if outside:
+            reads[path] = Reads((), f"{outside[0]} holds ids outside of its rows 0 to {rows - 1}")
+    return reads
+
+
+@functools.lru_cache(maxsize=8)
+def _remade(same: Same, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
+    """Remake an algorithm once, so that what is compiled for it is compiled once."""
+    return same.algorithm.remake(by_rows(same.algorithm.model, dict(lookups)))
+
+
+def _in_range(ids: np.ndarray, rows: int) -> bool:
+    # Of more ids than can be looked at in a moment, packing looks at those it packs.
+    return ids.size > RANGE_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
+
+
+def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
+    """Fail with a sentence if the algorithm cannot rebuild this model's local parameters."""
+    params, local, batch = _stand_ins(algorithm.model, clients)
+    algorithm.check(params, local, batch, jnp.ones(PROBED, bool))
+
+
+def _stand_ins(model: Model, clients: Clients) -> tuple[Any, Any, dict[str, Any]]:
+    """Return noise for parameters and a real batch with just the features that the model uses."""
+    used = features_used(model, clients)
+    batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
+    params, local = (noise_like(shapes) for shapes in _shapes(model, jax.random.key(0)))
+    return params, local, batch
+
+
+def _shapes(model: Model, key: Any) -> tuple[Any, Any]:
+    return jax.eval_shape(model.init_global, key), jax.eval_shape(model.init_local, key)
+
+
+def probe(clients: Clients) -> dict[str, np.ndarray]:
+    """Take a few examples, some more than once if there are not enough; zeros if there are none."""
+    numbers = {name: column for name, column in clients.columns.items() if column.dtype.kind in "biuf"}
+    if clients.num_examples == 0:
+        return {name: np.zeros((PROBED, *column.shape[1:]), column.dtype) for name, column in numbers.items()}
+    sizes = clients.ends[:1000] - clients.starts[:1000]  # not of all clients: there may be millions
+    who = int(np.argmax(sizes))
+    at = int(clients.starts[who]) + np.arange(PROBED) % max(1, int(sizes[who]))
+    return {name: np.asarray(column[at]) for name, column in numbers.items()}

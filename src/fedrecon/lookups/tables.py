@@ -1,0 +1,392 @@
+"""Lookup tables: global tables read only by rows, so that a client holds and changes just its own rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fedrecon.model import AUTO, Batch, Model
+from fedrecon.trees import Params, flatten, unflatten
+
+Reach = Literal["each", "rows", "copy", "whole"]
+LARGE = 1e6  # how much larger gradients are tried, too: what clips does so only where they are large
+ORIGINAL = "\0"  # before a feature's name: its ids as they were; under its own name they are renumbered
+
+
+class Rows:
+    """A table of which only the rows of one batch are here, in the order of that batch's ids.
+
+    A model writes `table[batch["item"]]` and gets its rows, whether `table` is whole or is this. When the index is
+    the very array these rows were fetched for, no second gather is made; any other use falls back on the array of
+    rows, where the batch's ids (already renumbered to match) are right.
+    """
+
+    def __init__(self, values: Array, ids: Mapping[str, Array], places: Mapping[str, slice]):
+        """Hold `values` (rows, ...), of which `places[feature]` were fetched for the renumbered `ids[feature]`."""
+        self.values, self.ids, self.places = values, ids, places
+
+    def __getitem__(self, index: Any) -> Array:
+        """Return rows by renumbered ids."""
+        for feature, place in self.places.items():
+            if index is self.ids[feature]:
+                return self.values[place].reshape(index.shape + self.values.shape[1:])
+        return self.values[index]
+
+    def __jax_array__(self) -> Array:
+        """Stand in for an array wherever jax.numpy is given one."""
+        return self.values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows that are here."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the rows."""
+        return self.values.dtype
+
+
+def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
+    """Return, for every lookup table, the features that index it: tables with the same features form a group.
+
+    There are none as long as they are to be found out.
+
+    Raises:
+      ValueError: if two tables share some features but not all, since one numbering of rows must serve both.
+    """
+    if model.lookups == AUTO:
+        return {}
+    groups = {
+        path: (features,) if isinstance(features, str) else tuple(features) for path, features in model.lookups.items()
+    }
+    for one, mine in groups.items():
+        for other, theirs in groups.items():
+            if set(mine) & set(theirs) and mine != theirs:
+                raise ValueError(
+                    f"`lookups` of {one!r} and {other!r} share features but differ: {mine} and {theirs}; "
+                    "give both the same features, or leave one out"
+                )
+    return groups
+
+
+def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
+    """Return lookups of a model whose global parameters have become a part of others."""
+    return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
+
+
+def renumber(batch: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ids by renumbered ones, and keep the original ones beside them."""
+    return {**batch, **{ORIGINAL + feature: batch[feature] for feature in ids}, **ids}
+
+
+def original_batch(batch: Batch) -> Batch:
+    """Undo `renumber`: what loss and metrics see, for whom a row's number means nothing."""
+    before = {name.removeprefix(ORIGINAL): column for name, column in batch.items() if name.startswith(ORIGINAL)}
+    return {**{name: batch[name] for name in batch if not name.startswith(ORIGINAL)}, **before} if before else batch
+
+
+def group_name(features: Sequence[str]) -> str:
+    """Name a group of lookup tables by the features that index them."""
+    return ",".join(features)
+
+
+def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> None:
+    """Fail if a declared lookup table is used in any other way than by rows.
+
+    The declaration is compared with the model itself on one batch: predictions from whole tables against
+    predictions from tables that hold only the batch's rows. All parameters are replaced by noise first, since a
+    dense use multiplied by a zero would not show.
+
+    Raises:
+      ValueError: naming the table, if it does not exist, a feature is missing, or the predictions differ.
+    """
+    leaves, structure = flatten(params)
+    for path, features in lookup_groups(model).items():
+        if path not in leaves:
+            raise ValueError(f"`lookups` names {path!r}; the global parameters are: {', '.join(leaves)}")
+        for feature in features:
+            if feature not in batch:
+                raise ValueError(
+                    f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
+                )
+    noise, local = noise_like(leaves), noise_like(local)
+    whole = jax.jit(lambda leaves, local, batch: _use(model, unflatten(structure, leaves), local, batch))
+    groups = lookup_groups(model)
+    for features in dict.fromkeys(groups.values()):
+        # Ids are renumbered for all tables that they index, so these can only be narrowed together.
+        paths = [path for path, group in groups.items() if group == features]
+        batch = _other_ids(batch, features, min(noise[path].shape[0] for path in paths))
+
+        def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
+            fetched = {path: fetch_rows(leaves[path], batch, features) for path in paths}
+            narrowed = {**leaves, **{path: rows for path, (_, rows) in fetched.items()}}
+            return _use(model, unflatten(structure, narrowed), local, renumber(batch, fetched[paths[0]][0]))
+
+        try:
+            pairs = zip(
+                jax.tree.leaves(whole(noise, local, batch)),
+                jax.tree.leaves(jax.jit(narrow)(noise, local, batch)),
+                strict=True,
+            )
+            honest = all(a.shape == b.shape and np.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
+        except (TypeError, ValueError, IndexError, AttributeError):
+            honest = False
+        if not honest:
+            raise ValueError(
+                f"`lookups` says the table {' and '.join(map(repr, paths))} is only read by rows at "
+                f"{', '.join(features)}, but predictions change when the other rows are missing; read it as "
+                "table[ids], or take it out of `lookups`"
+            )
+
+
+def _use(model: Model, params: Params, local: Params, batch: Batch) -> Any:
+    """Use global parameters in every way that a model does: to predict, and for evidence if it takes any."""
+    if model.evidence is not None:
+        mask = jnp.ones(next(iter(batch.values())).shape[0], bool)
+        local = jax.tree.map(jnp.add, local, model.evidence(params, batch, mask))
+    return model.predict(params, local, batch)
+
+
+def _other_ids(batch: Batch, features: Sequence[str], rows: int) -> Batch:
+    """Replace ids by random ones, the k-th never k: in real ones a fixed row may be just where it is looked for."""
+    generator, start, found = np.random.default_rng(0), 0, dict(batch)
+    for feature in features:
+        old = batch[feature]
+        place = start + np.arange(old.size)
+        start += old.size
+        ids = (place + generator.integers(1, max(rows, 2), old.size)) % rows
+        found[feature] = jnp.asarray(ids.reshape(old.shape), old.dtype)
+    return found
+
+
+def noise_like(tree: Any) -> Any:
+    """Return noise in the shapes of a pytree: parameters for which no term of a model happens to vanish."""
+    generator = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype), tree)
+
+
+def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], Rows]:
+    """Fetch the rows of a batch from a table, and the batch's ids renumbered to match."""
+    renumbered, places = _lay_out({feature: batch[feature].shape for feature in features})
+    values = table[_flat(batch, features)]
+    return renumbered, Rows(values, renumbered, places)
+
+
+def _flat(batch: Batch, features: Sequence[str]) -> Array:
+    return jnp.concatenate([batch[feature].reshape(-1) for feature in features])
+
+
+def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], dict[str, slice]]:
+    """Number the ids of several features one after another, and say where each feature's rows then are."""
+    renumbered, places, start = {}, {}, 0
+    for feature, shape in shapes.items():
+        stop = start + math.prod(shape)
+        renumbered[feature] = jnp.arange(start, stop, dtype=jnp.int32).reshape(shape)
+        places[feature] = slice(start, stop)
+        start = stop
+    return renumbered, places
+
+
+class Tables(NamedTuple):
+    """The lookup tables of several clients while they change them.
+
+    Attributes:
+      values: each table as the server sent it, `(table rows, ...)`, shared by all clients.
+      features: the features that index each table.
+      slots: for each of those features, `(clients, examples, ...)` places in the client's own list of rows.
+      capacity: the length of the list, for each table.
+    """
+
+    values: Mapping[str, Array]
+    features: Mapping[str, tuple[str, ...]]
+    slots: Mapping[str, Array]
+    capacity: Mapping[str, int]
+
+    def unchanged(self, clients: int) -> dict[str, Array]:
+        """Return the change of every client's rows before the first step: none."""
+        return {
+            path: jnp.zeros((clients, self.capacity[path], *table.shape[1:]), table.dtype)
+            for path, table in self.values.items()
+        }
+
+    def fetch(self, changes: Mapping[str, Array], batch: Batch, slots: Batch) -> Fetched:
+        """Fetch one client's rows for a batch: the server's values plus what the client has changed so far."""
+        layout = {group: _lay_out({f: batch[f].shape for f in group}) for group in set(self.features.values())}
+        rows, slot = {}, {}
+        for path, table in self.values.items():
+            group = self.features[path]
+            slot[path] = _flat(slots, group)
+            # Packing has checked that ids and slots are in range.
+            rows[path] = table.at[_flat(batch, group)].get(mode="promise_in_bounds")
+            rows[path] += changes[path].at[slot[path]].get(mode="promise_in_bounds")
+        renumbered = {feature: ids for numbered, _ in layout.values() for feature, ids in numbered.items()}
+        places = {path: layout[group][1] for path, group in self.features.items()}
+        return Fetched(rows, slot, renumber(batch, renumbered), places)
+
+
+class Fetched(NamedTuple):
+    """The rows of one batch of one client."""
+
+    rows: dict[str, Array]  # table -> (ids, ...)
+    slot: dict[str, Array]  # table -> (ids,) where they are in the client's list
+    batch: Batch  # with ids renumbered to match
+    places: dict[str, dict[str, slice]]
+
+    def as_tables(self, rows: Mapping[str, Array]) -> dict[str, Rows]:
+        """Present values of these rows to a model as the tables it expects."""
+        return {path: Rows(values, self.batch, self.places[path]) for path, values in rows.items()}
+
+
+def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
+    """Sum the gradients of rows that occur more than once into their first place.
+
+    Returns:
+      The gradients, zero at repeats, and the slots, beyond the end at repeats so that they are dropped when written.
+    """
+    same = slot[:, None] == slot[None, :]
+    first = jnp.argmax(same, axis=1) == jnp.arange(len(slot))
+    summed = jnp.tensordot(same.astype(grads.dtype), grads, 1)
+    keep = first.reshape(-1, *([1] * (grads.ndim - 1)))
+    return jnp.where(keep, summed, 0), jnp.where(first, slot, jnp.iinfo(jnp.int32).max)
+
+
+def change_rows(lists: Array, slot: Array, values: Array, *, replace: bool = False) -> Array:
+    """Add values to rows of several clients' lists, or put them there; slots beyond the end are dropped.
+
+    Args:
+      lists: `(clients, rows, ...)`.
+      slot: `(clients, ids)`.
+      values: `(clients, ids, ...)`.
+      replace: whether values replace the rows.
+    """
+    clients, rows = lists.shape[:2]
+    # One scatter into one long list takes half the time of a batched one.
+    beyond = clients * rows
+    place = jnp.where(slot < rows, slot + jnp.arange(clients, dtype=slot.dtype)[:, None] * rows, beyond).reshape(-1)
+    flat, new = lists.reshape(beyond, *lists.shape[2:]), values.reshape(-1, *lists.shape[2:])
+    changed = flat.at[place].set(new, mode="drop") if replace else flat.at[place].add(new, mode="drop")
+    return changed.reshape(lists.shape)
+
+
+def state_labels(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> Any:
+    """Label the leaves of an optimizer's state with the path of the parameter they belong to, or with None.
+
+    The result is a list in the order of the state's leaves.
+    """
+    state = jax.eval_shape(optimizer.init, dict(params))
+    labelled = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, path: _Label(path),
+        state,
+        {path: path for path in params},
+        transform_non_params=lambda leaf: _Label(None),
+    )
+    return [label.path for label in jax.tree.leaves(labelled, is_leaf=lambda x: isinstance(x, _Label))]
+
+
+class _Label:
+    def __init__(self, path: str | None):
+        self.path = path
+
+
+def reach(optimizer: optax.GradientTransformation) -> Reach:
+    """Find out how little of a table this optimizer must be given for its updates to be exact.
+
+    An optimizer is only a pair of functions, so it is asked: a few steps on a small random table, whole, are
+    compared with the same steps on less and less of it, with gradients of ordinary size and with large ones.
+
+    Returns:
+      `each`: every occurrence of a row in a batch on its own (plain SGD);
+      `rows`: the rows of a batch, repeats summed, with the state of just those rows (Adagrad; SGD clipped by norm);
+      `copy`: all rows that the client has touched so far (momentum, Adam);
+      `whole`: the whole table (weight decay: it moves rows that nobody touched).
+    """
+    params, grads, touched = _probe()
+    so_far = [range(max(map(max, touched[: step + 1])) + 1) for step in range(len(touched))]
+
+    def trial(places: Sequence[Iterable[int]], **options: Any) -> Callable[[float], Params]:
+        return jax.jit(
+            lambda scale: _moves(optimizer, params, jax.tree.map(lambda g: scale * g, grads), places, **options)
+        )
+
+    ways: dict[Reach, Callable[[float], Params]] = {
+        "each": trial(touched, parts=2, blank=True),
+        "rows": trial(touched, blank=True),
+        "copy": trial(so_far),
+    }
+    exact = list(ways)
+    whole = trial([range(5)] * len(touched))
+    for scale in (1.0, LARGE):
+        expected = whole(scale)
+        largest = max(float(np.max(np.abs(moved))) for moved in expected.values())
+        # Where nothing moved nothing was learned of the optimizer: its rate may start at 0. The last row is one that no
+        # gradient touches.
+        if largest == 0 or np.any(expected["table"][-1] != 0):
+            return "whole"
+        close = functools.partial(np.allclose, rtol=1e-4, atol=1e-5 * largest)
+        for name in exact.copy():
+            found = ways[name](scale)
+            if all(close(found[leaf], expected[leaf]) for leaf in expected):
+                break
+            exact.remove(name)
+    return exact[0] if exact else "whole"
+
+
+def _probe() -> tuple[dict[str, Any], list[tuple[Any, Any]], list[list[int]]]:
+    """Make a table of five rows, a dense parameter, and four steps of gradients that touch some rows each."""
+    generator = np.random.default_rng(1)
+    touched, grads = [[0, 1], [1, 2], [0, 3], [2, 0]], []
+    for rows in touched:
+        gradient = np.zeros((5, 3), np.float32)
+        gradient[rows] = generator.standard_normal((2, 3))
+        grads.append((generator.standard_normal(2, np.float32), gradient))
+    shapes = {"dense": (2,), "table": (5, 3)}
+    params = {name: jnp.asarray(generator.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
+    return params, grads, touched
+
+
+def _moves(
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    grads: Sequence[Any],
+    places: Sequence[Iterable[int]],
+    *,
+    parts: int = 1,
+    blank: bool = False,
+) -> Params:
+    """Descend with the optimizer seeing only some rows of the table in each step; return how far all has moved.
+
+    Args:
+      optimizer: what is asked.
+      params: a dense parameter and a table.
+      grads: of each step, for both.
+      places: the rows seen in each step.
+      parts: how often each of them is seen, with as small a part of its gradient.
+      blank: whether the state begins without knowing the table's values, as a client's does that changes rows.
+    """
+    labels = state_labels(optimizer, params)
+    state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])} if blank else params)
+    moved = jax.tree.map(jnp.zeros_like, params)
+    for (dense, table), rows in zip(grads, places, strict=True):
+        at = np.array([*rows] * parts)
+        leaves, structure = jax.tree.flatten(state)
+        small = [leaf[at] if label == "table" else leaf for leaf, label in zip(leaves, labels, strict=True)]
+        held = {"dense": params["dense"] + moved["dense"], "table": (params["table"] + moved["table"])[at]}
+        gradient = {"dense": dense, "table": table[at] / parts}
+        updates, new = optimizer.update(gradient, jax.tree.unflatten(structure, small), held)
+        moved = {"dense": moved["dense"] + updates["dense"], "table": moved["table"].at[at].add(updates["table"])}
+        written = [
+            leaf.at[at].set(fresh) if label == "table" else fresh
+            for leaf, fresh, label in zip(leaves, jax.tree.leaves(new), labels, strict=True)
+        ]
+        state = jax.tree.unflatten(structure, written)
+    return moved

@@ -1,0 +1,116 @@
+"""Equinox modules as partially local models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon.model import Model
+from fedrecon.models.adapters.network import Arrays, Mode, Network, Options, adapt, need
+from fedrecon.trees import flatten, path_name, unflatten
+
+
+def from_equinox(
+    module: Any | Callable[[Array], Any],
+    *,
+    batched: bool = False,
+    axis_name: str = "batch",
+    **options: Unpack[Options],
+) -> Model:
+    """Make a partially local model of an Equinox module.
+
+    A module's weights are what its initialisation made of them: given a module, every seed begins with these global
+    parameters and every client with these local ones. Given `key -> module`, both are drawn from the key.
+
+    Equinox's BatchNorm cannot be told which examples count: where a client's last batch is partial it is filled up with
+    examples of the client from the first on, and these enter the statistics, though not the loss.
+
+    Args:
+      module: an Equinox module, or `key -> module`; a pair `(module, state)` as `eqx.nn.make_with_state` returns it, or
+        a function that returns such a pair, for a module with state.
+      batched: whether the module takes a whole batch. By default it takes one example and is mapped over them.
+      axis_name: what the axis of examples is called when it is mapped, as given to BatchNorm.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`. `local` may
+        be a module inside this one. `state` says what becomes of BatchNorm's statistics.
+    """
+    eqx = need("equinox", "equinox")
+    given = module[0] if isinstance(module, tuple) else module
+    make = (lambda key: module) if isinstance(given, eqx.Module) else module
+
+    def pair(key: Array) -> tuple[Any, Any]:
+        made = make(key)
+        return made if isinstance(made, tuple) else (made, None)
+
+    def start(key: Array) -> tuple[Arrays, Arrays]:
+        made, state = pair(key)
+        return flatten(eqx.filter(made, eqx.is_inexact_array))[0], dict(_numbered(state))
+
+    # What is not a parameter does not depend on the key: activation functions, sizes, flags.
+    fixed_module, fixed_state = pair(jax.random.key(0))
+    trained, static = eqx.partition(fixed_module, eqx.is_inexact_array)
+    structure = flatten(trained)[1]
+    has_state = fixed_state is not None
+    names = inspect.signature(type(fixed_module).__call__).parameters
+
+    def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
+        whole = _in_mode(eqx, eqx.combine(unflatten(structure, params), static), mode)
+        # Equinox compares the types of old and new state, and a counter that comes from outside of what is being traced
+        # has another type than one that was added to.
+        state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf for name, leaf in state.items()}
+        states = (_put_leaves(fixed_state, state),) if has_state else ()
+
+        def call(inputs: tuple, named: dict[str, Any], key: Array | None) -> Any:
+            more = {"key": key} if "key" in names else {}
+            found = whole(*inputs, *states, **named, **more)
+            return found if has_state else (found, None)
+
+        if batched:
+            outputs, new = call(inputs, named, mode.key)
+        else:
+            examples = jax.tree.leaves((inputs, named))[0].shape[0]
+            keys = None if mode.key is None else jax.random.split(mode.key, examples)
+            outputs, new = jax.vmap(call, axis_name=axis_name, out_axes=(0, None))(inputs, named, keys)
+        return outputs, dict(_numbered(new))
+
+    def locate(layer: Any) -> list[str] | None:
+        return _locate(given, layer) if isinstance(layer, eqx.Module) else None
+
+    return adapt(Network(start, run, "key" in names, locate), **options)
+
+
+def _numbered(state: Any) -> list[tuple[str, Any]]:
+    """Name the leaves of an Equinox state, whose places have no names of their own."""
+    return [(f"state/{number}", leaf) for number, leaf in enumerate(jax.tree.leaves(state))]
+
+
+def _put_leaves(state: Any, leaves: Arrays) -> Any:
+    """Undo `_numbered`, in the structure of `state`."""
+    return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name, _ in _numbered(state)])
+
+
+def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:
+    """Set the `inference` flags: those of BatchNorm by whether statistics are wanted, all others by the key."""
+
+    def has_flag(node: Any) -> bool:
+        return hasattr(node, "inference")
+
+    def flags(tree: Any) -> list[Any]:
+        return [node.inference for node in jax.tree.leaves(tree, is_leaf=has_flag) if has_flag(node)]
+
+    nodes = [node for node in jax.tree.leaves(module, is_leaf=has_flag) if has_flag(node)]
+    values = [not mode.statistics if isinstance(node, eqx.nn.BatchNorm) else mode.key is None for node in nodes]
+    return eqx.tree_at(flags, module, values) if nodes else module
+
+
+def _locate(module: Any, layer: Any) -> list[str]:
+    """List the paths below a module inside another."""
+    found = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer)[0]
+    prefix = next((path_name(path) for path, node in found if node is layer), None)
+    if prefix is None:
+        return []
+    return [f"{prefix}/{path}" for path in flatten(layer)[0]]

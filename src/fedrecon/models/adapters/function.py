@@ -1,0 +1,53 @@
+"""Plain JAX functions as partially local models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Unpack
+
+from jax import Array
+
+from fedrecon.model import Model
+from fedrecon.models.adapters.network import Arrays, Mode, Network, Options, adapt, mode_arguments
+from fedrecon.trees import Params, flatten, unflatten
+
+
+def from_function(
+    apply: Callable[..., Any],
+    init: Callable[[Array], Params] | Params,
+    *,
+    init_state: Params | None = None,
+    **options: Unpack[Options],
+) -> Model:
+    """Make a partially local model of a plain function.
+
+    Where `apply` has arguments of these names they are given: `training` (or `train`, `deterministic`, ...), `key`
+    (in training, else None) and `mask` (`(examples,)`, false where an example only fills a batch up; None where all
+    count): statistics of a batch must leave out what the mask does.
+
+    Args:
+      apply: `(params, *inputs) -> outputs` for a batch; with `init_state`, `(params, state, *inputs)` that returns the
+        outputs and the new state.
+      init: `key -> params`, any pytree; or the parameters themselves, where every client then starts the same.
+      init_state: state that is not trained, such as running statistics; see `state`.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`.
+    """
+    make = init if callable(init) else lambda key: init
+    names = inspect.signature(apply).parameters
+    structures: dict[str, Any] = {}  # of parameters and state, which are known once `make` has run
+
+    def start(key: Array) -> tuple[Arrays, Arrays]:
+        params, structures["params"] = flatten(make(key))
+        state, structures["state"] = flatten(init_state)
+        return params, state
+
+    def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
+        more = mode_arguments(apply, mode) | {n: getattr(mode, n) for n in ("key", "mask") if n in names}
+        whole = unflatten(structures["params"], params)
+        if init_state is None:
+            return apply(whole, *inputs, **named, **more), state
+        outputs, new = apply(whole, unflatten(structures["state"], state), *inputs, **named, **more)
+        return outputs, flatten(new)[0]
+
+    return adapt(Network(start, run, random="key" in names), **options)

@@ -1,0 +1,182 @@
+"""Keras 3 models, on the JAX backend, as partially local models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon.clients import Clients
+from fedrecon.model import Batch, Model
+from fedrecon.models.adapters.network import (
+    Arrays,
+    Mode,
+    Network,
+    Options,
+    adapt,
+    as_batch,
+    both,
+    check_options,
+    feed,
+    need,
+    over_examples,
+)
+
+SEED = "seed_generator_state"  # what Keras calls the variables that hold random seeds
+
+
+def from_keras(model: Any, *, example: Batch | Clients | None = None, **options: Unpack[Options]) -> Model:
+    """Make a partially local model of a Keras 3 model: sequential, functional or subclassed.
+
+    A weight that is still as its layer's initialiser made it is drawn anew from our key, for every seed and, where it
+    is local, for every client. A weight that was trained, loaded or made without an initialiser of its layer's
+    (`add_weight` in a subclass) keeps its value: then every client starts from it.
+
+    BatchNormalization's statistics leave out examples that only fill up a batch. Weights of layers with
+    `trainable=False` are frozen. Losses that layers add (regularizers) are not used.
+
+    Args:
+      model: a Keras model, built or, with `example`, not yet built.
+      example: a batch, or clients, to build the model with.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`. `local` may
+        be a layer of the model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be
+        a `keras.losses` object. `state` says what becomes of statistics and other non-trainable weights.
+    """
+    check_options(options)
+    keras = need("keras", "keras")
+    if keras.backend.backend() != "jax":
+        raise RuntimeError(
+            f"Keras runs on {keras.backend.backend()}; set the environment variable KERAS_BACKEND=jax before keras "
+            "is imported"
+        )
+    batch = as_batch(example)
+    if batch is not None and not model.built:
+        inputs, named = feed(options["inputs"], {name: jnp.asarray(column) for name, column in batch.items()})
+        _call(keras, model, inputs, named, {})
+    if not model.built or not model.weights:
+        raise ValueError("the Keras model has no weights yet; build it, call it on a batch, or give `example`")
+    if isinstance(options["loss"], keras.losses.Loss):
+        options["loss"] = _values_of(options["loss"])
+    return adapt(_network(keras, model), **options)
+
+
+def _network(keras: Any, model: Any) -> Network:
+    layers = model._flatten_layers()
+    named_variables = {_path(model, variable): variable for variable in model.weights}
+    if len(named_variables) != len(model.weights):
+        raise ValueError("two weights of the Keras model have the same path; give their layers different names")
+    # Statistics and the like; a frozen layer's are constants, as all its weights are.
+    moving = {id(v) for layer in layers if layer.trainable for v in layer._non_trainable_variables}
+    state = {path: v for path, v in named_variables.items() if id(v) in moving}
+    frozen = {path: v for path, v in named_variables.items() if not v.trainable and path not in state}
+    params = {path: v for path, v in named_variables.items() if path not in state and path not in frozen}
+    seeds = [variable for variable in model.variables if variable.name == SEED]
+    initializers = {id(v): found for layer in layers for v in layer.weights if (found := _initializer(layer, v))}
+
+    def init(key: Array) -> tuple[Arrays, Arrays]:
+        def value(number: int, variable: Any) -> Array:
+            drawn = initializers.get(id(variable))
+            if drawn is None:
+                return variable.value
+            drawn = copy.copy(drawn)
+            drawn.seed = jax.random.bits(jax.random.fold_in(key, number), (2,), jnp.uint32)
+            return drawn(variable.shape, variable.dtype)
+
+        drawn = {path: value(number, variable) for number, (path, variable) in enumerate(params.items())}
+        return drawn, {path: variable.value for path, variable in state.items()}
+
+    def apply(given: Arrays, held: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
+        mapping = [(variable, given[path]) for path, variable in params.items()]
+        mapping += [(variable, held[path]) for path, variable in state.items()]
+        if mode.key is not None:
+            bits = jax.random.bits(mode.key, (len(seeds), 2), jnp.uint32)
+            mapping += [(variable, bits[number]) for number, variable in enumerate(seeds)]
+        training = mode.statistics or mode.key is not None
+        with _in_mode(keras, layers, mode), keras.StatelessScope(state_mapping=mapping) as scope:
+            outputs = _call(keras, model, inputs, named, {"training": training})
+        return outputs, {path: _current(scope, variable) for path, variable in state.items()}
+
+    def locate(layer: Any) -> list[str] | None:
+        if not isinstance(layer, keras.layers.Layer):
+            return None
+        wanted = {id(variable) for variable in layer.weights}
+        return [path for path, variable in params.items() if id(variable) in wanted]
+
+    return Network(init, apply, bool(seeds), locate)
+
+
+def _path(model: Any, variable: Any) -> str:
+    return variable.path.removeprefix(f"{model.name}/")
+
+
+def _current(scope: Any, variable: Any) -> Array:
+    value = scope.get_current_value(variable)
+    return variable.value if value is None else value
+
+
+def _initializer(layer: Any, variable: Any) -> Any:
+    """Find the initialiser that would make a weight again just as it is; None if there is none.
+
+    Initialisers give the same values every time they are called, so that a weight which is not what its initialiser
+    gives was trained or loaded, or was made in another way.
+    """
+    for name in (variable.name, variable.name.removesuffix("_kernel")):
+        found = getattr(layer, f"{name}_initializer", None)
+        if found is not None and isinstance(getattr(found, "seed", None), int):
+            same = np.array_equal(found(variable.shape, variable.dtype), variable.value)
+            return found if same else None
+    return None
+
+
+def _call(keras: Any, model: Any, inputs: tuple, named: dict[str, Any], more: dict[str, Any]) -> Any:
+    """Call a model with its inputs in the form it takes: one, several in a list or a mapping, or several arguments."""
+    if isinstance(model, (keras.Sequential, keras.Function)):
+        if named:
+            return model(named, **more)
+        return model(inputs[0] if len(inputs) == 1 else list(inputs), **more)
+    if not set(named) <= set(inspect.signature(model.call).parameters):
+        return model(named, **more)
+    return model(*inputs, **named, **more)
+
+
+def _values_of(loss: Any) -> Callable[[Any, Any], Any]:
+    """Return a Keras loss as values for each example, of predictions and labels."""
+    return lambda predictions, labels: loss.call(labels, predictions)
+
+
+@contextlib.contextmanager
+def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
+    """Give layers the mode's word on statistics and dropout, where Keras has one word for both."""
+    kinds = keras.layers
+    random = (kinds.Dropout, kinds.GaussianDropout, kinds.GaussianNoise, kinds.AlphaDropout)
+    changed = []
+    for layer in layers:
+        if isinstance(layer, kinds.BatchNormalization):
+            layer.__dict__["call"] = _normalizing(layer.call, mode)
+        elif isinstance(layer, random) and mode.key is None:
+            layer.__dict__["call"] = lambda inputs, *args, **kwargs: inputs
+        else:
+            continue
+        changed.append(layer)
+    try:
+        yield
+    finally:
+        for layer in changed:
+            del layer.__dict__["call"]
+
+
+def _normalizing(call: Callable, mode: Mode) -> Callable:
+    def normalize(inputs: Array, training: Any = None, mask: Array | None = None) -> Array:
+        del training
+        fills = over_examples(mode.mask, inputs)
+        # Keras's masks have no channels.
+        return call(inputs, training=mode.statistics, mask=both(mask, None if fills is None else fills[..., 0]))
+
+    return normalize

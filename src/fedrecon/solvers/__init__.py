@@ -1,0 +1,1 @@
+"""R and U: what a client solves, and the solvers."""

@@ -1,0 +1,126 @@
+"""Leaves that examples set and no optimizer moves, such as running statistics: passes over examples that set them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon.cohort import Examples
+from fedrecon.model import Batch, Model, State
+from fedrecon.solvers.problem import take_batch
+from fedrecon.trees import Params, flatten, unflatten
+
+SETTLE_BATCH = 64  # examples that statistics are taken over at once: of more, the mean over such batches
+FAR = 2.0**20  # a value of a running statistic so far from a batch's that the momentum can be read off
+
+
+def settle(model: Model, params: Params, local: Params, examples: Examples) -> Params:
+    """Set the local state of several clients from their examples.
+
+    A leaf that is a moving average becomes the mean, over batches of `SETTLE_BATCH` examples, of what the batches are
+    averaged with: how slowly the layer would have moved there from its first value does not matter. Any other leaf
+    becomes the mean of what single batches make of it. Without examples the state stays as it is.
+
+    Args:
+      model: whose state it is.
+      params: the global parameters, shared by all clients.
+      local: the local parameters, clients first.
+      examples: of each client.
+    """
+    state = model.state
+    if state is None or not state.local:
+        return local
+
+    def add(total: dict[str, Array], batch: Batch, mask: Array, local: Params) -> dict[str, Array]:
+        found = _of_batch(state, params, local, batch, mask)
+        # Clients that have had their last batch are given one without examples, whose statistics may be anything.
+        counted = {path: jnp.where(jnp.any(mask), jnp.sum(mask) * value, 0) for path, value in found.items()}
+        return {path: total[path] + counted[path].astype(total[path].dtype) for path in total}
+
+    leaves, structure = flatten(local)
+    sums = _fold(add, {path: jnp.zeros_like(leaves[path]) for path in state.local}, local, examples)
+
+    def mean(total: Array, old: Array) -> Array:
+        count = examples.count.reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(count > 0, total / jnp.maximum(count, 1), old).astype(old.dtype)
+
+    return unflatten(structure, {**leaves, **{path: mean(sums[path], leaves[path]) for path in state.local}})
+
+
+def _of_batch(state: State, params: Params, local: Params, batch: Batch, mask: Array) -> dict[str, Array]:
+    """Return what one batch says that one client's local state is.
+
+    Whether a leaf is a moving average, and how slow a one, is found out by asking: from three old values a moving
+    average comes to three new ones on a line. What does not depend on the old values is computed once, since XLA merges
+    equal computations.
+    """
+    leaves, structure = flatten(local)
+
+    def advance(fill: float | None) -> dict[str, Array]:
+        filled = {} if fill is None else {path: jnp.full_like(leaves[path], fill) for path in state.local}
+        return state.advance(params, unflatten(structure, {**leaves, **filled}), batch, mask)[1]
+
+    now, zero, far = advance(None), advance(0.0), advance(FAR)
+    found = {}
+    for path in state.local:
+        momentum = (far[path] - zero[path]) / FAR
+        line = zero[path] + momentum * leaves[path]
+        close = jnp.abs(now[path] - line) <= 1e-3 * (jnp.abs(now[path]) + jnp.abs(leaves[path])) + 1e-6
+        average = jnp.all(close & (momentum < 1 - 1e-6) & (momentum > -1e-6))
+        found[path] = jnp.where(average, zero[path] / jnp.where(average, 1 - momentum, 1), now[path])
+    return found
+
+
+def advance_shared(
+    state: State,
+    shared: Mapping[str, Array],
+    rest: Params,
+    examples: Examples,
+    batch_size: int | None,
+    join: Callable[..., tuple[Params, Params]],
+) -> dict[str, Array]:
+    """Advance the global state of several clients over their examples, batch by batch, as the layers themselves do.
+
+    Args:
+      state: of the model.
+      shared: the state's leaves by path, clients first.
+      rest: what else each client has, clients first.
+      examples: of each client.
+      batch_size: examples of a batch; None for all.
+      join: `(shared, rest) -> (global, local)` of one client.
+    """
+
+    def step(shared: dict[str, Array], batch: Batch, mask: Array, rest: Params) -> dict[str, Array]:
+        new = state.advance(*join(shared, rest), batch, mask)[0]
+        return {path: jnp.where(jnp.any(mask), new[path], shared[path]).astype(shared[path].dtype) for path in shared}
+
+    return _fold(step, dict(shared), rest, examples, batch_size)
+
+
+def _fold(
+    step: Callable[[Any, Batch, Array, Any], Any],
+    start: Any,
+    held: Any,
+    examples: Examples,
+    batch_size: int | None = SETTLE_BATCH,
+) -> Any:
+    """Fold `step(carry, batch, mask, held)` of one client over the batches of several, clients first in every leaf.
+
+    A partial batch is filled up with the client's examples from the first on, for layers that cannot be given a mask.
+    """
+    length = next(iter(examples.columns.values())).shape[1]
+    size = length if batch_size is None else min(batch_size, length)
+    batches = -(-jnp.max(examples.count) // size)
+
+    def advance(carry: Any) -> Any:
+        t, state = carry
+        index = t * size + jnp.arange(size)[None] + 0 * examples.count[:, None]  # (clients, batch)
+        mask = index < examples.count[:, None]
+        batch = take_batch(examples.columns, index % jnp.maximum(examples.count[:, None], 1))
+        return t + 1, jax.vmap(step)(state, batch, mask, held)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < batches, advance, (jnp.int32(0), start))[1]
