@@ -44,6 +44,7 @@ from fedrecon.keys import run_keys as run_keys
 from fedrecon.lookups.tracing import find_lookups as find_lookups
 from fedrecon.model import Metric as Metric
 from fedrecon.model import Model as Model
+from fedrecon.model import State as State
 from fedrecon.personalize import Recommendation as Recommendation
 from fedrecon.personalize import predict as predict
 from fedrecon.personalize import recommend as recommend
