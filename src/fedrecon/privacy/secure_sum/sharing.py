@@ -14,7 +14,7 @@ def split(secret: bytes, threshold: int, holders: tuple[int, ...]) -> dict[int, 
 
     The coefficients come from the system's entropy always; the library takes no other. No result depends on them.
     """
-    shares = Shamir.split(threshold, len(holders), secret)
+    shares = Shamir.split(threshold, len(holders), secret, False)
     return {holder: value for holder, (_, value) in zip(holders, shares, strict=True)}
 
 
@@ -25,4 +25,4 @@ def combine(shares: Mapping[int, bytes], threshold: int, holders: tuple[int, ...
     """
     places = {holder: place for place, holder in enumerate(holders, 1)}
     chosen = sorted(shares, key=places.__getitem__)[:threshold]
-    return Shamir.combine([(places[holder], shares[holder]) for holder in chosen])
+    return Shamir.combine([(places[holder], shares[holder]) for holder in chosen], False)
