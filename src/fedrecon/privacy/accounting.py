@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fedrecon.privacy import renyi
+from fedrecon.privacy.extra import require
 
 
 class Release(NamedTuple):
@@ -88,18 +89,18 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
         return renyi.epsilon([(_divergence(release), release.rounds) for release in releases], delta)
     coarse = _losses(releases, 1e-3).get_epsilon(delta)
     # The error is upwards and about a thousandth at one half. Below, a finer step matters, and costs little.
-    return float(coarse if coarse >= 0.5 else min(coarse, _losses(releases, 1e-4).get_epsilon(delta)))
+    return float(coarse if coarse >= 0.5 else min(coarse, _losses(releases, 2.5e-4).get_epsilon(delta)))
 
 
 def _losses(releases: Sequence[Release], step: float) -> Any:
     """Compose releases into an accountant."""
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-    from dp_accounting.pld import PLDAccountant
-
-    accountant = PLDAccountant(value_discretization_interval=step)
+    library = require("dp_accounting")
+    accountant = require("dp_accounting.pld").PLDAccountant(value_discretization_interval=step)
     for release in releases:
-        event = GaussianDpEvent(release.effective())
-        accountant.compose(event if release.rate == 1 else PoissonSampledDpEvent(release.rate, event), release.rounds)
+        event = library.GaussianDpEvent(release.effective())
+        if release.rate < 1:
+            event = library.PoissonSampledDpEvent(release.rate, event)
+        accountant.compose(event, release.rounds)
     return accountant
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
+from fedrecon.privacy.extra import require
+
 ORDERS = (*range(2, 65), *range(68, 129, 4), *range(144, 257, 16), 512)
 Divergence = Callable[[int], float]  # of an order
 
@@ -74,7 +76,5 @@ def epsilon(divergences: list[tuple[Divergence, int]], delta: float) -> float:
       divergences: `(divergence, times)` of each.
       delta: of the guarantee.
     """
-    from dp_accounting.rdp import compute_epsilon
-
     total = [sum(times * divergence(order) for divergence, times in divergences) for order in ORDERS]
-    return float(compute_epsilon(ORDERS, total, delta)[0])
+    return float(require("dp_accounting.rdp").compute_epsilon(ORDERS, total, delta)[0])
