@@ -87,9 +87,13 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
         return 0.0
     if any(release.mechanism == "skellam" for release in releases):
         return renyi.epsilon([(_divergence(release), release.rounds) for release in releases], delta)
-    coarse = _losses(releases, 1e-3).get_epsilon(delta)
-    # The error is upwards and about a thousandth at one half. Below, a finer step matters, and costs little.
-    return float(coarse if coarse >= 0.5 else min(coarse, _losses(releases, 2.5e-4).get_epsilon(delta)))
+    # Rounding is upwards, and costs about a thousandth with these steps. Small epsilons need fine ones.
+    found = math.inf
+    for step, enough in ((3e-3, 2.0), (1e-3, 0.5), (2.5e-4, 0.0)):
+        found = min(found, float(_losses(releases, step).get_epsilon(delta)))
+        if found >= enough:
+            break
+    return found
 
 
 def _losses(releases: Sequence[Release], step: float) -> Any:
