@@ -8,7 +8,7 @@ from scipy import stats
 
 from fedrecon.privacy import renyi, ring
 from fedrecon.privacy import secure_sum as ss
-from fedrecon.privacy.accounting import Release, epsilon_of
+from fedrecon.privacy.accounting import Release, epsilon_of, noise_for
 from fedrecon.privacy.noise import ShareOfNoise, draw, share_of_noise, system_generator
 from fedrecon.privacy.secure_sum import Dropouts
 
@@ -64,6 +64,16 @@ def test_noise_in_integers_costs_hardly_more_than_gaussian_noise():
     assert epsilon_of([Release(1.0, 1.0, 10)], 1e-6) < loss
     same_accountant = renyi.epsilon([(renyi.gaussian(1.0), 10)], 1e-6)
     assert same_accountant < loss < 1.001 * same_accountant
+
+
+def test_noise_in_integers_is_calibrated_for_an_epsilon():
+    def release(noise):
+        return share_of_noise(1.0, 1000, noise, clients=100, least=60).release(0.05, 20)
+
+    plan = {"clients": 2000, "per_round": 100, "rounds": 20, "delta": 1e-4}
+    found = noise_for(4.0, **plan, release=release)
+    assert 3.95 < epsilon_of([release(found)], 1e-4) <= 4.0
+    assert found > noise_for(4.0, **plan)
 
 
 def test_a_secure_sum_of_noised_uploads_is_the_sum_and_the_noise_of_those_who_answered():

@@ -142,6 +142,7 @@ def noise_for(
     rounds: int,
     delta: float | None = None,
     before: Sequence[Release] = (),
+    release: Callable[[float], Release] | None = None,
 ) -> float:
     """Return the least noise multiplier with which `rounds` rounds stay within epsilon.
 
@@ -152,6 +153,8 @@ def noise_for(
       rounds: how many.
       delta: of the guarantee; `clients ** -1.1` by default.
       before: what was released already and counts, too.
+      release: what all rounds release, as a function of the noise multiplier, such as
+        `lambda z: share_of_noise(clip, length, z, ...).release(rate, rounds)`; Gaussian noise by default.
 
     Returns:
       The multiplier, at most a thousandth too large, never too small.
@@ -168,7 +171,8 @@ def noise_for(
         raise ValueError(f"epsilon {epsilon:g} cannot be reached: {spent:.3g} was spent before the first round")
 
     def excess(noise: float) -> float:
-        return math.log(max(epsilon_of([*before, Release(noise, rate, rounds)], chosen), 1e-12) / epsilon)
+        now = Release(noise, rate, rounds) if release is None else release(noise)
+        return math.log(max(epsilon_of([*before, now], chosen), 1e-12) / epsilon)
 
     return _least(excess, _start(epsilon, rate, rounds, chosen), epsilon)
 
