@@ -89,6 +89,15 @@ def test_encoding_works_inside_a_compiled_function():
     assert (sums.tolist(), float(weight)) == ([1.5, -0.75, 3.0], 3.0)
 
 
+def test_negative_sums_come_back_from_the_ring_in_jax_as_in_numpy():
+    grid = ring.grid(2.0, 16)
+    values = np.linspace(-2, 2, 33, dtype=np.float32)
+    total = (ring.quantise(grid, values) * np.uint32(15)).astype(np.uint32)
+    compiled = jax.jit(lambda x: ring.restore(grid, x, jnp))(total)
+    assert np.asarray(compiled).tolist() == ring.restore(grid, total).astype(np.float32).tolist()
+    assert np.asarray(compiled) == pytest.approx(15 * values, abs=15 * grid.error, rel=1e-6)
+
+
 def test_rounding_lengthens_a_vector_by_no_more_than_the_norm_says():
     grid = ring.grid(1.0, 2**20)
     rng = np.random.default_rng(0)

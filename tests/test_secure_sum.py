@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrecon.privacy import secure_sum as ss
-from fedrecon.privacy.secure_sum import messages, sharing
+from fedrecon.privacy.secure_sum import keys, messages, sharing
 from fedrecon.privacy.secure_sum.masks import add_mask
 
 MARGIN = len(messages._header("masked", ss.plan(3, 1), 0))
@@ -139,6 +139,25 @@ def test_one_dropout_at_each_message_of_a_ring_is_no_trouble():
     assert result.missing == {"share": (1,), "mask": (2,), "unmask": (3,)}
 
 
+def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on():
+    terms, entropy = ss.plan(40, 5, circle=9, threshold=5, entropy=ss.seeded(5)), ss.seeded(7)
+    vectors = draw(40)
+    states = {me: ss.advertise(terms, me, least=0) for me in range(40)}
+    server, rosters = ss.introduce(terms, ((me, hello) for me, (_, hello) in states.items()), entropy=entropy)
+    lonely = 11
+    gone = [member for member in server.circles[lonely] if member != lonely][:5]  # which leaves 4 of 9, and needs 5
+    shared = {me: ss.share(states[me][0], rosters[me]) for me in range(40) if me not in gone}
+    server, deliveries = ss.deliver(server, ((me, message) for me, (_, message) in shared.items()))
+    assert lonely in server.missing["share"]
+    assert set(gone) < set(server.missing["share"])
+    masked = {me: ss.mask(shared[me][0], delivery, vectors[me]) for me, delivery in deliveries.items()}
+    server, requests = ss.collect(server, ((me, message) for me, (_, message) in masked.items()))
+    reveals = [(me, ss.unmask(masked[me][0], request)[1]) for me, request in requests.items()]
+    result = ss.total(server, reveals)
+    assert len(result.clients) > 25
+    assert result.total.tolist() == exact(vectors, result.clients).tolist()
+
+
 def test_the_sum_does_not_depend_on_the_entropy_which_says_what_it_is():
     vectors = draw(4)
     terms = ss.plan(4, 5)
@@ -232,6 +251,14 @@ def test_a_client_refuses_a_circle_below_the_threshold():
         ss.share(host.state[0], messages.write_roster(host.terms, 0, hellos))
 
 
+def test_a_client_refuses_a_circle_larger_than_the_terms_say():
+    terms = ss.plan(9, 2, circle=4, threshold=3)
+    hellos = {me: ss.advertise(terms, me, least=0) for me in range(5)}
+    roster = messages.write_roster(terms, 0, [hello for _, hello in hellos.values()])
+    with pytest.raises(ss.Refusal, match="got a circle of 5; the terms say 4 at most"):
+        ss.share(hellos[0][0], roster)
+
+
 def test_a_client_refuses_a_roster_without_it_or_with_one_key_twice():
     host = Host(clients=5).introduce()
     with pytest.raises(ss.Refusal, match="does not have client 0 with the keys"):
@@ -304,6 +331,20 @@ def test_messages_of_another_round_session_or_client_are_refused():
     moved = messages.write_delivery(host.terms, 0, {k: foreign[k] for k in (1, 3, 4)})
     with pytest.raises(ss.MessageError, match="shares of client 1 are damaged, or for somebody else"):
         ss.mask(host.state[0], moved, host.vectors[0])
+
+
+def test_every_derived_key_is_bound_to_the_terms_and_to_whom_it_is_for():
+    secret, terms = bytes(range(32)), ss.plan(5, 3)
+    others = [terms._replace(round=1), terms._replace(session=bytes(16)), terms._replace(threshold=4)]
+    derived = {keys.derive(secret, other.digest(), b"mask key", 1) for other in (terms, *others)}
+    derived |= {keys.derive(secret, terms.digest(), b"mask key", 2), keys.derive(secret, terms.digest(), b"share", 1)}
+    assert len(derived) == 6
+    # So one entropy in two rounds gives other masks, whatever else is the same.
+    hellos = [ss.advertise(each, 1, least=0, entropy=ss.seeded(4))[1] for each in (terms, others[0])]
+    first, second = (messages.read_hello(m, each, 1, None) for m, each in zip(hellos, (terms, others[0]), strict=True))
+    assert first.cipher == second.cipher
+    assert first.mask != second.mask
+    assert first.commitment != second.commitment
 
 
 def test_a_key_with_which_nothing_secret_can_be_agreed_is_refused():
