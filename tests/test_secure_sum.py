@@ -476,6 +476,16 @@ def test_wrong_shares_are_noticed():
         host.total()
 
 
+def test_a_client_that_does_not_share_with_all_its_circle_is_left_out():
+    host = Host(clients=5, threshold=3).introduce().share()
+    sealed = messages.read_shares(host.shares[2], host.terms, 2)
+    del sealed[4]
+    host.shares[2] = messages.write_shares(host.terms, 2, sealed)
+    result = host.deliver().mask().collect().unmask().total()
+    assert result.clients == (0, 1, 3, 4)
+    assert "does not share with exactly its circle" in result.refused[2]
+
+
 def test_one_that_speaks_twice_or_for_another_is_left_out():
     host = Host(clients=5, threshold=3).introduce().share().deliver().mask()
     twice = [*host.masked.items(), (1, host.masked[1]), (9, host.masked[1])]
