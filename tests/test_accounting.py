@@ -45,7 +45,7 @@ def test_the_rule_of_thumb_for_a_sampled_run_lies_above():
     )
     delta = 4832**-1.1
     found = epsilon_after(0.8, clients=4832, per_round=100, rounds=500)
-    assert found == pytest.approx(4.048, abs=1e-3)
+    assert 4.0479 < found < 4.0479 * 1.001  # 4.04798 with steps of 1e-4; ours are coarser, and round upwards
     assert loose.get_epsilon(delta) == pytest.approx(4.741, abs=1e-3)
 
 
