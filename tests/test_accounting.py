@@ -59,7 +59,7 @@ def test_nothing_released_costs_nothing():
 
 @pytest.mark.parametrize(
     ("clients", "per_round", "epsilon", "noise"),
-    [(4832, 100, 1, 1.70), (4832, 100, 8, 0.62), (100_000, 1000, 4, 0.70), (1_000_000, 1000, 4, 0.52)],
+    [(4832, 100, 1, 1.70), (100_000, 1000, 4, 0.70), (1_000_000, 1000, 4, 0.52)],
 )
 def test_the_noise_of_published_plans(clients, per_round, epsilon, noise):
     found = noise_for(epsilon, clients=clients, per_round=per_round, rounds=500)
@@ -190,7 +190,7 @@ def test_a_ledger_survives_json_to_the_digit():
     assert "not covered" in json.loads(text)["not_covered"]
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.floats(0.8, 1.5))
 def test_a_ledger_never_passes_its_budget(noise):
     ledger, release = Ledger(1000, 1e-4, 2.0), Release(noise, 0.1, 1)

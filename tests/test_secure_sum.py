@@ -365,7 +365,7 @@ def test_an_input_of_another_type_or_length_is_refused():
 # ---- hostile bytes ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_damaged_messages_are_sentences_and_never_a_wrong_sum(data):
     host = Host(clients=4, threshold=3)
