@@ -161,9 +161,9 @@ def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on()
 def test_the_sum_does_not_depend_on_the_entropy_which_says_what_it_is():
     vectors = draw(4)
     terms = ss.plan(4, 5)
-    sums = [ss.rehearse(vectors, terms, entropy=entropy).total.tolist() for entropy in (ss.SYSTEM, ss.seeded(1))]
-    assert sums[0] == sums[1]
-    assert (ss.SYSTEM.name, ss.seeded(1).name) == ("system", "seed 1")
+    system, seeded = (ss.rehearse(vectors, terms, entropy=entropy) for entropy in (ss.SYSTEM, ss.seeded(1)))
+    assert system.total.tolist() == seeded.total.tolist()
+    assert (system.entropy, seeded.entropy) == ("system", "seed 1")
 
 
 def test_masked_inputs_look_like_noise_and_only_their_sum_cancels():

@@ -35,12 +35,14 @@ class Sum(NamedTuple):
       clients: whose input is in the sum.
       missing: `{step: clients who were last heard before it}`; those of `unmask` are in the sum.
       refused: `{client: why its message was not taken}`.
+      entropy: where the server's randomness came from; in a rehearsal everybody's. `system`, or the seed.
     """
 
     total: np.ndarray
     clients: tuple[int, ...]
     missing: Mapping[str, tuple[int, ...]]
     refused: Mapping[int, str]
+    entropy: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ServerState:
       masked: the sum of masked inputs.
       missing: by step.
       refused: messages that were not taken, by client.
+      entropy: the name of the server's source of randomness.
     """
 
     terms: Terms
@@ -68,6 +71,7 @@ class ServerState:
     masked: np.ndarray | None = field(default=None, repr=False)
     missing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     refused: Mapping[int, str] = field(default_factory=dict)
+    entropy: str = SYSTEM.name
 
 
 def introduce(
@@ -94,7 +98,7 @@ def introduce(
     if len(read_hellos) < terms.threshold:
         raise TooFewClients("advertise", len(read_hellos), terms.threshold)
     drawn = circles(read_hellos, terms.circle, entropy)
-    state = ServerState(terms, "deliver", read_hellos, drawn, refused=refused)
+    state = ServerState(terms, "deliver", read_hellos, drawn, refused=refused, entropy=entropy.name)
     rosters = {
         client: messages.write_roster(terms, client, [sent[member] for member in circle])
         for client, circle in drawn.items()
@@ -186,7 +190,7 @@ def total(state: ServerState, reveals: Incoming) -> Sum:
     for client in sorted(state.shared - state.answered):
         _take_off(result, state, client, revealed)
     missing = {**state.missing, "unmask": tuple(sorted(state.answered - set(revealed)))}
-    return Sum(result, tuple(sorted(state.answered)), missing, refused)
+    return Sum(result, tuple(sorted(state.answered)), missing, refused, state.entropy)
 
 
 def _take_off(result: np.ndarray, state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]]) -> None:
