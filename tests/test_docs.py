@@ -149,6 +149,8 @@ def help_texts():
             main([command, "--help"])
             if command == "train":
                 main([command, "--task", "text", "--help"])
+            if command == "privacy":
+                main([command, "plan", "--help"])
         texts[command] = printed.getvalue()
     return texts
 

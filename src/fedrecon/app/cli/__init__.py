@@ -16,6 +16,7 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "recommend": "recommend items to the users of a ratings file",
     "complete": "suggest next words to a person, their own words among them",
     "demo": "train on real ratings, compare with baselines, recommend: under a minute",
+    "privacy": "plan the noise that a privacy budget takes",
     "reproduce": "run a study of the paper: its rows and figures, next to its numbers",
 }
 HELP = """\
