@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedrecon.app.cli import options, show
+from fedrecon.app.cli import FAILED, options, show
 from fedrecon.app.config import Data, Factorization, RatingsConfig, Reconstruct, Sampling, Update
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def run(args: Demo) -> int:
     from fedrecon.app.experiment import run_experiment
     from fedrecon.app.plots import learning_curve
     from fedrecon.app.tasks import RATINGS
+    from fedrecon.disk.errors import StorageError
     from fedrecon.disk.runs import RunFolder
     from fedrecon.progress import bars
 
@@ -64,18 +65,26 @@ def run(args: Demo) -> int:
         SETTINGS, rounds=args.rounds, data=dataclasses.replace(SETTINGS.data, source=args.data)
     )
     folder = RunFolder(args.out)
+    with folder.held():
+        if folder.holds_run() and folder.description().get("made_by") != "demo":
+            raise StorageError(f"{args.out} holds a run that is no demo; give another folder with --out")
     found = run_experiment(
         config,
         folder,
         overwrite=True,
+        made_by="demo",
         progress=bars,
         on_record=lambda record: show.progress_of(record, RATINGS.measures),
+        say=show.remark,
     )
     curve = folder.plots_path / "learning_curve.png"
     learning_curve(found.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
     if found.run.interrupted:
         show.remark(f"stopped after {found.run.rounds} rounds; what was learned is saved in {args.out}")
         return 130
+    if found.failed is not None:
+        show.alarm(f"training failed: {found.failed}")
+        return FAILED
     if found.test is None:
         raise ValueError(f"{args.data} leaves no users to test on")
     _compare(config, found, found.test)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fedrecon.app.cli import options, show
+from fedrecon.app.cli import FAILED, options, show
 from fedrecon.app.config import Reading
 
 
@@ -46,6 +46,7 @@ def run(args: Evaluate) -> int:
     """Evaluate and print."""
     from fedrecon.app.build import build_layout
     from fedrecon.app.experiment import make_evaluator, users_of_run
+    from fedrecon.app.health import evaluation_failed
     from fedrecon.app.saved import open_model
     from fedrecon.app.tasks import Users
     from fedrecon.disk.arrays import without_nan
@@ -79,4 +80,6 @@ def run(args: Evaluate) -> int:
         print(json.dumps(without_nan(found.summary())))
     else:
         show.evaluation(title, found, task)
-    return 0
+    if model.failed is not None:
+        show.alarm(f"the training of {args.run} failed: {model.failed}")
+    return FAILED if model.failed is not None or evaluation_failed(found, task.people) else 0
