@@ -198,9 +198,17 @@ class RunFolder:
         return bool(checkpoints_of(self.path))
 
     def rounds_done(self) -> int | None:
-        """Return after how many rounds the newest complete checkpoint was made; None if there is none."""
+        """Return after how many rounds the newest complete checkpoint was made; None if there is none.
+
+        Raises:
+          StorageError: it is damaged, or of another version; the message says which file.
+        """
         complete = checkpoints_of(self.path)
-        return _read_checkpoint(complete[-1])["rounds"] if complete else None
+        if not complete:
+            return None
+        manifest = _read_checkpoint(complete[-1])
+        check_files(complete[-1] / MANIFEST, manifest, ARRAYS)
+        return manifest["rounds"]
 
 
 def _divide(tree: Any) -> tuple[Any, Any]:

@@ -86,6 +86,8 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, ValueError):
         return str(problem), 1
+    if isinstance(problem, RecursionError):
+        return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
         return f"there is not enough memory: {problem or 'none is left'}", 1
     return (
