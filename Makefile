@@ -5,18 +5,33 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-slow kill fuzz lint audit bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
+test-slow: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 2 -m slow
+
+# Kills a training with kill -9 at its file operations, and compares bits in the end.
+kill: .venv/dev.stamp
+	$(BIN)/python tests/kill.py --kills 50
+
+fuzz: .venv/dev.stamp
+	FEDRECON_FUZZ_CASES=2000 $(BIN)/python -m pytest -n 2 tests/test_fuzz*.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# That what is installed fits together, and, where the list of known faults can be reached, that none of it has one.
+audit: .venv/dev.stamp
+	$(BIN)/python -m pip check
+	-$(BIN)/python -m pip_audit --strict --desc off -r constraints.txt --no-deps --disable-pip
 
 bench: .venv/dev.stamp
 	$(BIN)/python benchmarks/run.py
