@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedrecon.app.cli import main
-from fedrecon.app.config import RatingsConfig, TextConfig, from_json
+from fedrecon.app.cli import main, show
+from fedrecon.app.config import Data, RatingsConfig, TextConfig, from_json
 from fedrecon.app.config_files import ConfigError, read_config
+from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.tasks import RATINGS
 from fedrecon.disk.arrays import StorageError, read_json, save_arrays, write_json
 from fedrecon.disk.runs import RunFolder
 from fedrecon.disk.sealed import write_sealed
+from fedrecon.evaluation import Evaluation
 from test_cli import SMALL, said, write_ratings
 
 
@@ -240,6 +243,61 @@ def test_clients_with_a_single_example_are_counted(tmp_path, capsys):
     assert "12 of 12 training users have a single example" in err
     assert "whoever answered has too few ratings to have both support and query" in err
     assert "no test users could be measured" in err
+
+
+def test_ratings_of_a_few_users_that_diverge_are_counted_beside_the_others(capsys):
+    found = an_evaluation(clients=41, diverged=4)
+    show.evaluation("title", found, RATINGS)
+    assert "37 of 41 users with enough data, 99 query ratings of theirs; 4 diverged" in capsys.readouterr().out
+    show.evaluation("title", an_evaluation(clients=40, diverged=5), RATINGS)
+    out, err = capsys.readouterr()
+    assert "RMSE" not in out
+    assert "5 of 40 users diverged: figures of the other 35 would say nothing about the model" in err
+
+
+def an_evaluation(clients, diverged):
+    numbers = {"loss": 1.0, "rmse": 1.0, "accuracy": 0.5}
+    quantiles = {name: {"0.5": value} for name, value in numbers.items()}
+    return Evaluation("recon", clients, diverged, 99, numbers, numbers, quantiles, {})
+
+
+def a_round(number, **counts):
+    fine = {"clients": 10, "non_finite": 0, "zeroed": 0, "invited": 10, "too_small": 0, "dropped": 0, "skipped": False}
+    return {"kind": "round", "round": number, **fine, **counts}
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([], None),
+        ([a_round(1, clients=9, non_finite=1)], None),
+        ([a_round(1, clients=8, non_finite=2)], "2 of 10 updates were not finite"),
+        ([a_round(1, skipped=True), *(a_round(k) for k in range(2, 11))], None),
+        ([a_round(1, skipped=True), *(a_round(k) for k in range(2, 10))], "nothing was learned in 1 of 9 rounds"),
+        ([{"kind": "evaluation", "round": 1, "clients": 10, "diverged": 1}], None),
+        ([{"kind": "evaluation", "round": 1, "clients": 9, "diverged": 1}], "1 of 9 validation users diverged"),
+        (
+            [{"kind": "evaluation", "round": r, "clients": 9, "diverged": 2 - r} for r in (1, 2)],
+            None,
+        ),  # the last counts
+        ([{"kind": "evaluation", "round": 1, "clients": 0, "diverged": 0}], "no validation users could be measured"),
+    ],
+)
+def test_a_run_has_failed_if_more_than_a_tenth_of_it_has(records, reason):
+    found = why_failed(records, RATINGS)
+    assert found is None if reason is None else found.startswith(reason)
+
+
+def test_a_warning_is_said_once():
+    told = []
+    watch = Watch(RatingsConfig(data=Data(source="x")), RATINGS, told.append)
+    for number in (1, 2, 3):
+        watch(a_round(number, clients=4, non_finite=number - 1))
+    watch({"kind": "evaluation", "round": 3, "clients": 9, "diverged": 2})
+    assert [text.partition(", and")[0] for text in told] == [
+        "warning: round 2: 1 of 5 updates are not finite",
+        "warning: round 3: 2 of 9 validation users diverged",
+    ]
 
 
 # ---- settings that make no sense ----

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedrecon.app.cli import FAILED, options, show
-from fedrecon.app.config import Data, Factorization, RatingsConfig, Reconstruct, Sampling, Update
+from fedrecon.app.config import (
+    Data,
+    Factorization,
+    RatingsConfig,
+    Reconstruct,
+    Sampling,
+    Update,
+    differences,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from fedrecon.app.experiment import Outcome
@@ -66,7 +75,7 @@ def run(args: Demo) -> int:
     )
     folder = RunFolder(args.out)
     with folder.held():
-        if folder.holds_run() and folder.description().get("made_by") != "demo":
+        if folder.holds_run() and not _is_demo(folder.description()):
             raise StorageError(f"{args.out} holds a run that is no demo; give another folder with --out")
     found = run_experiment(
         config,
@@ -92,6 +101,12 @@ def run(args: Demo) -> int:
     print(f"learning curve: {curve}")
     print(f"next: fedrecon recommend {args.out} --ratings FILE   (columns user, item, rating)")
     return 0
+
+
+def _is_demo(facts: Mapping[str, Any]) -> bool:
+    """Say whether a run is a demo's, by what it says or, of a version that did not say, by its settings."""
+    other = differences(to_json(SETTINGS), facts.get("config", {}))
+    return facts.get("made_by", "demo") == "demo" and all(one.startswith("data.source ") for one in other)
 
 
 def _compare(config: RatingsConfig, found: Outcome, test: Evaluation) -> None:

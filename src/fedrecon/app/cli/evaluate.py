@@ -76,10 +76,11 @@ def run(args: Evaluate) -> int:
     if evaluator is None:
         raise ValueError(f"the run in {args.run} has no {part} {task.people}")
     found = evaluator(model.params, progress=bars)
+    failed = evaluation_failed(found, task.people)
     if args.json:
-        print(json.dumps(without_nan(found.summary())))
+        print(json.dumps(without_nan({**found.summary(), **({"failed": failed} if failed else {})})))
     else:
         show.evaluation(title, found, task)
     if model.failed is not None:
         show.alarm(f"the training of {args.run} failed: {model.failed}")
-    return FAILED if model.failed is not None or evaluation_failed(found, task.people) else 0
+    return 0 if failed is None and model.failed is None else FAILED

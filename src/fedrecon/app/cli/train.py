@@ -105,6 +105,8 @@ def run(args: Train) -> int:
     )
     show.left_out(found.left_out)
     learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
+    if found.failed is not None:
+        show.alarm(f"training {'fails' if found.run.interrupted else 'failed'}: {found.failed}")
     if found.run.interrupted:
         again = [word for word in args.typed if word not in ("--overwrite", "--resume")]
         done = f"{found.run.rounds} of {args.settings.rounds} rounds"
@@ -118,7 +120,6 @@ def run(args: Train) -> int:
     else:
         show.evaluation(f"{len(found.users.test)} test {task.people}, none seen in training", found.test, task)
     if found.failed is not None:
-        show.alarm(f"training failed: {found.failed}")
         show.remark(
             f"{args.out} has all of it, to see what went wrong (metrics.jsonl); nobody is served with its model"
         )
