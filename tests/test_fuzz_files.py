@@ -17,6 +17,7 @@ from fedrecon.app.cli.options import UsageError
 from fedrecon.app.cli.train import parse
 from fedrecon.app.config import ConfigError, Data, Factorization, NextWord, RatingsConfig, TextConfig, TextData, to_json
 from fedrecon.app.experiment import users_of_run
+from fedrecon.app.resuming import run_to_resume
 from fedrecon.app.saved import open_model, save_model
 from fedrecon.app.tasks import TASKS, Items
 from fedrecon.data import DataError, Vocabulary
@@ -224,3 +225,17 @@ def test_a_mutated_run_json_is_a_sentence(tmp_path):
             file.write_bytes(mutate_bytes(file.read_bytes(), rng))
         with pytest.raises((StorageError, DataError)):  # at best, the data is not there
             users_of_run(tmp_path / "run")
+
+
+def test_a_run_json_that_was_mutated_and_sealed_again_is_gone_on_with_only_if_all_is_there(tmp_path):
+    config = RatingsConfig(data=Data(source="none.csv"), model=Factorization(dim=2))
+    place = {"platform": "cpu", "devices": 1, "block": 1, "sharing": 1}
+    facts = {"config": to_json(config), "data": {"fingerprint": "0"}, "layout": place, "started": "", "resumed": []}
+    for case in range(CASES):
+        try:
+            RunFolder(tmp_path / "run").describe(mutate_json(facts, rng_of(case)))
+        except UnicodeEncodeError:
+            continue
+        with contextlib.suppress(StorageError):
+            found = run_to_resume(config, RunFolder(tmp_path / "run"), resume=True)
+            assert {type(found["layout"][name]) for name in ("devices", "block", "sharing")} == {int}

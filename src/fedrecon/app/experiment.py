@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -249,7 +250,7 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
             "path": str(source.resolve()) if source.exists() else None,
             "fingerprint": fingerprint,
         },
-        "started": earlier["started"] if earlier else _now(),
+        "started": earlier.get("started") if earlier else _now(),
         "resumed": [*earlier["resumed"], _now()] if earlier else [],
         "ended": None,
         "rounds": None,
@@ -262,7 +263,9 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
 def _located(config: Config, facts: dict[str, Any]) -> Config:
     """Find files by the places they were at, wherever the command is run from now."""
     places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
-    there = {name: path for name, path in places.items() if path and Path(path).exists()}
+    there: dict[str, Any] = {
+        name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)
+    }
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **there))
 
 

@@ -35,7 +35,7 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
         facts["data"]["fingerprint"]
     except ConfigError as problem:
         raise StorageError(str(problem)) from None
-    except (KeyError, TypeError) as problem:
+    except (KeyError, TypeError, AttributeError) as problem:
         raise StorageError(f"{file} is damaged: {problem!r}") from None
     return config, facts
 
@@ -68,6 +68,10 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
             f"the run in {folder.path} was begun by another version of fedrecon, and this one cannot go on with it: "
             "go on with that version, or begin anew with --overwrite"
         )
+    place = facts.get("layout")
+    numbers = [place.get(name) for name in ("devices", "block", "sharing")] if isinstance(place, dict) else [None]
+    if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
+        raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot go on")
     return facts
 
 
@@ -103,7 +107,7 @@ def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any
     except ValueError:
         raise _other_machine(folder, earlier) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if earlier["layout"]["platform"] == "cpu" and began != cores:
+    if earlier["layout"].get("platform") == "cpu" and began != cores:
         say(
             f"goes on with {began} devices, as it began, although this machine has {cores} cores: the bits depend on it"
         )
@@ -126,6 +130,6 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
 def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
     began = earlier["layout"]
     return StorageError(
-        f"the run in {folder.path} began on {began['devices']} devices ({began['platform']}), which there are not "
+        f"the run in {folder.path} began on {began['devices']} devices ({began.get('platform')}), which there are not "
         "here; on others its bits would change. Go on where it began, or begin anew with --overwrite."
     )
