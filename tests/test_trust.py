@@ -248,7 +248,8 @@ def test_clients_with_a_single_example_are_counted(tmp_path, capsys):
 def test_ratings_of_a_few_users_that_diverge_are_counted_beside_the_others(capsys):
     found = an_evaluation(clients=41, diverged=4)
     show.evaluation("title", found, RATINGS)
-    assert "37 of 41 users with enough data, 99 query ratings of theirs; 4 diverged" in capsys.readouterr().out
+    told = "37 of 41 users, 99 query ratings, 4 others diverged, and are in no figure; 3 have too few ratings"
+    assert told in capsys.readouterr().out
     show.evaluation("title", an_evaluation(clients=40, diverged=5), RATINGS)
     out, err = capsys.readouterr()
     assert "RMSE" not in out
@@ -258,7 +259,7 @@ def test_ratings_of_a_few_users_that_diverge_are_counted_beside_the_others(capsy
 def an_evaluation(clients, diverged):
     numbers = {"loss": 1.0, "rmse": 1.0, "accuracy": 0.5}
     quantiles = {name: {"0.5": value} for name, value in numbers.items()}
-    return Evaluation("recon", clients, diverged, 99, numbers, numbers, quantiles, {})
+    return Evaluation("recon", clients, diverged, 99, numbers, numbers, quantiles, {"loss": np.zeros(clients + 3)})
 
 
 def a_round(number, **counts):

@@ -23,7 +23,8 @@ _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n\Z')
 
 def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
     """Write an object to a sealed JSON file, which is either the old one or the new one, whenever the process ends."""
-    text = json.dumps({**without_nan(values), SEAL: _BLANK}, indent=2) + "\n"
+    content = {name: value for name, value in values.items() if name != SEAL}  # the seal comes last
+    text = json.dumps({**without_nan(content), SEAL: _BLANK}, indent=2) + "\n"
     seal = hashlib.sha256(text.encode()).hexdigest()
     write_bytes(path, (text.removesuffix(_BLANK + _AFTER) + seal + _AFTER).encode())
 

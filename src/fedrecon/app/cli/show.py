@@ -40,14 +40,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], tex
 
 
 def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None:
-    """Print an evaluation: first of whom the figures are, and no figures if those are only the ones that survived."""
+    """Print an evaluation: figures, and of whom they are. No figures if too many others diverged."""
     from fedrecon.app.health import evaluation_failed
 
-    measured, of = found.clients - found.diverged, f"{found.clients} {task.people} with enough data"
-    failed = evaluation_failed(found, task.people)
+    measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
     if failed:
         print(title)
-        alarm(f"{failed}: figures of the other {measured} would say nothing about the model")
+        rest = f": figures of the other {measured} would say nothing about the model" if found.clients else ""
+        alarm(f"{failed}{rest}")
         return
 
     def figures(metrics: Mapping[str, float]) -> list[str]:
@@ -62,8 +62,11 @@ def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None
         for q in found.quantiles["loss"]
     ]
     table(title, ("", *(measure.title for measure in task.measures)), rows)
-    who = f"{measured} {task.people}" if not found.diverged else f"{measured} of {of}"
-    print(f"{who}, {found.examples} query {task.examples} of theirs; {found.diverged} diverged, in no figure")
+    of = f" of {found.clients}" if found.diverged else ""
+    told = [f"{found.diverged} others diverged, and are in no figure" if found.diverged else "none diverged"]
+    if small := len(found.per_client.get("loss", ())) - found.clients:
+        told.append(f"{small} have too few {task.examples} to be measured")
+    print(f"{measured}{of} {task.people}, {found.examples} query {task.examples}, {'; '.join(told)}")
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
