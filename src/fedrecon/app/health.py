@@ -31,8 +31,8 @@ class Watch:
             elif not record["clients"]:
                 self._once("unmeasured", f"{where} no validation {people[:-1]} has enough {self._task.examples}")
             return
-        if record["non_finite"]:
-            of = f"{record['non_finite']} of {record['non_finite'] + record['clients']} updates"
+        if lost := record.get("non_finite", 0):
+            of = f"{lost} of {lost + record.get('clients', 0)} updates"
             self._once("non_finite", f"{where} {of} are not finite, and were left out. {_slower(self._config)}")
         elif record["skipped"]:
             self._once("skipped", f"{where} nothing was learned: {why_skipped(record, self._config, self._task)}")
@@ -51,9 +51,9 @@ def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, 
         return f"all {invited} invited {task.people} have fewer than --sampling.min-examples {sampling.min_examples}"
     if few + dropped == invited:
         return f"nobody answered, {dropped} of {invited} invited dropped out (--sampling.drop-out {sampling.drop_out})"
-    if record["zeroed"]:
+    if record.get("zeroed"):
         return f"all updates are longer than --aggregate.zero-norm {config.aggregate.zero_norm}"
-    if record["clients"]:
+    if record.get("clients"):
         return f"the mean of the updates is not finite. {_slower(config)}"
     return f"whoever answered has too few {task.examples} to have both support and query"
 
