@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from fedrecon.algorithm import Algorithm
-from fedrecon.algorithms import federated_averaging
+from fedrecon.algorithms.federated_averaging import federated_averaging
 from fedrecon.app.build import build_algorithm, build_model
 from fedrecon.app.config import RatingsConfig, Reconstruct
 from fedrecon.clients import Clients

@@ -62,7 +62,7 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
         columns = {name: column[:, :limit] for name, column in examples.columns.items()}
         count = examples.count if limit is None else jnp.minimum(examples.count, limit)
         solved, sums = jax.vmap(one)(problem.params, problem.context, columns, count)
-        return Solution(solved, {}, sums, count)
+        return Solution(solved, {}, sums, count, jnp.ones_like(count))
 
     return Solver(solve, limit, lambda: "whole", _check_least_squares)
 
