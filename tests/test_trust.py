@@ -1,6 +1,7 @@
 """Nothing lost, nothing silently wrong: what commands do with folders that are not theirs, and with runs that fail."""
 
 import json
+import re
 import resource
 import shutil
 import warnings
@@ -240,7 +241,7 @@ def test_clients_with_a_single_example_are_counted(tmp_path, capsys):
     lonely.write_text("\n".join(["user,item,rating", *(f"u{k},{k % 3},4" for k in range(20))]) + "\n")
     assert main(["train", str(lonely), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL]) == 3
     err = capsys.readouterr().err
-    assert "12 of 12 training users have a single example" in err
+    assert re.search(r"(\d+) of \1 training users have a single example", err)
     assert "whoever answered has too few ratings to have both support and query" in err
     assert "no test users could be measured" in err
 
