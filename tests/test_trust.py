@@ -146,6 +146,14 @@ def test_the_demo_replaces_demos_alone(run, capsys):
     assert contents(run) == before
 
 
+def test_a_study_is_not_written_to_a_folder_of_somebody_else(tmp_path, capsys):
+    (tmp_path / "report.md").write_text("mine")
+    before = contents(tmp_path)
+    assert main(["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path)]) == 1
+    assert "holds report.md, and fedrecon did not make it" in said(capsys)
+    assert contents(tmp_path) == before
+
+
 def test_a_second_process_is_told_who_holds_the_folder(trained, run, capsys):
     before = contents(run)
     with RunFolder(run).held():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedrecon.disk.arrays import MANIFEST, read_json
+from fedrecon.disk.arrays import MANIFEST, read_json, write_bytes
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import standing
+from fedrecon.disk.locks import hold
 from fedrecon.disk.replacement import reading_place
 from fedrecon.disk.sealed import read_sealed
 
@@ -65,6 +68,30 @@ def check_ours(path: Path) -> None:
         raise _somebody_elses(path, inside)
     check_model(path / MODEL)
     _check_names(path / CHECKPOINTS, _CHECKPOINT)
+
+
+@contextmanager
+def held_study(path: Path) -> Iterator[None]:
+    """Keep other processes from writing to the folder of a study while a block runs, and mark it as ours.
+
+    Raises:
+      StorageError: another process writes there, or the folder is somebody else's.
+    """
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file; give a new or empty folder, or that of a study")
+    inside = _names(path) - {LOCK, f".{MARKER}.partial"}
+    if inside and not inside & {MARKER, "rows"}:
+        raise _somebody_elses(path, inside)
+    with hold(path / LOCK, f"the study in {path}"):
+        mark(path)
+        yield
+
+
+def mark(path: Path) -> None:
+    """Mark a folder as one that fedrecon made."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not (path / MARKER).exists():
+        write_bytes(path / MARKER, b"fedrecon made this folder; its page docs/files.md says what is in it.\n")
 
 
 def check_model(path: Path) -> None:

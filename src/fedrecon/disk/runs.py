@@ -20,7 +20,6 @@ from fedrecon.disk.parts import (
     CHECKPOINTS,
     FORMAT,
     LOCK,
-    MARKER,
     METRICS,
     MODEL,
     PARTS,
@@ -31,6 +30,7 @@ from fedrecon.disk.parts import (
     check_ours,
     checkpoints_of,
     has_begun,
+    mark,
     read_description,
 )
 from fedrecon.disk.replacement import bring_back, forget, put_aside
@@ -39,7 +39,6 @@ from fedrecon.disk.sealed import check_files, read_sealed, seal_folder, write_se
 CHECKPOINT_FORMAT, CHECKPOINT_VERSION = "fedrecon-checkpoint", 2
 PRIVATE, KEPT = "private", "kept"  # what clients keep is in a folder that nobody else can read
 
-_MARKED = b"fedrecon made this folder; its page docs/files.md says what is in it.\n"
 _PRIVATE = (
     b"What single clients keep between rounds. Whoever reads it learns something about them: do not pass it on.\n"
 )
@@ -117,9 +116,8 @@ class RunFolder:
         return any((self.path / name).exists() for name in PARTS)
 
     def _mark(self) -> None:
-        if not self._marked and not (self.path / MARKER).exists():
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_bytes(self.path / MARKER, _MARKED)
+        if not self._marked:
+            mark(self.path)
         self._marked = True
 
     # ---- what is in it ----
