@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,23 +119,26 @@ def train(
             record(loop.pending.popleft())
             advance(1, f"loss {history[-1]['loss']:.4f}")
 
+    evaluated = max((entry["round"] for entry in history if entry["kind"] == "evaluation"), default=0)
+
     def evaluate_if_due() -> None:
+        nonlocal evaluated
         now = loop.now.round
-        done_already = any(entry["kind"] == "evaluation" and entry["round"] == now for entry in history)
-        if evaluator is None or now == 0 or done_already or not _due(now, rounds, evaluate_every):
+        if evaluator is None or now == evaluated or not _due(now, rounds, evaluate_every):
             return
         rebuilt = isinstance(evaluator, Evaluator) and evaluator.protocol == "recon"
         kept = () if rebuilt else loop.now.kept
         record({"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary()})
+        evaluated = now
 
-    stops = _stops(rounds, evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
+    stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
     interrupted = False
-    with progress("training", rounds) as advance:
+    with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
         advance(done)
         try:
             evaluate_if_due()  # an interruption may have come between a round and its evaluation
             while loop.now.round < rounds:
-                loop.advance(next(stop for stop in stops if stop > loop.now.round))
+                loop.advance(_next_stop(loop.now.round, rounds, *stops))
                 record_pending()
                 evaluate_if_due()
                 if folder and _due(loop.now.round, rounds, checkpoint_every):
@@ -152,9 +156,9 @@ def _due(done: int, rounds: int, every: int) -> bool:
     return done == rounds or (every > 0 and done % every == 0)
 
 
-def _stops(rounds: int, *every: int) -> list[int]:
-    """List the rounds after which the loop has something else to do."""
-    return sorted({rounds}.union(*(range(n, rounds, n) for n in every if n)))
+def _next_stop(now: int, rounds: int, *every: int) -> int:
+    """Return the next round after which the loop has something else to do."""
+    return min([rounds, *((now // n + 1) * n for n in every if n)])
 
 
 class _Now(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from fedrecon.app.config_files import differences as differences
 from fedrecon.app.config_files import from_json as from_json
 from fedrecon.app.config_files import read_config as read_config
 from fedrecon.app.config_files import to_json as to_json
+from fedrecon.app.settings import MOST, MOST_ROUNDS, MOST_WIDTH, check_number, check_run, check_seed
 from fedrecon.app.settings import Aggregate as Aggregate
 from fedrecon.app.settings import Reconstruct as Reconstruct
 from fedrecon.app.settings import Server as Server
@@ -41,7 +43,8 @@ class Source:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if min(self.fractions) < 0 or not self.fractions[0] > 0 or abs(sum(self.fractions) - 1) > 1e-6:
+        check_seed("split_seed", self.split_seed)
+        if not (min(self.fractions) >= 0 and self.fractions[0] > 0 and abs(sum(self.fractions) - 1) <= 1e-6):
             raise ValueError(
                 f"fractions are {self.fractions}; give shares for training (above 0), validation and test that sum to 1"
             )
@@ -77,6 +80,10 @@ class Config:
     seed: int = 0
     devices: int | None = None
     block: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_run(self)
 
 
 # ---- ratings ----
@@ -128,6 +135,8 @@ class Data(Source, Reading):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
+        check_number("min_ratings", self.min_ratings, most=MOST_ROUNDS)
+        check_seed("shuffle_seed", self.shuffle_seed)
         if self.max_examples is not None and self.max_examples < 2:
             raise ValueError(f"max_examples is {self.max_examples}; support and query need at least 2")
 
@@ -152,8 +161,9 @@ class Factorization:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.dim < 1:
-            raise ValueError(f"dim is {self.dim}; embeddings need at least 1 number")
+        check_number("dim", self.dim, least=1, most=MOST_WIDTH)
+        if not math.isfinite(self.init_mean):
+            raise ValueError(f"init_mean is {self.init_mean}; it must be a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +176,7 @@ class RatingsConfig(Config):
 
     def __post_init__(self) -> None:
         """Check that the groups fit together."""
+        super().__post_init__()
         if self.aggregate.weigh == "tokens":
             raise ValueError("aggregate.weigh is 'tokens', which ratings do not have: use 'examples' or 'uniform'")
 
@@ -200,6 +211,7 @@ class TextData(Source):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
+        check_number("min_sentences", self.min_sentences, most=MOST_ROUNDS)
         if self.max_sentences < 2:
             raise ValueError(f"max_sentences is {self.max_sentences}; support and query need at least 2")
 
@@ -231,9 +243,10 @@ class NextWord:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("vocabulary", "oov_buckets", "embedding", "hidden", "projection", "max_words"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("vocabulary", "oov_buckets"):
+            check_number(name, getattr(self, name), least=1, most=MOST)
+        for name in ("embedding", "hidden", "projection", "max_words"):
+            check_number(name, getattr(self, name), least=1, most=MOST_WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +272,7 @@ class TextConfig(Config):
 
     def __post_init__(self) -> None:
         """Check that the groups fit together."""
+        super().__post_init__()
         if self.reconstruct.solver != "gradient-descent":
             raise ValueError(
                 f"reconstruct.solver is {self.reconstruct.solver!r}, which is for ratings: text needs gradient-descent"

@@ -16,6 +16,14 @@ def remark(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def alarm(text: str) -> None:
+    """Say that something has gone wrong: in red where there is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> None:
     """Print a table; all columns but those of `texts`, the first by default, hold numbers."""
     from rich import box
@@ -32,7 +40,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], tex
 
 
 def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None:
-    """Print an evaluation."""
+    """Print an evaluation: figures, and of whom they are. No figures if too many others diverged."""
+    from fedrecon.app.health import evaluation_failed
+
+    measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
+    if failed:
+        print(title)
+        rest = f": figures of the other {measured} would say nothing about the model" if found.clients else ""
+        alarm(f"{failed}{rest}")
+        return
 
     def figures(metrics: Mapping[str, float]) -> list[str]:
         return [measure.text(metrics) for measure in task.measures]
@@ -46,17 +62,26 @@ def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None
         for q in found.quantiles["loss"]
     ]
     table(title, ("", *(measure.title for measure in task.measures)), rows)
-    print(
-        f"{found.clients} {task.people}, {found.examples} query {task.examples}, "
-        f"{found.diverged} {task.people} diverged (in no mean)"
-    )
+    of = f" of {found.clients}" if found.diverged else ""
+    told = [f"{found.diverged} others diverged, and are in no figure" if found.diverged else "none diverged"]
+    if small := len(found.per_client.get("loss", ())) - found.clients:
+        told.append(f"{small} have too few {task.examples} to be measured")
+    print(f"{measured}{of} {task.people}, {found.examples} query {task.examples}, {'; '.join(told)}")
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
     """Remark on an evaluation during training; rounds are on the progress bar."""
-    if record["kind"] == "evaluation":
-        figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in measures)
-        remark(f"round {record['round']}: validation {figures}")
+    from fedrecon.app.health import MOST_FAILED
+
+    if record["kind"] != "evaluation":
+        return
+    clients, diverged = record["clients"], record["diverged"]
+    figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in measures)
+    if diverged > MOST_FAILED * clients:
+        figures = f"failed: {diverged} of {clients} diverged"
+    elif diverged:
+        figures += f" (of {clients - diverged}; {diverged} diverged)"
+    remark(f"round {record['round']}: validation {figures}")
 
 
 def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
