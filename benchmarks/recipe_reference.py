@@ -1,8 +1,8 @@
 """The recipe for ratings in plain numpy, gradients in closed form: what the library's own runs are compared with.
 
-    python benchmarks/recipe_reference.py movielens-small
-    python benchmarks/recipe_reference.py ml-1m.zip --optimizer diagonal --seeds 3
-    python benchmarks/recipe_reference.py ratings.csv --set prior=50 rounds=100 --division 1
+python benchmarks/recipe_reference.py movielens-small
+python benchmarks/recipe_reference.py ml-1m.zip --optimizer diagonal --seeds 3
+python benchmarks/recipe_reference.py ratings.csv --set prior=50 rounds=100 --division 1
 """
 
 from __future__ import annotations
