@@ -88,7 +88,7 @@ def measure(
       test: clients to measure on.
       split: support and query, as given to `evaluate`; half and half by default.
       num_items: item ids are 0 to `num_items - 1`; by default as many as the columns of `train` and `test` have.
-      which: names out of `SIMPLE` and `CENTRAL`. The central ones choose their ridge on a tenth of the training clients.
+      which: names out of `SIMPLE` and `CENTRAL`. Central ones choose their ridge on a tenth of the training clients.
       accuracy_within: a prediction this close to the rating counts as accurate.
 
     Returns:
