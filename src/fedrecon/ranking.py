@@ -188,6 +188,10 @@ def hidden_places(scores: np.ndarray, known: Sets, hidden: Sets) -> Places:
     num_items = scores.shape[1]
     known_count = np.bincount(known.user, minlength=known.users)
     mine = scores[hidden.user, hidden.item]
+    twice = np.isin(hidden.user * num_items + hidden.item, known.user * num_items + known.item)
+    if twice.any():
+        user, item = hidden.user[twice][0], hidden.item[twice][0]
+        raise ValueError(f"item {item} of user {user} is both known and hidden; an item can only be one of them")
     bounds = np.searchsorted(hidden.user, np.arange(hidden.users + 1))
     low, high = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
     for u, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
