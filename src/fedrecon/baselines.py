@@ -113,7 +113,13 @@ def measure(
 
 
 def errors(guess: np.ndarray, rating: np.ndarray, accuracy_within: float = ACCURATE_WITHIN) -> dict[str, float]:
-    """Return root mean squared error, mean absolute error and the share of accurate predictions."""
+    """Return root mean squared error, mean absolute error and the share of accurate predictions.
+
+    Args:
+      guess: `(examples,)` predictions.
+      rating: `(examples,)` what they should have been.
+      accuracy_within: a prediction this close to the rating counts as accurate.
+    """
     off = np.abs(guess - rating)
     return {
         "rmse": float(np.sqrt(np.mean(off**2))),
@@ -123,7 +129,12 @@ def errors(guess: np.ndarray, rating: np.ndarray, accuracy_within: float = ACCUR
 
 
 def divided(clients: Clients, split: Split) -> Known:
-    """Divide clients' examples into support and query just as `evaluate` does."""
+    """Divide clients' examples into support and query just as `evaluate` does.
+
+    Args:
+      clients: with columns `item` and `rating`.
+      split: what is support and what is query.
+    """
     packer = Packer(clients, Needs(split, columns=("item", "rating")))
     sides: tuple[list[Examples], list[Examples]] = ([], [])
     many = max(1, PADDED_ENTRIES // (packer.support_length + packer.query_length))
@@ -144,7 +155,7 @@ Predict = Callable[[Known], np.ndarray]  # what is known of clients -> predictio
 Fit = Callable[[Preparation, Clients, Split], Predict]
 
 
-def all_examples(clients: Clients) -> Examples:
+def _all_examples(clients: Clients) -> Examples:
     """Return all examples of clients, one after another."""
     rows = rows_of(clients.starts, clients.ends)
     owner = np.repeat(np.arange(len(clients)), clients.sizes)
@@ -157,8 +168,13 @@ def _global_mean(prepared: Preparation, train: Clients, split: Split) -> Predict
 
 
 def item_means(train: Clients, num_items: int) -> np.ndarray:
-    """Return each item's mean rating over these clients, and the mean of all ratings for items they have not rated."""
-    rated = all_examples(train)
+    """Return each item's mean rating over these clients, and the mean of all ratings for items they have not rated.
+
+    Args:
+      train: with columns `item` and `rating`.
+      num_items: item ids are 0 to `num_items - 1`.
+    """
+    rated = _all_examples(train)
     count = np.bincount(rated.item, minlength=num_items)
     total = np.bincount(rated.item, rated.rating, num_items)
     return np.where(count > 0, total / np.maximum(count, 1), rated.rating.mean())
@@ -182,7 +198,13 @@ def _biases(prepared: Preparation, train: Clients, split: Split) -> Predict:
 
 
 def user_biases(prepared: Preparation, examples: Examples, clients: int) -> np.ndarray:
-    """Return every client's bias from its examples, standardised and damped."""
+    """Return every client's bias from its examples, standardised and damped.
+
+    Args:
+      prepared: what round zero found.
+      examples: of the clients.
+      clients: how many there are.
+    """
     residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
     count = np.bincount(examples.client, minlength=clients)
     return np.bincount(examples.client, residual, clients) / (count + prepared.user_ridge)
@@ -194,9 +216,9 @@ def user_biases(prepared: Preparation, examples: Examples, clients: int) -> np.n
 def _svd(prepared: Preparation, train: Clients, split: Split) -> Predict:
     """Item factors from the singular vectors of what biases leave over; a newcomer's by ridge regression."""
 
-    def candidates(part: Clients) -> Iterator[Factors]:
+    def candidates(part: Clients) -> Iterator[_Factors]:
         items = _singular_items(prepared, part, DIM)
-        return (Factors(items[:, :dim], ridge) for dim in (DIM // 4, DIM) for ridge in SVD_RIDGES)
+        return (_Factors(items[:, :dim], ridge) for dim in (DIM // 4, DIM) for ridge in SVD_RIDGES)
 
     return _chosen(candidates, prepared, train, split)
 
@@ -204,13 +226,13 @@ def _svd(prepared: Preparation, train: Clients, split: Split) -> Predict:
 def _als(prepared: Preparation, train: Clients, split: Split) -> Predict:
     """Alternating least squares on what item biases leave over, users' biases among their factors."""
 
-    def candidates(part: Clients) -> Iterator[Factors]:
-        return (Factors(_alternate(prepared, part, ridge, DIM), ridge) for ridge in ALS_RIDGES)
+    def candidates(part: Clients) -> Iterator[_Factors]:
+        return (_Factors(_alternate(prepared, part, ridge, DIM), ridge) for ridge in ALS_RIDGES)
 
     return _chosen(candidates, prepared, train, split)
 
 
-class Factors(NamedTuple):
+class _Factors(NamedTuple):
     """Item factors `(items, dim)` and the ridge that newcomers are fitted with."""
 
     items: np.ndarray
@@ -218,7 +240,7 @@ class Factors(NamedTuple):
 
 
 def _chosen(
-    candidates: Callable[[Clients], Iterator[Factors]], prepared: Preparation, train: Clients, split: Split
+    candidates: Callable[[Clients], Iterator[_Factors]], prepared: Preparation, train: Clients, split: Split
 ) -> Predict:
     """Take the candidate that is best on clients held out of training, fitted to all of them again."""
     part, rest = train.split_clients(1 - HELD_OUT, HELD_OUT, seed=0)
@@ -232,14 +254,14 @@ def _chosen(
     return lambda known: _newcomers(prepared, best, known)
 
 
-def _newcomers(prepared: Preparation, factors: Factors, known: Known) -> np.ndarray:
+def _newcomers(prepared: Preparation, factors: _Factors, known: Known) -> np.ndarray:
     """Predict with item factors: bias and factors of each client by one ridge regression on support."""
     mine = _users(prepared, factors, known.support, known.clients)
     found = np.einsum("nd,nd->n", _with_one(factors.items, known.query.item), mine[known.query.client])
     return prepared.mean + prepared.deviation * (prepared.item_bias[known.query.item] + found)
 
 
-def _users(prepared: Preparation, factors: Factors, examples: Examples, clients: int) -> np.ndarray:
+def _users(prepared: Preparation, factors: _Factors, examples: Examples, clients: int) -> np.ndarray:
     """Return every client's factors, and its bias after them."""
     items, ridge = factors
     residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
@@ -252,11 +274,11 @@ def _with_one(items: np.ndarray, item: np.ndarray) -> np.ndarray:
 
 
 def _alternate(prepared: Preparation, train: Clients, ridge: float, dim: int, sweeps: int = 8) -> np.ndarray:
-    rated = all_examples(train)
+    rated = _all_examples(train)
     items = np.random.default_rng(0).normal(0, 0.1, (len(prepared.item_bias), dim))
     y = prepared.standardize(rated.rating) - prepared.item_bias[rated.item]
     for _ in range(sweeps):
-        users = _users(prepared, Factors(items, ridge), rated, len(train))
+        users = _users(prepared, _Factors(items, ridge), rated, len(train))
         left = y - users[rated.client, -1]
         items = ridge_by_group(users[rated.client, :-1], left, rated.item, len(items), np.full(dim, ridge))
     return items
@@ -264,20 +286,20 @@ def _alternate(prepared: Preparation, train: Clients, ridge: float, dim: int, sw
 
 def _singular_items(prepared: Preparation, train: Clients, dim: int, sweeps: int = 6) -> np.ndarray:
     """Return the leading right singular vectors times the root of their values, by subspace iteration."""
-    rated = all_examples(train)
+    rated = _all_examples(train)
     mine = user_biases(prepared, rated, len(train))
     left = prepared.standardize(rated.rating) - prepared.item_bias[rated.item] - mine[rated.client]
     num_items = len(prepared.item_bias)
     items = np.random.default_rng(0).normal(size=(num_items, min(dim, len(train), num_items)))
     for _ in range(sweeps):
         items, _ = np.linalg.qr(items)
-        users = sum_by_group(left[:, None] * items[rated.item], rated.client, len(train))
-        items = sum_by_group(left[:, None] * users[rated.client], rated.item, num_items)
+        users = _sum_by_group(left[:, None] * items[rated.item], rated.client, len(train))
+        items = _sum_by_group(left[:, None] * users[rated.client], rated.item, num_items)
     vectors, squares, _ = np.linalg.svd(items, full_matrices=False)
     return vectors * squares**0.25
 
 
-def sum_by_group(values: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
+def _sum_by_group(values: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
     """Sum rows `(examples, columns)` by group."""
     return np.stack([np.bincount(group, column, groups) for column in values.T], 1)
 
@@ -288,6 +310,13 @@ def ridge_by_group(
     """Solve a ridge regression for each group of examples: `(groups, columns)`, zero for groups without any.
 
     Groups of similar size are solved side by side, padded with zeros, which changes neither matrix nor moment.
+
+    Args:
+      features: `(examples, columns)`.
+      target: `(examples,)`.
+      group: `(examples,)` the group of each, in any order.
+      groups: how many there are.
+      ridge: `(columns,)` the penalty on each coefficient.
     """
     dim = features.shape[1]
     order = np.argsort(group, kind="stable")

@@ -71,7 +71,7 @@ class Preparation(NamedTuple):
 
     def standardize(self, rating: Any) -> np.ndarray:
         """Return ratings with mean 0 and deviation 1."""
-        return (transformed(rating, self.transform) - self.mean) / self.deviation
+        return (_transformed(rating, self.transform) - self.mean) / self.deviation
 
     def restore(self, standardized: Any) -> np.ndarray:
         """Undo `standardize`, and move what is outside of the scale to its ends."""
@@ -79,7 +79,7 @@ class Preparation(NamedTuple):
         return np.expm1(values) if self.transform == "log1p" else values
 
 
-def transformed(rating: Any, transform: Transform) -> np.ndarray:
+def _transformed(rating: Any, transform: Transform) -> np.ndarray:
     """Return ratings, or log(1 + ratings), in double precision."""
     values = np.asarray(rating, np.float64)
     return np.log1p(values) if transform == "log1p" else values
@@ -98,7 +98,12 @@ def start(num_items: int) -> Preparation:
 
 
 def done(message: Preparation, passes: int = PASSES) -> bool:
-    """Return whether the scale is known and the biases have been fitted `passes` times."""
+    """Return whether the scale is known and the biases have been fitted `passes` times.
+
+    Args:
+      message: what the server sent last.
+      passes: how often biases are to be fitted.
+    """
     return message.passes > passes
 
 
@@ -190,7 +195,11 @@ def _scale(message: Preparation, total: Mapping[str, Any], transform: Transform 
 
 
 def skewness(total: Mapping[str, Any]) -> float:
-    """Return the skewness of ratings from the sums of their powers; 0 if all are the same."""
+    """Return the skewness of ratings from the sums of their powers; 0 if all are the same.
+
+    Args:
+      total: of the clients' first answers.
+    """
     count = float(total["count"])
     mean, square, cube = (float(total[name]) / count for name in ("sum", "square", "cube"))
     variance = square - mean**2

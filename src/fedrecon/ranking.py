@@ -20,6 +20,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -79,14 +80,23 @@ def strong_generalization(clients: Clients, known: float = KNOWN, *, seed: int =
 
 
 def divide(clients: Clients, split: Split) -> Division:
-    """Divide the items of users as `split` divides examples: support is known, query is hidden."""
+    """Divide the items of users as `split` divides examples: support is known, query is hidden.
+
+    Args:
+      clients: held-out users, with a column `item` in which no item comes twice.
+      split: what is support and what is query.
+    """
     columns = {"item": clients.columns["item"], "rating": np.zeros(len(clients.columns["item"]), np.float32)}
     support, query = divided(Clients(columns, clients.starts, clients.ends), split)[1:]
     return Division(*(Sets(len(clients), side.client, side.item) for side in (support, query)))
 
 
 def sets_of(clients: Clients) -> Sets:
-    """Return the items of each client."""
+    """Return the items of each client.
+
+    Args:
+      clients: with a column `item`; an item that comes twice counts once.
+    """
     once = _without_repeats(clients)
     owner = np.repeat(np.arange(len(once)), once.sizes)
     return Sets(len(once), owner, once.columns["item"][rows_of(once.starts, once.ends)])
@@ -183,7 +193,13 @@ class Places(NamedTuple):
 
 
 def hidden_places(scores: np.ndarray, known: Sets, hidden: Sets) -> Places:
-    """Find the places of hidden items in scores that have minus infinity for known items."""
+    """Find the places of hidden items in scores that have minus infinity for known items.
+
+    Args:
+      scores: `(users, items)`, the highest first.
+      known: what users have.
+      hidden: what is looked for.
+    """
     ordered = np.sort(scores, 1)  # (users, items), the best last
     num_items = scores.shape[1]
     known_count = np.bincount(known.user, minlength=known.users)
@@ -194,21 +210,31 @@ def hidden_places(scores: np.ndarray, known: Sets, hidden: Sets) -> Places:
         raise ValueError(f"item {item} of user {user} is both known and hidden; an item can only be one of them")
     bounds = np.searchsorted(hidden.user, np.arange(hidden.users + 1))
     low, high = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
-    for u, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for u, (a, b) in enumerate(itertools.pairwise(bounds)):
         low[a:b] = np.maximum(np.searchsorted(ordered[u], mine[a:b], "left"), known_count[u])
         high[a:b] = np.searchsorted(ordered[u], mine[a:b], "right")
     return Places(hidden.users, hidden.user, num_items - high, high - low)
 
 
 def recall(places: Places, k: int) -> np.ndarray:
-    """Return each user's recall among the first `k`; NaN without hidden items."""
+    """Return each user's recall among the first `k`; NaN without hidden items.
+
+    Args:
+      places: where the hidden items come.
+      k: how many items are shown.
+    """
     count = np.bincount(places.user, minlength=places.users)
     found = np.bincount(places.user, _chance(places, k), places.users)
     return np.where(count > 0, found / np.clip(count, 1, k), np.nan)
 
 
 def ndcg(places: Places, k: int) -> np.ndarray:
-    """Return each user's normalised discounted cumulative gain among the first `k`; NaN without hidden items."""
+    """Return each user's normalised discounted cumulative gain among the first `k`; NaN without hidden items.
+
+    Args:
+      places: where the hidden items come.
+      k: how many items are shown.
+    """
     gains = np.append(0, np.cumsum(1 / np.log2(np.arange(2, k + 2))))  # of the first 0, 1, ... places together
     count = np.bincount(places.user, minlength=places.users)
     last = np.minimum(places.better + places.tied, k)
@@ -221,6 +247,10 @@ def hit_rate(places: Places, k: int) -> np.ndarray:
 
     Of a group of equal scores across place `k`, some are drawn; the chance that no hidden one is among them is a
     product, one factor a hidden item.
+
+    Args:
+      places: where the hidden items come.
+      k: how many items are shown.
     """
     count = np.bincount(places.user, minlength=places.users)
     certain = np.bincount(places.user, places.better + places.tied <= k, places.users) > 0
@@ -300,7 +330,12 @@ def ease(train: Sets, num_items: int, *, ridge: float = 300.0) -> Scorer:
 
 
 def together(sets: Sets, num_items: int) -> np.ndarray:
-    """Return how many users have both of two items, `(items, items)`."""
+    """Return how many users have both of two items, `(items, items)`.
+
+    Args:
+      sets: of the users.
+      num_items: item ids are 0 to `num_items - 1`.
+    """
     found = np.zeros((num_items, num_items), np.float32)
     many = max(1, SCORES_AT_ONCE // num_items)
     for begin in range(0, sets.users, many):
@@ -310,7 +345,11 @@ def together(sets: Sets, num_items: int) -> np.ndarray:
 
 
 def table(results: Mapping[str, Ranked]) -> str:
-    """Lay results out as text, one line each."""
+    """Lay results out as text, one line each.
+
+    Args:
+      results: by name.
+    """
     names = list(next(iter(results.values())).metrics)
     cells = [[name, *(f"{result.metrics[m]:.4f}" for m in names)] for name, result in results.items()]
     return "\n".join(lay_out([["", *names], *cells], right=True))
