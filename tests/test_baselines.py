@@ -46,7 +46,7 @@ def test_means_are_over_these_clients_alone():
 
 
 def test_biases_are_those_of_round_zero_and_a_damped_mean():
-    prepared = preparation.prepare(TRAIN, 4)
+    prepared = preparation.prepare(TRAIN, 4, plan=preparation.Plan(traits=0))
     support = np.array([prepared.standardize(4.0) - prepared.item_bias[0], prepared.standardize(1.0)])
     mine = support / (1 + prepared.user_ridge)
     guess = prepared.restore(prepared.item_bias[[1, 0]] + mine)

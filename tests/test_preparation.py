@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fedrecon import preparation
 from fedrecon.clients import Clients
+from fedrecon.preparation import Plan
 
 
 def generated(users=200, items=30, noise=0.5, item=0.6, user=0.4, seed=0):
@@ -25,8 +26,8 @@ def one_by_one(message, clients):
 
 def test_answers_of_single_clients_add_up_to_the_answer_of_all():
     clients = generated(users=20)
-    message = preparation.start(30)
-    for _ in range(4):
+    message = preparation.start(30, Plan(biases=3, traits=2))
+    while not preparation.done(message):
         total = one_by_one(message, clients)
         together = preparation.answer(
             message, clients.columns["item"], clients.columns["rating"], np.repeat(np.arange(20), clients.sizes)
@@ -39,10 +40,10 @@ def test_answers_of_single_clients_add_up_to_the_answer_of_all():
 
 def test_asking_clients_one_by_one_prepares_the_same():
     clients = generated(users=20)
-    message = preparation.start(30)
-    while not preparation.done(message, 3):
+    message = preparation.start(30, Plan(biases=3))
+    while not preparation.done(message):
         message = preparation.advance(message, one_by_one(message, clients))
-    together = preparation.prepare(clients, 30, passes=3)
+    together = preparation.prepare(clients, 30, plan=Plan(biases=3))
     np.testing.assert_allclose(message.item_bias, together.item_bias, rtol=1e-9, atol=1e-12)
     assert message.noise == pytest.approx(together.noise, rel=1e-9)
 
@@ -57,7 +58,7 @@ def test_first_biases_by_hand():
     # Standardised ratings are -1 and 1 of item 0, and 1, -1 of items 0 and 1. Ridges are .7 / .15.
     ridge = 0.7 / 0.15
     columns = {"item": np.array([0, 0, 0, 1]), "rating": np.array([1.0, 5.0, 5.0, 1.0])}
-    found = preparation.prepare(Clients.from_columns(columns, client=np.array([0, 0, 1, 1])), 3, passes=1)
+    found = preparation.prepare(Clients.from_columns(columns, client=np.array([0, 0, 1, 1])), 3, plan=Plan(1, 0))
     np.testing.assert_allclose(found.item_bias, [1 / (3 + ridge), -1 / (1 + ridge), 0])
     np.testing.assert_array_equal(found.item_count, [3, 1, 0])
     assert found.user_variance == pytest.approx(0.7 / (2 + ridge))  # both users' biases are 0
@@ -67,7 +68,7 @@ def test_first_biases_by_hand():
 
 def test_variances_are_those_that_made_the_ratings():
     clients = generated(users=3000, items=300, seed=1)
-    found = preparation.prepare(clients, 300, passes=40)
+    found = preparation.prepare(clients, 300, plan=Plan(40, 0))
     scale = found.deviation**2
     assert found.noise * scale == pytest.approx(0.25, rel=0.05)
     assert found.user_variance * scale == pytest.approx(0.16, rel=0.1)
@@ -82,7 +83,7 @@ def test_the_unit_of_ratings_does_not_matter(unit, zero):
         clients.starts,
         clients.ends,
     )
-    one, two = (preparation.prepare(c, 30, passes=3, transform="none") for c in (clients, other))
+    one, two = (preparation.prepare(c, 30, plan=Plan(3, 0), transform="none") for c in (clients, other))
     np.testing.assert_allclose(one.item_bias, two.item_bias, rtol=1e-4, atol=1e-6)
     assert one.noise == pytest.approx(two.noise, rel=1e-4)
 
@@ -143,3 +144,29 @@ def test_no_ratings_at_all_is_an_error():
 def test_a_rating_that_is_not_a_number_is_an_error():
     with pytest.raises(ValueError, match="not finite"):
         preparation.answer(preparation.start(1), [0], [np.nan])
+
+
+def test_traits_have_mean_0_and_deviation_1_over_ratings():
+    clients = generated(users=50)
+    found = preparation.prepare(clients, 31)
+    over_ratings = found.traits()[clients.columns["item"]]
+    np.testing.assert_allclose(over_ratings.mean(0), 0, atol=1e-9)
+    np.testing.assert_allclose(over_ratings.std(0), 1, rtol=1e-9)
+    assert np.isfinite(found.traits()).all()  # of the item that nobody has rated, too
+
+
+@pytest.mark.parametrize("deviation", [0.0, 0.4])
+def test_how_much_users_differ_about_popularity_is_found(deviation):
+    rng = np.random.default_rng(0)
+    users, items = 2000, 200
+    chance = 1 / np.arange(1, items + 1)
+    owner = np.repeat(np.arange(users), 30)
+    item = rng.choice(items, len(owner), p=chance / chance.sum())
+    trait = np.log1p(np.bincount(item, minlength=items))
+    trait = (trait - trait[item].mean()) / trait[item].std()
+    rating = rng.normal(0, 1, len(owner)) + rng.normal(0, deviation, users)[owner] * trait[item]
+    clients = Clients.from_columns({"item": item.astype(np.int32), "rating": rating}, client=owner)
+    found = preparation.prepare(clients, items, plan=Plan(traits=20))
+    bias, popularity = found.trait_variance * found.deviation**2
+    assert popularity == pytest.approx(deviation**2, abs=0.015)
+    assert bias < 0.02

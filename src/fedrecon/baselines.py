@@ -15,7 +15,7 @@ import numpy as np
 
 from fedrecon.clients import Clients, rows_of
 from fedrecon.cohort import Needs, Packer
-from fedrecon.preparation import Preparation, prepare
+from fedrecon.preparation import Plan, Preparation, prepare
 from fedrecon.printing import lay_out
 from fedrecon.split import Split, half
 
@@ -104,7 +104,7 @@ def measure(
     known = divided(test, split)
     if not len(known.query.rating):
         raise ValueError("none of the clients has query examples to measure on; use another split")
-    prepared = prepare(train, num_items, transform="none")
+    prepared = prepare(train, num_items, plan=Plan(traits=0), transform="none")
     table = {}
     for name in which:
         guess = np.clip(FITS[name](prepared, train, split)(known), prepared.low, prepared.high)

@@ -9,7 +9,8 @@ ratings, the answers are added up (by a simulator, a server or a secure sum), an
 
 The first total gives the scale: mean, deviation, and whether the ratings are counts. The following ones fit
 `y = item bias + user bias + noise` to the standardised ratings, the variances of all three by expectation maximisation.
-Users' biases never leave the clients.
+The last ones find out how much users differ in what they make of two traits of an item, its bias and how popular it is:
+some follow the majority and some do not. Users' biases and coefficients never leave the clients.
 """
 
 from __future__ import annotations
@@ -24,17 +25,28 @@ from fedrecon.clients import Clients, rows_of
 Transform = Literal["none", "log1p"]
 Sums = dict[str, np.ndarray]
 
-PASSES = 10
+TRAITS = ("bias", "popularity")
 SKEWED = 2.0  # ratings have a skewness between -1 and 0; plays and clicks of 10 or more
 BINS, BIN = 200, 0.1  # the ends of the scale are looked for in 200 bins, each a tenth of a deviation wide
 LEAST_VARIANCE = 1e-4  # of standardised ratings, so that no ridge is infinite
+
+
+class Plan(NamedTuple):
+    """How often clients are asked after the first time: to fit biases, then the variances of traits' coefficients."""
+
+    biases: int = 10
+    traits: int = 5
+
+
+DEFAULT = Plan()
 
 
 class Preparation(NamedTuple):
     """What the server knows so far, and sends to every client.
 
     Attributes:
-      passes: how many totals it has seen.
+      plan: how often clients are asked.
+      passes: how many totals the server has seen.
       transform: `log1p` for counts, which are fitted as log(1 + x); else `none`.
       mean: of the transformed ratings.
       deviation: of the transformed ratings; 1 if all are the same.
@@ -45,8 +57,11 @@ class Preparation(NamedTuple):
       noise: the variance that neither bias explains.
       item_variance: of the item biases.
       user_variance: of the user biases.
+      fitted_ridge: the ridge that `item_bias` was fitted with.
+      trait_variance: `(traits,)` of the users' coefficients of item traits.
     """
 
+    plan: Plan
     passes: int
     transform: Transform
     mean: float
@@ -58,6 +73,8 @@ class Preparation(NamedTuple):
     noise: float = 0.7
     item_variance: float = 0.15
     user_variance: float = 0.15
+    fitted_ridge: float = 0.7 / 0.15
+    trait_variance: np.ndarray = np.full(len(TRAITS), 0.02)
 
     @property
     def user_ridge(self) -> float:
@@ -68,6 +85,18 @@ class Preparation(NamedTuple):
     def item_ridge(self) -> float:
         """The ridge on an item's bias."""
         return self.noise / self.item_variance
+
+    @property
+    def trait_ridge(self) -> np.ndarray:
+        """The ridges on a user's coefficients of item traits."""
+        return self.noise / self.trait_variance
+
+    def traits(self) -> np.ndarray:
+        """Return what is known of every item, `(items, traits)`: its bias and the logarithm of its popularity.
+
+        Both have mean 0 and deviation 1 over ratings, and are 0 as long as no rating is known.
+        """
+        return _scaled_traits(self, self.item_bias, self.item_count)
 
     def standardize(self, rating: Any) -> np.ndarray:
         """Return ratings with mean 0 and deviation 1."""
@@ -85,26 +114,28 @@ def _transformed(rating: Any, transform: Transform) -> np.ndarray:
     return np.log1p(values) if transform == "log1p" else values
 
 
-def start(num_items: int) -> Preparation:
+def start(num_items: int, plan: Plan = DEFAULT) -> Preparation:
     """Return what the server sends before it knows anything.
 
     Args:
       num_items: item ids are 0 to `num_items - 1`.
+      plan: how often clients are asked.
     """
     if num_items < 1:
         raise ValueError(f"`num_items` is {num_items}; it must be at least 1")
     nothing = np.zeros(num_items)
-    return Preparation(0, "none", 0.0, 1.0, -np.inf, np.inf, nothing, nothing)
+    if min(plan) < 0 or plan.biases < 1:
+        raise ValueError(f"`plan` is {plan}; biases must be fitted at least once")
+    return Preparation(plan, 0, "none", 0.0, 1.0, -np.inf, np.inf, nothing, nothing)
 
 
-def done(message: Preparation, passes: int = PASSES) -> bool:
-    """Return whether the scale is known and the biases have been fitted `passes` times.
+def done(message: Preparation) -> bool:
+    """Return whether nothing is left to ask.
 
     Args:
-      message: what the server sent last.
-      passes: how often biases are to be fitted.
+      message: what the server would send next.
     """
-    return message.passes > passes
+    return message.passes > sum(message.plan)
 
 
 def answer(message: Preparation, item: Any, rating: Any, client: Any | None = None) -> Sums:
@@ -123,6 +154,8 @@ def answer(message: Preparation, item: Any, rating: Any, client: Any | None = No
     if message.passes == 0:
         return _moments(rating)
     owner = np.zeros(len(item), np.int64) if client is None else np.asarray(client)
+    if message.passes > message.plan.biases:
+        return _trait_sums(message, item, message.standardize(rating), owner)
     sums = _bias_sums(message, item, message.standardize(rating), owner)
     return sums | _bins(message.standardize(rating)) if message.passes == 1 else sums
 
@@ -137,26 +170,28 @@ def advance(message: Preparation, total: Mapping[str, Any], *, transform: Transf
     """
     if message.passes == 0:
         return _scale(message, total, transform)
+    if message.passes > message.plan.biases:
+        return _fit_traits(message, total)
     message = _ends(message, total) if message.passes == 1 else message
     return _fit(message, total)
 
 
 def prepare(
-    clients: Clients, num_items: int, *, passes: int = PASSES, transform: Transform | None = None
+    clients: Clients, num_items: int, *, plan: Plan = DEFAULT, transform: Transform | None = None
 ) -> Preparation:
     """Run round zero over all clients at once.
 
     Args:
       clients: with columns `item` and `rating`.
       num_items: item ids are 0 to `num_items - 1`.
-      passes: how often the biases are fitted.
+      plan: how often clients are asked.
       transform: of the ratings, where it should not be decided from their skewness.
     """
     rows = rows_of(clients.starts, clients.ends)
     item, rating = clients.columns["item"][rows], clients.columns["rating"][rows]
     owner = np.repeat(np.arange(len(clients)), clients.sizes)
-    message = start(num_items)
-    while not done(message, passes):
+    message = start(num_items, plan)
+    while not done(message):
         message = advance(message, answer(message, item, rating, owner), transform=transform)
     return message
 
@@ -259,4 +294,57 @@ def _fit(message: Preparation, total: Mapping[str, Any]) -> Preparation:
         noise=max(noise, LEAST_VARIANCE),
         item_variance=max(float(item_variance), LEAST_VARIANCE),
         user_variance=max(float(total["user_square"]) / users, LEAST_VARIANCE),
+        fitted_ridge=ridge,
+    )
+
+
+# ---- what users make of an item's traits ----
+
+
+def _scaled_traits(message: Preparation, bias: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Scale traits of items as they are over all ratings."""
+    weight = message.item_count / max(message.item_count.sum(), 1.0)
+    known = np.stack([message.item_bias, np.log1p(message.item_count)], 1)
+    mean = weight @ known
+    deviation = np.sqrt(weight @ (known - mean) ** 2)
+    return (np.stack([bias, np.log1p(count)], 1) - mean) / np.where(deviation > 1e-6, deviation, 1.0)
+
+
+def _trait_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
+    """Sum the squares of users' coefficients, each fitted to what items are without that user's own rating.
+
+    With it, the bias of an item that two people have rated would look like the opinion of both.
+    """
+    users = int(owner.max(initial=-1)) + 1
+    size = np.bincount(owner, minlength=users)
+    mine = np.bincount(owner, y - message.item_bias[item], users) / (size + message.user_ridge)
+    count = message.item_count[item]
+    total = message.item_bias[item] * (count + message.fitted_ridge) - (y - mine[owner])
+    others = np.maximum(count - 1, 0)
+    bias = np.where(others > 0, total / (others + message.fitted_ridge), 0.0)
+
+    x = np.concatenate([_scaled_traits(message, bias, others), np.ones((len(y), 1))], 1)  # (ratings, traits + 1)
+    columns = range(x.shape[1])
+    gram = np.stack([np.stack([np.bincount(owner, x[:, a] * x[:, b], users) for a in columns], 1) for b in columns], 1)
+    moment = np.stack([np.bincount(owner, x[:, a] * (y - bias), users) for a in columns], 1)
+    inverse = np.linalg.inv(gram + np.diag([*message.trait_ridge, message.user_ridge]))
+    solved = np.einsum("uab,ub->ua", inverse, moment)
+    square = solved**2 + message.noise * np.einsum("uaa->ua", inverse)
+    error = y - bias - np.einsum("na,na->n", x, solved[owner])
+    rated = size > 0
+    return {
+        "users": np.asarray(rated.sum(), np.float64),
+        "ratings": np.asarray(len(y), np.float64),
+        "trait_square": square[rated].sum(0),
+        "error": np.asarray((error**2).sum() + message.noise * np.einsum("uab,uab->", inverse, gram)),
+    }
+
+
+def _fit_traits(message: Preparation, total: Mapping[str, Any]) -> Preparation:
+    variance = np.maximum(np.asarray(total["trait_square"]) / float(total["users"]), LEAST_VARIANCE)
+    return message._replace(
+        passes=message.passes + 1,
+        noise=max(float(total["error"]) / float(total["ratings"]), LEAST_VARIANCE),
+        trait_variance=variance[:-1],
+        user_variance=float(variance[-1]),
     )

@@ -121,8 +121,8 @@ def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str
     return lambda path, leaf: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def by_pattern(values: float | Mapping[str, float], name: str, params: Params) -> dict[str, float]:
-    """Return a value for every leaf that has one, as `{path: value}`.
+def by_pattern(values: Any | Mapping[str, Any], name: str, params: Params) -> dict[str, Any]:
+    """Return the value of every leaf that has one, as `{path: value}`.
 
     Args:
       values: one value for all leaves, or a mapping from glob patterns on paths to values. Where several patterns match
@@ -135,9 +135,9 @@ def by_pattern(values: float | Mapping[str, float], name: str, params: Params) -
     """
     leaves, _ = flatten(params)
     if not isinstance(values, Mapping):
-        return dict.fromkeys(leaves, float(values))
-    found: dict[str, float] = {}
+        return dict.fromkeys(leaves, values)
+    found: dict[str, Any] = {}
     for pattern, value in values.items():
         meant = matcher(pattern, name, leaves)
-        found |= {path: float(value) for path, leaf in leaves.items() if path not in found and meant(path, leaf)}
+        found |= {path: value for path, leaf in leaves.items() if path not in found and meant(path, leaf)}
     return found

@@ -16,10 +16,11 @@ from fedrecon.model import Batch, Model, Step, measure, metric_names
 from fedrecon.solvers.problem import Objective, Problem, Solution, Solver
 from fedrecon.trees import Params, by_pattern, flatten, unflatten
 
+Ridge = float | Mapping[str, Any]  # of everything, or by pattern; of a leaf one number, or one for each of its entries
 MOST_SOLVED_FOR = 2048  # least squares forms a square matrix of this side for every client
 
 
-def least_squares(ridge: float | Mapping[str, float], *, limit: int | None = None) -> Solver:
+def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
     """Solve a squared-error model that is linear in what is solved for, at once and exactly.
 
     Minimises the sum of squared errors plus `ridge` times the squared distance from where the parameters started,
@@ -28,11 +29,12 @@ def least_squares(ridge: float | Mapping[str, float], *, limit: int | None = Non
 
     Args:
       ridge: above 0, so that clients with less data than parameters have a solution too. A mapping from patterns on
-        paths of what is solved for to values, such as `{"user_bias": 5.0, "*": 1.0}`; the first that matches counts.
+        paths of what is solved for to values, such as `{"user_bias": 5.0, "*": 1.0}`; the first that matches counts. A
+        value may be an array that has the parameter's shape.
       limit: use at most this many examples of a client.
     """
     for value in ridge.values() if isinstance(ridge, Mapping) else [ridge]:
-        if not value > 0:
+        if not np.all(np.asarray(value) > 0):
             raise ValueError(f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution")
 
     def solve(problem: Problem) -> Solution:
@@ -77,13 +79,15 @@ def _fit(objective: Objective, params: Params, context: Any, batch: Batch, mask:
     return objective.fit(params, context, batch, Step(mask, None))
 
 
-def _ridges(ridge: float | Mapping[str, float], params: Params) -> Array:
+def _ridges(ridge: Ridge, params: Params) -> Array:
     """Return the ridge of every number that is solved for."""
     leaves, structure = flatten(params)
     values = by_pattern(ridge, "ridge", params)
     if without := [path for path in leaves if path not in values]:
         raise ValueError(f"`ridge` has no pattern for {without[0]!r}; add one, such as '*' for all that are left")
-    full = {path: jnp.full(jnp.shape(leaf), values[path], jnp.float32) for path, leaf in leaves.items()}
+    full = {
+        path: jnp.broadcast_to(jnp.asarray(values[path], jnp.float32), jnp.shape(leaf)) for path, leaf in leaves.items()
+    }
     return ravel_pytree(unflatten(structure, full))[0]
 
 
