@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     factor_ridge: float = 1.0  # times v_e
     bias_steps: bool = False  # let item biases go on by gradient
     average: float = 0.0  # share of last rounds that are averaged
+    traits: bool = True  # users have coefficients of an item's bias and popularity
 
 
 class Table(NamedTuple):
@@ -62,6 +63,9 @@ class Zero(NamedTuple):
     bias: np.ndarray
     noise: float
     k_user: float
+    k_item: float  # that `bias` was fitted with
+    traits: np.ndarray  # (items, traits)
+    k_traits: np.ndarray
 
 
 def round_zero(table: Table, items: int, passes: int) -> Zero:
@@ -82,7 +86,35 @@ def round_zero(table: Table, items: int, passes: int) -> Zero:
         if t:
             v_e = ((error**2).sum() + posterior) / len(y)
         bias, v_u, v_i = new, new_u, new_i
-    return Zero(mu, s, bias, v_e, v_e / v_u)
+    return Zero(mu, s, bias, v_e, v_e / v_u, k_i, np.zeros((items, 0)), np.zeros(0))
+
+
+def with_traits(table: Table, zero: Zero, passes: int = 5) -> Zero:
+    """Add what users make of an item's bias and popularity: variances by EM, own ratings left out of both traits."""
+    items, users = len(zero.bias), len(table.begin) - 1
+    y = (table.rating - zero.mu) / zero.s
+    size, count = np.bincount(table.owner, minlength=users), np.bincount(table.item, minlength=items)
+    mine = np.bincount(table.owner, y - zero.bias[table.item], users) / (size + zero.k_user)
+    n = count[table.item]
+    total = zero.bias[table.item] * (n + zero.k_item) - (y - mine[table.owner])
+    without = np.where(n > 1, total / (n - 1 + zero.k_item), 0)
+    known = np.stack([zero.bias, np.log1p(count)], 1)
+    mean, deviation = known[table.item].mean(0), known[table.item].std(0)
+    own = (np.stack([without, np.log1p(n - 1)], 1) - mean) / np.where(deviation > 1e-6, deviation, 1)
+    x = np.concatenate([own, np.ones((len(y), 1))], 1)
+    gram, moment = np.zeros((users, 3, 3)), np.zeros((users, 3))
+    np.add.at(gram, table.owner, x[:, :, None] * x[:, None])
+    np.add.at(moment, table.owner, x * (y - without)[:, None])
+    v, v_e = np.array([0.02, 0.02, zero.noise / zero.k_user]), zero.noise
+    for _ in range(passes):
+        inverse = np.linalg.inv(gram + np.diag(v_e / v))
+        z = (inverse @ moment[..., None])[..., 0]
+        error = y - without - (x * z[table.owner]).sum(1)
+        new = (z**2 + v_e * inverse.diagonal(0, 1, 2))[size > 0].mean(0)
+        v_e = ((error**2).sum() + v_e * (inverse * gram).sum()) / len(y)
+        v = np.maximum(new, 1e-4)
+    traits = (known - mean) / np.where(deviation > 1e-6, deviation, 1)
+    return zero._replace(noise=v_e, k_user=v_e / v[2], traits=traits, k_traits=v_e / v[:2])
 
 
 class Block(NamedTuple):
@@ -115,6 +147,7 @@ class Parameters(NamedTuple):
     V: np.ndarray
     Y: np.ndarray
     bias: np.ndarray
+    traits: np.ndarray
 
 
 def solve(X, t, p, support, ridge):
@@ -137,7 +170,7 @@ def start_of(params, item, support, settings):
 
 def features(params, item):
     V = params.V[item]
-    return np.concatenate([V, np.ones((*V.shape[:2], 1), V.dtype)], 2)
+    return np.concatenate([V, params.traits[item], np.ones((*V.shape[:2], 1), V.dtype)], 2)
 
 
 def gradient(params, block, ridge, settings, sums):
@@ -174,23 +207,27 @@ def gradient(params, block, ridge, settings, sums):
 def train(table: Table, items: int, zero: Zero, settings: Settings, seed: int, watch=None):
     rng = np.random.default_rng(seed)
     dtype = np.float32
-    users, d = len(table.begin) - 1, settings.dim
+    users, d, q = len(table.begin) - 1, settings.dim, zero.traits.shape[1]
     params = Parameters(
-        rng.normal(0, settings.init, (items, d)).astype(dtype), np.zeros((items, d + 1), dtype), zero.bias.astype(dtype)
+        rng.normal(0, settings.init, (items, d)).astype(dtype),
+        np.zeros((items, d + q + 1), dtype),
+        zero.bias.astype(dtype),
+        zero.traits.astype(dtype),
     )
-    ridge = np.r_[np.full(d, zero.noise * settings.factor_ridge), zero.k_user].astype(dtype)
+    ridge = np.r_[np.full(d, zero.noise * settings.factor_ridge), zero.k_traits, zero.k_user].astype(dtype)
     target = (table.rating - zero.mu) / zero.s
     all_count = np.bincount(table.item, minlength=items)[:, None]
     K = min(users, max(settings.least_cohort, round(users * settings.share)))
     scale = users / K
-    moments = [np.zeros_like(x) for x in params], [np.zeros_like(x) for x in params]
+    moments = [np.zeros_like(x) for x in params[:3]], [np.zeros_like(x) for x in params[:3]]
     mean = None
     for t in range(settings.rounds):
         cohort = rng.choice(users, K, replace=False)
         half = shuffled_half(table, cohort, settings.known, rng)
-        sums = (np.zeros((items, d)), np.zeros((items, d + 1)), np.zeros(items), np.zeros(items))
+        sums = (np.zeros((items, d)), np.zeros((items, d + q + 1)), np.zeros(items), np.zeros(items))
         for block in blocks(table, cohort, target, half, d, dtype):
             gradient(params, block, ridge, settings, sums)
+        sums[1][:, d : d + q] = 0  # evidence moves the embedding and the bias
         G = [
             scale * sums[0] + settings.prior * params.V,
             scale * sums[1] + settings.evidence_prior * params.Y,
@@ -211,6 +248,7 @@ def train(table: Table, items: int, zero: Zero, settings: Settings, seed: int, w
             (params.V - step[0]).astype(dtype),
             (params.Y - step[1] * settings.implicit).astype(dtype),
             (params.bias - step[2]).astype(dtype) if settings.bias_steps else params.bias,
+            params.traits,
         )
         if settings.average and t >= settings.rounds * (1 - settings.average):
             mean = [a + b for a, b in zip(mean, params, strict=True)] if mean else list(params)
@@ -320,9 +358,11 @@ def main() -> None:
         training, valid, test = (t._replace(rating=np.log1p(t.rating)) for t in (training, valid, test))
     measured = test if options.part == "test" else valid
     zero = round_zero(training, items, settings.passes)
+    alone = biases_alone(measured, zero)
+    zero = with_traits(training, zero) if settings.traits else zero
     print(f"{len(training.begin) - 1} clients, {items} items, {len(training.item)} ratings; ", end="")
     print(f"mean {zero.mu:.3f}, deviation {zero.s:.3f}, noise {zero.noise:.3f}, user ridge {zero.k_user:.2f}")
-    print(f"round zero alone {biases_alone(measured, zero):.4f}")
+    print(f"biases alone {alone:.4f}")
     low, high = training.rating.min(), training.rating.max()
     for seed in range(options.seeds):
         began = time.perf_counter()

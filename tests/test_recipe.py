@@ -45,6 +45,15 @@ def test_round_zero_is_that_of_the_reference(reference, clients):
     assert (prepared.noise, prepared.user_ridge) == (pytest.approx(zero.noise), pytest.approx(zero.k_user))
 
 
+def test_what_users_make_of_traits_is_that_of_the_reference(reference, clients):
+    prepared = fr.preparation.prepare(clients, ITEMS, plan=fr.preparation.Plan(biases=10, traits=1))
+    table = reference.Table.of(clients)
+    zero = reference.with_traits(table, reference.round_zero(table, ITEMS, passes=10), passes=1)
+    np.testing.assert_allclose(prepared.traits(), zero.traits, atol=1e-9)
+    np.testing.assert_allclose(prepared.trait_ridge, zero.k_traits, rtol=1e-6)
+    assert (prepared.noise, prepared.user_ridge) == (pytest.approx(zero.noise), pytest.approx(zero.k_user))
+
+
 def test_a_round_takes_the_gradient_of_the_reference(reference, clients):
     prepared = fr.preparation.prepare(clients, ITEMS, plan=ROUND_ZERO)
     model = fr.models.matrix_factorization(
@@ -67,7 +76,7 @@ def test_a_round_takes_the_gradient_of_the_reference(reference, clients):
     table, zero = reference.Table.of(clients), reference.round_zero(reference.Table.of(clients), ITEMS, 10)
     settings = reference.Settings(dim=DIM, both=False)
     evidence = np.concatenate([before["evidence"]["user_embedding"], before["evidence"]["user_bias"][:, None]], 1)
-    params = reference.Parameters(np.asarray(before["shared"]["item_embedding"]), evidence, zero.bias)
+    params = reference.Parameters(np.asarray(before["shared"]["item_embedding"]), evidence, zero.bias, zero.traits)
     ridge = np.append(np.full(DIM, zero.noise), zero.k_user)
     place = np.arange(len(table.item)) - np.repeat(table.begin[:-1], np.diff(table.begin))
     half = place < np.repeat(np.diff(table.begin) // 2, np.diff(table.begin))
