@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedrecon.app.baselines import item_means, means_algorithm, without_reconstruction
+from fedrecon.app.baselines import means_algorithm, without_reconstruction
 from fedrecon.app.config import Data, RatingsConfig
 from fedrecon.clients import Clients
 from fedrecon.evaluation import evaluate
@@ -17,10 +17,6 @@ CLIENTS = Clients.from_columns(
     },
     client=np.array([7, 7, 8, 8, 9, 9]),
 )
-
-
-def test_means_are_over_these_clients_alone():
-    np.testing.assert_allclose(item_means(CLIENTS.take([0, 1]), 4), [3.0, 3.0, 9.0, 4.5])
 
 
 def test_means_are_measured_on_the_query():
