@@ -1,8 +1,11 @@
 """Partially local federated learning: train the shared part of a model, rebuild the private part on the client."""
 
 from fedrecon import aggregate as aggregate
+from fedrecon import baselines as baselines
 from fedrecon import data as data
 from fedrecon import models as models
+from fedrecon import preparation as preparation
+from fedrecon import ranking as ranking
 from fedrecon import split as split
 from fedrecon._version import __version__ as __version__
 from fedrecon.algorithm import Algorithm as Algorithm
@@ -54,6 +57,8 @@ from fedrecon.solvers.descent import gradient_descent as gradient_descent
 from fedrecon.solvers.least_squares import least_squares as least_squares
 from fedrecon.solvers.optimizers import adagrad as adagrad
 from fedrecon.solvers.optimizers import yogi as yogi
+from fedrecon.solvers.priors import keep_constant as keep_constant
+from fedrecon.solvers.priors import with_prior as with_prior
 from fedrecon.solvers.problem import Solver as Solver
 from fedrecon.training import Run as Run
 from fedrecon.training import train as train

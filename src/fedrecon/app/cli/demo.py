@@ -111,14 +111,16 @@ def _is_demo(facts: Mapping[str, Any]) -> bool:
 
 def _compare(config: RatingsConfig, found: Outcome, test: Evaluation) -> None:
     """Put the model beside the baselines."""
-    from fedrecon.app.baselines import item_means, means_algorithm, without_reconstruction
+    from fedrecon.app.baselines import means_algorithm, without_reconstruction
     from fedrecon.app.build import build_split
     from fedrecon.app.tasks import RATINGS
+    from fedrecon.baselines import item_means
     from fedrecon.evaluation import Evaluator
 
     users, num_items = found.users, len(found.model.legend)
     split = build_split(config.split.evaluate, config.split)
-    means = Evaluator(means_algorithm(num_items), users.test, split=split)(item_means(users.train, num_items))
+    measure_means = Evaluator(means_algorithm(num_items), users.test, split=split)
+    means = measure_means(item_means(users.train, num_items).astype(np.float32))
     initial = Evaluator(without_reconstruction(config, num_items), users.test, split=split, seed=config.seed)(
         found.run.params
     )
