@@ -12,14 +12,11 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import sync
 from fedrecon.trees import flatten, unflatten
 
 ARRAYS, MANIFEST = "arrays.safetensors", "manifest.json"
-
-
-class StorageError(ValueError):
-    """Something on disk is not what it should be."""
 
 
 def write_json(path: Path, value: Any) -> None:
