@@ -42,6 +42,15 @@ UNPACKING = (
 )
 
 
+class UnpackingError(DataError):
+    """Compressed data that is damaged or cut off."""
+
+    def __init__(self, source: str, reason: object) -> None:
+        """Name the file; keep what was found."""
+        super().__init__(f"{source} is damaged or cut off ({reason}). Get it again.")
+        self.reason = reason
+
+
 def is_stream(path: str | Path) -> bool:
     """Tell whether this is standard input or a pipe, which can be read only once and whose size nobody knows."""
     return str(path) == STANDARD_INPUT or Path(path).is_fifo() or Path(path).is_char_device()
@@ -124,7 +133,7 @@ class Bounded(io.RawIOBase):
         try:
             piece = self.file.read(len(buffer))
         except UNPACKING as problem:
-            raise DataError(f"{self.source} is damaged or cut off ({problem}). Get it again.") from None
+            raise UnpackingError(self.source, problem) from None
         buffer[: len(piece)] = piece
         self.done += len(piece)
         check_expansion(self.source, self.done, self.packed if isinstance(self.packed, int) else self.packed.done)

@@ -43,7 +43,8 @@ def read_parquet_ratings(
     data = stream.read() if is_stream(path) else None
     try:
         with parquet.ParquetFile(str(path) if data is None else pa.BufferReader(data)) as file:
-            names, rows = file.schema_arrow.names, file.metadata.num_rows
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+        names = schema.names
         size = Path(path).stat().st_size if data is None else len(data)
         if rows * BYTES_A_ROW > max(ALWAYS_ALLOWED, size * MOST_EXPANSION):
             raise DataError(f"{source} says that it has {rows:,} rows in {size:,} bytes, which no real data does.")
@@ -52,7 +53,7 @@ def read_parquet_ratings(
             if names.count(name) > 1:
                 raise DataError(f"{source} has several columns {name!r}; rename all but the one for {role}.")
         # text that is stored once is read as it is stored: unpacked, few bytes could become any number of gigabytes
-        texts = [chosen[role] for role in ("user", "item")]
+        texts = [chosen[role] for role in ("user", "item") if _holds_text(schema.field(chosen[role]), source)]
         place = str(path) if data is None else pa.BufferReader(data)
         with parquet.ParquetFile(place, read_dictionary=texts) as file:
             return _Reader(source, chosen, bad_rows).read(file)
@@ -115,8 +116,7 @@ class _Reader:
             values = np.concatenate([np.asarray(part, np.float64) for part in parts])
             if (np.abs(values) < 2**53).all() and (values == np.rint(values)).all():
                 return code(values.astype(np.int64))
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"{self.source}: column {name!r} holds {kind}; ids are whole numbers or text.")
+            raise DataError(f"{self.source}: column {name!r} holds numbers that are not whole: they cannot be ids.")
         column = IdColumn(self.source, role, numbers=False)
         for part in parts:
             coded = part if pa.types.is_dictionary(part.type) else part.dictionary_encode()
@@ -130,6 +130,17 @@ class _Reader:
                     raise DataError(f"{self.source}: {problem}.") from None
             column.add_coded((np.cumsum(used) - 1)[codes], values)
         return column.finish()
+
+
+def _holds_text(field: Any, source: str) -> bool:
+    """Tell whether a column of ids holds text; it may hold numbers instead, but nothing else."""
+    from pyarrow import types
+
+    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+    text = types.is_string(kind) or types.is_large_string(kind)
+    if not (text or types.is_integer(kind) or types.is_floating(kind)):
+        raise DataError(f"{source}: column {field.name!r} holds {kind}; ids are whole numbers or text.")
+    return text
 
 
 def _numbers(column: Any, source: str, name: str) -> np.ndarray:

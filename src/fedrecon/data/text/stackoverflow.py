@@ -16,6 +16,8 @@ from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES,
 from fedrecon.data.text.records import BadRecords
 from fedrecon.progress import Progress, silent
 
+LONGEST_WORD = 10_000  # characters of a line of the word count
+
 
 def prepare_stackoverflow(
     database: str | Path,
@@ -131,7 +133,7 @@ def read_word_count(path: str | Path, most: int = KEPT_WORDS) -> list[str]:
     words: dict[str, None] = {}
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_WORD), ""), 1):
                 fields = line.split()
                 if len(fields) != 2 or not fields[1].isdigit():
                     raise DataError(f"{path} line {number}: {line[:50]!r} is not a word and its count.")
