@@ -83,5 +83,7 @@ def _sentence(problem: Exception) -> tuple[str, int] | None:
 
 
 def _fail(sentence: str, code: int) -> int:
-    print(f"fedrecon: {' '.join(sentence.split())}", file=sys.stderr)
+    from fedrecon.printing import plain
+
+    print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)
     return code

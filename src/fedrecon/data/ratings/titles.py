@@ -81,8 +81,6 @@ def unique_labels(titles: Sequence[str], ids: Sequence[Any]) -> list[str]:
     if len(titles) != len(ids):
         raise ValueError(f"there are {len(titles)} titles for {len(ids)} items: give one for each.")
     names = [title or str(own) for title, own in zip(titles, ids, strict=True)]
-    counts = Counter(names)
-    labels = [name if counts[name] == 1 else f"{name} [{own}]" for name, own in zip(names, ids, strict=True)]
-    # a title may look like another one with its id
-    clash = {label for label, count in Counter(labels).items() if count > 1}
-    return [f"{label} [{own}]" if label in clash else label for label, own in zip(labels, ids, strict=True)]
+    while clash := {name for name, count in Counter(names).items() if count > 1}:  # a title may look like a label
+        names = [f"{name} [{own}]" if name in clash else name for name, own in zip(names, ids, strict=True)]
+    return names
