@@ -1,8 +1,8 @@
-"""Columns from CSV and Parquet files."""
+"""Columns from CSV and Parquet files and from data frames."""
 
 import csv
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +108,52 @@ def _read_texts(path: str | Path, index: int, delimiter: str) -> np.ndarray:
             raise ValueError(f"line {reader.line_num}: {problem}") from None
     check_width(f"column {index}", len(texts), max(map(len, texts), default=0))
     return np.array(texts, dtype=str)
+
+
+def frame_columns(frame: Any, wanted: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Return columns of a data frame of pandas or polars, or of a table of pyarrow, as arrays.
+
+    Text becomes text of fixed width, dates become whole seconds since 1970, lists of one length become rows.
+
+    Args:
+      frame: the data frame.
+      wanted: names of columns; None for all.
+
+    Raises:
+      ValueError: it is no data frame, a column is missing or twice there, or has empty entries.
+    """
+    if hasattr(frame, "collect") and not hasattr(frame, "to_pandas"):
+        raise ValueError("`frame` is a lazy data frame: give frame.collect().")
+    names = getattr(frame, "column_names", None) or getattr(frame, "columns", None)
+    if names is None or not hasattr(frame, "__getitem__"):
+        raise ValueError(f"`frame` is {type(frame).__name__}; expected a data frame of pandas, polars or pyarrow.")
+    there = list(names)
+    wanted = there if wanted is None else list(dict.fromkeys(wanted))
+    for name in wanted:
+        if there.count(name) != 1:
+            times = "no column" if name not in there else "several columns"
+            raise ValueError(f"the data frame has {times} {name!r}; it has: {', '.join(map(str, there))}.")
+    return {str(name): _frame_column(frame[name], str(name)) for name in wanted}
+
+
+def _frame_column(values: Any, name: str) -> np.ndarray:
+    count = values.isna().sum() if hasattr(values, "isna") else values.null_count
+    empty = int(count() if callable(count) else count)
+    if empty:
+        raise ValueError(f"column {name!r} of the data frame has {empty} empty entries: drop or fill them.")
+    array = np.asarray(values.to_numpy())
+    if array.dtype.kind == "M":
+        return array.astype("datetime64[s]").astype(np.int64)
+    if array.dtype.kind not in "OT":
+        return array
+    entries = array.tolist()
+    if all(isinstance(entry, str) for entry in entries):
+        check_width(f"column {name!r} of the data frame", len(entries), max(map(len, entries), default=0))
+        return np.array(entries, dtype=str)
+    try:
+        array = np.array(entries)
+    except ValueError:
+        array = np.empty(0, object)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"column {name!r} of the data frame holds neither numbers nor text, nor lists of one length.")
+    return array
