@@ -5,13 +5,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test fuzz lint bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# All loaders with damaged files, longer than the tests do it.
+fuzz: .venv/dev.stamp
+	FEDRECON_FUZZ_CASES=$${FEDRECON_FUZZ_CASES:-3000} $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

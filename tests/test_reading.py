@@ -117,6 +117,7 @@ def test_pieces_of_any_size_give_the_same(write, monkeypatch):
         ("user,item,rating,time\n1,2,3,1e30\n", {}, "line 2: time '1e30' is beyond the range of 64-bit"),
         ("user,item,rating\n1,2,3\n", {"encoding": "klingon"}, "'klingon' is not an encoding of text"),
         ("user,item,rating\n1,2,3\n", {"encoding": "hex"}, "'hex' is not an encoding of text"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "unicode_escape"}, "'unicode_escape' is not an encoding of text"),
         ("user,item,rating\n1,2,3\n", {"encoding": "a\0b"}, "is not an encoding of text"),
         ("user,item,rating\n1,2,3\n", {"encoding": "utf-16"}, "is not utf-16 text"),
         ("user,item,rating\n1,2,3\n", {"delimiter": ""}, "the delimiter is ''"),

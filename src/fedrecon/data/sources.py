@@ -25,6 +25,9 @@ LONGEST_LINE = 1 << 24  # characters
 MOST_EXPANSION = 100
 ALWAYS_ALLOWED = 1 << 26
 
+# Codecs of Python that spell something else than the text of a file.
+NOT_OF_FILES = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")
+
 # What the readers of compressed formats raise where the data is damaged, encrypted or of a kind they do not know.
 UNPACKING = (
     EOFError,
@@ -205,7 +208,8 @@ def check_encoding(encoding: str) -> str:
         found = codecs.lookup(encoding)
     except (LookupError, ValueError, TypeError, UnicodeError):
         found = None
-    if found is None or not getattr(found, "_is_text_encoding", True) or found.incrementaldecoder is None:
+    text = found is not None and getattr(found, "_is_text_encoding", True) and found.incrementaldecoder is not None
+    if found is None or not text or found.name.replace("_", "-") in NOT_OF_FILES:
         raise DataError(f"{encoding!r} is not an encoding of text; common ones are utf-8, latin-1, cp1252 and utf-16.")
     return "utf-8-sig" if found.name == "utf-8" else found.name
 

@@ -30,6 +30,7 @@ FEATURES = ("creation_date", "tokens")
 ROWS_PER_REPORT = 1024
 TABLES = ("examples", "client_metadata")
 LONGEST_ENTRY = 1 << 26  # bytes
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter from messages of SQLite that quote a damaged schema
 IN_ORDER = "SELECT split_name, client_id, rowid, serialized_example_proto FROM examples ORDER BY rowid"
 BY_CLIENT = (
     "SELECT rowid, serialized_example_proto FROM examples WHERE split_name = ? AND client_id = ? ORDER BY rowid LIMIT ?"
@@ -97,7 +98,7 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA trusted_schema = OFF")
         for table in TABLES:
             _check_table(connection, path, table)
-    except sqlite3.Error as problem:
+    except UNREADABLE as problem:
         connection.close()
         raise DataError(f"{path} cannot be read as federated Stack Overflow: {problem}.") from problem
     except BaseException:

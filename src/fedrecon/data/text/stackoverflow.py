@@ -3,14 +3,13 @@
 Neither is downloaded: docs/data.md says where they are.
 """
 
-import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from fedrecon.data.errors import BadRows, DataError
 from fedrecon.data.text.corpus import Corpus
-from fedrecon.data.text.federated_sqlite import SPLITS, choose_clients, connect, read_examples, unpacked
+from fedrecon.data.text.federated_sqlite import SPLITS, UNREADABLE, choose_clients, connect, read_examples, unpacked
 from fedrecon.data.text.posts_xml import ANSWER, QUESTION, read_posts
 from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
 from fedrecon.data.text.records import BadRecords
@@ -75,7 +74,7 @@ def prepare_stackoverflow(
             chosen = choose_clients(connection, clients or {}, seed)
             posts = read_examples(connection, path, chosen, max_sentences, bad, progress)
             return prepare_corpus(posts, folder, plan, str(database), bad.skipped, progress)
-        except sqlite3.Error as problem:
+        except UNREADABLE as problem:
             raise DataError(f"{path} cannot be read as federated Stack Overflow: {problem}.") from problem
 
 
