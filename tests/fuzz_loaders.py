@@ -33,83 +33,25 @@ from stackoverflow_files import write_database
 
 SECONDS = 30  # a case that takes longer fails
 
-ODD = [
+# What often breaks readers: words separated by spaces, then what has no letters or is long.
+ODD = rb"""nan inf -inf 1e39 1e400 0x10 1_0 007 -0 +5 -1 null true user item rating time title client text , ,,,, :: ;
+" "" ' { [[ } \u0000 \ud800 \ <!-- --> <row /> &#0; &amp; &bogus; <pre> </pre> <!DOCTYPE ]]> PK 0001-01-01 2020-02-30
+9999-12-31T23:59:59-23:59""".split()
+ODD += [
     b"",
     b"\0",
     b"\n",
     b"\r",
     b"\r\n",
-    b",",
-    b",,,,",
-    b"::",
     b"\t",
-    b";",
-    b'"',
-    b'""',
-    b"'",
     b"\xff",
     b"\xfe\xff",
     b"\xef\xbb\xbf",
-]
-ODD += [
-    b"nan",
-    b"inf",
-    b"-inf",
-    b"1e39",
-    b"1e400",
-    b"0x10",
-    b"1_0",
-    b"007",
-    b"-0",
-    b"+5",
-    b"9" * 19,
-    b"9" * 400,
-    b"1" * 5000,
-    b"-1",
-]
-ODD += [
-    b"{",
-    b"[" * 2000,
-    b"[[",
-    b'{"a":' * 500,
-    b"}",
-    b"null",
-    b"true",
-    b"\\u0000",
-    b"\\ud800",
-    b"\\",
-    b"<!--",
-    b"-->",
-    b"<row ",
-    b"/>",
-]
-ODD += [
-    b"&#0;",
-    b"&amp;",
-    b"&bogus;",
-    b"<pre>",
-    b"</pre>",
-    b"<!DOCTYPE x [",
-    b"]]>",
     b"\x1b[31m",
     b"\xe2\x80\xa8",
     b"\xc2\x85",
-    b"\x1f\x8b",
-    b"PK\3\4",
 ]
-ODD += [
-    b"user",
-    b"item",
-    b"rating",
-    b"time",
-    b"title",
-    b"client",
-    b"text",
-    b"0001-01-01",
-    b"9999-12-31T23:59:59-23:59",
-    b"2020-02-30",
-    b"x" * 300,
-]
+ODD += [b"\x1f\x8b", b"9" * 19, b"9" * 400, b"1" * 5000, b"x" * 300, b"[" * 2000, b'{"a":' * 500]
 
 
 def damaged(content: bytes, dice: random.Random) -> bytes:
@@ -143,10 +85,9 @@ def damaged(content: bytes, dice: random.Random) -> bytes:
 
 def ratings_text(dice: random.Random) -> bytes:
     mark = dice.choice([",", ",", "\t", ";", "::"])
-    kinds = [lambda k: str(k), lambda k: f"u{k}", lambda k: f'"{k}"', lambda k: f"{k:03}"]
-    user, item = dice.choice(kinds), dice.choice(kinds)
+    user, item = dice.choice(["{}", "u{}", '"{}"', "{:03}"]), dice.choice(["{}", "i{}", '"{}"', "{:03}"])
     rows = [
-        [user(dice.randrange(9)), item(dice.randrange(9)), str(dice.randrange(1, 11) / 2), str(10**9 + k)]
+        [user.format(dice.randrange(9)), item.format(dice.randrange(9)), str(dice.randrange(1, 11) / 2), str(10**9 + k)]
         for k in range(40)
     ]
     header = [["user", "item", "rating", "time"]] if dice.random() < 0.7 else []
@@ -190,11 +131,11 @@ def posts_lines(dice: random.Random) -> bytes:
 
 
 def posts_xml(dice: random.Random) -> bytes:
-    rows = [
-        f'  <row Id="{k}" PostTypeId="{1 + k % 2}" CreationDate="2008-08-0{1 + k % 9}T00:00:00.0" OwnerUserId="{k % 5}" '
-        f'Title="About {k}" Body="&lt;p&gt;Some &lt;b&gt;text&lt;/b&gt; {k}.&lt;/p&gt;&lt;pre&gt;x = 1&lt;/pre&gt;" />'
-        for k in range(20)
-    ]
+    row = (
+        '  <row Id="{0}" PostTypeId="{1}" CreationDate="2008-08-0{2}T00:00:00.0" OwnerUserId="{3}" Title="About {0}" '
+        'Body="&lt;p&gt;Some &lt;b&gt;text&lt;/b&gt; {0}.&lt;/p&gt;&lt;pre&gt;x = 1&lt;/pre&gt;" />'
+    )
+    rows = [row.format(k, 1 + k % 2, 1 + k % 9, k % 5) for k in range(20)]
     return "\n".join(['<?xml version="1.0" encoding="utf-8"?>', "<posts>", *rows, "</posts>"]).encode()
 
 
@@ -218,15 +159,16 @@ class Target(NamedTuple):
     load: Callable[[Path, Path, random.Random], Any]
 
 
+ENCODINGS = ["utf-8"] * 6 + ["latin-1", "utf-16", "cp1252", "klingon", "hex", "unicode_escape", "utf-7", "idna"]
+
+
 def _ratings(path: Path, folder: Path, dice: random.Random) -> Any:
     options = {
         "bad_rows": dice.choice(["error", "skip", "skip"]),
         "duplicates": dice.choice(["last", "first", "mean", "error"]),
         "header": dice.choice([None, None, True, False]),
-        "delimiter": dice.choice([None, None, ",", "::", " ", "", '"', "xx", "§"]),
-        "encoding": dice.choice(
-            ["utf-8"] * 6 + ["latin-1", "utf-16", "cp1252", "klingon", "hex", "unicode_escape", "utf-7", "idna"]
-        ),
+        "delimiter": dice.choice([None, None, None, ",", "::", " ", "", '"', "xx", "§"]),
+        "encoding": dice.choice(ENCODINGS),
         "skip_lines": dice.choice([0, 0, 0, 1, 100]),
     }
     return load_ratings(path, **options).describe().sentence()
@@ -236,31 +178,36 @@ def _text(path: Path, folder: Path, dice: random.Random) -> Any:
     return prepare_text(path, folder, bad_rows=dice.choice(["error", "skip", "skip"]), fractions=(1, 0, 0))
 
 
+def _posts(path: Path, folder: Path, dice: random.Random) -> Any:
+    return prepare_posts(path, folder, bad_rows=dice.choice(["error", "skip", "skip"]), fractions=(1, 0, 0))
+
+
+def _database(path: Path, folder: Path, dice: random.Random) -> Any:
+    return prepare_stackoverflow(path, folder, bad_rows=dice.choice(["error", "skip"]))
+
+
+def _whole(load: Callable[[Path], Any]) -> Callable[[Path, Path, random.Random], Any]:
+    return lambda path, folder, dice: load(path)
+
+
+VOCABULARY = json.dumps({"format": "fedrecon-vocabulary", "version": 1, "buckets": 3, "words": ["a", "b"]}).encode()
 TARGETS = {
     "ratings": Target("a.csv", ratings_text, _ratings),
     "ratings.gz": Target("a.csv.gz", lambda dice: gzip.compress(ratings_text(dice)), _ratings),
     "parquet": Target("a.parquet", parquet_ratings, _ratings),
-    "zip": Target("a.zip", lambda dice: movielens_zip(dice, lambda content: content), lambda path, _, dice: movielens(path)),
+    "zip": Target("a.zip", lambda dice: movielens_zip(dice, bytes), _whole(movielens)),
     "zip content": Target(
-        "a.zip", lambda dice: movielens_zip(dice, lambda content: damaged(content, dice)), lambda path, _, dice: movielens(path)
+        "a.zip", lambda dice: movielens_zip(dice, lambda good: damaged(good, dice)), _whole(movielens)
     ),
-    "titles": Target("a.csv", lambda dice: b'item,title\n1,"A, b"\n2,C\n', lambda path, _, dice: load_titles(path)),
+    "titles": Target("a.csv", lambda dice: b'item,title\n1,"A, b"\n2,C\n', _whole(load_titles)),
     "jsonl": Target("a.jsonl", posts_lines, _text),
     "jsonl.gz": Target("a.jsonl.gz", lambda dice: gzip.compress(posts_lines(dice)), _text),
     "jsonl.gz content": Target("a.jsonl.gz", lambda dice: gzip.compress(damaged(posts_lines(dice), dice)), _text),
-    "posts.xml": Target(
-        "Posts.xml", posts_xml, lambda path, folder, dice: prepare_posts(path, folder, bad_rows="skip", fractions=(1, 0, 0))
-    ),
-    "sqlite": Target(
-        "a.sqlite", database, lambda path, folder, dice: prepare_stackoverflow(path, folder, bad_rows=dice.choice(["error", "skip"]))
-    ),
-    "word count": Target("a.txt", lambda dice: b"the 10\na 9\ncat 3\n", lambda path, _, dice: read_word_count(path)),
-    "vocabulary": Target(
-        "a.json",
-        lambda dice: json.dumps({"format": "fedrecon-vocabulary", "version": 1, "buckets": 3, "words": ["a", "b"]}).encode(),
-        lambda path, _, dice: Vocabulary.load(path),
-    ),
-}  # fmt: skip
+    "posts.xml": Target("Posts.xml", posts_xml, _posts),
+    "sqlite": Target("a.sqlite", database, _database),
+    "word count": Target("a.txt", lambda dice: b"the 10\na 9\ncat 3\n", _whole(read_word_count)),
+    "vocabulary": Target("a.json", lambda dice: VOCABULARY, _whole(Vocabulary.load)),
+}
 UNDAMAGED = {"zip content", "jsonl.gz content"}  # whose damage is inside
 
 
@@ -292,8 +239,7 @@ def run_case(name: str, number: int, scratch: Path) -> str:
         with bounded(SECONDS):
             target.load(path, folder, dice)
     except (DataError, StorageError) as problem:
-        assert str(problem).strip(), "an error without words"
-        return "sentence"
+        return "sentence" if str(problem).strip() else "an error without words"
     return "result"
 
 

@@ -26,6 +26,7 @@ def test_damaged_files_give_a_result_or_a_sentence(name, tmp_path):
         except Exception as problem:
             raise AssertionError(f'run_case("{name}", {number}, folder): {problem!r}') from problem
     assert peak() - before < MOST_MEMORY
+    assert set(outcomes) <= {"result", "sentence"}
     assert outcomes["sentence"], "no case was refused: the damage does nothing"
 
 

@@ -110,7 +110,9 @@ class Vocabulary:
         """
         try:
             content = read_json(Path(path))
-        except (OSError, RecursionError) as problem:
+        except StorageError:
+            raise
+        except (OSError, ValueError, RecursionError) as problem:  # a number or a nesting beyond all measure
             raise StorageError(f"{path} cannot be read: {problem}") from None
         try:
             if content["format"] != FORMAT or content["version"] > VERSION:
