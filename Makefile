@@ -20,8 +20,9 @@ test-slow: .venv/dev.stamp
 kill: .venv/dev.stamp
 	$(BIN)/python tests/kill.py --kills 50
 
+# Damaged files of every kind, longer than the tests try them.
 fuzz: .venv/dev.stamp
-	FEDRECON_FUZZ_CASES=2000 $(BIN)/python -m pytest -n 2 tests/test_fuzz*.py
+	FEDRECON_FUZZ_CASES=$${FEDRECON_FUZZ_CASES:-3000} $(BIN)/python -m pytest -n 2 tests/test_fuzz*.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -115,9 +115,7 @@ CASES = {
 
 
 def simulated(algorithm, clients):
-    run = fr.train(
-        algorithm, clients, rounds=ROUNDS, clients_per_round=len(clients), seed=SEED, place=one_by_one()
-    )
+    run = fr.train(algorithm, clients, rounds=ROUNDS, clients_per_round=len(clients), seed=SEED, place=one_by_one())
     return run.params, run.kept
 
 
@@ -145,9 +143,7 @@ def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
         for i in reversed(range(len(clients))):  # nothing may depend on the order
             mine = None if kept is None else jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], kept)
             name = i if clients.names is None else clients.names[i]
-            found.append(
-                fr.client_round(algorithm, message, clients[i], key, mine, client=name, lengths=lengths)
-            )
+            found.append(fr.client_round(algorithm, message, clients[i], key, mine, client=name, lengths=lengths))
         kept = None if kept is None else jax.tree.map(lambda *x: np.concatenate(x[::-1]), *[f.kept for f in found])
         return [fr.from_bytes(fr.to_bytes(f.upload), like) for f in found], kept
 
@@ -163,8 +159,7 @@ def test_gateways_that_add_up_their_clients_give_what_the_simulator_gives(case):
         parts = [np.array([0, 3]), np.array([1, 2, 4])]
         mine = [None if kept is None else jax.tree.map(lambda leaf, at=at: leaf[at], kept) for at in parts]
         found = [
-            fr.client_total(algorithm, message, clients.take(at), key, own)
-            for at, own in zip(parts, mine, strict=True)
+            fr.client_total(algorithm, message, clients.take(at), key, own) for at, own in zip(parts, mine, strict=True)
         ]
         back = np.argsort(np.concatenate(parts))
         if kept is not None:

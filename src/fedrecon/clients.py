@@ -30,7 +30,7 @@ from fedrecon.disk.client_files import (
     write_manifest,
 )
 from fedrecon.disk.folders import whole_folder
-from fedrecon.disk.tabular import read_csv_column, read_parquet
+from fedrecon.disk.tabular import frame_columns, read_csv_column, read_parquet
 from fedrecon.keys import as_number, as_words, mixed, name_hashes
 
 FINGERPRINT_EXAMPLES = 1 << 20  # data up to this size is hashed whole, larger data by a sample of about this size
@@ -214,6 +214,17 @@ class Clients:
 
         arrays, _ = read_parquet(path, choose)
         return cls.from_columns(arrays, client=client)
+
+    @classmethod
+    def from_dataframe(cls, frame: Any, client: str = "user", columns: Sequence[str] | None = None) -> Self:
+        """Group the rows of a data frame by client.
+
+        Args:
+          frame: of pandas or polars, or a table of pyarrow. Dates become seconds since 1970.
+          client: name of the column with client ids.
+          columns: names of the columns wanted; None takes all.
+        """
+        return cls.from_columns(frame_columns(frame, None if columns is None else [client, *columns]), client=client)
 
     @classmethod
     def from_generator(

@@ -100,6 +100,7 @@ class Reading:
       time: the same for timestamps; 'auto' takes a column 'time' or 'timestamp' if there is one.
       delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
       header: whether the first line names the columns; by default a line without any number does.
+      skip_lines: how many lines before the header or the data are passed over.
       encoding: the encoding of a text file.
       duplicates: which of several ratings of one item by one user counts, or that they are an error.
       bad_rows: whether a row that cannot be read is an error or is skipped and counted.
@@ -111,6 +112,7 @@ class Reading:
     time: int | str | None = "auto"
     delimiter: str | None = None
     header: bool | None = None
+    skip_lines: int = 0
     encoding: str = "utf-8"
     duplicates: Literal["last", "first", "mean", "error"] = "last"
     bad_rows: Literal["error", "skip"] = "error"
@@ -122,12 +124,14 @@ class Data(Source, Reading):
 
     Attributes:
       source: what to train on: movielens-small, movielens-100k, movielens-1m, synthetic, the path of a MovieLens zip
-        or folder, or any file of ratings (text or Parquet). With --task text: a corpus.
+        or folder, or any file of ratings (text or Parquet; - for standard input). With --task text: a corpus.
+      items: a text file with the columns item and title, to call items by their titles.
       min_ratings: users with fewer ratings are left out.
       max_examples: at most this many ratings of a user are used, after shuffling; None for all.
       shuffle_seed: seed of the order of each user's ratings; None keeps the order of the file.
     """
 
+    items: str | None = None
     min_ratings: int = 1
     max_examples: int | None = 300
     shuffle_seed: int | None = 0

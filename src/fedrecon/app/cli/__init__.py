@@ -106,5 +106,7 @@ def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = N
 
 
 def _fail(sentence: str, code: int) -> int:
-    print(f"fedrecon: {' '.join(sentence.split())}", file=sys.stderr)
+    from fedrecon.printing import plain
+
+    print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)
     return code

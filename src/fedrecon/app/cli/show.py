@@ -6,6 +6,8 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedrecon.printing import plain
+
 if TYPE_CHECKING:
     from fedrecon.app.tasks import Measure, Task
     from fedrecon.evaluation import Evaluation
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 def remark(text: str) -> None:
     """Say something that is not a result."""
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)
 
 
 def alarm(text: str) -> None:
@@ -25,17 +27,21 @@ def alarm(text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> None:
-    """Print a table; all columns but those of `texts`, the first by default, hold numbers."""
+    """Print a table; all columns but those of `texts`, the first by default, hold numbers.
+
+    Cells may be anything: what comes from data is printed as it is and neither obeyed nor taken for markup.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for k, name in enumerate(columns):
-        shown.add_column(name, justify="left" if k in texts else "right", overflow="fold")
+        shown.add_column(Text(plain(name)), justify="left" if k in texts else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*row)
-    print(title)
+        shown.add_row(*(Text(plain(cell)) for cell in row))
+    print(plain(title))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(shown)
 
 

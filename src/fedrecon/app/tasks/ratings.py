@@ -13,7 +13,7 @@ import numpy as np
 from fedrecon.app.config import Data, Factorization, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
-from fedrecon.data import Ratings, load
+from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
 from fedrecon.model import Model
@@ -61,7 +61,18 @@ def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratin
 
 
 def load_ratings(settings: Data) -> Ratings:
-    """Load the ratings that settings name, whole and in their own order."""
+    """Load the ratings that settings name, whole and in their own order, with titles if there are any."""
+    ratings = _load(settings)
+    if settings.items is None:
+        return ratings
+    titles = load_titles(settings.items)
+    known = np.array([titles.get(str(own), str(own)) for own in ratings.item_ids.tolist()], dtype=str)
+    if not any(str(own) in titles for own in ratings.item_ids.tolist()):
+        raise DataError(f"{settings.items} has no title for any item of {settings.source}: are its ids the same?")
+    return dataclasses.replace(ratings, titles=known)
+
+
+def _load(settings: Data) -> Ratings:
     path = Path(settings.source)
     if settings.source == "":
         raise DataError("the name of the data is empty; give a known name or a path.")
@@ -90,7 +101,10 @@ def divide_users(ratings: Ratings, settings: Data) -> Users:
 
 def _items(config: RatingsConfig, ratings: Ratings) -> Items:
     del config
-    return Items(np.asarray(ratings.item_ids), None if ratings.titles is None else np.asarray(ratings.titles))
+    ids = np.asarray(ratings.item_ids)
+    return Items(
+        ids, None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist()))
+    )
 
 
 def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
