@@ -1,0 +1,7 @@
+"""Bundles on a device: reconstruct and predict with numpy and ONNX Runtime alone; nothing here imports JAX."""
+
+from fedrecon_device.bundle import Bundle as Bundle
+from fedrecon_device.check import Checked as Checked
+from fedrecon_device.check import check as check
+from fedrecon_device.errors import BundleError as BundleError
+from fedrecon_device.errors import StoreError as StoreError
