@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,3 @@ def _listed(ids: Any) -> list[int | str]:
     return list(ids)
 
 
-def lengths_of(columns: Mapping[str, Sequence[Any]]) -> set[int]:
-    """Return how long columns are."""
-    return {len(column) for column in columns.values()}

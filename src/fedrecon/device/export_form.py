@@ -15,6 +15,7 @@ from jax import Array
 from fedrecon.algorithm import Algorithm, client_keys
 from fedrecon.cohort import Examples
 from fedrecon.model import Batch
+from fedrecon.models.text.merging import plain_layers
 from fedrecon.trees import Params
 
 
@@ -53,10 +54,12 @@ def export_form(algorithm: Algorithm, params: Params, seed: int) -> Form:
         given = algorithm.remake(model._replace(init_local=lambda key: start, default_local=None))
         support = Examples({name: column[None] for name, column in columns.items()}, count[None])
         unused_keys = jnp.zeros((1, 2), jnp.uint32)
-        return jax.tree.map(lambda leaf: leaf[0], given.reconstruct(params, (), support, unused_keys))
+        with plain_layers():
+            return jax.tree.map(lambda leaf: leaf[0], given.reconstruct(params, (), support, unused_keys))
 
     def predict(params: Params, local: Params, columns: Batch) -> Array:
-        found: Any = model.predict(params, local, columns)
-        return found.values() if hasattr(found, "values") else found  # logits are kept as a product
+        with plain_layers():
+            found: Any = model.predict(params, local, columns)
+            return found.values() if hasattr(found, "values") else found  # logits are kept as a product
 
     return Form(reconstruct, predict, start, algorithm.support_limit, model.evidence is not None)

@@ -24,9 +24,11 @@ def inlined(function: Callable[..., Any], *like: Any) -> Callable[..., list[Any]
       *like: arguments, or their shapes.
     """
     traced = _without_unused(jax.make_jaxpr(function)(*like))
+    leaves = jax.tree.leaves(like)
+    plain = _without_unused(jax.make_jaxpr(lambda *values: evaluate(traced.jaxpr, traced.consts, values))(*leaves))
 
     def flat(*values: Any) -> list[Any]:
-        return evaluate(traced.jaxpr, traced.consts, values)
+        return core.jaxpr_as_fun(plain)(*values)
 
     return flat
 
@@ -119,8 +121,14 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     outputs = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
     if not length:
         return [*start, *outputs]
-    state, outputs = lax.fori_loop(0, length, step, (list(start), outputs))
+    state, outputs = _loop(length, step, (list(start), outputs))
     return [*state, *outputs]
+
+
+def _loop(steps: int, step: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """Do what `lax.fori_loop` does, and always as a loop with a condition: the one kind that exporters know well."""
+    start = (jnp.int32(0), carry)
+    return lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, step(c[0], c[1])), start)[1]
 
 
 def _put(values: Array, new: Array, t: Array) -> Array:
@@ -175,10 +183,53 @@ def eliminated(matrix: Array, vector: Array) -> Array:
         rest = system - column[..., None] * row[..., None, :]
         return rest * (1 - row_mask)[:, None] + row[..., None, :] * row_mask[:, None]
 
-    return lax.fori_loop(0, size, eliminate, system)[..., -1]
+    return _loop(size, eliminate, system)[..., -1]
+
+
+def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Add rows at indices as a product with one-hot vectors: what the gradient of reading rows comes to.
+
+    Indices outside the table match no row, and add nothing, as JAX has it for gradients.
+    """
+    operand, indices, updates = values
+    numbers = equation.params["dimension_numbers"]
+    batching = tuple(numbers.operand_batching_dims)
+    one_axis = len(numbers.scatter_dims_to_operand_dims) == 1 == len(numbers.inserted_window_dims)
+    alone = all(operand.shape[axis] == 1 for axis in batching)
+    if not one_axis or not alone or numbers.scatter_dims_to_operand_dims != numbers.inserted_window_dims:
+        return _as_it_is(equation, values)
+    axis = numbers.scatter_dims_to_operand_dims[0]
+    rows, places = operand.shape[axis], indices.reshape(-1)
+    first = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
+    flat = jnp.transpose(updates, (*first, *numbers.update_window_dims)).reshape(len(places), -1)
+    hot = (places[:, None] == jnp.arange(rows, dtype=places.dtype)).astype(updates.dtype)
+    summed = hot.T @ flat  # (rows, what else there is of a row)
+    rest = [size for dim, size in enumerate(operand.shape) if dim != axis and dim not in batching]
+    moved = jnp.moveaxis(summed.reshape(rows, *rest), 0, axis - sum(dim < axis for dim in batching))
+    return [operand + moved.reshape(operand.shape)]
+
+
+MOST_BELOW = 256  # places of which every pair is looked at
+
+
+def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Take running maxima of whole numbers over all earlier places at once: ONNX Runtime pools floats only."""
+    (x,) = values
+    axis, length = equation.params["axis"], x.shape[equation.params["axis"]]
+    if not jnp.issubdtype(x.dtype, jnp.integer) or length > MOST_BELOW:
+        return _as_it_is(equation, values)
+    at = jnp.arange(length)
+    earlier = at[:, None] <= at if equation.params["reverse"] else at[:, None] >= at
+    last = jnp.moveaxis(x, axis, -1)
+    lowest = jnp.iinfo(x.dtype).min
+    found = jnp.max(jnp.where(earlier, last[..., None, :], lowest), -1)
+    return [jnp.moveaxis(found, -1, axis)]
 
 
 RULES: dict[str, Rule] = {
+    "cummax": _cummax,
+    "scatter-add": _scatter_add,
+    "scatter_add": _scatter_add,
     "jit": _call("jaxpr"),
     "pjit": _call("jaxpr"),
     "closed_call": _call("call_jaxpr"),

@@ -89,7 +89,7 @@ def bundle(
         form; the message names the operation and the parameter.
     """
     legend = legend or Legend()
-    examples = {name: np.asarray(column) for name, column in like.items()}
+    examples = _wide(like)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
     stored = packed(leaves, quantise)
     tables = unpacked(stored)  # what a device computes with; so test vectors come from them
@@ -154,6 +154,13 @@ def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {name: {"dtype": str(one.dtype), "shape": list(one.shape[1:])} for name, one in columns.items()}
 
 
+def _wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return columns of types that ONNX Runtime computes with: whole numbers of 32 bits, floats of 32."""
+    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    wide = {"i": np.int32, "u": np.int32, "f": np.float32}
+    return {name: one.astype(wide.get(one.dtype.kind, one.dtype)) for name, one in arrays.items()}
+
+
 def _warm(settings: Mapping[str, Any] | None, form: Form, legend: Legend) -> bool:
     """Say whether a device should go on from its old local parameters.
 
@@ -198,7 +205,7 @@ class _Exporter:
         """Return the columns that predictions read."""
         from fedrecon.device.inlining import used_inputs
 
-        columns = {name: np.asarray(column) for name, column in ask.items()}
+        columns = _wide(ask)
         given = {f"example/{name}": column for name, column in columns.items()}
         used = used_inputs(lambda named: self._predict({**self._named("local"), **named}), given)
         return {name: column for name, column in columns.items() if f"example/{name}" in used}
