@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def bundle_model(
     most: int = MOST_EXAMPLES,
     quantise: Quantisation | None = None,
     least_count: int = LEAST_COUNT,
+    onnxruntime_web: Path | None = None,
     replace: bool = False,
 ) -> Path:
     """Write the bundle of a saved model, with its page.
@@ -39,6 +41,7 @@ def bundle_model(
       most: how many examples of a person a device uses, the newest ones.
       quantise: store tables in `int8` or `float16`; None keeps float32.
       least_count: items with fewer ratings in training are not recommended, where that is known.
+      onnxruntime_web: the folder `dist` of the npm package, for a page of text.
       replace: whether a folder that is there is replaced.
     """
     if saved.task is RATINGS:
@@ -61,7 +64,7 @@ def bundle_model(
         quantise=quantise,
         settings=asdict(saved.config.reconstruct),
         legend=legend,
-        web=page_files,
+        web=partial(page_files, vendor=onnxruntime_web),
         replace=replace,
     )
 

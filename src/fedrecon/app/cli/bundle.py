@@ -25,6 +25,7 @@ class Make:
       quantise: store tables in int8 (a quarter of the size) or float16 (half of it).
       examples: how many of a person's examples a device uses, the newest ones.
       least_ratings: items with fewer ratings in training are not recommended.
+      onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, for the page.
       overwrite: replace a folder that is there.
     """
 
@@ -33,6 +34,7 @@ class Make:
     quantise: Literal["int8", "float16"] | None = None
     examples: int = 300
     least_ratings: int = 5
+    onnxruntime_web: Path | None = None
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
@@ -72,6 +74,7 @@ def run(args: Make | Check) -> int:
         most=args.examples,
         quantise=args.quantise,
         least_count=args.least_ratings,
+        onnxruntime_web=args.onnxruntime_web,
         replace=args.overwrite,
     )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
