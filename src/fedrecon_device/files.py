@@ -131,13 +131,14 @@ def _walk(folder: Path) -> set[str]:
     todo = [folder]
     while todo:
         here = todo.pop()
-        for entry in os.scandir(here):
-            if entry.is_symlink():
-                raise BundleError(f"{entry.path} is a link; a bundle has plain files and folders only")
-            if entry.is_dir():
-                todo.append(Path(entry.path))
-            else:
-                found.add(Path(entry.path).relative_to(folder).as_posix())
-            if len(found) + len(todo) > 2 * MOST_FILES:
-                raise BundleError(f"{folder} has more than {MOST_FILES} files; that is no bundle")
+        with os.scandir(here) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    raise BundleError(f"{entry.path} is a link; a bundle has plain files and folders only")
+                if entry.is_dir():
+                    todo.append(Path(entry.path))
+                else:
+                    found.add(Path(entry.path).relative_to(folder).as_posix())
+                if len(found) + len(todo) > 2 * MOST_FILES:
+                    raise BundleError(f"{folder} has more than {MOST_FILES} files; that is no bundle")
     return found

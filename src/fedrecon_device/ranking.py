@@ -37,7 +37,7 @@ def clipped(scores: np.ndarray, scale: Sequence[float] | None) -> np.ndarray:
     return scores if scale is None else np.clip(scores, scale[0], scale[1])
 
 
-def nearest(table: np.ndarray, item: int, among: Sequence[int], n: int = 3) -> list[int]:
+def nearest(table: np.ndarray, item: int, among: Sequence[int], n: int = 2) -> list[int]:
     """Return those of some items whose embeddings point most nearly where that of `item` does, nearest first.
 
     Args:

@@ -141,5 +141,6 @@ export async function showFilms(bundle, { onChange }) {
   };
   show();
   /** @type {HTMLElement} */ (document.getElementById("ratings")).hidden = false;
+  /** @type {HTMLElement} */ (document.getElementById("parts")).hidden = false;
   return { show, describe: () => `${ratings().length} ratings` };
 }

@@ -35,7 +35,7 @@ export function clipped(score, scale) {
  * @param {number} [n]
  * @returns {number[]}
  */
-export function nearest(table, dim, item, among, n = 3) {
+export function nearest(table, dim, item, among, n = 2) {
   const row = table.subarray(item * dim, (item + 1) * dim);
   /** @param {number} other */
   const cosine = (other) => {
