@@ -1,5 +1,7 @@
 """Small trained-looking models for the tests of bundles, and what JAX makes of a person's examples."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -78,3 +80,39 @@ def ratings_bundle(out, model, name, *, quantise=None, params=None, **more):
 
 def newest(columns, most=MOST):
     return {name: np.asarray(column)[-most:] for name, column in columns.items()}
+
+
+WORDS = [*"the a i you we my it is so at to in and on of met told ate was with".split(), ".", "!", "station", "house"]
+
+
+def text_algorithm(most_steps=6):
+    model = fr.models.next_word(len(WORDS), 5, embedding=6, hidden=8, projection=7)
+    solver = fr.gradient_descent(optax.sgd(1.0), batch_size=4, steps=most_steps)
+    return algorithm_of(model, solver), {
+        "solver": "gradient-descent", "optimizer": "sgd", "learning_rate": 1.0, "batch_size": 4, "epochs": 1, "steps": most_steps
+    }
+
+
+def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
+    """Bundle a small model of text; return its algorithm, parameters and vocabulary."""
+    from fedrecon.data import Vocabulary, personal_text
+    from fedrecon.data.text.sentences import prompt_columns
+    from fedrecon.device.page import page_files
+
+    algorithm, settings = text_algorithm()
+    params, vocabulary = trained(algorithm.model), Vocabulary(tuple(WORDS), 5)
+    params["output"]["bias"][-5:] += 2  # buckets are likely, so that a person's own words are among the first
+    like = personal_text("the xylophone is in my house\nwe ate quinoa\nit was so !", vocabulary, max_words).columns
+    bundle(
+        algorithm,
+        params,
+        out,
+        like=like,
+        ask=prompt_columns("we met", vocabulary, max_words)[0],
+        most=most,
+        settings=settings,
+        legend=Legend("text", {"words.json": {"words": WORDS, "buckets": 5, "max_words": max_words}}),
+        web=functools.partial(page_files, vendor=vendor) if page else None,
+        replace=True,
+    )
+    return algorithm, params, vocabulary

@@ -26,6 +26,7 @@ if CHROMIUM is None:
     pytest.skip("there is no Chromium on this machine; install the distribution's", allow_module_level=True)
 
 AXE = os.environ.get("FEDRECON_AXE")  # axe.min.js of the npm package axe-core
+ORT_WEB = os.environ.get("FEDRECON_ONNXRUNTIME_WEB")  # the folder dist of the npm package onnxruntime-web
 PICTURES = os.environ.get("FEDRECON_SCREENSHOTS")
 RATED = {"Matrix, The": 5, "Toy Story": 4, "Pulp Fiction": 5, "Jurassic Park": 2, "Fargo": 4}
 
@@ -45,10 +46,26 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(saved, tmp_path_factory):
     folder = bundle_model(saved, tmp_path_factory.mktemp("bundle") / "films", most=100, quantise="int8")
+    for _, found in served(folder):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def writing(tmp_path_factory):
+    """A bundle of a small model of text, and where its page is."""
+    from device_models import text_bundle
+
+    if ORT_WEB is None:
+        pytest.skip("FEDRECON_ONNXRUNTIME_WEB does not name onnxruntime-web; make test-browser sets it")
+    folder = tmp_path_factory.mktemp("bundle") / "text"
+    text_bundle(folder, vendor=Path(ORT_WEB))
+    yield from served(folder)
+
+
+def served(folder):
     server = serve(folder)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://localhost:{server.server_address[1]}/web/"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder, f"http://localhost:{server.server_address[1]}/web/"
     server.shutdown()
     server.server_close()
 
@@ -227,3 +244,45 @@ def test_axe_finds_nothing_serious(browser, address, scheme):
     found = page.evaluate("axe.run().then((found) => found.violations)")
     assert [(one["id"], one["impact"], one["nodes"][0]["html"]) for one in found] == []
     context.close()
+
+
+def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(context, writing, tmp_path):
+    from fedrecon_device import Personal
+
+    folder, address = writing
+    text = "The zebra-fish ate my sandwich. I told you so!\nWe met Kwame at the station"
+    page = opened(context, address)
+    requests = []
+    context.on("request", lambda request: requests.append(request.url))
+    page.fill("#text", text)
+    page.click("#learn")
+    until(page, "document.getElementById('learned').textContent.startsWith('Rebuilt')")
+    page.fill("#text", "we met")
+    until(page, "fedrecon.words?.length === 5")
+    page.wait_for_timeout(600)
+    picture(page, "writing")
+    found = page.evaluate("fedrecon")
+
+    person = Personal(folder, tmp_path / "me.json")
+    person.add(text=text)
+    local = person.refresh()["oov_embedding"]
+    assert found["local"]["oov_embedding"] == pytest.approx(local.reshape(-1).tolist(), abs=1e-5)
+    expected = person.complete("we met", 5)
+    assert [one["word"] for one in found["words"]] == [one.word for one in expected]
+    assert [one["personal"] for one in found["words"]] == [one.personal for one in expected]
+    assert [one["probability"] for one in found["words"]] == pytest.approx([one.probability for one in expected], abs=1e-5)
+    assert any(one.personal for one in expected)
+    assert requests == []
+    context.set_offline(True)
+    page.reload()
+    ready(page)
+    assert page.inner_text("#kept-what").startswith("3 sentences")
+    assert page.problems == []
+
+
+def until(page, condition):
+    for _ in range(200):
+        if page.evaluate(condition):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"never: {condition}")

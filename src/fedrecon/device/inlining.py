@@ -209,6 +209,21 @@ def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return [operand + moved.reshape(operand.shape)]
 
 
+def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Write a product over one dimension as a plain one of matrices: last of the left, first of the right.
+
+    The exporter guesses which side is transposed from sizes, and guesses wrong where one of them is 1.
+    """
+    left, right = values
+    ((over_left, over_right), batches) = equation.params["dimension_numbers"]
+    if any(batches) or len(over_left) != 1 or left.ndim != 2 or right.ndim != 2:
+        return _as_it_is(equation, values)
+    left = left.T if over_left[0] == 0 else left
+    right = right.T if over_right[0] == 1 else right
+    params = {**equation.params, "dimension_numbers": (((1,), (0,)), ((), ()))}
+    return [equation.primitive.bind(left, right, **params)]
+
+
 MOST_BELOW = 256  # places of which every pair is looked at
 
 
@@ -228,6 +243,7 @@ def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 RULES: dict[str, Rule] = {
     "cummax": _cummax,
+    "dot_general": _dot,
     "scatter-add": _scatter_add,
     "scatter_add": _scatter_add,
     "jit": _call("jaxpr"),

@@ -14,6 +14,7 @@ from jax.extend import core
 
 from fedrecon.device.inlining import used_inputs, inlined
 
+LARGE = 256  # numbers of a constant that is worth writing in fewer
 OPSET = 21  # that ONNX Runtime reads since 1.18, on phones and in browsers too
 
 
@@ -130,8 +131,27 @@ def _clean_graph(graph: Any) -> set[str]:
     if hasattr(graph, "initializer"):
         kept = [one for one in graph.initializer if one.name in used]
         del graph.initializer[:]
-        graph.initializer.extend(kept)
+        graph.initializer.extend(one for one in kept if not _in_few_words(graph, one))
     return used
+
+
+def _in_few_words(graph: Any, constant: Any) -> bool:
+    """Replace a large constant whose numbers are all equal, such as zeros to begin with, by its shape and one number."""
+    from onnx import helper, numpy_helper
+
+    values = numpy_helper.to_array(constant)
+    if values.size < LARGE or np.any(values != values.flat[0]):
+        return False
+    shape = helper.make_tensor(f"{constant.name}/shape", 7, [values.ndim], values.shape)  # 7: whole numbers of 64 bits
+    value = helper.make_tensor(f"{constant.name}/value", constant.data_type, [1], [values.flat[0].item()])
+    nodes = [
+        helper.make_node("Constant", [], [f"{constant.name}/of"], f"{constant.name}/of", value=shape),
+        helper.make_node("ConstantOfShape", [f"{constant.name}/of"], [constant.name], constant.name, value=value),
+    ]
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *rest])
+    return True
 
 
 # ---- explaining ----
