@@ -29,7 +29,7 @@ class Recommended(NamedTuple):
       item: its id in the data.
       label: what it is called; no two items have one label.
       score: the predicted rating, within the scale.
-      because: labels of what the person rated that is nearest to it.
+      because: labels of what is nearest to it among what the person rated at least as high as their mean.
     """
 
     item: int | str
@@ -192,13 +192,15 @@ class Personal:
         items = self.bundle.items
         local = self.local()
         scores = self.bundle.predict(local, {"item": np.arange(len(items), dtype=np.int32)})
-        rated = self._columns(self.kept())["item"].tolist()
+        columns = self._columns(self.kept())
+        rated = columns["item"].tolist()
+        liked = columns["item"][columns["rating"] >= columns["rating"].mean()].tolist() if rated else []
         best = rank(scores, n, left_out=rated, counts=items.counts, least=self.bundle.least_count)
         shown = clipped(scores, self.bundle.scale)
         table = self.bundle.tables.get(self.bundle.manifest["roles"].get("item_embedding", ""))
         found = []
         for k in best.tolist():
-            near = [] if table is None else nearest(table, k, rated)
+            near = [] if table is None else nearest(table, k, liked)
             found.append(Recommended(items.ids[k], items.labels[k], float(shown[k]), [items.labels[j] for j in near]))
         return found
 

@@ -209,6 +209,29 @@ def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return [operand + moved.reshape(operand.shape)]
 
 
+def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Write reading slices that are whole but in one dimension as reading rows, whatever their form."""
+    operand, indices = values
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    sizes, mapped = params["slice_sizes"], numbers.start_index_map
+    single = [axis for axis in mapped if sizes[axis] == 1 != operand.shape[axis]]
+    whole = all(sizes[axis] == operand.shape[axis] for axis in range(operand.ndim) if axis not in single)
+    known = params["mode"] in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    if len(mapped) == 1 or len(single) != 1 or not whole or not known or numbers.operand_batching_dims:
+        return _as_it_is(equation, values)
+    axis = single[0]
+    places = indices[..., mapped.index(axis)]
+    rows = jnp.moveaxis(operand, axis, 0)
+    read = lax.GatherDimensionNumbers(tuple(range(places.ndim, places.ndim + operand.ndim - 1)), (0,), (0,))
+    found = lax.gather(rows, places[..., None], read, (1, *rows.shape[1:]), mode=params["mode"])
+    kept = [size for dim, size in enumerate(sizes) if dim not in numbers.collapsed_slice_dims]
+    found = found.reshape(*places.shape, *kept)
+    order, others = {}, iter(range(places.ndim))
+    for dim in range(found.ndim):
+        order[dim] = places.ndim + numbers.offset_dims.index(dim) if dim in numbers.offset_dims else next(others)
+    return [jnp.transpose(found, [order[dim] for dim in range(found.ndim)])]
+
+
 def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Write a product over one dimension as a plain one of matrices: last of the left, first of the right.
 
@@ -244,6 +267,7 @@ def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 RULES: dict[str, Rule] = {
     "cummax": _cummax,
     "dot_general": _dot,
+    "gather": _gather,
     "scatter-add": _scatter_add,
     "scatter_add": _scatter_add,
     "jit": _call("jaxpr"),

@@ -4,7 +4,7 @@
 import { clipped, find, fold, nearest, rank } from "./ranking.js";
 import { factorization, predictAll, reconstruct } from "./solvers.js";
 import * as store from "./store.js";
-import { element, say, stars } from "./widgets.js";
+import { counted, element, say, stars } from "./widgets.js";
 
 /** @typedef {import("./bundle.js").Bundle} Bundle */
 
@@ -100,7 +100,9 @@ export async function showFilms(bundle, { onChange }) {
     const took = performance.now() - begun;
     const leftOut = mine.map(([item]) => item);
     const chosen = rank(scores, top, { leftOut, counts, least });
-    best.replaceChildren(...(mine.length ? chosen.map((item) => recommendation(item, scores[item], leftOut)) : []));
+    const mean = mine.reduce((sum, [, rating]) => sum + rating, 0) / Math.max(1, mine.length);
+    const liked = mine.filter(([, rating]) => rating >= mean).map(([item]) => item);
+    best.replaceChildren(...(mine.length ? chosen.map((item) => recommendation(item, scores[item], liked)) : []));
     /** @type {HTMLElement} */ (document.getElementById("best-none")).hidden = mine.length > 0;
     more.hidden = mine.length === 0 || chosen.length < top;
     Object.assign(globalThis, { fedrecon: { local: Array.from(local), scores, best: chosen, took } }); // for tests
@@ -120,7 +122,7 @@ export async function showFilms(bundle, { onChange }) {
     if (near.length) {
       const known = new Map(ratings());
       const names = near.map((k) => `${labels[k]} (${known.get(k)})`).join(", ");
-      line.append(element("span", { class: "why", text: `near what you rated: ${names}` }));
+      line.append(element("span", { class: "why", text: `near what you like: ${names}` }));
     }
     return line;
   };
@@ -142,5 +144,5 @@ export async function showFilms(bundle, { onChange }) {
   show();
   /** @type {HTMLElement} */ (document.getElementById("ratings")).hidden = false;
   /** @type {HTMLElement} */ (document.getElementById("parts")).hidden = false;
-  return { show, describe: () => `${ratings().length} ratings` };
+  return { show, describe: () => counted(ratings().length, "rating") };
 }

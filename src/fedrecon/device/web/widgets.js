@@ -15,6 +15,15 @@ export function element(name, { text, ...attributes }) {
 }
 
 /**
+ * Return a number of things.
+ * @param {number} count
+ * @param {string} thing
+ */
+export function counted(count, thing) {
+  return count === 1 ? `1 ${thing}` : `${count} ${thing}s`;
+}
+
+/**
  * Tell a screen reader something.
  * @param {string} sentence
  */

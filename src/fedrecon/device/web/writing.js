@@ -3,7 +3,7 @@
 
 import { loadGraphs } from "./onnx.js";
 import * as store from "./store.js";
-import { element, say } from "./widgets.js";
+import { counted, element, say } from "./widgets.js";
 import { Vocabulary, splitText } from "./words.js";
 
 /** @typedef {import("./bundle.js").Bundle} Bundle */
@@ -43,7 +43,7 @@ export async function showWriting(bundle, { onChange }) {
     local = new Map([...found].map(([name, one]) => [name.replace("local/", ""), one]));
     const own = [...vocabulary.ownWords(sentences).values()].reduce((sum, words) => sum + words.size, 0);
     state.textContent = sentences.length
-      ? `Rebuilt from ${newest.length} sentences of yours, with ${own} words of your own.`
+      ? `Rebuilt from ${counted(newest.length, "sentence")} of yours, with ${counted(own, "word")} of your own.`
       : "Nothing is known about you yet.";
     const took = performance.now() - begun;
     const flat = Object.fromEntries([...local].map(([path, one]) => [path, Array.from(one.data)]));
@@ -92,9 +92,11 @@ export async function showWriting(bundle, { onChange }) {
     learn.disabled = true;
     sentences = [...sentences, ...written];
     store.keep(sentences);
+    text.value = ""; // so that nothing is learned twice
     await rebuild();
     await suggest();
     learn.disabled = false;
+    text.focus();
     say(state.textContent ?? "");
     onChange();
   });
@@ -105,7 +107,7 @@ export async function showWriting(bundle, { onChange }) {
   };
   await show();
   /** @type {HTMLElement} */ (document.getElementById("writing")).hidden = false;
-  return { show, describe: () => `${sentences.length} sentences` };
+  return { show, describe: () => counted(sentences.length, "sentence") };
 }
 
 /** @param {Bundle} bundle @returns {Map<string, {data: Float32Array, shape: number[]}>} */
