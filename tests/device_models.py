@@ -76,20 +76,50 @@ def ratings_bundle(out, model, name, *, quantise=None, params=None, **more):
     return algorithm, params
 
 
-
-
 def newest(columns, most=MOST):
     return {name: np.asarray(column)[-most:] for name, column in columns.items()}
 
 
-WORDS = [*"the a i you we my it is so at to in and on of met told ate was with".split(), ".", "!", "station", "house"]
+WORDS = [
+    *[
+        "the",
+        "a",
+        "i",
+        "you",
+        "we",
+        "my",
+        "it",
+        "is",
+        "so",
+        "at",
+        "to",
+        "in",
+        "and",
+        "on",
+        "of",
+        "met",
+        "told",
+        "ate",
+        "was",
+        "with",
+    ],
+    ".",
+    "!",
+    "station",
+    "house",
+]
 
 
 def text_algorithm(most_steps=6):
     model = fr.models.next_word(len(WORDS), 5, embedding=6, hidden=8, projection=7)
     solver = fr.gradient_descent(optax.sgd(1.0), batch_size=4, steps=most_steps)
     return algorithm_of(model, solver), {
-        "solver": "gradient-descent", "optimizer": "sgd", "learning_rate": 1.0, "batch_size": 4, "epochs": 1, "steps": most_steps
+        "solver": "gradient-descent",
+        "optimizer": "sgd",
+        "learning_rate": 1.0,
+        "batch_size": 4,
+        "epochs": 1,
+        "steps": most_steps,
     }
 
 

@@ -22,9 +22,10 @@ FILE = Path(__file__).parent / "web" / "vectors.json"
 TEXTS = [
     "",
     "Hello, World! How are you?   Fine...",
-    "It's a well-known fact... but no. Really?! YES!!! \"Quoted.\" Next (one.) two",
+    'It\'s a well-known fact... but no. Really?! YES!!! "Quoted." Next (one.) two',
     "see https://example.org/a?b=c. and www.test.com, ok",
-    "caf\u00e9 cafe\u0301 \u2018single\u2019 \u201cdouble\u201d na\u00efve \u00dcBER stra\u00dfe \u0130stanbul \u03a3\u03af\u03c3\u03c5\u03c6\u03bf\u03c2",
+    "caf\u00e9 cafe\u0301 \u2018single\u2019 \u201cdouble\u201d na\u00efve \u00dcBER stra\u00dfe"
+    " \u0130stanbul \u03a3\u03af\u03c3\u03c5\u03c6\u03bf\u03c2",
     "line one\nline two\r\nline three\x0bfour\x1cfive\x85six\u2028seven",
     "tab\there\u00a0nbsp\u3000wide\u2009thin",
     "emoji \U0001f600\U0001f600 and \U0001f1e9\U0001f1ea 100% $5.00 a@b.c x_y --- -- ....",
@@ -32,7 +33,19 @@ TEXTS = [
     "\u65e5\u672c\u8a9e\u306e\u6587\u3002\u6b21 \u0430\u0431\u0432 \u05e9\u05dc\u05d5\u05dd e\u0301\u0301",
     "Mr. Smith went. to 3.14 e.g. this... And that",
 ]
-HASHED = ["", "a", "the", "zebra-fish", "caf\u00e9", "\u65e5\u672c\u8a9e", "\U0001f600", "x" * 127, "y" * 128, "z" * 129, "w" * 300]
+HASHED = [
+    "",
+    "a",
+    "the",
+    "zebra-fish",
+    "caf\u00e9",
+    "\u65e5\u672c\u8a9e",
+    "\U0001f600",
+    "x" * 127,
+    "y" * 128,
+    "z" * 129,
+    "w" * 300,
+]
 
 
 def numbers(values):
@@ -55,7 +68,9 @@ def words_of():
         "own": {str(bucket): words for bucket, words in mine.words.items()},
         "prompt": {"text": "we met the", "place": place, **{n: c.reshape(-1).tolist() for n, c in prompt.items()}},
         "logits": numbers(logits),
-        "suggested": [{"word": one.word, "probability": one.probability, "personal": one.personal} for one in suggested],
+        "suggested": [
+            {"word": one.word, "probability": one.probability, "personal": one.personal} for one in suggested
+        ],
     }
 
 
@@ -66,7 +81,9 @@ def ranking_of():
         scores = draw.integers(0, 4, 12).astype(np.float32)
         counts, left_out = draw.integers(0, 6, 12), draw.integers(0, 12, 3).tolist()
         found = rank(scores, n, left_out=left_out, counts=counts, least=2).tolist()
-        cases.append({"scores": numbers(scores), "n": n, "left_out": left_out, "counts": counts.tolist(), "found": found})
+        cases.append(
+            {"scores": numbers(scores), "n": n, "left_out": left_out, "counts": counts.tolist(), "found": found}
+        )
     table = draw.normal(size=(8, 3)).astype(np.float32)
     near = [{"item": k, "found": nearest(table, k, [0, 1, 2, 3, 4], 3)} for k in range(8)]
     clips = [{"score": s, "clipped": clipped(np.float64(s), (0.5, 5)).item()} for s in (-1.0, 0.5, 3.25, 7.2)]
@@ -97,9 +114,12 @@ def solved():
                     "settings": settings,
                     "roles": device_models.roles_of(params),
                     "tables": {
-                        path: {"data": numbers(leaf), "shape": list(np.shape(leaf))} for path, leaf in flatten(params)[0].items()
+                        path: {"data": numbers(leaf), "shape": list(np.shape(leaf))}
+                        for path, leaf in flatten(params)[0].items()
                     },
-                    "start": {path: {"data": numbers(leaf), "shape": list(np.shape(leaf))} for path, leaf in start.items()},
+                    "start": {
+                        path: {"data": numbers(leaf), "shape": list(np.shape(leaf))} for path, leaf in start.items()
+                    },
                     "items": columns["item"].tolist(),
                     "ratings": columns["rating"].tolist(),
                     "local": {path: numbers(leaf) for path, leaf in local.items()},

@@ -14,9 +14,10 @@ from fedrecon.data.text.sentences import prompt_columns
 from fedrecon.models.text.merging import plain_layers
 from fedrecon_device import words as device_words
 
-KNOWN = "the a i you we my it is so at to in met".split()
+KNOWN = ["the", "a", "i", "you", "we", "my", "it", "is", "so", "at", "to", "in", "met"]
 WRITTEN = st.text(
-    st.one_of(st.sampled_from(" .,!?'\"-\n\u2026\u2019\x85\x1c\u2028\xad\u200b"), st.characters(codec="utf-8")), max_size=80
+    st.one_of(st.sampled_from(" .,!?'\"-\n\u2026\u2019\x85\x1c\u2028\xad\u200b"), st.characters(codec="utf-8")),
+    max_size=80,
 )
 
 
@@ -94,7 +95,8 @@ MADE = {}
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(
-        st.lists(st.sampled_from(["the", "we", "met", "so", "zebra", "yak", "gnu", "emu"]), min_size=1, max_size=9), max_size=13
+        st.lists(st.sampled_from(["the", "we", "met", "so", "zebra", "yak", "gnu", "emu"]), min_size=1, max_size=9),
+        max_size=13,
     )
 )
 def test_a_text_bundle_reconstructs_and_suggests_what_jax_does(made, tmp_path_factory, sentences):

@@ -162,5 +162,3 @@ def _listed(ids: Any) -> list[int | str]:
     if isinstance(ids, Mapping):
         return list(range(ids["first"], ids["first"] + min(ids["count"], 1 << 24)))
     return list(ids)
-
-

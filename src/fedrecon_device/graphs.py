@@ -42,7 +42,9 @@ class Graph:
             self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
         except Exception as problem:  # onnxruntime has no common type of its errors
             raise BundleError(f"{name}: ONNX Runtime refuses it: {_first_line(problem)}") from None
-        self.inputs = {one.name: (DTYPES.get(one.type, one.type), list(one.shape)) for one in self._session.get_inputs()}
+        self.inputs = {
+            one.name: (DTYPES.get(one.type, one.type), list(one.shape)) for one in self._session.get_inputs()
+        }
         outputs = [one.name for one in self._session.get_outputs()]
         promised = {one["name"]: (one["dtype"], one["shape"]) for one in about["inputs"]}
         if self.inputs != promised:

@@ -136,7 +136,7 @@ class Personal:
         return local
 
     def local(self) -> dict[str, np.ndarray]:
-        """Return the local parameters: those that are kept if they are of this model and of all examples, or new ones."""
+        """Return the local parameters: the kept ones if they are of this model and of all examples, or new ones."""
         kept = self.kept()
         if kept.get("local") is not None and kept["model"] == self.bundle.model_digest:
             found = _arrays(kept["local"], self.bundle.start)

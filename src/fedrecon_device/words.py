@@ -66,7 +66,9 @@ class Vocabulary:
     def __init__(self, words: Sequence[str], buckets: int, max_words: int):
         """Number the words: 0 is padding, then the words, the beginning and the end of a sentence, the buckets."""
         if buckets < 1 or max_words < 1 or not all(isinstance(word, str) for word in words):
-            raise ValueError(f"{len(words)} words, {buckets} buckets and {max_words} words a sentence are no vocabulary")
+            raise ValueError(
+                f"{len(words)} words, {buckets} buckets and {max_words} words a sentence are no vocabulary"
+            )
         self.words, self.buckets, self.max_words = list(words), buckets, max_words
         self._ids = {word: k for k, word in enumerate(self.words, 1)}
         self.bos, self.eos, self.first_oov = len(self.words) + 1, len(self.words) + 2, len(self.words) + 3

@@ -21,7 +21,9 @@ from fedrecon.app.saved import open_model
 from fedrecon.device.page import serve
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 if CHROMIUM is None:
     pytest.skip("there is no Chromium on this machine; install the distribution's", allow_module_level=True)
 
@@ -141,7 +143,10 @@ def test_five_ratings_give_the_parameters_scores_and_order_that_python_gives(sav
     titles = saved.legend.titles.tolist()
     items = np.array([titles.index(title) for title in RATED], np.int32)
     mine = fr.reconstruct(
-        saved.algorithm, params, {"item": items, "rating": np.array(list(RATED.values()), np.float32)}, seed=saved.config.seed
+        saved.algorithm,
+        params,
+        {"item": items, "rating": np.array(list(RATED.values()), np.float32)},
+        seed=saved.config.seed,
     )
     local = [mine["user_bias"].item(), *mine["user_embedding"].tolist()]
     assert found["local"] == pytest.approx(local, abs=1e-5)
@@ -216,7 +221,11 @@ def test_keyboard_alone_is_enough_to_search_rate_and_remove(context, address):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_all_of_it_in_its_width(browser, address, scheme):
     phone = browser.new_context(
-        viewport={"width": 390, "height": 844}, device_scale_factor=1, is_mobile=True, has_touch=True, color_scheme=scheme
+        viewport={"width": 390, "height": 844},
+        device_scale_factor=1,
+        is_mobile=True,
+        has_touch=True,
+        color_scheme=scheme,
     )
     page = opened(phone, address)
     rate_all(page)
@@ -270,7 +279,9 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
     expected = person.complete("we met", 5)
     assert [one["word"] for one in found["words"]] == [one.word for one in expected]
     assert [one["personal"] for one in found["words"]] == [one.personal for one in expected]
-    assert [one["probability"] for one in found["words"]] == pytest.approx([one.probability for one in expected], abs=1e-5)
+    assert [one["probability"] for one in found["words"]] == pytest.approx(
+        [one.probability for one in expected], abs=1e-5
+    )
     assert any(one.personal for one in expected)
     assert requests == []
     context.set_offline(True)

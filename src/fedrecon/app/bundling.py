@@ -15,7 +15,8 @@ from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.data import Vocabulary, personal_text
 from fedrecon.data.text.sentences import prompt_columns
-from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, Legend, bundle
+from fedrecon.device.exporting import Legend
+from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
 from fedrecon.device.page import page_files
 from fedrecon.device.tables import Quantisation
 from fedrecon.device.vectors import made_up_ratings

@@ -4,50 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
 from fedrecon.device.export_form import Form, export_form
-from fedrecon.device.onnx_graphs import OPSET, ExportError, OnnxGraph, to_onnx
+from fedrecon.device.exporting import Exporter, Legend, wide
+from fedrecon.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon.device.tables import Quantisation, packed, tables_file, unpacked
-from fedrecon.device.vectors import draws, numbers, plain, promised
+from fedrecon.device.vectors import numbers
 from fedrecon.disk.folders import whole_folder
 from fedrecon.trees import flatten, unflatten
 from fedrecon_device.bundle import ITEMS, TABLES, WORDS
 from fedrecon_device.check import VECTORS, check
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import FORMAT, MANIFEST, VERSION, digest_of, manifest_bytes
-from fedrecon_device.graphs import Graph
-from fedrecon_device.ranking import rank
 
 MOST_EXAMPLES = 300
 EXPORTED = "reconstruct.jaxexport"
-
-
-class Legend(NamedTuple):
-    """What ids stand for, as files of a bundle.
-
-    Attributes:
-      task: `ratings`, `text`, or `model` for anything else.
-      files: JSON contents by the name of the file.
-      scale: the lowest and highest rating; None if there is none.
-      least_count: items with fewer ratings are not recommended.
-      roles: where a page without ONNX finds its tables, by what they are.
-    """
-
-    task: str = "model"
-    files: Mapping[str, Any] = {}
-    scale: Sequence[float] | None = None
-    least_count: int = 0
-    roles: Mapping[str, str] = {}
 
 
 def bundle(
@@ -90,7 +70,7 @@ def bundle(
         form; the message names the operation and the parameter.
     """
     legend = legend or Legend()
-    examples = _wide(like)
+    examples = wide(like)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
     stored = packed(leaves, quantise)
     tables = unpacked(stored)  # what a device computes with; so test vectors come from them
@@ -98,7 +78,7 @@ def bundle(
     most = most if form.limit is None else min(most, form.limit)
     if most < 1:
         raise ValueError(f"`most` is {most}; a device needs at least 1 example to reconstruct from")
-    exporter = _Exporter(form, tables, structure, examples, most, ask)
+    exporter = Exporter(form, tables, structure, examples, most, ask)
     graphs, problems = exporter.graphs()
     files: dict[str, bytes] = {f"{name}.onnx": graph.data for name, graph in graphs.items()}
     files[TABLES] = tables_file(stored, exporter.start)
@@ -166,13 +146,6 @@ def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {name: {"dtype": str(one.dtype), "shape": list(one.shape[1:])} for name, one in columns.items()}
 
 
-def _wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return columns of types that ONNX Runtime computes with: whole numbers of 32 bits, floats of 32."""
-    arrays = {name: np.asarray(column) for name, column in columns.items()}
-    wide = {"i": np.int32, "u": np.int32, "f": np.float32}
-    return {name: one.astype(wide.get(one.dtype.kind, one.dtype)) for name, one in arrays.items()}
-
-
 def _warm(settings: Mapping[str, Any] | None, form: Form, legend: Legend) -> bool:
     """Say whether a device should go on from its old local parameters.
 
@@ -193,147 +166,6 @@ def _versions(*names: str) -> dict[str, str]:
 
 def _json(content: Any) -> bytes:
     return (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
-
-
-class _Exporter:
-    """The two functions of a form with flat, named inputs, as graphs, as StableHLO, and as test vectors."""
-
-    def __init__(
-        self,
-        form: Form,
-        tables: Mapping[str, np.ndarray],
-        structure: Any,
-        like: Mapping[str, np.ndarray],
-        most: int,
-        ask: Mapping[str, Any] | None,
-    ):
-        self._form, self._tables, self._structure = form, tables, structure
-        self._like, self._most = like, most
-        start, self._local = flatten(form.start)
-        self.start = {path: np.asarray(leaf) for path, leaf in start.items()}
-        self._ask = self._predicting(like if ask is None else ask)
-
-    def _predicting(self, ask: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the columns that predictions read."""
-        from fedrecon.device.inlining import used_inputs
-
-        columns = _wide(ask)
-        given = {f"example/{name}": column for name, column in columns.items()}
-        used = used_inputs(lambda named: self._predict({**self._named("local"), **named}), given)
-        return {name: column for name, column in columns.items() if f"example/{name}" in used}
-
-    def _named(self, local: str) -> dict[str, np.ndarray]:
-        """Name the tables, and local parameters as `start` or `local`."""
-        found = {f"global/{path}": table for path, table in self._tables.items()}
-        return found | {f"{local}/{path}": leaf for path, leaf in self.start.items()}
-
-    def _parts(self, named: Mapping[str, Any], local: str) -> tuple[Any, Any, dict[str, Any]]:
-        """Return global and local parameters and columns from named inputs."""
-        params = unflatten(self._structure, {path: jnp.asarray(named[f"global/{path}"]) for path in self._tables})
-        mine = unflatten(self._local, {path: jnp.asarray(named[f"{local}/{path}"]) for path in self.start})
-        columns = {name.removeprefix("example/"): one for name, one in named.items() if name.startswith("example/")}
-        return params, mine, columns
-
-    def _reconstruct(self, named: Mapping[str, Any]) -> list[Any]:
-        params, start, columns = self._parts(named, "start")
-        return list(flatten(self._form.reconstruct(params, start, columns, named["count"]))[0].values())
-
-    def _predict(self, named: Mapping[str, Any]) -> list[Any]:
-        return [self._form.predict(*self._parts(named, "local"))]
-
-    def _support(self) -> dict[str, Any]:
-        columns = {
-            f"example/{name}": np.zeros((self._most, *one.shape[1:]), one.dtype) for name, one in self._like.items()
-        }
-        return {**self._named("start"), **columns, "count": np.int32(0)}
-
-    def graphs(self) -> tuple[dict[str, OnnxGraph], dict[str, str]]:
-        """Translate both functions; what cannot be translated is in the second mapping, with the reason."""
-        graphs: dict[str, OnnxGraph] = {}
-        problems: dict[str, str] = {}
-        outputs = [f"local/{path}" for path in self.start]
-        asked = {f"example/{name}": column for name, column in self._ask.items()}
-        predicting = {**self._named("local"), **asked}
-        try:
-            graphs["reconstruct"] = to_onnx(self._reconstruct, self._support(), outputs)
-        except ExportError as problem:
-            problems["reconstruct"] = str(problem)
-        try:
-            if any(len(column) != 1 for column in asked.values()):
-                with contextlib.suppress(ExportError, BundleError):
-                    graph = to_onnx(self._predict, predicting, ["prediction"], any_number=list(asked))
-                    if self._predicts(graph, predicting):
-                        graphs["predict"] = graph
-            if "predict" not in graphs:
-                graphs["predict"] = to_onnx(self._predict, predicting, ["prediction"])
-        except ExportError as problem:
-            problems["predict"] = str(problem)
-        return graphs, problems
-
-    def _predicts(self, graph: OnnxGraph, inputs: Mapping[str, Any]) -> bool:
-        """Say whether a graph for any number of examples is right: exporters know some layers for one number only."""
-        found = Graph("predict.onnx", graph.data, graph._asdict()).run(inputs)["prediction"]
-        expected = np.asarray(jax.jit(self._predict)(inputs)[0])
-        return found.shape == expected.shape and bool(np.allclose(found, expected, 1e-5, 1e-5))
-
-    def stablehlo(self) -> bytes:
-        """Return reconstruction as jax.export writes it, without a word about where it was written."""
-        with _without_places():
-            shapes = {name: jax.ShapeDtypeStruct(np.shape(one), one.dtype) for name, one in self._support().items()}
-            return bytes(jax.export.export(jax.jit(self._reconstruct))(shapes).serialize())
-
-    def vectors(self, legend: Legend) -> list[dict[str, Any]]:
-        """Return test vectors, from JAX and the tables of the device."""
-        reconstruct, predict = jax.jit(self._reconstruct), jax.jit(self._predict)
-        found = []
-        for name, columns in draws(self._like, self._most).items():
-            count = min(self._most, len(next(iter(columns.values()))))
-            support = self._support()
-            for feature, column in columns.items():
-                support[f"example/{feature}"][:count] = column[len(column) - count :]
-            local = reconstruct({**support, "count": jnp.int32(count)})
-            named = self._named("local") | {f"local/{path}": x for path, x in zip(self.start, local, strict=True)}
-            asked = {f"example/{feature}": column for feature, column in self._ask.items()}
-            case = {
-                "name": name,
-                "examples": plain(columns),
-                "local": {path: promised(x, self.start[path]) for path, x in zip(self.start, local, strict=True)},
-                "predict": {
-                    "examples": plain(self._ask),
-                    "dtypes": {feature: str(column.dtype) for feature, column in self._ask.items()},
-                    "prediction": promised(predict({**named, **asked})[0]),
-                },
-            }
-            if legend.task == "ratings":
-                case["top"] = self._top(legend, lambda asked, named=named: predict({**named, **asked})[0], columns)
-            found.append(case)
-        return found
-
-    def _top(self, legend: Legend, predict: Callable[[Mapping[str, Any]], Any], columns: Any) -> list[int]:
-        counts = legend.files[ITEMS]["counts"]
-        rows = next(len(one) for path, one in self._tables.items() if path.endswith("item_embedding"))
-        scores = np.asarray(predict({"example/item": np.arange(rows, dtype=np.int32)}))
-        known = None if counts is None else np.asarray(counts)
-        return rank(scores, 10, left_out=set(columns["item"].tolist()), counts=known, least=legend.least_count).tolist()
-
-
-@contextlib.contextmanager
-def _without_places() -> Iterator[None]:
-    """Trace without noting source files and lines, which differ from machine to machine."""
-    names = {
-        "jax_traceback_in_locations_limit": 0,
-        "jax_include_full_tracebacks_in_locations": False,
-        "jax_hlo_source_file_canonicalization_regex": ".*",
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    try:
-        for name, value in names.items():
-            jax.config.update(name, value)
-        jax.clear_caches()
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 __all__ = ["EXPORTED", "ITEMS", "WORDS", "ExportError", "Legend", "bundle"]

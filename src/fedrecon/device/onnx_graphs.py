@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from fedrecon.device.inlining import used_inputs, inlined
+from fedrecon.device.inlining import inlined, used_inputs
 
 LARGE = 256  # numbers of a constant that is worth writing in fewer
 OPSET = 21  # that ONNX Runtime reads since 1.18, on phones and in browsers too
@@ -66,7 +66,9 @@ def to_onnx(
     except Exception as problem:  # whatever an operation without translation ends in
         raise ExportError(_explained(problem, function, shapes)) from problem
     _clean(model)
-    return OnnxGraph(model.SerializeToString(deterministic=True), _described(model.graph.input), _described(model.graph.output))
+    return OnnxGraph(
+        model.SerializeToString(deterministic=True), _described(model.graph.input), _described(model.graph.output)
+    )
 
 
 def _with_any(shape: Any) -> Any:
@@ -136,7 +138,7 @@ def _clean_graph(graph: Any) -> set[str]:
 
 
 def _in_few_words(graph: Any, constant: Any) -> bool:
-    """Replace a large constant whose numbers are all equal, such as zeros to begin with, by its shape and one number."""
+    """Replace a large constant whose numbers are all equal, such as zeros at first, by its shape and one number."""
     from onnx import helper, numpy_helper
 
     values = numpy_helper.to_array(constant)
@@ -180,7 +182,7 @@ def _operation_of(problem: BaseException) -> str | None:
         trace = cause.__traceback__
         while trace is not None:
             equation = trace.tb_frame.f_locals.get("eqn")
-            if hasattr(equation, "primitive"):
+            if equation is not None and hasattr(equation, "primitive"):
                 found = equation.primitive.name
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__

@@ -37,7 +37,9 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     found = {f"web/{one.name}": one.read_bytes() for one in sources.iterdir() if one.name.endswith((".js", ".css"))}
     found["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
     if manifest["task"] == "ratings":
-        found = {name: data for name, data in found.items() if name not in ("web/writing.js", "web/words.js", "web/onnx.js")}
+        found = {
+            name: data for name, data in found.items() if name not in ("web/writing.js", "web/words.js", "web/onnx.js")
+        }
     else:
         found.pop("web/films.js")
         for name in VENDORED if vendor is not None else ():
@@ -58,7 +60,7 @@ def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
 
 
 def policy(manifest: Mapping[str, Any]) -> str:
-    """Return the Content-Security-Policy of a bundle's page: its own files, and WebAssembly only where ONNX needs it."""
+    """Return the Content-Security-Policy of a bundle's page: its own files; WebAssembly only where ONNX needs it."""
     return POLICY.format(wasm="" if manifest["task"] == "ratings" else " 'wasm-unsafe-eval'")
 
 
@@ -89,7 +91,7 @@ class _Files(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request for a file."""
-        port = self.server.server_address[1]
+        port: int = self.server.server_address[1]  # type: ignore[index, assignment]
         if self.headers.get("Host") not in (f"localhost:{port}", f"127.0.0.1:{port}"):
             return self._answer(403, b"this page is for this machine\n")  # some other name that leads here
         path = self.path.split("?")[0]

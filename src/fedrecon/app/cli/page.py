@@ -16,8 +16,8 @@ from fedrecon.app.cli import options
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Serve the page of a model on this machine and open it in the browser: rate, or write, and see what the model makes
-    of it. Nothing that is entered leaves the browser.
+    """Serve the page of a model on this machine and open it in the browser: rate, or write, and see what the model
+    makes of it. Nothing that is entered leaves the browser.
 
     Example: fedrecon page runs/small
 
