@@ -5,13 +5,30 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-web test-browser pictures lint bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The page: types by tsc, tests by node's own runner.
+test-web: build/web.stamp
+	cd tests/web && npx tsc -p tsconfig.json && node --test .
+
+# The page in the distribution's Chromium. Where there is none and we may, it is installed; else the tests say so.
+test-browser: .venv/browser.stamp build/web.stamp
+	@command -v chromium chromium-browser google-chrome > /dev/null || [ "$$(id -u)" != 0 ] || \
+	  apt-get install -qq -y --no-install-recommends chromium
+	FEDRECON_AXE=tests/web/node_modules/axe-core/axe.min.js \
+	FEDRECON_ONNXRUNTIME_WEB=tests/web/node_modules/onnxruntime-web/dist \
+	  $(BIN)/python -m pytest tests/browser
+
+# The pictures of docs/device.md, from a whole demo.
+pictures: export FEDRECON_SCREENSHOTS = docs/figures/device
+pictures: export FEDRECON_RUN = demo
+pictures: demo test-browser
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -41,6 +58,16 @@ clean:
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp
+
+.venv/browser.stamp: .venv/dev.stamp
+	$(PIP) playwright
+	touch $@
+
+# Where there is no npm, the tests that need its packages are skipped with a reason.
+build/web.stamp: tests/web/package.json
+	mkdir -p build
+	! command -v npm > /dev/null || (cd tests/web && npm install --no-audit --no-fund --silent)
+	touch $@
 
 .venv/docs.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[docs]'

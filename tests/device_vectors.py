@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import device_models
@@ -13,6 +14,7 @@ from device_models import algorithm_of, solver_of, trained
 from fedrecon.data import Vocabulary, personal_text, split_text
 from fedrecon.data.text.sentences import prompt_columns
 from fedrecon.data.text.words import word_hash
+from fedrecon.device.export_form import export_form
 from fedrecon.device.tables import packed, tables_file, unpacked
 from fedrecon.trees import flatten
 from fedrecon_device.ranking import clipped, nearest, rank
@@ -98,14 +100,16 @@ def solved():
         model = small(**parts)
         solver, settings = solver_of(name)
         algorithm, params = algorithm_of(model, solver), trained(model, seed=3)
-        start = start_of(algorithm, params)
+        form = export_form(algorithm, params, 0)
+        start, run = jax.tree.map(np.asarray, form.start), jax.jit(form.reconstruct)
         for count in (0, 1, 7, 12):
             draw = np.random.default_rng(count)
             columns = {
                 "item": draw.integers(0, 12, count).astype(np.int32),
                 "rating": draw.integers(1, 6, count).astype(np.float32),
             }
-            local = fr.reconstruct(algorithm, params, columns) if count else start
+            full = {name: np.resize(np.append(column, 0), 12).astype(column.dtype) for name, column in columns.items()}
+            local = jax.tree.map(np.asarray, run(params, form.start, full, jnp.int32(count)))
             scores = fr.predict(model, params, local, {"item": np.arange(12)})
             cases.append(
                 {
@@ -133,12 +137,6 @@ def small(*, biases=True, default=False, feedback=False):
     model = fr.models.matrix_factorization(12, 3, biases=biases)
     model = fr.models.learned_default(model) if default else model
     return fr.models.implicit_feedback(model, 12) if feedback else model
-
-
-def start_of(algorithm, params):
-    from fedrecon.device.export_form import export_form
-
-    return jax.tree.map(np.asarray, export_form(algorithm, params, 0).start)
 
 
 def tables_of():

@@ -34,6 +34,7 @@ CASES = {
     "adagrad, feedback": (factorization(feedback=True), "adagrad", None),
     "adam": (factorization(), "adam", None),
 }
+QUICK = ("least squares, all parts", "sgd, no biases")
 RATINGS = st.lists(st.tuples(st.integers(0, ITEMS - 1), st.sampled_from([1.0, 2.0, 3.5, 5.0])), max_size=MOST + 4)
 
 
@@ -57,7 +58,9 @@ def assert_close(found, expected):
     assert np.max(np.abs(np.asarray(found) - np.asarray(expected)), initial=0) <= 1e-5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ratings=RATINGS)
 def test_a_bundle_reconstructs_and_predicts_what_jax_does(bundles, name, ratings):
@@ -97,7 +100,7 @@ def jitted(algorithm, params):
     return JITTED[id(algorithm)]
 
 
-@pytest.mark.parametrize("name", ["least squares, all parts", "momentum, learned default", "sgd, no biases"])
+@pytest.mark.parametrize("name", QUICK)
 @pytest.mark.parametrize("count", [1, 5, MOST])
 def test_the_exported_form_is_the_one_that_serves(bundles, name, count):
     _, algorithm, params = bundles(name)
@@ -112,7 +115,7 @@ def test_the_exported_form_is_the_one_that_serves(bundles, name, count):
 
 
 def test_without_examples_the_start_comes_back(bundles):
-    device, *_ = bundles("momentum, learned default")
+    device, *_ = bundles("sgd, no biases")
     local = device.reconstruct({"item": [], "rating": []})
     for path, leaf in device.start.items():
         assert np.array_equal(local[path], leaf)
@@ -126,7 +129,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
 
 
 def test_a_bundle_tells_nothing_of_the_machine_it_was_made_on(bundles):
-    device, *_ = bundles("least squares")
+    device, *_ = bundles("least squares, all parts")
     places = [str(Path(fr.__file__).parent).encode(), str(Path.home()).encode() + b"/", sys.prefix.encode()]
     for name in device.manifest["files"]:
         data = (device.folder / name).read_bytes()
@@ -199,7 +202,7 @@ def test_titles_that_repeat_get_labels_of_their_own():
 def test_the_tables_are_the_file_that_safetensors_reads(bundles):
     from safetensors.numpy import load
 
-    device, *_ = bundles("adam")
+    device, *_ = bundles("sgd, no biases")
     data = (device.folder / "global.safetensors").read_bytes()
     ours, theirs = read_tensors(data, "it"), load(data)
     assert set(ours) == set(theirs)

@@ -67,6 +67,7 @@ def from_equinox():
     return fr.models.from_equinox(Towers, **RATINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [from_function, from_flax, from_keras, from_equinox])
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1)], ids=["adam"])
 def test_a_model_of_another_framework_does_on_a_device_what_it_does_in_jax(tmp_path, make, optimizer):

@@ -11,7 +11,6 @@ import fedrecon as fr
 from fedrecon.data import Vocabulary, personal_text
 from fedrecon.data.text import words as training_words
 from fedrecon.data.text.sentences import prompt_columns
-from fedrecon.models.text.merging import plain_layers
 from fedrecon_device import words as device_words
 
 KNOWN = ["the", "a", "i", "you", "we", "my", "it", "is", "so", "at", "to", "in", "met"]
@@ -43,23 +42,6 @@ def test_sentences_and_prompts_look_to_a_device_as_to_training(text, max_words):
     (ours, place), (theirs, expected) = device.prompt(text), prompt_columns(text, training, max_words)
     assert place == expected
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_layers_in_their_plain_form_give_the_same_reconstruction():
-    from device_models import text_algorithm, trained
-
-    algorithm, _ = text_algorithm()
-    params = trained(algorithm.model)
-    mine = personal_text("the zebra met a yak. we met\nso is it", Vocabulary(tuple(KNOWN * 1), 5), 7).columns
-
-    def run():
-        return fr.reconstruct(algorithm, params, mine)["oov_embedding"]
-
-    as_trained = run()
-    jax.clear_caches()
-    with plain_layers():
-        assert run() == pytest.approx(as_trained, abs=1e-6)
-    jax.clear_caches()
 
 
 # ---- bundles ----

@@ -1,10 +1,13 @@
 """The page's files, the server for this machine, the commands, and what a saved model knows about its items."""
 
+import dataclasses
 import http.client
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 import device_vectors
 from fedrecon.app.bundling import ratings_legend
 from fedrecon.app.cli import main
+from fedrecon.app.config import Factorization
 from fedrecon.app.saved import open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
@@ -117,6 +121,33 @@ def get(server, path, host="localhost"):
     return answer, body
 
 
+def a_run(folder):
+    """A saved model of three films."""
+    config = dataclasses.replace(RATINGS.untrained, model=Factorization(dim=3))
+    legend = Items(np.array([5, 7, 9]), np.array(["A", "B", "A"]), np.array([9, 1, 8]), (1.0, 5.0))
+    params = {"item_embedding": np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)}
+    save_model(folder / "model", config, params, legend)
+    return folder
+
+
+def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path):
+    code = (
+        "import sys; sys.modules['jax2onnx'] = sys.modules['onnxruntime'] = None; "  # as if they were not installed
+        "from fedrecon.app.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-u", "-c", code, "page", str(a_run(tmp_path / "run")), "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            address = re.search(r"http://localhost:(\d+)/web/", running.stdout.readline())
+            connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=10)
+            connection.request("GET", "/items.json", headers={"Host": f"localhost:{address[1]}"})
+            assert json.loads(connection.getresponse().read())["labels"] == ["A [5]", "B", "A [9]"]
+            connection.close()
+        finally:
+            running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 0
+
+
 def test_the_server_gives_the_page_under_a_strict_policy(server):
     answer, body = get(server, "/web/")
     assert answer.status == 200
@@ -127,7 +158,7 @@ def test_the_server_gives_the_page_under_a_strict_policy(server):
     assert get(server, "/web/app.js")[0].headers["Content-Type"].startswith("text/javascript")
 
 
-@pytest.mark.parametrize("path", ["/secret.txt", "/../secret.txt", "/web/../secret.txt", "/%2e%2e/x", "/web/nothing.js"])
+@pytest.mark.parametrize("path", ["/secret.txt", "/../secret.txt", "/web/../secret.txt", "/%2e%2e/x", "/web/no.js"])
 def test_the_server_gives_nothing_but_files_of_the_manifest(server, path):
     answer, body = get(server, path)
     assert answer.status == 404
@@ -158,17 +189,10 @@ def test_bundle_does_not_overwrite_unless_it_is_told_to(tmp_path, capsys):
     assert "--overwrite" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
     pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
-    config = RATINGS.untrained
-    from dataclasses import replace
-
-    from fedrecon.app.config import Factorization
-
-    config = replace(config, model=Factorization(dim=3))
-    legend = Items(np.array([5, 7, 9]), np.array(["A", "B", "A"]), np.array([9, 1, 8]), (1.0, 5.0))
-    params = {"item_embedding": np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)}
-    save_model(tmp_path / "run" / "model", config, params, legend)
+    a_run(tmp_path / "run")
     assert main(["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "b"), "--examples", "4"]) == 0
     assert main(["bundle", "check", str(tmp_path / "b")]) == 0
     assert "6 test vectors" in capsys.readouterr().out

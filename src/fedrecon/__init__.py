@@ -2,6 +2,7 @@
 
 from fedrecon import aggregate as aggregate
 from fedrecon import data as data
+from fedrecon import device as device
 from fedrecon import models as models
 from fedrecon import split as split
 from fedrecon._version import __version__ as __version__

@@ -32,6 +32,7 @@ def bundle_model(
     quantise: Quantisation | None = None,
     least_count: int = LEAST_COUNT,
     onnxruntime_web: Path | None = None,
+    onnx: bool = True,
     replace: bool = False,
 ) -> Path:
     """Write the bundle of a saved model, with its page.
@@ -43,6 +44,7 @@ def bundle_model(
       quantise: store tables in `int8` or `float16`; None keeps float32.
       least_count: items with fewer ratings in training are not recommended, where that is known.
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
+      onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
       replace: whether a folder that is there is replaced.
     """
     if saved.task is RATINGS:
@@ -66,6 +68,7 @@ def bundle_model(
         settings=asdict(saved.config.reconstruct),
         legend=legend,
         web=partial(page_files, vendor=onnxruntime_web),
+        onnx=onnx,
         replace=replace,
     )
 

@@ -43,6 +43,7 @@ def bundle(
     settings: Mapping[str, Any] | None = None,
     legend: Legend | None = None,
     web: Callable[[Mapping[str, Any]], Mapping[str, bytes]] | None = None,
+    onnx: bool = True,
     replace: bool = False,
 ) -> Path:
     """Write a bundle that reconstructs and predicts wherever ONNX Runtime runs.
@@ -60,6 +61,7 @@ def bundle(
       settings: the solver's, written into the manifest for whoever runs it without ONNX.
       legend: what ids stand for.
       web: `manifest so far -> files` of a page; None for no page.
+      onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
       replace: whether a folder that is there is replaced.
 
     Returns:
@@ -79,7 +81,7 @@ def bundle(
     if most < 1:
         raise ValueError(f"`most` is {most}; a device needs at least 1 example to reconstruct from")
     exporter = Exporter(form, tables, structure, examples, most, ask)
-    graphs, problems = exporter.graphs()
+    graphs, problems = exporter.graphs() if onnx else ({}, {})
     files: dict[str, bytes] = {f"{name}.onnx": graph.data for name, graph in graphs.items()}
     files[TABLES] = tables_file(stored, exporter.start)
     files[EXPORTED] = exporter.stablehlo()
@@ -103,7 +105,7 @@ def bundle(
         files |= web({**manifest, "files": _entries(files)})
     with whole_folder(out, replace=replace) as folder:
         _write(folder, manifest, files)
-        wrong = None if problems else _disproved(folder)
+        wrong = None if problems or not onnx else _disproved(folder)
         if wrong is not None:  # nobody gets graphs that do something else than the model
             problems = dict.fromkeys(graphs, wrong)
             files = {name: data for name, data in files.items() if not name.endswith(".onnx")}

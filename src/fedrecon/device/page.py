@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mimetypes
+import sys
 from collections.abc import Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -77,7 +78,15 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     manifest = read_manifest(folder)
     if "web/index.html" not in manifest["files"]:
         raise BundleError(f"{folder} has no page: bundles of ratings and text have one")
-    return ThreadingHTTPServer(("127.0.0.1", port), partial(_Files, folder, manifest))
+    return _Server(("127.0.0.1", port), partial(_Files, folder, manifest))
+
+
+class _Server(ThreadingHTTPServer):
+    """A server that takes it calmly when a browser goes away in the middle of an answer."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Files(BaseHTTPRequestHandler):

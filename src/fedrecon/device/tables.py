@@ -19,7 +19,8 @@ def packed(leaves: Mapping[str, Any], quantise: Quantisation | None) -> dict[str
 
     Args:
       leaves: float arrays by path.
-      quantise: `int8`, with one float32 scale for each row of a table, or `float16`; None keeps float32.
+      quantise: `int8`, with one float32 scale for each row of a table and long vectors in float16, or `float16`; None
+        keeps float32.
 
     Raises:
       ValueError: a leaf has numbers that the form cannot hold.
@@ -31,12 +32,10 @@ def packed(leaves: Mapping[str, Any], quantise: Quantisation | None) -> dict[str
             raise ValueError(f"global parameter {path!r} has entries that are not finite; train again or repair it")
         if quantise is None or values.dtype != np.float32 or values.size < SMALL:
             found[GLOBAL + path] = values
-        elif quantise == "float16":
+        elif quantise == "float16" or values.ndim < 2:  # of a vector, a scale a row would be longer than itself
             if np.max(np.abs(values)) > np.finfo(np.float16).max:
                 raise ValueError(f"global parameter {path!r} has entries above 65504: float16 cannot hold them")
             found[GLOBAL + path] = values.astype(np.float16)
-        elif values.ndim < 2:
-            found[GLOBAL + path] = values
         else:
             rows = values.reshape(len(values), -1)
             scale = (np.max(np.abs(rows), 1) / np.float32(127)).astype(np.float32)

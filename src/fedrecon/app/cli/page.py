@@ -49,10 +49,16 @@ def run(args: Page) -> int:
         if not (folder / MANIFEST).is_file():
             from fedrecon.app.bundling import bundle_model
             from fedrecon.app.saved import open_model
+            from fedrecon.app.tasks import RATINGS
 
             saved = open_model(folder)
-            print("making a bundle for the browser ...", flush=True)
-            folder = bundle_model(saved, Path(place) / "bundle", onnxruntime_web=args.onnxruntime_web)
+            needs_onnx = saved.task is not RATINGS  # a page of ratings computes in plain JavaScript
+            if needs_onnx and args.onnxruntime_web is None:
+                raise options.UsageError(
+                    "a page of text needs onnxruntime-web: npm install onnxruntime-web, "
+                    "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
+                )
+            folder = bundle_model(saved, Path(place) / "bundle", onnxruntime_web=args.onnxruntime_web, onnx=needs_onnx)
         server = serve(folder, args.port)
         address = f"http://localhost:{server.server_address[1]}/web/"
         print(f"{address}   (Ctrl-C ends it)", flush=True)

@@ -59,7 +59,9 @@ export function predict(model, local, item) {
  * @returns {Float32Array}
  */
 export function predictAll(model, local) {
-  return Float32Array.from({ length: model.items }, (_, item) => predict(model, local, item));
+  const scores = new Float32Array(model.items);
+  for (let item = 0; item < model.items; item++) scores[item] = predict(model, local, item);
+  return scores;
 }
 
 /**
