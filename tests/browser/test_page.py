@@ -233,10 +233,11 @@ def test_a_phone_shows_all_of_it_in_its_width(browser, address, scheme):
     page = opened(phone, address)
     rate_all(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    picture(page, f"phone-{scheme}", full_page=False)
-    page.locator("#best-heading").scroll_into_view_if_needed()
+    if scheme == "dark":
+        picture(page, "phone-dark")
     page.evaluate("document.getElementById('best-heading').scrollIntoView()")
-    picture(page, f"phone-{scheme}-best", full_page=False)
+    if scheme == "light":
+        picture(page, "phone-light-best")
     box = page.locator("#results label").first.bounding_box()
     assert box["height"] >= 24
     assert box["width"] >= 24  # the least size of a target, WCAG 2.2
