@@ -61,7 +61,8 @@ def bundle(
       settings: the solver's, written into the manifest for whoever runs it without ONNX.
       legend: what ids stand for.
       web: `manifest so far -> files` of a page; None for no page.
-      onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
+      onnx: without, neither graphs nor StableHLO are written: enough for the page of a ratings model, and needs no
+        exporter.
       replace: whether a folder that is there is replaced.
 
     Returns:
@@ -84,7 +85,8 @@ def bundle(
     graphs, problems = exporter.graphs() if onnx else ({}, {})
     files: dict[str, bytes] = {f"{name}.onnx": graph.data for name, graph in graphs.items()}
     files[TABLES] = tables_file(stored, exporter.start)
-    files[EXPORTED] = exporter.stablehlo()
+    if onnx:
+        files[EXPORTED] = exporter.stablehlo()
     files[VECTORS] = _json(exporter.vectors(legend))
     files |= {name: _json(content) for name, content in legend.files.items()}
     manifest = {
