@@ -5,13 +5,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-web test-browser pictures lint bench docs clean
+.PHONY: demo test test-slow test-web test-browser pictures kill fuzz lint audit lock bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
+test-slow: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 2 -m slow
+
+# Kills a training with kill -9 at its file operations, and compares bits in the end.
+kill: .venv/dev.stamp
+	$(BIN)/python tests/kill.py --kills 50
+
+# Damaged files of every kind, longer than the tests try them.
+fuzz: .venv/dev.stamp
+	FEDRECON_FUZZ_CASES=$${FEDRECON_FUZZ_CASES:-3000} $(BIN)/python -m pytest -n 2 tests/test_fuzz*.py
 
 # The page: types by tsc, tests by node's own runner.
 test-web: build/web.stamp
@@ -34,6 +45,19 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# That what is installed fits together. Known faults are looked up where pip-audit is installed and reaches its list.
+audit: .venv/dev.stamp
+	$(BIN)/python -m pip check
+	@if $(BIN)/python -c 'import pip_audit' 2>/dev/null; then $(BIN)/python -m pip_audit; \
+	else echo 'pip-audit is not installed: known faults were not looked up'; fi
+
+# All packages of development with their digests, for this Python and machine; see SECURITY.md.
+lock: .venv/bin/python
+	mkdir -p build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
+	  --report build/report.json -c constraints.txt '.[dev]'
+	$(BIN)/python .ci/lock.py build/report.json requirements-dev.txt
 
 bench: .venv/dev.stamp
 	$(BIN)/python benchmarks/run.py

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrecon.app.bundling import bundle_model
 from fedrecon.app.cli.demo import SETTINGS
 from fedrecon.app.config import Factorization, RatingsConfig, Reconstruct
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.device.saved import bundle_model
 from fedrecon_device import Bundle
 
 RATED = 100

@@ -51,9 +51,9 @@ class Step:
         model = fr.models.next_word(VOCABULARY, 1, local_oov=False)
         descent = fr.gradient_descent(optax.sgd(0.3), batch_size=BATCH)
         algorithm = fr.federated_averaging(model, update=descent, server=optax.sgd(1.0))
-        self.cohort = jax.device_put(Packer(clients(1, STEPS, 1), algorithm.needs).pack(np.array([0])))
+        self.cohort = jax.device_put(Packer(clients(1, STEPS, 1), algorithm.method.needs).pack(np.array([0])))
         self.params, self.key = model.init_global(jax.random.key(0)), jax.random.key(1)
-        self.run = jax.jit(lambda params, cohort, key: algorithm.client(params, (), cohort, key)[0])
+        self.run = jax.jit(lambda params, cohort, key: algorithm.method.client(params, (), cohort, key)[0])
 
     def call(self):
         """Return the seconds a step."""

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.lookups.fit import with_lookups
 from fedrecon.lookups.tables import Rows, fetch_rows, noise_like, renumber
 from fedrecon.lookups.tracing import by_rows, find_reads
 from toy_models import (
@@ -218,20 +217,25 @@ def test_found_lookups_change_nothing_in_second_order():
     assert_close(sparse.params, dense.params)
 
 
+def rows_by_group(algorithm):
+    return dict(algorithm.method.needs.groups)
+
+
 def test_training_finds_lookups_and_packs_rows():
     before = algorithm("auto", optax.sgd(0.1))
-    assert before.groups == {}
-    after = with_lookups(before, CLIENTS)
-    assert after.groups == {"item": "item", "item_bias": "item", "tag": "main_tag,tags"}
-    assert with_lookups(before, CLIENTS) is after  # so that what is compiled for it is compiled once
-    assert with_lookups(after, CLIENTS) is after
+    assert before.method.needs.groups == {}
+    after = fr.decide_lookups(before, CLIENTS)
+    assert rows_by_group(after) == {"item": (9, ("item",)), "main_tag,tags": (6, ("main_tag", "tags"))}
+    assert fr.decide_lookups(before, CLIENTS) is after  # so that what is compiled for it is compiled once
+    assert fr.decide_lookups(after, CLIENTS) is after
 
 
 def test_tables_read_at_ids_that_they_do_not_have_are_left_dense():
     """Row -1 is the last one, as JAX has it, and training on it goes on as it did."""
     columns = dict(CLIENTS.columns) | {"item": CLIENTS.columns["item"] - 1}
     clients = fr.Clients(columns, CLIENTS.starts, CLIENTS.ends)
-    assert with_lookups(algorithm("auto", optax.sgd(0.1)), clients).groups == {"tag": "main_tag,tags"}
+    found = fr.decide_lookups(algorithm("auto", optax.sgd(0.1)), clients)
+    assert rows_by_group(found) == {"main_tag,tags": (6, ("main_tag", "tags"))}
 
 
 def test_a_loss_sees_ids_as_they_are():

@@ -1,37 +1,103 @@
-"""Baselines: means by hand, and what a model predicts when nothing is rebuilt."""
+"""Baselines for ratings: by hand, and on the query that `evaluate` measures on."""
 
-import jax
 import numpy as np
+import optax
 import pytest
 
-from fedrecon.app.baselines import item_means, means_algorithm, without_reconstruction
-from fedrecon.app.config import Data, RatingsConfig
+import fedrecon as fr
+from fedrecon import baselines, preparation
 from fedrecon.clients import Clients
-from fedrecon.evaluation import evaluate
-from fedrecon.personalize import reconstruct
+from fedrecon.model import Model
+from fedrecon.models import matrix_factorization
 
-CLIENTS = Clients.from_columns(
-    {
-        "item": np.array([0, 1, 0, 2, 1, 2], np.int32),
-        "rating": np.array([1.0, 3.0, 5.0, 9.0, 2.0, 4.0], np.float32),
-    },
-    client=np.array([7, 7, 8, 8, 9, 9]),
+TRAIN = Clients.from_columns(
+    {"item": np.array([0, 1, 0, 2], np.int32), "rating": np.array([1.0, 3.0, 5.0, 5.0], np.float32)},
+    client=np.array([7, 7, 8, 8]),
+)
+TEST = Clients.from_columns(
+    {"item": np.array([0, 1, 3, 0], np.int32), "rating": np.array([4.0, 2.0, 1.0, 5.0], np.float32)},
+    client=np.array([1, 1, 2, 2]),
 )
 
 
+def planted(users=300, items=60, seed=0):
+    """Return ratings of users with tastes in two dimensions."""
+    rng = np.random.default_rng(seed)
+    owner = np.repeat(np.arange(users), 20)
+    item = np.concatenate([rng.choice(items, 20, replace=False) for _ in range(users)])
+    tastes, kinds = rng.normal(size=(users, 2)), rng.normal(size=(items, 2))
+    rating = 3 + (tastes[owner] * kinds[item]).sum(1) + rng.normal(0, 0.3, len(item))
+    clients = Clients.from_columns({"item": item.astype(np.int32), "rating": rating.astype(np.float32)}, client=owner)
+    return clients.split_clients(0.8, 0.2, seed=0)
+
+
+def test_means_by_hand():
+    # Query: client 1 rates item 1 with 2, client 2 item 0 with 5. Means: all 3.5, item 0 and 1 both 3.
+    found = baselines.measure(TRAIN, TEST, which=["global mean", "item mean"])
+    assert (found.clients, found.examples) == (2, 2)
+    assert found.table["global mean"]["rmse"] == pytest.approx(1.5)
+    assert found.table["item mean"]["mae"] == pytest.approx((1 + 2) / 2)
+    assert found.table["item mean"]["accuracy"] == 0
+    assert baselines.measure(TRAIN, TEST, which=["item mean"], accuracy_within=1).table["item mean"]["accuracy"] == 0.5
+
+
 def test_means_are_over_these_clients_alone():
-    np.testing.assert_allclose(item_means(CLIENTS.take([0, 1]), 4), [3.0, 3.0, 9.0, 4.5])
+    np.testing.assert_allclose(baselines.item_means(TRAIN.take([0]), 4), [1.0, 3.0, 2.0, 2.0])
 
 
-def test_means_are_measured_on_the_query():
-    found = evaluate(means_algorithm(3), np.array([3.0, 3.0, 9.0], np.float32), CLIENTS.take([2]))
-    assert found.clients == 1
-    assert found.micro["rmse"] == pytest.approx(5.0)  # the query of client 9 is item 2, rated 4
+def test_biases_are_those_of_round_zero_and_a_damped_mean():
+    prepared = preparation.prepare(TRAIN, 4, plan=preparation.Plan(traits=0))
+    support = np.array([prepared.standardize(4.0) - prepared.item_bias[0], prepared.standardize(1.0)])
+    mine = support / (1 + prepared.user_ridge)
+    guess = prepared.restore(prepared.item_bias[[1, 0]] + mine)
+    found = baselines.measure(TRAIN, TEST, which=["item + user bias"]).table["item + user bias"]
+    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((guess - [2, 5]) ** 2)))
 
 
-def test_without_reconstruction_ratings_change_nothing():
-    algorithm = without_reconstruction(RatingsConfig(data=Data(source="x")), 3)
-    params = algorithm.init(jax.random.key(0)).params
-    other = Clients({**CLIENTS.columns, "rating": 6 - CLIENTS.columns["rating"]}, CLIENTS.starts, CLIENTS.ends)
-    one, two = (reconstruct(algorithm, params, clients) for clients in (CLIENTS, other))
-    np.testing.assert_array_equal(one["user_embedding"], two["user_embedding"])
+@pytest.mark.parametrize("split", [fr.split.half(), fr.split.fraction(0.8), fr.split.redrawn(fr.split.half())])
+def test_the_query_is_that_of_evaluate(split):
+    train, test = planted()
+    means = baselines.item_means(train, 60).astype(np.float32)
+    ratings = matrix_factorization(60, 1)
+    model = Model(
+        init_global=lambda key: means,
+        init_local=lambda key: (),
+        predict=lambda means, local, batch: means[batch["item"]],
+        loss=ratings.loss,
+        metrics=ratings.metrics,
+    )
+    update = fr.gradient_descent(optax.sgd(0.0), batch_size=1)
+    algorithm = fr.federated_averaging(model, update=update, server=optax.sgd(0.0))
+    evaluated = fr.evaluate(algorithm, means, test, split=split).micro
+    found = baselines.measure(train, test, split=split, which=["item mean"]).table["item mean"]
+    assert found["rmse"] == pytest.approx(evaluated["rmse"], rel=1e-5)
+    assert found["accuracy"] == pytest.approx(evaluated["accuracy"], rel=1e-5)
+
+
+def test_factors_find_what_biases_cannot():
+    found = baselines.measure(*planted(), which=[*baselines.SIMPLE, *baselines.CENTRAL])
+    assert found.table["item + user bias"]["rmse"] > 1.2
+    assert found.table["ALS + ridge"]["rmse"] < 0.5
+    assert found.table["biases + SVD + ridge"]["rmse"] < 0.7
+    assert found.best == "ALS + ridge"
+    assert "ALS + ridge" in str(found)
+
+
+def test_ridge_by_group_solves_each_group_alone():
+    rng = np.random.default_rng(0)
+    features, target, group = rng.normal(size=(50, 3)), rng.normal(size=50), rng.integers(0, 6, 50)
+    ridge = np.array([0.5, 1.0, 2.0])
+    found = baselines.ridge_by_group(features, target, group, 8, ridge)
+    for g in range(8):
+        x, t = features[group == g], target[group == g]
+        np.testing.assert_allclose(found[g], np.linalg.solve(x.T @ x + np.diag(ridge), x.T @ t), atol=1e-12)
+
+
+def test_a_name_that_is_no_baseline_is_an_error():
+    with pytest.raises(ValueError, match="unknown baseline 'magic'"):
+        baselines.measure(TRAIN, TEST, which=["magic"])
+
+
+def test_clients_without_query_examples_are_an_error():
+    with pytest.raises(ValueError, match="query"):
+        baselines.measure(TRAIN, TEST, split=fr.split.support_only())

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedrecon.app.cli import COMMANDS, main
+from fedrecon.disk.sealed import write_sealed
 
 SMALL = ["--model.dim", "3", "--sampling.clients-per-round", "6", "--evaluate-every", "4", "--devices", "1"]
 SMALL += ["--data.fractions", "0.6", "0.2", "0.2", "--checkpoint-every", "3"]
@@ -127,17 +128,48 @@ def test_a_model_with_biases_and_a_default_resumes_too(trained, tmp_path):
     assert main(["evaluate", str(tmp_path / "parts")]) == 0
 
 
-def test_a_run_of_before_there_were_tasks_is_opened_and_resumed(trained, tmp_path):
+def of_version_1(run):
+    """Make a run look as the version before wrote it, before there were seals and, once, tasks."""
+    for file in ("run.json", "model/model.json"):
+        values = json.loads((run / file).read_text())
+        for name in ("sha256", "files", "failed", "made_by"):
+            values.pop(name, None)
+        if file == "run.json":
+            del values["format"], values["version"], values["config"]["task"]
+        else:
+            del values["task"]
+            values["version"] = 1
+        (run / file).write_text(json.dumps(values))
+    for manifest in run.glob("checkpoint/*/manifest.json"):
+        manifest.write_text('{"format": 1, "rounds": 8}\n')
+    (run / ".fedrecon").unlink()
+    return run
+
+
+def test_a_run_of_the_version_before_serves_but_does_not_go_on(trained, tmp_path, capsys):
     ratings, run = trained
-    old = tmp_path / "run"
-    shutil.copytree(run, old)
-    for file, within in (("run.json", "config"), ("model/model.json", None)):
-        values = json.loads((old / file).read_text())
-        del (values[within] if within else values)["task"]
-        (old / file).write_text(json.dumps(values))
+    old = of_version_1(shutil.copytree(run, tmp_path / "run"))
     assert main(["evaluate", str(old)]) == 0
     assert main(["recommend", str(old), "--ratings", str(ratings), "--user", "u1"]) == 0
-    assert main(["train", str(ratings), "--out", str(old), "--rounds", "9", *SMALL, "--resume"]) == 0
+    command = ["train", str(ratings), "--out", str(old), "--rounds", "9", *SMALL]
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 1
+    assert "was written by another version of fedrecon" in said(capsys)
+    shutil.rmtree(old / "checkpoint")
+    shutil.rmtree(old / "model")
+    facts = json.loads((old / "run.json").read_text())
+    (old / "run.json").write_text(json.dumps({**facts, "ended": None}))
+    assert main([*command, "--resume"]) == 1
+    assert "was begun by another version of fedrecon" in said(capsys)
+    assert main([*command, "--overwrite", "--rounds", "1"]) == 0
+
+
+def test_a_model_of_a_version_to_come_is_refused(trained, tmp_path, capsys):
+    model = shutil.copytree(trained[1] / "model", tmp_path / "model")
+    values = json.loads((model / "model.json").read_text())
+    write_sealed(model / "model.json", {**values, "version": 3})
+    assert main(["evaluate", str(model), "--ratings", str(trained[0])]) == 1
+    assert "is of format fedrecon-model 3; this version of fedrecon reads fedrecon-model up to 2" in said(capsys)
 
 
 def test_resuming_nothing_begins(trained, tmp_path):
@@ -266,7 +298,7 @@ def test_json_has_null_where_there_is_no_number(trained, tmp_path, capsys):
     lonely = tmp_path / "lonely.csv"
     lonely.write_text("user,item,rating\na,100,3\nb,101,4\n")  # nothing is left for query
     capsys.readouterr()
-    assert main(["evaluate", str(run), "--ratings", str(lonely), "--json"]) == 0
+    assert main(["evaluate", str(run), "--ratings", str(lonely), "--json"]) == 3
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["clients"] == 0
     assert found["micro"]["rmse"] is None
@@ -340,11 +372,11 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "synthetic", "--out", "run", "--data.user", "who"], 1, "no use for data.user"),
         (["train", "nothing.csv", "--out", "run"], 1, "nothing.csv is neither a file nor a known data set"),
         (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' is not a number"),
-        (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv: File exists"),
+        (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv is a file; give a new or empty folder"),
         (["train", "ok.csv", "--out", "run", "--devices", "0"], 1, "devices is 0"),
         (["train", "ok.csv", "--out", "run", "--devices", "60"], 1, "JAX sees"),
         (["train", "ok.csv", "--out", "run", "--devices", "9999"], 1, "devices is 9999; from 1 to"),
-        (["train", "ok.csv", "--out", "run", "--rounds", "-1"], 1, "`rounds`"),
+        (["train", "ok.csv", "--out", "run", "--rounds", "-1"], 2, "rounds is -1"),
         (["train", "ok.csv", "--out", "run", "--update.joint", "--update.second-order"], 1, "exclude each other"),
         (["evaluate", "nowhere"], 1, "nowhere is not a folder"),
         (["evaluate", "."], 1, "holds no model"),
@@ -367,7 +399,7 @@ def test_an_error_is_one_sentence(argv, code, message, tmp_path, monkeypatch, ca
         ("model/model.json", "{", "model.json is not valid JSON"),
         ("model/model.json", "{}", "model.json is damaged"),
         ("model/global.safetensors", None, "global.safetensors is missing"),
-        ("model/global.safetensors", "junk", "global.safetensors cannot be read"),
+        ("model/global.safetensors", "junk", "global.safetensors is damaged: it has 4 bytes"),
         ("run.json", None, "run.json is missing"),
         ("run.json", '{"config": {"data": {"source": "x"}, "rounds": "many"}}', 'rounds is "many"'),
         ("run.json", "[]", "run.json is damaged"),
@@ -391,7 +423,7 @@ def test_a_damaged_checkpoint_is_one_sentence(trained, tmp_path, capsys):
     arrays = next(run.glob("checkpoint/*/arrays.safetensors"))
     arrays.write_bytes(arrays.read_bytes()[:-10])
     assert main(command) == 1
-    assert "arrays.safetensors cannot be read" in said(capsys)
+    assert "arrays.safetensors is damaged" in said(capsys)
     next(run.glob("checkpoint/*/manifest.json")).write_text("{}")
     assert main(command) == 1
     assert "manifest.json is damaged" in said(capsys)

@@ -73,7 +73,7 @@ def test_settings_that_name_no_task_are_of_ratings_unless_told():
         ({"data": {"source": "x"}, "server": {"optimizer": "lion"}}, 'server.optimizer is "lion"; expected one of sgd'),
         ({"data": {"source": "x", "fractions": [1, 2]}}, "data.fractions is [1, 2]; expected a list of 3 numbers"),
         ({"data": {"source": "x"}, "model": 3}, "file: model must be an object of settings, not 3"),
-        ({"data": {"source": "x"}, "model": {"dim": 0}}, "file: dim is 0; embeddings need at least 1 number"),
+        ({"data": {"source": "x"}, "model": {"dim": 0}}, "file: dim is 0; it must be at least 1 and at most 65536"),
         ({"data": {"source": "x"}, "sampling": {"drop_out": 1.0}}, "file: sampling needs"),
     ],
 )

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.app.bundling import unique_labels
 from fedrecon.device.export_form import export_form
 from fedrecon.device.tables import packed, unpacked
 
@@ -192,11 +191,6 @@ def test_what_has_no_translation_is_named_and_the_stablehlo_form_is_there(tmp_pa
         "count": np.int32(3),
     }
     assert exported.call(inputs)[0].shape == (2, 2)
-
-
-def test_titles_that_repeat_get_labels_of_their_own():
-    assert unique_labels(["A", "B", "A"], [1, 2, 3]) == ["A [1]", "B", "A [3]"]
-    assert len(set(unique_labels(["A", "A", "A [1]"], [1, 2, 3]))) == 3
 
 
 def test_the_tables_are_the_file_that_safetensors_reads(bundles):

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import device_vectors
-from fedrecon.app.bundling import ratings_legend
 from fedrecon.app.cli import main
 from fedrecon.app.config import Factorization
 from fedrecon.app.saved import open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
+from fedrecon.device.saved import ratings_legend
 from fedrecon_device.files import manifest_bytes
 
 ROOT = Path(__file__).parent.parent

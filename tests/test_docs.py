@@ -149,6 +149,8 @@ def help_texts():
             main([command, "--help"])
             if command == "train":
                 main([command, "--task", "text", "--help"])
+            if command == "privacy":
+                main([command, "plan", "--help"])
         texts[command] = printed.getvalue()
     return texts
 
@@ -176,8 +178,9 @@ def test_every_link_to_a_file_leads_to_one(page):
 def public_names():
     """Return what users may use, by the path that it is defined at."""
     found = {}
-    for module in (fr, fr.models, fr.data, fr.split, fr.aggregate):
-        own = module in (fr.split, fr.aggregate)  # modules whose other names are imported for their own use
+    of_their_own = (fr.split, fr.aggregate, fr.baselines, fr.preparation, fr.ranking)
+    for module in (fr, fr.models, fr.data, *of_their_own):
+        own = module in of_their_own  # modules whose other names are imported for their own use
         for name, value in vars(module).items():
             if name.startswith("_") or isinstance(value, types.ModuleType) or not hasattr(value, "__qualname__"):
                 continue

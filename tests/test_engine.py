@@ -49,7 +49,7 @@ def run(clients, order, block=1, devices=1, sharing=None):
     order = np.concatenate([order, np.full(PLACES - len(order), ABSENT)]).astype(int)
     state = everywhere(ALGORITHM.init(jax.random.key(0)), place)
     state, metrics = run_cohort(rounds, ALGORITHM, state, clients, order)
-    return jax.tree.map(np.asarray, (state.params, metrics))
+    return jax.tree.map(np.asarray, (state.method.params, metrics))
 
 
 def population(sizes, seed):
@@ -117,7 +117,7 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
     clients, place = population([3, 5, 1, 6, 0, 0], seed=1), one_by_one()
     rounds = compile_rounds(ALGORITHM, place)
     sampling = fr.Sampling(4, drop_out=0.5)
-    cohorts = Cohorts(ALGORITHM, clients, sampling, place, jax.random.key(0), 5)
+    cohorts = Cohorts(ALGORITHM, clients, sampling, place, fr.run_keys(0), 5)
     start = everywhere(ALGORITHM.init(jax.random.key(0)), place)
     for steps in ([5, 4], [1, 5, 3], [2, 2, 2, 2, 1]):
         state, first = start, 0
@@ -125,9 +125,9 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
             ready = cohorts.prepare(first, number)
             assert (ready.first, ready.number) == (first, number)
             state, _, metrics = rounds(state, (), ready.cohorts, jax.random.key(1), first, number)
-            assert np.asarray(metrics.weight)[number:].sum() == 0
+            assert np.asarray(metrics["weight"])[number:].sum() == 0
             first += number
-        params = jax.tree.map(np.asarray, state.params)
+        params = jax.tree.map(np.asarray, state.method.params)
         expected = params if steps == [5, 4] else expected  # noqa: F821
         jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert rounds._cache_size() == 1

@@ -82,10 +82,10 @@ def test_every_owner_starts_from_its_own_initialisation():
 
 def test_kept_parameters_are_not_in_what_leaves():
     algorithm = averaging(linear())
-    cohort = Packer(a_and_b(), algorithm.needs).pack(np.arange(2))
+    cohort = Packer(a_and_b(), algorithm.method.needs).pack(np.arange(2))
     kept = {"b": jnp.array([0.5, 1.5])}
     params = {"w": jnp.float32(0)}
-    upload, new = jax.jit(algorithm.client)(params, kept, cohort, jax.random.key(0))
+    upload, new = jax.jit(algorithm.method.client)(params, kept, cohort, jax.random.key(0))
     assert {path: delta.shape for path, delta in upload.delta.items()} == {"w": (2,)}
     assert upload.examples.shape == (2,)
     assert upload.sums.shape == (2, 1, 2)

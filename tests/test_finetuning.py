@@ -84,7 +84,7 @@ def test_clients_do_not_see_each_others_finetuning():
 def test_training_and_what_is_uploaded_stay_what_they_were():
     algorithm = reconstruction()
     finetuned = fr.then_finetune(algorithm, descend(0.1))
-    assert finetuned.client is algorithm.client
+    assert finetuned.method.client is algorithm.method.client
     expected, found = (one_round(each, a_and_b(), rounds=2) for each in (algorithm, finetuned))
     assert_same_bits(found.params, expected.params)
 
@@ -97,7 +97,7 @@ def test_the_larger_of_two_supports_is_used():
     w, _ = follow(5, b, support[:3], rate=0.02, move_w=1, move_b=0)
     mine = fr.reconstruct(algorithm, START, xy(([x for x, _ in support], [y for _, y in support])))
     assert mine["finetuned"]["w"] == pytest.approx([w], rel=1e-5)
-    assert fr.then_finetune(reconstruction(), descend(0.02, steps=3)).support_limit is None
+    assert fr.then_finetune(reconstruction(), descend(0.02, steps=3)).method.support_limit is None
 
 
 def test_a_pattern_that_matches_nothing_is_refused():

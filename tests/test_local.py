@@ -154,14 +154,14 @@ def absolute():
     return linear()._replace(loss=lambda p, batch: (abs(p - batch["y"]), jnp.ones_like(p)))
 
 
-def doubled():
-    return linear()._replace(loss=lambda p, batch: (2 * (p - batch["y"]) ** 2, jnp.ones_like(p)))
+def fourth_power():
+    return linear()._replace(loss=lambda p, batch: ((p - batch["y"]) ** 4, jnp.ones_like(p)))
 
 
 WRONG = {
     "not linear": (bent, "predictions that are linear in what is solved for"),
     "absolute error": (absolute, "needs the squared error as the loss"),
-    "twice the squared error": (doubled, "needs the squared error as the loss"),
+    "fourth power": (fourth_power, "needs the squared error as the loss"),
 }
 
 
@@ -195,6 +195,40 @@ def test_least_squares_weighs_examples_as_the_loss_does():
     clients = xy(([1, 3, 0], [4, 8, 99]))
     found = fr.reconstruct(solving(model, fr.least_squares(1.0)), {"w": np.float32(0)}, clients)
     np.testing.assert_allclose(found["b"], [(1 * 4 + 3 * 8) / (4 + 1)], 1e-5)
+
+
+def test_a_multiple_of_the_squared_error_weighs_as_much_against_the_ridge():
+    model = linear()._replace(loss=lambda p, batch: (3 * (p - batch["y"]) ** 2, jnp.ones_like(p)))
+    found = fr.reconstruct(solving(model, fr.least_squares(2.0)), {"w": np.float32(0)}, xy(([1, 1], [4, 8])))
+    np.testing.assert_allclose(found["b"], [3 * (4 + 8) / (3 * 2 + 2)], 1e-5)
+
+
+def test_ridges_differ_by_pattern():
+    model = fr.models.matrix_factorization(ITEMS, DIM, biases=True, init_local_scale=0)
+    clients, params = rated([8, 2]), model.init_global(jax.random.key(1))
+    params = {**params, "item_bias": np.linspace(-1, 1, ITEMS).astype(np.float32)}
+    ridge = {"*_bias": 5.0, "user_*": 0.5}  # both match the bias: the first counts
+    found = fr.reconstruct(solving(model, fr.least_squares(ridge)), params, clients)
+    for i, client in enumerate(clients):
+        x = np.concatenate([params["item_embedding"][client["item"]], np.ones((len(client["item"]), 1))], 1)
+        target = client["rating"] - params["item_bias"][client["item"]]
+        expected = np.linalg.solve(x.T @ x + np.diag([0.5] * DIM + [5.0]), x.T @ target)
+        np.testing.assert_allclose(found["user_embedding"][i], expected[:-1], 1e-3, 1e-4)
+        np.testing.assert_allclose(found["user_bias"][i], expected[-1], 1e-3, 1e-4)
+
+
+def test_a_parameter_without_a_ridge_is_an_error():
+    model = fr.models.matrix_factorization(ITEMS, DIM, biases=True)
+    algorithm = solving(model, fr.least_squares({"user_bias": 1.0}))
+    with pytest.raises(ValueError, match="no pattern for 'user_embedding'"):
+        fr.reconstruct(algorithm, model.init_global(jax.random.key(1)), rated([3]))
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    model = factorization()
+    algorithm = solving(model, fr.least_squares({"bias": 1.0, "*": 1.0}))
+    with pytest.raises(ValueError, match="`ridge` pattern 'bias' matched nothing"):
+        fr.reconstruct(algorithm, model.init_global(jax.random.key(1)), rated([3]))
 
 
 def test_a_client_without_support_keeps_the_start():

@@ -5,7 +5,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.lookups.tables import check_lookups, lookup_groups, merge_repeats, reach
+from fedrecon.lookups.reach import reach
+from fedrecon.lookups.tables import check_lookups, lookup_groups, merge_repeats
 from toy_models import (
     DIM,
     ITEMS,

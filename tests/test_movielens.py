@@ -1,5 +1,8 @@
+import contextlib
 import hashlib
+import io
 import sys
+import threading
 import urllib.error
 import zipfile
 from pathlib import Path
@@ -8,7 +11,8 @@ import numpy as np
 import pytest
 
 from fedrecon.data import DataError, load, movielens
-from fedrecon.data.ratings.movielens import PUBLISHED, check_md5, download
+from fedrecon.data.downloads import cached, download
+from fedrecon.data.ratings.movielens import PUBLISHED, check_md5
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ml-1m.zip"
 
@@ -140,21 +144,106 @@ def test_checksums_are_of_the_zip_or_of_a_file_in_it(tmp_path):
     check_md5(path, "", hashlib.md5(path.read_bytes()).hexdigest())
     inside = hashlib.md5(ML_1M["ml-1m/ratings.dat"].encode()).hexdigest()
     check_md5(path, "ml-1m/ratings.dat", inside)
-    with pytest.raises(DataError, match=f"md5 {inside} of ml-1m/ratings.dat, expected 0. Try again"):
+    with pytest.raises(DataError, match=f"md5 {inside} of ml-1m/ratings.dat, expected 0."):
         check_md5(path, "ml-1m/ratings.dat", "0")
     with pytest.raises(DataError, match="not the expected zip file"):
         check_md5(path, "other", "0")
     (tmp_path / "b.zip").write_text("<html>")
-    with pytest.raises(DataError, match="not the expected zip file"):
+    with pytest.raises(DataError, match="damaged or not a zip file"):
         check_md5(tmp_path / "b.zip", "ratings.dat", "0")
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_a_cached_archive_is_used_without_network(tmp_path, monkeypatch, name):
+def test_a_cached_archive_is_used_without_network_if_it_is_the_published_one(tmp_path, monkeypatch, name):
     files, encoding = (ML_1M, "latin-1") if name == "movielens-1m" else (ML_100K, "latin-1")
-    write_zip(tmp_path / PUBLISHED[name].archive, files, encoding)
+    path = write_zip(tmp_path / PUBLISHED[name].archive, files, encoding)
     monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match=r"is damaged: md5 .* Remove it, and it will be downloaded again"):
+        load(name)
+    content = ML_1M["ml-1m/ratings.dat"].encode() if name == "movielens-1m" else path.read_bytes()
+    mine = PUBLISHED[name]._replace(md5=hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(PUBLISHED, name, mine)
     assert load(name).item_ids.tolist() == [7, 30]
+
+
+class Response(io.BytesIO):
+    """A server's answer, with whatever size it declares."""
+
+    def __init__(self, content, declared=None):
+        super().__init__(content)
+        self.headers = {} if declared is None else {"Content-Length": declared}
+
+
+@pytest.mark.parametrize("declared", [None, "12", "101", "1" * 400, "-1", "x"])
+def test_a_download_ends_at_the_size_it_may_have(tmp_path, declared):
+    opener = lambda url, timeout: Response(b"0" * 100_000, declared)  # noqa: E731
+    with pytest.raises(DataError, match=r"has .* bytes or more; the file we want has at most 100"):
+        download("http://x/a.zip", tmp_path / "a.zip", lambda path: None, 100, opener)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_downloads_of_one_file_one_is_made(tmp_path):
+    begun, count = threading.Barrier(2), []
+
+    def opener(url, timeout):
+        count.append(url)
+        return Response(b"content")
+
+    def fetch():
+        begun.wait()
+        cached("http://x/a", tmp_path / "cache" / "a", lambda path: None, 100, opener)
+
+    threads = [threading.Thread(target=fetch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count == ["http://x/a"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["a"]
+
+
+# ---- archives made to do harm ----
+
+
+def ratings_zip(path, content, compression=zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("ml-1m/ratings.dat", content)
+    return path
+
+
+def test_a_zip_that_becomes_far_too_large_is_refused_by_what_it_declares_and_by_what_it_holds(tmp_path):
+    path = ratings_zip(tmp_path / "a.zip", b"1::1::1::1\n" * 10_000_000)  # 110 MB in 110 kB
+    with pytest.raises(DataError, match=r"ratings\.dat unpacks to more than 100 times its size"):
+        movielens(path)
+    content, size = path.read_bytes(), (110_000_000).to_bytes(4, "little")
+    assert content.count(size) == 2
+    path.write_bytes(content.replace(size, (1000).to_bytes(4, "little")))  # now it lies
+    with pytest.raises(DataError, match=r"damaged|100 times"):
+        movielens(path)
+
+
+def test_encrypted_damaged_and_oddly_compressed_zips_are_refused_with_a_sentence(tmp_path):
+    path = ratings_zip(tmp_path / "a.zip", "1::2::3::4\n" * 100)
+    content = path.read_bytes()
+    places = [content.index(b"PK\1\2"), content.index(b"PK\3\4")]
+
+    def changed(offsets, value):
+        damaged = bytearray(content)
+        for place, offset in zip(places, offsets, strict=True):
+            damaged[place + offset] = value
+        path.write_bytes(damaged)
+        return path
+
+    with pytest.raises(DataError, match=r"ratings\.dat is encrypted\. Unpack it with its password"):
+        movielens(changed((8, 6), 1))
+    with pytest.raises(DataError, match=r"cannot be unpacked .*compression"):
+        movielens(changed((10, 8), 97))
+    for place in range(40, len(content) - 100, 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 0xFF
+        path.write_bytes(damaged)
+        with contextlib.suppress(DataError):
+            movielens(path)
 
 
 # ---- real data ----

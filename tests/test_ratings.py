@@ -282,7 +282,7 @@ def test_parquet_gives_the_same_as_text(write, write_parquet):
             "no column 'user'; it has: u, item, rating. Name it with user=",
         ),
         ({"user": [1], "item": [1], "rating": [np.nan]}, "ratings.parquet row 1: rating 'nan' is not finite"),
-        ({"user": [1], "item": [1], "rating": ["x"]}, "column 'rating' holds <U1, not numbers"),
+        ({"user": [1], "item": [1], "rating": ["x"]}, "column 'rating' holds text, not numbers"),
         ({"user": [1], "item": [1], "rating": [None]}, "column 'rating' has 1 empty entries"),
     ],
 )

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import fedrecon as fr
 from fedrecon.app.build import build_algorithm
 from fedrecon.app.config import NextWord, Reading, TextConfig, TextData
 from fedrecon.app.tasks import TASKS, TEXT, Measure
@@ -13,6 +14,7 @@ from fedrecon.app.tasks import text as text_task
 from fedrecon.app.tasks.text import build_next_word
 from fedrecon.data import Corpus, DataError, Vocabulary, input_ids, load_text, prepare_text
 from fedrecon.progress import silent
+from fedrecon.upload import summand_of
 from stackoverflow_files import write_database
 
 
@@ -246,8 +248,11 @@ def test_clients_are_weighed_by_tokens_whatever_the_loss_is_over(loss_over):
     places = ["loss", *model.metrics]
     sums = np.zeros((2, len(places), 2))
     sums[:, places.index("perplexity"), 1] = [7, 9]
-    weigh = build_algorithm(settings, model).aggregation.weigh
-    assert weigh(np.array([1, 1]), sums).tolist() == [7, 9]
+    aggregator = build_algorithm(settings, model).aggregator
+    state = aggregator.init({"delta": {"w": np.zeros(1)}})
+    uploads = fr.Upload({"delta": {"w": np.ones((2, 1), np.float32)}}, np.array([1, 1]), sums.astype(np.float32))
+    summand = aggregator.encode(aggregator.message(state), summand_of(uploads), jax.random.split(jax.random.key(0)))
+    assert summand.scalars["weight"].tolist() == [7, 9]
 
 
 # ---- tables ----

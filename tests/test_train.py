@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fedrecon as fr
+from fedrecon.training import _next_stop
 from toy_models import (
     a_and_b,
     assert_same_bits,
@@ -302,6 +305,16 @@ def test_a_redrawn_split_resumes_to_the_bit_and_differs_from_a_fixed_one(tmp_pat
     resumed = run(algorithm(redrawn), folder=tmp_path / "parts")
     assert_same_bits(resumed.params, straight.params)
     assert leaves_of(straight.params) != pytest.approx(leaves_of(run(algorithm(fr.split.half())).params))
+
+
+@given(st.integers(1, 60), st.integers(0, 9), st.integers(0, 9))
+def test_the_loop_stops_wherever_something_is_due(rounds, evaluate_every, checkpoint_every):
+    due = sorted({rounds}.union(*(range(n, rounds, n) for n in (evaluate_every, checkpoint_every) if n)))
+    found, now = [], 0
+    while now < rounds:
+        now = _next_stop(now, rounds, evaluate_every, checkpoint_every)
+        found.append(now)
+    assert found == due
 
 
 def test_no_clients_a_round_are_refused():

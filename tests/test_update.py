@@ -26,9 +26,9 @@ from toy_models import (
 
 def uploads(algorithm, params, clients):
     """What every client of a population returns, and the cohort it was packed in."""
-    needs = algorithm.needs._replace(columns=features_used(algorithm.model, clients))
+    needs = algorithm.method.needs._replace(columns=features_used(algorithm.model, clients))
     cohort = Packer(clients, needs).pack(np.arange(len(clients)))
-    upload, _ = jax.jit(algorithm.client)(params, (), cohort, jax.random.key(7))
+    upload, _ = jax.jit(algorithm.method.client)(params, (), cohort, jax.random.key(7))
     return jax.tree.map(np.asarray, upload), cohort
 
 
@@ -60,10 +60,16 @@ def test_every_leaf_that_leaves_is_a_delta_of_a_global_parameter_or_a_sum(joint)
     shapes = {path_name(p): leaf.shape for p, leaf in jax.tree_util.tree_flatten_with_path(upload)[0]}
     items, tags = cohort.rows["item"].shape[1], cohort.rows["main_tag,tags"].shape[1]
     assert shapes == {
-        "delta/item": (3, items, 2),
-        "delta/item_bias": (3, items),
-        "delta/tag": (3, tags, 2),
-        "delta/mix/dense": (3, 2),
+        "parts/delta/item/ids": (3, items),
+        "parts/delta/item/values": (3, items, 2),
+        "parts/delta/item/count": (3,),
+        "parts/delta/item_bias/ids": (3, items),
+        "parts/delta/item_bias/values": (3, items),
+        "parts/delta/item_bias/count": (3,),
+        "parts/delta/tag/ids": (3, tags),
+        "parts/delta/tag/values": (3, tags, 2),
+        "parts/delta/tag/count": (3,),
+        "parts/delta/mix/dense": (3, 2),
         "examples": (3,),
         "sums": (3, 2, 2),  # loss and one metric: total and weight
     }

@@ -60,7 +60,7 @@ def one_round(algorithm, clients, rounds=1, **options):
 
 def run_cohort(rounds, algorithm, state, clients, order, seed=5):
     """Run one round of compiled rounds with these clients, in this order, on a state."""
-    cohort = Packer(clients, algorithm.needs).pack(np.asarray(order))
+    cohort = Packer(clients, algorithm.method.needs).pack(np.asarray(order))
     state, _, metrics = rounds(state, (), jax.tree.map(lambda x: x[None], cohort), jax.random.key(seed), 0, 1)
     return state, metrics
 

@@ -30,7 +30,8 @@ from fedrecon.disk.client_files import (
     write_manifest,
 )
 from fedrecon.disk.folders import whole_folder
-from fedrecon.disk.tabular import read_csv_column, read_parquet
+from fedrecon.disk.tabular import frame_columns, read_csv_column, read_parquet
+from fedrecon.keys import as_number, as_words, mixed, name_hashes
 
 FINGERPRINT_EXAMPLES = 1 << 20  # data up to this size is hashed whole, larger data by a sample of about this size
 
@@ -43,7 +44,8 @@ class Clients:
       columns: arrays with one row per example; all have the same first dimension. May be memory-mapped.
       starts: first row of each client.
       ends: one past the last row of each client.
-      names: original id of each client, or None.
+      names: original id of each client, a number or text; None where a client's place is its name. What is random for a
+        client, and whether it trains or validates, follows from its name.
       totals: number of examples and size of the largest client where they are known. Whoever passes them
         vouches for the ranges too; without them the ranges are checked, which reads `starts` and `ends` once.
     """
@@ -214,6 +216,17 @@ class Clients:
         return cls.from_columns(arrays, client=client)
 
     @classmethod
+    def from_dataframe(cls, frame: Any, client: str = "user", columns: Sequence[str] | None = None) -> Self:
+        """Group the rows of a data frame by client.
+
+        Args:
+          frame: of pandas or polars, or a table of pyarrow. Dates become seconds since 1970.
+          client: name of the column with client ids.
+          columns: names of the columns wanted; None takes all.
+        """
+        return cls.from_columns(frame_columns(frame, None if columns is None else [client, *columns]), client=client)
+
+    @classmethod
     def from_generator(
         cls, path: str | Path, iterable: Iterable[tuple[object, Mapping[str, Any]]], **fields: Any
     ) -> Self:
@@ -298,8 +311,19 @@ class Clients:
         indices = indices.astype(np.int64, casting="same_kind" if indices.size else "unsafe")
         if indices.size and not (-len(self) <= indices.min() and indices.max() < len(self)):
             raise IndexError(f"indices {indices.min()} to {indices.max()} were given, but there are {len(self)}.")
-        names = None if self.names is None else self.names[indices]
+        indices = np.where(indices < 0, indices + len(self), indices)
+        names = indices if self.names is None else self.names[indices]
         return dataclasses.replace(self, starts=self.starts[indices], ends=self.ends[indices], names=names, totals=None)
+
+    def identities(self, indices: Any = None) -> np.ndarray:
+        """Say who clients are: two 32-bit words each, a hash of the name, wherever a client is stored.
+
+        Args:
+          indices: of the clients; all by default.
+        """
+        if indices is None:
+            indices = np.arange(len(self))
+        return as_words(name_hashes(np.asarray(indices if self.names is None else self.names[indices])))
 
     def at_least(self, n: int) -> Self:
         """Return the clients that have at least `n` examples, sharing the columns."""
@@ -314,6 +338,9 @@ class Clients:
     def split_clients(self, *fractions: float, seed: int) -> tuple[Self, ...]:
         """Divide the clients at random into disjoint groups; every group keeps the stored order.
 
+        Where a client goes follows from the seed and its name alone, so that many places that each have some of the
+        clients decide alike. The groups therefore have about the size asked for, not exactly.
+
         Args:
           *fractions: share of each group. Together at most 1; if they are 1, no client is left out.
           seed: decides who goes where.
@@ -321,9 +348,10 @@ class Clients:
         Returns:
           One `Clients` per fraction, sharing the columns.
         """
-        order = np.random.default_rng(seed).permutation(len(self))
-        bounds = [edge.numerator * len(self) // edge.denominator for edge in _edges(fractions)]
-        return tuple(self.take(np.sort(order[start:end])) for start, end in pairwise(bounds))
+        edges = [float(edge) for edge in _edges(fractions)]
+        drawn = mixed(as_number(self.identities()), seed) / 2.0**64
+        edges[-1] = 2.0 if edges[-1] == 1 else edges[-1]  # a number just below 2**64 is rounded to it
+        return tuple(self.take(np.flatnonzero((drawn >= start) & (drawn < end))) for start, end in pairwise(edges))
 
     def split_time(self, *fractions: float, column: str = "time") -> tuple[Self, ...]:
         """Divide every client's examples by time: the first fraction, the next, ...; ties in stored order.
@@ -343,9 +371,14 @@ class Clients:
         return tuple(dataclasses.replace(whole, starts=start, ends=end, totals=None) for start, end in pairwise(bounds))
 
     def shuffle(self, seed: int) -> Self:
-        """Return the same clients with each one's examples in a random order, as a copy in memory."""
-        rng = np.random.default_rng(seed)
-        return self._reordered_by(lambda rows: rng.random(len(rows)))
+        """Return the same clients with each one's examples in a random order, as a copy in memory.
+
+        A client's order follows from the seed and its name.
+        """
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        place = np.arange(len(owner)) - (np.cumsum(self.sizes) - self.sizes)[owner]
+        whose = mixed(as_number(self.identities()), seed)
+        return self._reordered_by(lambda rows: mixed(place.astype(np.uint64), whose[owner]))
 
     def _reordered_by(self, keys: Callable[[np.ndarray], np.ndarray]) -> Self:
         """Copy the examples, each client's sorted (stably) by `keys(rows)`."""

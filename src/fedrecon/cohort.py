@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon.clients import Clients
+from fedrecon.keys import as_number, mixed
 from fedrecon.split import Split
+from fedrecon.upload import ROW_CHUNK
 
 ABSENT = -1  # the index of a place in a cohort that no client fills
 SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
-ROW_CHUNK = 32  # lists of rows have a multiple of this length, so that they can be gone through in chunks
 
 
 class Examples(NamedTuple):
@@ -29,6 +30,7 @@ class Cohort(NamedTuple):
 
     Attributes:
       client: the index of each client in its population; `ABSENT` where nobody is.
+      identity: `(clients, 2)` words that say who each client is, wherever it is packed or stored.
       support: what reconstruction sees.
       query: what updates or measurements see.
       rows: for every group of lookup tables, the ids of the rows a client touches, `(clients, rows)`.
@@ -38,6 +40,7 @@ class Cohort(NamedTuple):
     """
 
     client: Any
+    identity: Any
     support: Examples
     query: Examples
     rows: dict[str, Any]
@@ -66,25 +69,37 @@ class Needs(NamedTuple):
     columns: Sequence[str] | None = None
 
 
+class Lengths(NamedTuple):
+    """How many support and query examples arrays have room for, whoever is packed into them."""
+
+    support: int
+    query: int
+
+
+def lengths_for(largest: int, needs: Needs) -> Lengths:
+    """Return the lengths that clients of up to `largest` examples need."""
+    support, query = needs.split.counts(np.arange(largest + 1))
+    return Lengths(
+        max(1, _limited(int(support.max()), needs.support_limit)), max(1, _limited(int(query.max()), needs.query_limit))
+    )
+
+
 class Packer:
     """Packs clients of one population into cohorts of one shape.
 
     The shape follows from the population and from `needs`, never from who is in a cohort, so that whatever runs on
-    cohorts is compiled once.
+    cohorts is compiled once. Hosts that have different clients give the same `lengths` to run one program.
     """
 
-    def __init__(self, clients: Clients, needs: Needs):
-        """Prepare to pack `clients`."""
+    def __init__(self, clients: Clients, needs: Needs, lengths: Lengths | None = None):
+        """Prepare to pack `clients`; what exceeds given `lengths` is left out, the last examples first."""
         self._clients, self._needs = clients, needs
         names = list(clients.columns) if needs.columns is None else list(needs.columns)
         for name in names:
             if name not in clients.columns:
                 raise ValueError(f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}")
         self._columns = {name: clients.columns[name] for name in names}
-        largest = np.arange(clients.max_size + 1)
-        support, query = needs.split.counts(largest)
-        self.support_length = max(1, _limited(int(support.max()), needs.support_limit))
-        self.query_length = max(1, _limited(int(query.max()), needs.query_limit))
+        self.support_length, self.query_length = lengths or lengths_for(clients.max_size, needs)
         self._scratch = np.empty(0, np.int32)
 
     def pack(self, indices: np.ndarray, draws: np.ndarray | None = None) -> Cohort:
@@ -92,13 +107,14 @@ class Packer:
 
         Args:
           indices: of the clients, in the order they are packed in; `ABSENT` leaves a place empty.
-          draws: for each of them a number that a redrawn split's order depends on, with the client's index.
+          draws: for each of them a number that a redrawn split's order depends on, with who the client is.
         """
         split, here = self._needs.split, indices >= 0
         safe = np.where(here, indices, 0)
         starts = np.where(here, self._clients.starts[safe], 0)
         sizes = np.where(here, self._clients.ends[safe], 0) - starts
-        ordered = self._ordered(starts, sizes, _mixed(indices.astype(np.uint64), 0 if draws is None else draws))
+        identity = self._clients.identities(safe) if len(self._clients) else np.zeros((len(safe), 2), np.uint32)
+        ordered = self._ordered(starts, sizes, mixed(as_number(identity), 0 if draws is None else draws))
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
         support, query = (
             self._side(origin + begin, count, length, ordered)
@@ -106,7 +122,7 @@ class Packer:
                 split.begins(sizes), split.counts(sizes), (self.support_length, self.query_length), strict=True
             )
         )
-        cohort = Cohort(indices.astype(np.int32), support.examples(), query.examples(), {}, {}, {}, {})
+        cohort = Cohort(indices.astype(np.int32), identity, support.examples(), query.examples(), {}, {}, {}, {})
         for group, (rows, features) in self._needs.groups.items():
             found = self._list_rows(rows, features, support if self._needs.support_rows else None, query)
             cohort.rows[group], cohort.num_rows[group] = found[:2]
@@ -119,7 +135,7 @@ class Packer:
         by = self._needs.split.by
         if self._needs.split.redrawn:
             owner, j = _ragged(sizes)
-            return (starts[owner] + j)[np.lexsort((_mixed(j.astype(np.uint64), draws[owner]), owner))]
+            return (starts[owner] + j)[np.lexsort((mixed(j.astype(np.uint64), draws[owner]), owner))]
         if by is None:
             return None
         if by not in self._clients.columns:
@@ -233,12 +249,9 @@ def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
-def _mixed(numbers: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
-    """Hash 64-bit numbers, each with its salt, such that every bit depends on every bit (the mixer of SplitMix64)."""
-    x = numbers * np.uint64(0x9E3779B97F4A7C15) + np.asarray(salt, np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def redraw(words: np.ndarray) -> np.ndarray:
+    """Return the number that redrawn splits of a round depend on, given the words of the round's key."""
+    return as_number(words)
 
 
 def _limited(length: int, limit: int | None) -> int:

@@ -14,12 +14,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fedrecon.aggregate import COUNTS, Totals, add, no_totals
-from fedrecon.algorithm import Algorithm, Client, Same, ServerState
+from fedrecon.aggregate.aggregator import Report
+from fedrecon.algorithm import Algorithm, Client, Message, ServerState, encode, finish_round, shapes_of, summand_shapes
 from fedrecon.cohort import Cohort, arrange
+from fedrecon.keys import client_keys
 from fedrecon.lookups.tables import lookup_groups
 from fedrecon.model import Model, metric_names
 from fedrecon.trees import flatten
+from fedrecon.upload import Total, add, no_total
 
 AXIS = "clients"
 BLOCK_BYTES = 2**20  # what a block's copies of global parameters may take by default: about a core's cache
@@ -116,13 +118,13 @@ def layout(
 
 def _default_blocks(model: Model) -> tuple[int, int]:
     """Return `block` and `sharing` for a model's size: both the same unless copies are what keeps blocks small."""
-    shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    shapes = flatten(shapes_of(model.init_global))[0]
     lookups = lookup_groups(model)
     dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
     block = int(np.clip(BLOCK_BYTES // max(dense, 1), 1, MOST_IN_BLOCK))
     if block == MOST_IN_BLOCK:
         return block, block
-    local = _bytes(jax.eval_shape(model.init_local, jax.random.key(0)))
+    local = _bytes(shapes_of(model.init_local))
     sharing = min(SHARING_BYTES // max(local, 1), MOST_SHARING)
     return block, max(sharing // block, 1) * block
 
@@ -131,63 +133,44 @@ def _bytes(shapes: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-class RoundMetrics(NamedTuple):
-    """What is known of rounds afterwards, rounds first in every leaf."""
-
-    sums: Any  # (rounds, metrics, 2)
-    weight: Any  # (rounds,)
-    counts: dict[str, Any]
-    skipped: Any  # (rounds,) whether the server left the model as it was
+# (state, kept, cohorts, key, first, number) -> (state, kept, report with rounds first)
+Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState, Any, Report]]
 
 
-Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState, Any, RoundMetrics]]
-
-
+@functools.lru_cache(maxsize=4)
 def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     """Compile the rounds of an algorithm, once for the same algorithm (the very same value) and place.
 
     Returns:
-      `(state, kept, cohorts, key, first, number) -> (state, kept, metrics)`: runs `number` rounds from round `first`
+      `(state, kept, cohorts, key, first, number) -> (state, kept, report)`: runs `number` rounds from round `first`
       on, whose cohorts are packed together, rounds first in every leaf, clients second. Any `number` up to how many are
       packed runs the same compiled code, and rounds come out the same however they are grouped into calls: what is
       random in a round depends on the key and on the round's number.
     """
-    return _compile_rounds(Same(algorithm), place)
+    metrics = len(metric_names(algorithm.model))
 
-
-@functools.lru_cache(maxsize=4)
-def _compile_rounds(same: Same, place: Layout) -> Rounds:
-    algorithm = same.algorithm
-    names = metric_names(algorithm.model)
-
-    def one_round(state: ServerState, kept: Any, cohort: Cohort, key: Array) -> tuple[ServerState, Any, RoundMetrics]:
-        totals, kept = _run_blocks(algorithm, state.params, kept, cohort, key, place)
-        totals = jax.lax.psum(totals, AXIS)
-        weight = jnp.where(totals.weight > 0, totals.weight, 1.0)
-        mean = {path: total / weight for path, total in totals.delta.items()}
-        tainted = sum(jnp.sum(jnp.ravel(leaf * 0)) for leaf in mean.values())
-        take = (totals.weight > 0) & (tainted == 0)
-        state = algorithm.server(state, mean, take)
-        counts = {name: count.astype(jnp.int32) for name, count in totals.counts.items()}
-        return state, kept, RoundMetrics(totals.sums, totals.weight, counts, ~take)
+    def one_round(state: ServerState, kept: Any, cohort: Cohort, key: Array) -> tuple[ServerState, Any, Report]:
+        message = algorithm.message(state)
+        nothing = no_total(summand_shapes(algorithm, state, metrics))
+        total, kept = _run_blocks(algorithm, message, nothing, kept, cohort, key, place)
+        total = jax.lax.psum(total, AXIS)
+        state, report = finish_round(algorithm, state, total, key)
+        return state, kept, report
 
     def rounds(state: ServerState, kept: Any, cohorts: Cohort, key: Array, first: Array, number: Array) -> Any:
         most = cohorts.client.shape[0]
-        metrics = RoundMetrics(
-            jnp.zeros((most, len(names), 2)),
-            jnp.zeros(most),
-            {name: jnp.zeros(most, jnp.int32) for name in COUNTS},
-            jnp.zeros(most, bool),
-        )
+        nothing = no_total(summand_shapes(algorithm, state, metrics))
+        shapes = jax.eval_shape(lambda: finish_round(algorithm, state, nothing, key)[1])
+        reports = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
 
         def body(carry: Any) -> Any:
-            r, state, kept, metrics = carry
+            r, state, kept, reports = carry
             cohort = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), cohorts)
-            state, kept, found = one_round(state, kept, cohort, jax.random.fold_in(key, first + r))
-            metrics = jax.tree.map(lambda all_, one: all_.at[r].set(one), metrics, found)
-            return r + 1, state, kept, metrics
+            state, kept, report = one_round(state, kept, cohort, jax.random.fold_in(key, first + r))
+            reports = jax.tree.map(lambda all_, one: all_.at[r].set(one), reports, report)
+            return r + 1, state, kept, reports
 
-        start = (jnp.int32(0), state, kept, metrics)
+        start = (jnp.int32(0), state, kept, reports)
         return jax.lax.while_loop(lambda carry: carry[0] < number, body, start)[1:]
 
     whole, by_client = PartitionSpec(), PartitionSpec(AXIS)
@@ -202,30 +185,30 @@ def _compile_rounds(same: Same, place: Layout) -> Rounds:
 
 
 def _run_blocks(
-    algorithm: Algorithm, params: Any, kept: Any, cohort: Cohort, key: Array, place: Layout
-) -> tuple[Totals, Any]:
-    """Run this device's clients, a block at a time, summing as they come so that few deltas are alive at once."""
+    algorithm: Algorithm, message: Message, nothing: Total, kept: Any, cohort: Cohort, key: Array, place: Layout
+) -> tuple[Total, Any]:
+    """Run this device's clients, a block at a time, summing as they come so that few uploads are alive at once."""
 
-    def run(client: Client) -> Callable[[Totals, tuple[Cohort, Any]], tuple[Totals, Any]]:
-        def block(totals: Totals, part: tuple[Cohort, Any]) -> tuple[Totals, Any]:
-            upload, kept = client(params, part[1], part[0], key)
-            return add(algorithm.aggregation, totals, upload, part[0], algorithm.groups), kept
+    def run(client: Client) -> Callable[[Total, tuple[Cohort, Any]], tuple[Total, Any]]:
+        def block(total: Total, part: tuple[Cohort, Any]) -> tuple[Total, Any]:
+            upload, kept = client(message.method, part[1], part[0], key)
+            summand = encode(algorithm, message, upload, client_keys(key, part[0].identity))
+            return add(total, summand), kept
 
         return block
 
-    start = no_totals(params, len(metric_names(algorithm.model)))
-    wide, stages = place.wide(cohort.client.shape[0]), algorithm.stages
+    wide, stages = place.wide(cohort.client.shape[0]), algorithm.method.stages
     if stages is None or wide == place.block:
-        totals, kept = jax.lax.scan(run(algorithm.client), start, _blocks((cohort, kept), place.block))
-        return totals, _unblock(kept)
+        total, kept = jax.lax.scan(run(algorithm.method.client), nothing, _blocks((cohort, kept), place.block))
+        return total, _unblock(kept)
 
-    def prepare_together(totals: Totals, part: tuple[Cohort, Any]) -> tuple[Totals, Any]:
-        held = stages.prepare(params, part[1], part[0], key)
-        totals, kept = jax.lax.scan(run(stages.finish), totals, _blocks((part[0], held), place.block))
-        return totals, _unblock(kept)
+    def prepare_together(total: Total, part: tuple[Cohort, Any]) -> tuple[Total, Any]:
+        held = stages.prepare(message.method, part[1], part[0], key)
+        total, kept = jax.lax.scan(run(stages.finish), total, _blocks((part[0], held), place.block))
+        return total, _unblock(kept)
 
-    totals, kept = jax.lax.scan(prepare_together, start, _blocks((cohort, kept), wide))
-    return totals, _unblock(kept)
+    total, kept = jax.lax.scan(prepare_together, nothing, _blocks((cohort, kept), wide))
+    return total, _unblock(kept)
 
 
 def _blocks(tree: Any, block: int) -> Any:

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fedrecon.algorithm import Algorithm, client_keys
+from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
 from fedrecon.engine import Layout, compile_each, everywhere, layout
-from fedrecon.lookups.fit import check_reconstruction, features_used
+from fedrecon.fitting import check_reconstruction
+from fedrecon.keys import client_keys
+from fedrecon.lookups.fit import features_used
 from fedrecon.model import Model, finish, metric_names
 from fedrecon.progress import Progress, silent
 from fedrecon.solvers.problem import Objective, measure_all
@@ -96,11 +97,11 @@ class Evaluator:
         self._key = jax.random.key(seed)
         self._place = place or layout(model=algorithm.model)
         used = features_used(algorithm.model, clients)
-        self._needs = Needs(self._split, algorithm.support_limit, columns=used)
+        self._needs = Needs(self._split, algorithm.method.support_limit, columns=used)
         numbers = sum(math.prod(clients.columns[name].shape[1:]) for name in used)
         self._batch_size = batch_size or int(np.clip(NUMBERS_AT_ONCE // max(numbers, 1), 16, 64))
         self._packer = Packer(clients, self._needs)
-        self._has_local = bool(jax.tree.leaves(jax.eval_shape(algorithm.model.init_local, self._key)))
+        self._has_local = algorithm.has_local()
         self._run = compile_each(self._block, self._place)
 
     def on(self, clients: Clients) -> Evaluator:
@@ -119,7 +120,8 @@ class Evaluator:
         if self.protocol == "standard":
             local = kept
         else:
-            local = self.algorithm.reconstruct(params, kept, cohort.support, client_keys(key, cohort.client))
+            keys = client_keys(key, cohort.identity)
+            local = self.algorithm.method.reconstruct(params, kept, cohort.support, keys)
         objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
         return measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
 
@@ -222,12 +224,12 @@ def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) ->
     return float(statistic(there)) if there.size else float("nan")
 
 
-def kept_like(algorithm: Algorithm, clients: int, seed: int) -> Any:
-    """Return what owners keep before their first round, clients first; an empty tuple for stateless clients."""
-    if algorithm.keep is None:
+def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
+    """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing."""
+    if algorithm.method.keep is None:
         return ()
-    keys = client_keys(jax.random.key(seed), jnp.arange(clients))
-    return jax.tree.map(np.array, algorithm.keep(keys))
+    keys = client_keys(jax.random.key(seed), clients.identities())
+    return jax.tree.map(np.array, algorithm.method.keep(keys))
 
 
 def _of(kept: Any, order: np.ndarray) -> Any:

@@ -102,7 +102,7 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     algorithm = model if isinstance(model, Algorithm) else None
     model = model.model if isinstance(model, Algorithm) else model
     reads = _reads(model, examples)
-    if algorithm is not None and algorithm.remake(_with(model, reads)).groups == {}:
+    if algorithm is not None and not algorithm.define(_with(model, reads)).needs.groups:
         reads = {
             p: r if not r.features else Reads((), "its optimizer must see the whole of it") for p, r in reads.items()
         }
@@ -187,7 +187,7 @@ def _by_rows(sparse: Mapping[str, Part], clients: Clients, algorithm: Algorithm 
         return values + sum(once.values())
 
     down = mean_bytes(Needs(query_only()))
-    return down, down if algorithm is None else mean_bytes(algorithm.needs), len(chosen)
+    return down, down if algorithm is None else mean_bytes(algorithm.method.needs), len(chosen)
 
 
 def _size(nbytes: float) -> str:

@@ -84,6 +84,11 @@ class Model(NamedTuple):
     state: State | None = None
     frozen: Mapping[str, Any] = {}
 
+    @property
+    def local_state(self) -> tuple[str, ...]:
+        """Paths of local leaves that support sets and nothing solves for."""
+        return () if self.state is None else self.state.local
+
 
 def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:
     """Predict in a step of training, or as always where there is no step or the model knows no difference."""

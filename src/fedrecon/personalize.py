@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon.algorithm import Algorithm, client_keys
+from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import Needs, Packer
 from fedrecon.engine import compile_each, everywhere, layout
-from fedrecon.lookups.fit import check_reconstruction, features_used
+from fedrecon.fitting import check_reconstruction
+from fedrecon.hosts import as_clients
+from fedrecon.keys import client_keys
+from fedrecon.lookups.fit import features_used
 from fedrecon.model import Model
 from fedrecon.split import support_only
 
@@ -25,38 +28,29 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
       algorithm: whose reconstruction is run.
       params: global parameters.
       examples: one client's columns, or `Clients` for many at once.
-      seed: of the local parameters' initialisation, which depends on a client's place in `examples` too, just as in
-        `evaluate`.
+      seed: of the local parameters' initialisation, which depends on the client's name too, just as in `evaluate`.
 
     Returns:
       The client's local parameters; for `Clients`, with the clients first in every leaf.
     """
     if not isinstance(examples, Clients):
-        alone = _alone(examples)
+        alone = as_clients(examples)
         return jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, params, alone, seed=seed))
     check_reconstruction(algorithm, examples)
     # Features that only the loss of a query needs are in the data as well; those of the model are enough.
-    needs = Needs(support_only(), algorithm.support_limit, columns=features_used(algorithm.model, examples))
+    needs = Needs(support_only(), algorithm.method.support_limit, columns=features_used(algorithm.model, examples))
     place = layout(model=algorithm.model)
     order = place.arrange(np.arange(len(examples)), np.asarray(examples.sizes))
     cohort = Packer(examples, needs).pack(order)
 
     def block(shared: Any, part: Any) -> Any:
-        keys = client_keys(shared[1], part.client)
-        return algorithm.reconstruct(shared[0], (), part.support, keys)
+        keys = client_keys(shared[1], part.identity)
+        return algorithm.method.reconstruct(shared[0], (), part.support, keys)
 
     local = compile_each(block, place)(everywhere((params, jax.random.key(seed)), place), cohort)
     back = np.empty(len(examples), np.int64)
     back[order[order >= 0]] = np.flatnonzero(order >= 0)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[back], local)
-
-
-def _alone(columns: Mapping[str, Any]) -> Clients:
-    arrays = {name: np.asarray(column) for name, column in columns.items()}
-    lengths = {len(column) for column in arrays.values()}
-    if len(lengths) != 1:
-        raise ValueError(f"a client's columns must have one length, not {sorted(lengths)}")
-    return Clients(arrays, np.array([0]), np.array([lengths.pop()]))
 
 
 def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> np.ndarray:

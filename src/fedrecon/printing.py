@@ -1,8 +1,28 @@
-"""Tables as plain text, for reports that are printed."""
+"""What is printed: tables as plain text, and names from data without what a terminal would obey."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# What a terminal takes for a command: colours and cursor (CSI), titles and links (OSC and its like), other escapes.
+_COMMANDS = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -/]*[0-~]?"
+)
+_BREAKS = re.compile(r"[\t\n\v\f\r\x85\u2028\u2029]+")
+# Other controls, marks that turn the direction of writing, halves of characters that cannot be written.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Return text that a terminal shows and does not obey: no escape sequences, no control characters, one line.
+
+    Use it for whatever comes from data: titles, names of users, words. What it leaves is printed as it is, so with
+    `rich` it belongs into a `Text`, which knows no markup.
+    """
+    return _CONTROLS.sub("", _BREAKS.sub(" ", _COMMANDS.sub("", text)))
 
 
 def lay_out(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:

@@ -39,12 +39,12 @@ def bars(title: str, total: int) -> Iterator[Advance]:
 
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # it may name a file
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Display(*columns, console=console, transient=True, disable=not console.is_terminal) as display:
         task = display.add_task(title, total=total, note="")

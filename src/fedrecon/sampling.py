@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
-from fedrecon.cohort import ABSENT, Cohort, Packer
+from fedrecon.cohort import ABSENT, Cohort, Packer, redraw
 from fedrecon.engine import Layout
+from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 from fedrecon.lookups.fit import features_used
 
 
@@ -59,7 +59,7 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       clients: the population.
       sampling: how many, and who does not answer.
     """
-    generator = np.random.Generator(np.random.Philox(key=[*_words(key), np.uint64(number)]))
+    generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
     wanted = sampling.clients_per_round
     invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
     drawn = generator.choice(len(clients), invited, replace=False)
@@ -72,12 +72,6 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
     return Sample(chosen, counts)
 
 
-def _words(key: np.ndarray) -> np.ndarray:
-    """Return the words of a JAX key as one 64-bit number."""
-    words = np.asarray(key, np.uint32).astype(np.uint64)
-    return words[:1] << np.uint64(32) | words[1:2]
-
-
 class Prepared(NamedTuple):
     """Several rounds ready to run in one call, rounds first in every leaf of the cohorts."""
 
@@ -88,24 +82,24 @@ class Prepared(NamedTuple):
 
 
 class Cohorts:
-    """Draws and packs the cohorts of rounds: round r's depend on the key and on r alone."""
+    """Draws and packs the cohorts of rounds: round r's depend on the keys and on r alone."""
 
     def __init__(
-        self, algorithm: Algorithm, clients: Clients, sampling: Sampling, place: Layout, key: Array, at_once: int
+        self, algorithm: Algorithm, clients: Clients, sampling: Sampling, place: Layout, keys: RunKeys, at_once: int
     ):
         """Prepare `at_once` rounds at a time, always that many so that nothing is compiled twice."""
         self._clients, self._sampling, self._place, self._at_once = clients, sampling, place, at_once
-        self._key = np.asarray(jax.random.key_data(key))
-        needs = algorithm.needs._replace(columns=features_used(algorithm.model, clients))
+        self._sampling_words, self._client_words = words_of(keys.sampling), words_of(keys.clients)
+        needs = algorithm.method.needs._replace(columns=features_used(algorithm.model, clients))
         self._packer = Packer(clients, needs)
 
     def prepare(self, first: int, number: int) -> Prepared:
         """Prepare `number` rounds from `first` on; places beyond them are filled with absent clients."""
         number = min(number, self._at_once)
-        samples = [sample(self._key, first + r, self._clients, self._sampling) for r in range(number)]
+        samples = [sample(self._sampling_words, first + r, self._clients, self._sampling) for r in range(number)]
         orders = [self._arrange(s.clients) for s in samples]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
-        draws = _words(self._key)[0] + np.arange(first, first + self._at_once, dtype=np.uint64)
+        draws = np.stack([redraw(fold_words(self._client_words, first + r)) for r in range(self._at_once)])
         packed = self._packer.pack(np.concatenate(orders), np.repeat(draws, len(orders[0])))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
         return Prepared(first, number, cohorts, samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ import jax
 import numpy as np
 from jax import Array
 
-from fedrecon.aggregate import COUNTS
+from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
 from fedrecon.disk.runs import RunFolder
-from fedrecon.engine import Layout, RoundMetrics, compile_rounds, everywhere, layout
-from fedrecon.evaluation import Evaluation, Evaluator, kept_like
-from fedrecon.lookups.fit import check_fit, with_lookups
+from fedrecon.engine import Layout, compile_rounds, everywhere, layout
+from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
+from fedrecon.fitting import check_fit, decide_lookups
+from fedrecon.keys import run_keys
 from fedrecon.model import finish
 from fedrecon.progress import Progress, silent
 from fedrecon.sampling import Cohorts, Prepared, Sampling
@@ -94,7 +96,7 @@ def train(
         raise ValueError("`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1")
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
-    algorithm = with_lookups(algorithm, clients)
+    algorithm = decide_lookups(algorithm, clients)
     check_fit(algorithm, clients)
     loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
     evaluator = (
@@ -117,23 +119,26 @@ def train(
             record(loop.pending.popleft())
             advance(1, f"loss {history[-1]['loss']:.4f}")
 
+    evaluated = max((entry["round"] for entry in history if entry["kind"] == "evaluation"), default=0)
+
     def evaluate_if_due() -> None:
+        nonlocal evaluated
         now = loop.now.round
-        done_already = any(entry["kind"] == "evaluation" and entry["round"] == now for entry in history)
-        if evaluator is None or now == 0 or done_already or not _due(now, rounds, evaluate_every):
+        if evaluator is None or now == evaluated or not _due(now, rounds, evaluate_every):
             return
         rebuilt = isinstance(evaluator, Evaluator) and evaluator.protocol == "recon"
         kept = () if rebuilt else loop.now.kept
-        record({"kind": "evaluation", "round": now, **evaluator(loop.now.server.params, kept).summary()})
+        record({"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary()})
+        evaluated = now
 
-    stops = _stops(rounds, evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
+    stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
     interrupted = False
-    with progress("training", rounds) as advance:
+    with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
         advance(done)
         try:
             evaluate_if_due()  # an interruption may have come between a round and its evaluation
             while loop.now.round < rounds:
-                loop.advance(next(stop for stop in stops if stop > loop.now.round))
+                loop.advance(_next_stop(loop.now.round, rounds, *stops))
                 record_pending()
                 evaluate_if_due()
                 if folder and _due(loop.now.round, rounds, checkpoint_every):
@@ -143,16 +148,17 @@ def train(
             record_pending()
             if folder:
                 folder.checkpoint(loop.now.round, loop.everything())
-    return Run(jax.tree.map(np.asarray, loop.now.server.params), history, loop.now.round, loop.now.kept, interrupted)
+    params = jax.tree.map(np.asarray, loop.params())
+    return Run(params, history, loop.now.round, loop.now.kept, interrupted)
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
     return done == rounds or (every > 0 and done % every == 0)
 
 
-def _stops(rounds: int, *every: int) -> list[int]:
-    """List the rounds after which the loop has something else to do."""
-    return sorted({rounds}.union(*(range(n, rounds, n) for n in every if n)))
+def _next_stop(now: int, rounds: int, *every: int) -> int:
+    """Return the next round after which the loop has something else to do."""
+    return min([rounds, *((now // n + 1) * n for n in every if n)])
 
 
 class _Now(NamedTuple):
@@ -167,16 +173,19 @@ class _Loop:
     """Training between rounds, and how to run some more of them."""
 
     def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, place: Layout):
-        self.place, self._model = place, algorithm.model
-        init_key, sampling_key, client_key = jax.random.split(jax.random.key(seed), 3)
-        self._key = everywhere(client_key, place)
-        kept = kept_like(algorithm, len(clients), seed)
-        self.now = _Now(0, everywhere(algorithm.init(init_key), place), kept)
+        self.place, self._algorithm = place, algorithm
+        keys = run_keys(seed)
+        self._key = everywhere(keys.clients, place)
+        kept = kept_at_first(algorithm, clients, seed)
+        self.now = _Now(0, everywhere(algorithm.init(keys.init), place), kept)
         self.pending: collections.deque[dict[str, Any]] = collections.deque()
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
-        self._cohorts = Cohorts(algorithm, clients, sampling, place, sampling_key, at_once)
+        self._cohorts = Cohorts(algorithm, clients, sampling, place, keys, at_once)
         self._ahead: Prepared | None = None
         self._run = compile_rounds(algorithm, place)
+
+    def params(self) -> Any:
+        return self._algorithm.params(self.now.server)
 
     def everything(self) -> Any:
         return {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
@@ -197,25 +206,32 @@ class _Loop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
         who = ready.cohorts.client[0]
         theirs = jax.tree.map(lambda x: x[np.maximum(who, 0)], self.now.kept)
-        server, theirs, metrics = self._run(
+        server, theirs, reports = self._run(
             self.now.server, theirs, ready.cohorts, self._key, ready.first, ready.number
         )
         done = ready.first + ready.number
         self._ahead = self._cohorts.prepare(done, stop - done) if done < stop else None
-        found = jax.tree.map(np.asarray, metrics)
+        found = jax.tree.map(np.asarray, reports)
         self.now = _Now(done, server, _put(self.now.kept, who, theirs))
         self.pending.extend(self._entry(ready, found, r) for r in range(ready.number))
 
-    def _entry(self, ready: Prepared, metrics: RoundMetrics, r: int) -> dict[str, Any]:
+    def _entry(self, ready: Prepared, reports: Report, r: int) -> dict[str, Any]:
+        report = {name: value[r] for name, value in reports.items()}
         return {
             "kind": "round",
             "round": ready.first + r + 1,
-            **finish(self._model, metrics.sums[r]),
-            "weight": float(metrics.weight[r]),
-            **{name: int(metrics.counts[name][r]) for name in COUNTS},
+            **finish(self._algorithm.model, report.pop("sums")),
+            "weight": float(report.pop("weight", np.nan)),
+            "skipped": bool(report.pop("skipped")),
+            **{name: _number(value) for name, value in report.items() if value.ndim == 0},
             **ready.samples[r].counts,
-            "skipped": bool(metrics.skipped[r]),
         }
+
+
+def _number(value: Any) -> float | int:
+    """Return a count as an integer, anything else as it is."""
+    number = float(value)
+    return int(number) if number.is_integer() else number
 
 
 def _put(kept: Any, client: np.ndarray, theirs: Any) -> Any:

@@ -119,3 +119,25 @@ def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str
         if not fnmatch.filter(leaves, pattern):
             raise ValueError(f"`{name}` pattern {pattern!r} matched nothing; the paths are: {', '.join(leaves)}")
     return lambda path, leaf: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def by_pattern(values: Any | Mapping[str, Any], name: str, params: Params) -> dict[str, Any]:
+    """Return the value of every leaf that has one, as `{path: value}`.
+
+    Args:
+      values: one value for all leaves, or a mapping from glob patterns on paths to values. Where several patterns match
+        a leaf, the first counts.
+      name: of the argument that holds the values, for messages.
+      params: whose leaves they are.
+
+    Raises:
+      ValueError: if a pattern matches no leaf.
+    """
+    leaves, _ = flatten(params)
+    if not isinstance(values, Mapping):
+        return dict.fromkeys(leaves, values)
+    found: dict[str, Any] = {}
+    for pattern, value in values.items():
+        meant = matcher(pattern, name, leaves)
+        found |= {path: value for path, leaf in leaves.items() if path not in found and meant(path, leaf)}
+    return found

@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 import fedrecon as fr
-from fedrecon.app.bundling import bundle_model
 from fedrecon.app.cli.demo import SETTINGS
 from fedrecon.app.saved import open_model
 from fedrecon.device.page import serve
+from fedrecon.device.saved import bundle_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
 CHROMIUM = next(

@@ -1,5 +1,1 @@
-"""Relatives of Federated Reconstruction, one a file."""
-
-from fedrecon.algorithms.federated_averaging import federated_averaging as federated_averaging
-from fedrecon.algorithms.finetuning import then_finetune as then_finetune
-from fedrecon.algorithms.local_training import local_training as local_training
+"""Federated algorithms, one a file, each with its paper on top. Their public names are those of `fedrecon` itself."""

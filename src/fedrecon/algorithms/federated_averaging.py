@@ -14,16 +14,19 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedrecon import aggregate as aggregation_rules
-from fedrecon.aggregate import Aggregation, Upload
-from fedrecon.algorithm import Algorithm, averaged, client_keys, init_server, rebuilder, step_keys, step_server
+from fedrecon.aggregate import Aggregator
+from fedrecon.aggregate import mean as mean_of_uploads
+from fedrecon.algorithm import Algorithm, Method, averaged, init_server, step_keys, step_server
 from fedrecon.cohort import Cohort
+from fedrecon.keys import client_keys
 from fedrecon.model import Model
 from fedrecon.solvers.problem import Solver
+from fedrecon.solvers.reconstruction import reconstruction
 from fedrecon.solvers.statistics import settle
 from fedrecon.solvers.update import Updater, hold
 from fedrecon.split import query_only
 from fedrecon.trees import Params
+from fedrecon.upload import DELTA, Upload, against
 
 
 def federated_averaging(
@@ -32,7 +35,7 @@ def federated_averaging(
     update: Solver,
     server: optax.GradientTransformation,
     reconstruct: Solver | None = None,
-    aggregate: Aggregation | None = None,
+    aggregate: Aggregator | None = None,
 ) -> Algorithm:
     """Average what clients learn on all their examples.
 
@@ -45,45 +48,41 @@ def federated_averaging(
       server: the optimizer that takes the negative mean change as a gradient.
       reconstruct: how clients that took no part in training get local parameters, for ReconEval; not needed for
         models without any.
-      aggregate: weights, clipping; see `aggregate.mean`.
+      aggregate: weights, clipping; `aggregate.mean()` by default.
 
     Returns:
       An `Algorithm`. Of a model with local parameters, `Run.kept` holds every client's own after training.
     """
     if model.default_local is not None or model.evidence is not None:
         raise ValueError("averaging starts local parameters once and keeps them; it cannot learn a default for them")
-    updater = Updater(model, update)
-    has_local = bool(jax.tree.leaves(jax.eval_shape(model.init_local, jax.random.key(0))))
 
-    def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        of_steps = step_keys(model, client_keys(key, cohort.client))[1]
-        found = updater.run(params, cohort, hold(model), (), solved=kept, keys=of_steps)
-        if not has_local:
-            return found.upload, kept
-        found = found._replace(local=settle(model, params, found.local, cohort.query))
-        # A client whose training blew up keeps what it had, as the server does.
-        finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(found.local)]
-        fine = jnp.stack(finite).all(0)
-        local = jax.tree.map(
-            lambda new, old: jnp.where(fine.reshape(-1, *([1] * (new.ndim - 1))), new, old), found.local, kept
+    def define(model: Model) -> Method:
+        updater, rebuild = Updater(model, update), reconstruction(model, reconstruct)
+        has_local = bool(jax.tree.leaves(jax.eval_shape(lambda: model.init_local(jax.random.key(0)))))
+
+        def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            of_steps = step_keys(model, client_keys(key, cohort.identity))[1]
+            found = updater.run(params, cohort, hold(model), (), solved=kept, keys=of_steps)
+            if not has_local:
+                return found.upload, kept
+            return found.upload, keep_finite(settle(model, params, found.local, cohort.query), kept)
+
+        return Method(
+            init=lambda key: init_server(model, server, key),
+            client=client,
+            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
+            reconstruct=rebuild.run,
+            needs=updater.needs(query_only(), 1),
+            keep=jax.vmap(model.init_local) if has_local else None,
+            check=rebuild.check,
+            support_limit=rebuild.limit,
         )
-        return found.upload, local
 
-    rebuild = rebuilder(model, reconstruct)
+    return Algorithm(model, define, aggregate or mean_of_uploads())
 
-    return Algorithm(
-        model=model,
-        init=lambda key: init_server(model, server, key),
-        client=client,
-        server=lambda state, mean, take: step_server(server, state, mean, take, averaged(model)),
-        reconstruct=rebuild.run,
-        needs=updater.needs(query_only(), 1),
-        aggregation=aggregate or aggregation_rules.mean(),
-        keep=jax.vmap(model.init_local) if has_local else None,
-        check=rebuild.check,
-        groups=updater.groups,
-        support_limit=rebuild.limit,
-        remake=lambda other: federated_averaging(
-            other, update=update, server=server, reconstruct=reconstruct, aggregate=aggregate
-        ),
-    )
+
+def keep_finite(new: Params, old: Params) -> Params:
+    """Return what clients keep after a round: a client whose training blew up keeps what it had, as the server does."""
+    finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(new)]
+    fine = jnp.stack(finite).all(0)
+    return jax.tree.map(lambda a, b: jnp.where(against(fine, a), a, b), new, old)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon.algorithm import Algorithm, averaged
+from fedrecon.algorithm import Algorithm, Method, averaged, shapes_of
 from fedrecon.cohort import Examples
 from fedrecon.lookups.tables import lookup_groups
-from fedrecon.model import Batch
+from fedrecon.model import Batch, Model
 from fedrecon.solvers.problem import Objective, Problem, Solver
 from fedrecon.trees import Params, Which, flatten, matcher, unflatten
 
@@ -39,7 +39,7 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
       An `Algorithm` for `evaluate`, `reconstruct` and `predict`; its `model` is the one that predicts.
     """
     model = algorithm.model
-    shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    shapes = flatten(shapes_of(model.init_global))[0]
     matches = matcher(which, "which", shapes)
     paths = [path for path, leaf in shapes.items() if matches(path, leaf) and path not in averaged(model)]
     if not paths:
@@ -60,28 +60,28 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
         return Objective(model, lambda own, local, batch: model.predict(with_own(params, own), local, batch))
 
     def reconstruct(params: Params, kept: Any, support: Examples, keys: Array) -> Params:
-        local = algorithm.reconstruct(params, kept, support, keys)
+        local = algorithm.method.reconstruct(params, kept, support, keys)
         leaves = flatten(params)[0]
         start = {path: jnp.broadcast_to(leaves[path], (len(keys), *leaves[path].shape)) for path in paths}
         solution = finetune.solve(Problem(objective(params), start, local, support, measured=False))
         return {"local": local, "finetuned": solution.params}
 
     def check(params: Params, mine: Params, batch: Batch, mask: Array) -> None:
-        algorithm.check(params, mine["local"], batch, mask)
+        algorithm.method.check(params, mine["local"], batch, mask)
         finetune.check(objective(params), mine["finetuned"], mine["local"], batch, mask)
 
-    limits = (algorithm.support_limit, finetune.limit)
-    return algorithm._replace(
-        model=model._replace(
-            init_local=init_local,
-            predict=predict,
-            default_local=None,
-            evidence=None,
-            fit=None,
-            state=None,
-            lookups=lookup_groups(model),
-        ),
-        reconstruct=reconstruct,
-        check=check,
-        support_limit=None if None in limits else max(limit or 0 for limit in limits),
+    def define(_: Model) -> Method:
+        limits = (algorithm.method.support_limit, finetune.limit)
+        limit = None if None in limits else max(limit or 0 for limit in limits)
+        return algorithm.method._replace(reconstruct=reconstruct, check=check, support_limit=limit)
+
+    serving = model._replace(
+        init_local=init_local,
+        predict=predict,
+        default_local=None,
+        evidence=None,
+        fit=None,
+        state=None,
+        lookups=lookup_groups(model),
     )
+    return dataclasses.replace(algorithm, model=serving, define=define)

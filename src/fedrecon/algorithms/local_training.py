@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import optax
 
-from fedrecon.algorithm import Algorithm, federated_reconstruction
+from fedrecon.algorithm import Algorithm, shapes_of
+from fedrecon.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon.model import Model
 from fedrecon.solvers.problem import Solver
 from fedrecon.trees import flatten
@@ -27,7 +27,7 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
     Raises:
       ValueError: if the model has global parameters.
     """
-    shared = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    shared = flatten(shapes_of(model.init_global))[0]
     if shared:
         raise ValueError(
             f"in local training everything is local, but the model has global parameters ({', '.join(shared)}); "

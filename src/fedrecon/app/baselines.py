@@ -1,4 +1,4 @@
-"""What a model must beat: the same users and the same query examples, served without personal parameters."""
+"""The same model without reconstruction, and means as a model: rows of the demo beside those of `fr.baselines`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ import numpy as np
 import optax
 
 from fedrecon.algorithm import Algorithm
-from fedrecon.algorithms import federated_averaging
+from fedrecon.algorithms.federated_averaging import federated_averaging
 from fedrecon.app.build import build_algorithm, build_model
 from fedrecon.app.config import RatingsConfig, Reconstruct
-from fedrecon.clients import Clients
 from fedrecon.model import Model
 from fedrecon.models import matrix_factorization
 from fedrecon.solvers.descent import gradient_descent
-
-
-def item_means(clients: Clients, num_items: int) -> np.ndarray:
-    """Return each item's mean rating over these clients, and the mean of all ratings for items they have not rated."""
-    owned = np.zeros(len(clients.columns["item"]) + 1, np.int64)  # rows of these clients, of the columns they share
-    np.add.at(owned, clients.starts, 1)
-    np.add.at(owned, clients.ends, -1)
-    mine = np.cumsum(owned)[:-1] > 0
-    item, rating = clients.columns["item"][mine], clients.columns["rating"][mine].astype(np.float64)
-    count = np.bincount(item, minlength=num_items)
-    total = np.bincount(item, rating, num_items)
-    return np.where(count > 0, total / np.maximum(count, 1), rating.mean()).astype(np.float32)
 
 
 def means_algorithm(num_items: int) -> Algorithm:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import optax
 
 from fedrecon import aggregate, split
-from fedrecon.algorithm import Algorithm, federated_reconstruction
+from fedrecon.algorithm import Algorithm
+from fedrecon.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon.app.config import Config, Reconstruct, Server, Split, Update
 from fedrecon.app.tasks.ratings import build_model as build_model
 from fedrecon.app.tasks.ratings import load_ratings as load_ratings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from fedrecon.app.config_files import differences as differences
 from fedrecon.app.config_files import from_json as from_json
 from fedrecon.app.config_files import read_config as read_config
 from fedrecon.app.config_files import to_json as to_json
+from fedrecon.app.settings import MOST, MOST_ROUNDS, MOST_WIDTH, check_number, check_run, check_seed
 from fedrecon.app.settings import Aggregate as Aggregate
 from fedrecon.app.settings import Reconstruct as Reconstruct
 from fedrecon.app.settings import Server as Server
@@ -41,7 +43,8 @@ class Source:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if min(self.fractions) < 0 or not self.fractions[0] > 0 or abs(sum(self.fractions) - 1) > 1e-6:
+        check_seed("split_seed", self.split_seed)
+        if not (min(self.fractions) >= 0 and self.fractions[0] > 0 and abs(sum(self.fractions) - 1) <= 1e-6):
             raise ValueError(
                 f"fractions are {self.fractions}; give shares for training (above 0), validation and test that sum to 1"
             )
@@ -78,6 +81,10 @@ class Config:
     devices: int | None = None
     block: int | None = None
 
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_run(self)
+
 
 # ---- ratings ----
 
@@ -93,6 +100,7 @@ class Reading:
       time: the same for timestamps; 'auto' takes a column 'time' or 'timestamp' if there is one.
       delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
       header: whether the first line names the columns; by default a line without any number does.
+      skip_lines: how many lines before the header or the data are passed over.
       encoding: the encoding of a text file.
       duplicates: which of several ratings of one item by one user counts, or that they are an error.
       bad_rows: whether a row that cannot be read is an error or is skipped and counted.
@@ -104,6 +112,7 @@ class Reading:
     time: int | str | None = "auto"
     delimiter: str | None = None
     header: bool | None = None
+    skip_lines: int = 0
     encoding: str = "utf-8"
     duplicates: Literal["last", "first", "mean", "error"] = "last"
     bad_rows: Literal["error", "skip"] = "error"
@@ -115,12 +124,14 @@ class Data(Source, Reading):
 
     Attributes:
       source: what to train on: movielens-small, movielens-100k, movielens-1m, synthetic, the path of a MovieLens zip
-        or folder, or any file of ratings (text or Parquet). With --task text: a corpus.
+        or folder, or any file of ratings (text or Parquet; - for standard input). With --task text: a corpus.
+      items: a text file with the columns item and title, to call items by their titles.
       min_ratings: users with fewer ratings are left out.
       max_examples: at most this many ratings of a user are used, after shuffling; None for all.
       shuffle_seed: seed of the order of each user's ratings; None keeps the order of the file.
     """
 
+    items: str | None = None
     min_ratings: int = 1
     max_examples: int | None = 300
     shuffle_seed: int | None = 0
@@ -128,6 +139,8 @@ class Data(Source, Reading):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
+        check_number("min_ratings", self.min_ratings, most=MOST_ROUNDS)
+        check_seed("shuffle_seed", self.shuffle_seed)
         if self.max_examples is not None and self.max_examples < 2:
             raise ValueError(f"max_examples is {self.max_examples}; support and query need at least 2")
 
@@ -152,8 +165,9 @@ class Factorization:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.dim < 1:
-            raise ValueError(f"dim is {self.dim}; embeddings need at least 1 number")
+        check_number("dim", self.dim, least=1, most=MOST_WIDTH)
+        if not math.isfinite(self.init_mean):
+            raise ValueError(f"init_mean is {self.init_mean}; it must be a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +180,7 @@ class RatingsConfig(Config):
 
     def __post_init__(self) -> None:
         """Check that the groups fit together."""
+        super().__post_init__()
         if self.aggregate.weigh == "tokens":
             raise ValueError("aggregate.weigh is 'tokens', which ratings do not have: use 'examples' or 'uniform'")
 
@@ -200,6 +215,7 @@ class TextData(Source):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
+        check_number("min_sentences", self.min_sentences, most=MOST_ROUNDS)
         if self.max_sentences < 2:
             raise ValueError(f"max_sentences is {self.max_sentences}; support and query need at least 2")
 
@@ -231,9 +247,10 @@ class NextWord:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("vocabulary", "oov_buckets", "embedding", "hidden", "projection", "max_words"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("vocabulary", "oov_buckets"):
+            check_number(name, getattr(self, name), least=1, most=MOST)
+        for name in ("embedding", "hidden", "projection", "max_words"):
+            check_number(name, getattr(self, name), least=1, most=MOST_WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +276,7 @@ class TextConfig(Config):
 
     def __post_init__(self) -> None:
         """Check that the groups fit together."""
+        super().__post_init__()
         if self.reconstruct.solver != "gradient-descent":
             raise ValueError(
                 f"reconstruct.solver is {self.reconstruct.solver!r}, which is for ratings: text needs gradient-descent"

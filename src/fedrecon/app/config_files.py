@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -39,7 +40,7 @@ def from_json(kind: type[T], values: Any, source: str, *, within: str = "", defa
       ConfigError: a setting is unknown, missing or of the wrong type; the message names it.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: {within or 'the config'} must be an object of settings, not {values!r}")
+        raise ConfigError(f"{source}: {within or 'the config'} must be an object of settings, not {str(values)[:100]}")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     found: dict[str, Any] = {}
@@ -71,15 +72,16 @@ def _typed(hint: Any, value: Any, where: str, source: str) -> Any:
     """Return a JSON value as the type that is asked for, or fail naming it."""
     for kind in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
         origin, choices = typing.get_origin(kind), typing.get_args(kind)
-        if origin is Literal and value in choices:
+        if origin is Literal and isinstance(value, str) and value in choices:
             return value
         if origin is tuple and isinstance(value, list | tuple) and len(value) == len(choices):
             return tuple(_typed(one, x, where, source) for one, x in zip(choices, value, strict=True))
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            with contextlib.suppress(OverflowError):  # of a whole number of 400 digits
+                return float(value)
         if kind in (int, str, bool, type(None)) and type(value) is kind:
             return value
-    raise ConfigError(f"{source}: {where} is {json.dumps(value)}; expected {_name(hint)}")
+    raise ConfigError(f"{source}: {where} is {json.dumps(value)[:100]}; expected {_name(hint)}")
 
 
 def _name(hint: Any) -> str:
@@ -106,7 +108,9 @@ def read_config(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise ConfigError(f"the config file {path} cannot be read: {problem.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+    except RecursionError:
+        raise ConfigError(f"the config file {path} is nested too deeply") from None
+    except ValueError as problem:  # not JSON, not UTF-8, or a number of thousands of digits
         raise ConfigError(f"the config file {path} is not valid JSON: {problem}") from None
     if isinstance(values, dict) and "config" in values:
         values = values["config"]

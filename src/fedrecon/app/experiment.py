@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,14 +17,24 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
-from fedrecon.app.build import build_algorithm, build_layout, build_split
-from fedrecon.app.config import Config, ConfigError, config_from_json, differences, to_json
+from fedrecon.app.build import build_algorithm, build_split
+from fedrecon.app.config import Config, to_json
+from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.resuming import (
+    Say,
+    check_fingerprint,
+    layout_facts,
+    read_run,
+    run_to_resume,
+    same_layout,
+    start_same_devices,
+)
 from fedrecon.app.saved import SavedModel, save_model
-from fedrecon.app.tasks import Users, task_of
+from fedrecon.app.tasks import Task, Users, task_of
+from fedrecon.app.tasks.task import Dataset
 from fedrecon.data.errors import DataError
-from fedrecon.disk.arrays import StorageError, read_json
 from fedrecon.disk.runs import RunFolder
-from fedrecon.engine import Layout, start_devices
+from fedrecon.engine import Layout
 from fedrecon.evaluation import Evaluation, Evaluator
 from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
@@ -42,6 +52,7 @@ class Outcome:
       evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
       left_out: counts of what was not read of the data.
+      failed: why the run is said to have failed; None if it went well.
     """
 
     run: Run
@@ -51,6 +62,7 @@ class Outcome:
     evaluator: Evaluator | None
     test: Evaluation | None
     left_out: Mapping[str, int]
+    failed: str | None = None
 
 
 def run_experiment(
@@ -59,45 +71,78 @@ def run_experiment(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    made_by: str = "train",
     progress: Progress = silent,
     on_record: OnRecord | None = None,
+    say: Say = lambda text: None,
 ) -> Outcome:
     """Train as settings say, evaluate on the test users, and write everything to a folder.
+
+    Nothing in the folder changes before the data is read and the run can start. A run that is replaced is put aside
+    until the new one is complete.
 
     Args:
       config: the settings.
       folder: where everything goes.
       resume: go on from the folder's newest checkpoint; begin if it has none.
       overwrite: replace a run that the folder holds.
+      made_by: the command, for `run.json`.
       progress: a progress display.
       on_record: called with every round's and evaluation's record.
+      say: called with remarks and warnings.
 
     Raises:
-      StorageError: the folder holds another run, and neither option allows for that.
+      StorageError: the folder holds another run, and neither option allows for that; another process writes to it; or
+        it is somebody else's.
     """
-    start_devices(config.devices)
-    task = task_of(config)
-    try:
-        earlier = _prepare(config, folder, resume, overwrite)
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other: one keeps what the other removes")
+    with folder.held():
+        earlier = None if overwrite else run_to_resume(config, folder, resume)
+        start_same_devices(config, folder, earlier, say)
+        task = task_of(config)
         data = task.load(config, progress)
-        facts = _facts(config, data.fingerprint(), earlier)
-        if earlier and earlier["data"]["fingerprint"] != facts["data"]["fingerprint"]:
-            raise StorageError(
-                f"{config.data.source} is no longer what the run in {folder.path} was trained on "
-                f"(fingerprint {facts['data']['fingerprint']}, was {earlier['data']['fingerprint']}); "
-                "it cannot be resumed: bring the data back, or begin anew with --overwrite"
-            )
+        facts = _facts(config, data.fingerprint(), earlier, made_by)
+        check_fingerprint(folder, facts, earlier)
         users, legend = task.divide(config, data, progress), task.legend(config, data)
-    except BaseException:
-        with contextlib.suppress(OSError):  # leave no empty folder behind for a name that was mistyped
-            folder.path.rmdir()
-        raise
-    algorithm = build_algorithm(config, task.build_model(config, legend))
-    place = build_layout(config, algorithm.model)
-    facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data), "left_out": {**data.skipped}}
-    facts["layout"] = {"devices": place.devices, "block": place.block}
-    folder.describe(facts)
+        algorithm = build_algorithm(config, task.build_model(config, legend))
+        place = same_layout(config, algorithm, folder, earlier)
+        facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
+        facts["data"] |= {"left_out": {**data.skipped}}
+        facts["layout"] = layout_facts(place)
+        _say_who_cannot_learn(config, task, users, say)
+        if overwrite:
+            folder.replace()
+        folder.describe(facts)
+        return _run(
+            _Ready(config, folder, task, users, legend, algorithm, place, facts), data, progress, on_record, say
+        )
+
+
+class _Ready(NamedTuple):
+    """A run that can start."""
+
+    config: Config
+    folder: RunFolder
+    task: Task[Any, Any, Any]
+    users: Users
+    legend: Any
+    algorithm: Algorithm
+    place: Layout
+    facts: dict[str, Any]
+
+
+def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
+    """Train, save, measure, and say how it went."""
+    config, folder, task, users, legend, algorithm, place, facts = ready
     evaluator = make_evaluator(config, algorithm, users, place)
+    watch = Watch(config, task, say)
+
+    def watched(record: dict[str, Any]) -> None:
+        watch(record)
+        if on_record:
+            on_record(record)
+
     run = train(
         algorithm,
         users.train,
@@ -110,23 +155,30 @@ def run_experiment(
         checkpoint_every=config.checkpoint_every,
         place=place,
         progress=progress,
-        on_record=on_record,
+        on_record=watched,
     )
-    model = save_model(folder.model_path, config, run.params, legend)
+    failed = why_failed(run.history, task)
+    model = save_model(folder.model_path, config, run.params, legend, failed)
     test = None
     if not run.interrupted and len(users.test):
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
         test = on_test(run.params, progress=progress) if on_test else None
+        if (found := why_failed(run.history, task, test)) != failed:
+            failed = found
+            model = save_model(folder.model_path, config, run.params, legend, failed)
     folder.describe(
         facts
         | {
             "ended": _now(),
             "rounds": run.rounds,
             "interrupted": run.interrupted,
+            "failed": failed,
             "test": test.summary() if test else None,
         }
     )
-    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped)
+    if not run.interrupted:
+        folder.complete()
+    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, failed)
 
 
 def make_evaluator(
@@ -169,52 +221,23 @@ def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config,
     return config, task.divide(config, data, progress)
 
 
-def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
-    """Read the settings of a run and everything else in its `run.json`."""
-    file = Path(path) / "run.json"
-    if not Path(path).is_dir():
-        raise StorageError(f"{path} is not a folder; expected the folder of a run")
-    facts = read_json(file)
-    try:
-        config = config_from_json(facts["config"], str(file))
-        facts["data"]["fingerprint"]
-    except ConfigError as problem:
-        raise StorageError(str(problem)) from None
-    except (KeyError, TypeError) as problem:
-        raise StorageError(f"{file} is damaged: {problem!r}") from None
-    return config, facts
-
-
-def _prepare(config: Config, folder: RunFolder, resume: bool, overwrite: bool) -> dict[str, Any] | None:
-    """Make room in the folder, or return the `run.json` of the run to go on with."""
-    if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: one keeps what the other removes")
-    done = folder.rounds_done()
-    if done is None or overwrite:
-        folder.forget()
-        return None
-    if not resume:
-        raise StorageError(
-            f"{folder.path} holds a run after {done} rounds; continue it with --resume, or replace it with --overwrite"
+def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: Users, say: Say) -> None:
+    alone = int((users.train.sizes < 2).sum())
+    if alone and config.split.train != "none":
+        say(
+            f"{alone} of {len(users.train)} training {task.people} have a single example: nothing is learned from "
+            "them, since one example cannot be both support and query"
         )
-    settings, facts = read_run(folder.path)
-    if settings.task != config.task:
-        raise StorageError(f"the run in {folder.path} is on {settings.task}, not on {config.task}; use another folder")
-    changed = differences(to_json(settings), to_json(config))
-    if changed:
-        raise StorageError(
-            f"the run in {folder.path} has other settings: {', '.join(changed)}; "
-            "resume it with its own, or begin anew with --overwrite"
-        )
-    if done > config.rounds:
-        raise StorageError(f"the run in {folder.path} is past round {config.rounds}: it has done {done}")
-    return facts
 
 
-def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None) -> dict[str, Any]:
+# ---- run.json ----
+
+
+def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, made_by: str) -> dict[str, Any]:
     """Say what `run.json` says from the beginning."""
     source = Path(config.data.source)
     return {
+        "made_by": made_by,
         "config": to_json(config),
         "seed": config.seed,
         "versions": {
@@ -227,11 +250,12 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None) -> 
             "path": str(source.resolve()) if source.exists() else None,
             "fingerprint": fingerprint,
         },
-        "started": earlier["started"] if earlier else _now(),
+        "started": earlier.get("started") if earlier else _now(),
         "resumed": [*earlier["resumed"], _now()] if earlier else [],
         "ended": None,
         "rounds": None,
         "interrupted": None,
+        "failed": None,
         "test": None,
     }
 
@@ -239,7 +263,9 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None) -> 
 def _located(config: Config, facts: dict[str, Any]) -> Config:
     """Find files by the places they were at, wherever the command is run from now."""
     places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
-    there = {name: path for name, path in places.items() if path and Path(path).exists()}
+    there: dict[str, Any] = {
+        name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)
+    }
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **there))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedrecon.app.tasks import Measure
+from fedrecon.disk.arrays import write_bytes
 
 SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
 
@@ -37,12 +39,16 @@ def learning_curve(
     left, right = figure.subplots(1, 2)
     _draw_loss(left, _column(rounds, "round"), _column(rounds, "loss"))
     _draw_evaluations(right, evaluations, measures)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_bytes(path, picture.getvalue())
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    return np.array([np.nan if record[name] is None else record[name] for record in records], float)
+    """Return a number of every record, NaN where there is none."""
+    values = [record.get(name) for record in records]
+    return np.array([value if isinstance(value, int | float) else np.nan for value in values], float)
 
 
 def _draw_loss(axes: Any, rounds: np.ndarray, loss: np.ndarray) -> None:
@@ -77,7 +83,7 @@ def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measu
         axes.text(0.5, 0.5, "no evaluations", ha="center", va="center", transform=axes.transAxes)
         return
     rounds = _column(evaluations, "round")
-    micro = [record["micro"] for record in evaluations]
+    micro = [record.get("micro") or {} for record in evaluations]
     looks = ((axes, "o-", "tab:red"), (axes.twinx(), "s--", "tab:green"))
     for measure, (side, marks, color) in zip(measures, looks, strict=True):
         values = _column(micro, measure.name)

@@ -83,7 +83,7 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
     sentences = len(mine.columns["word"])
     if not sentences:
         raise DataError("the text has no words to rebuild anything from")
-    limit = min(sentences, algorithm.support_limit or sentences)
+    limit = min(sentences, algorithm.method.support_limit or sentences)
     newest = {name: column[sentences - limit :] for name, column in mine.columns.items()}
     rebuilt = reconstruct(algorithm, model.params, newest, seed=model.config.seed)
     key = client_keys(jax.random.key(model.config.seed), jnp.zeros(1, jnp.int32))[0]  # as `reconstruct` begins

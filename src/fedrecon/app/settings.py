@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fedrecon import split as splits
 
 Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
 ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "yogi"]
+
+
+MOST_ROUNDS = 2**31 - 1  # the number of a round is 32 bits wide on the devices
+MOST_SEEDS = 2**32  # of a larger seed JAX would take the last 32 bits, those of another seed
+MOST = 10**7  # of whatever there is an array of
+MOST_WIDTH = 2**16  # of a layer or an embedding
+
+
+def check_number(
+    name: str, value: Any, *, least: float = 0, most: float = math.inf, above: bool = False, fails: str = ""
+) -> None:
+    """Check a number of the settings; None stands for no number, and is for the setting's type to allow.
+
+    Args:
+      name: of the setting, for the message.
+      value: what was given.
+      least: the smallest number that makes sense.
+      most: the largest.
+      above: whether `least` itself makes none.
+      fails: what to do instead, for the message.
+
+    Raises:
+      ValueError: it is not finite or outside of what makes sense.
+    """
+    if value is None:
+        return
+    finite = isinstance(value, int) or math.isfinite(value)  # of an int of 400 digits one must not ask
+    if finite and value <= most and (value > least if above else value >= least):
+        return
+    bounds = f"above {least}" if above else f"at least {least}"
+    bounds += f" and at most {most}" if math.isfinite(most) else ""
+    raise ValueError(f"{name} is {str(value)[:30]}; it must be {bounds}{fails and ', ' + fails}")
+
+
+def check_steps(group: str, settings: Any) -> None:
+    """Check the settings of gradient descent."""
+    check_number(f"{group}.learning_rate", settings.learning_rate)
+    check_number(f"{group}.steps", settings.steps, most=MOST_ROUNDS)
+    check_number(f"{group}.epochs", settings.epochs, least=1, most=MOST)
+    check_number(f"{group}.batch_size", settings.batch_size, least=1, most=MOST)
+
+
+def check_run(config: Any) -> None:
+    """Check the settings that a run has outside of its groups, and those of sampling."""
+    check_number("rounds", config.rounds, most=MOST_ROUNDS)
+    check_number("evaluate_every", config.evaluate_every, most=MOST_ROUNDS)
+    check_number("checkpoint_every", config.checkpoint_every, least=1, most=MOST_ROUNDS)
+    check_seed("seed", config.seed)
+    check_number("block", config.block, least=1, most=MOST)
+    check_number("sampling.clients_per_round", config.sampling.clients_per_round, least=1, most=MOST)
+    check_number("sampling.oversample", config.sampling.oversample, least=1, most=1000)
+    check_number("sampling.min_examples", config.sampling.min_examples, most=MOST_ROUNDS)
+
+
+def check_seed(name: str, value: int | None) -> None:
+    """Check a seed: each of those that are taken gives other random numbers."""
+    check_number(name, value, most=MOST_SEEDS - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +115,11 @@ class Reconstruct:
     batch_size: int = 5
     ridge: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_steps("reconstruct", self)
+        check_number("reconstruct.ridge", self.ridge)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
@@ -84,8 +147,8 @@ class Update:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"update.clip_norm is {self.clip_norm}; give a norm above 0, or none at all")
+        check_steps("update", self)
+        check_number("update.clip_norm", self.clip_norm, above=True, fails="or none at all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +168,8 @@ class Server:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.decay_rounds is not None and self.decay_rounds < 1:
-            raise ValueError(f"server.decay_rounds is {self.decay_rounds}; give at least 1 round, or none at all")
+        check_number("server.learning_rate", self.learning_rate)
+        check_number("server.decay_rounds", self.decay_rounds, least=1, most=MOST_ROUNDS, fails="or none at all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,3 +185,8 @@ class Aggregate:
     weigh: Literal["examples", "tokens", "uniform"] = "examples"
     clip_norm: float | None = None
     zero_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_number("aggregate.clip_norm", self.clip_norm, above=True, fails="or none at all")
+        check_number("aggregate.zero_norm", self.zero_norm, above=True, fails="or none at all")

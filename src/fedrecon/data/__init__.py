@@ -6,7 +6,10 @@ from typing import Any
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.files import Ratings, load_ratings
 from fedrecon.data.ratings.movielens import NAMES, movielens
+from fedrecon.data.ratings.summary import Summary
 from fedrecon.data.ratings.synthetic import synthetic_ratings
+from fedrecon.data.ratings.titles import load_titles, unique_labels
+from fedrecon.data.sources import is_readable
 from fedrecon.data.text.corpus import Corpus
 from fedrecon.data.text.files import load_text, prepare_text
 from fedrecon.data.text.sentences import PersonalText, Sentences, input_ids, personal_text, prompt_columns
@@ -21,11 +24,13 @@ __all__ = [
     "PersonalText",
     "Ratings",
     "Sentences",
+    "Summary",
     "Vocabulary",
     "input_ids",
     "load",
     "load_ratings",
     "load_text",
+    "load_titles",
     "movielens",
     "personal_text",
     "prepare_posts",
@@ -35,6 +40,7 @@ __all__ = [
     "split_text",
     "synthetic_ratings",
     "synthetic_text",
+    "unique_labels",
 ]
 
 
@@ -43,7 +49,7 @@ def load(source: str | Path, **options: Any) -> Ratings:
 
     Args:
       source: "movielens-small", "movielens-1m", "movielens-100k", "synthetic", a MovieLens zip or folder,
-        or a ratings file.
+        a ratings file, a pipe, or "-" for standard input.
       **options: of `movielens`, `synthetic_ratings` or `load_ratings`, whichever it is.
 
     Raises:
@@ -54,7 +60,7 @@ def load(source: str | Path, **options: Any) -> Ratings:
         return synthetic_ratings(**options)
     if source in NAMES or path.is_dir() or (path.is_file() and path.suffix == ".zip"):
         return movielens(source, **options)
-    if not path.is_file():
+    if not is_readable(path):
         known = ", ".join((*NAMES, "synthetic"))
         raise DataError(f"{source} is neither a file nor a known data set; known names are: {known}.")
     return load_ratings(path, **options)

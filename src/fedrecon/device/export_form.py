@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from fedrecon.algorithm import Algorithm, client_keys
+from fedrecon.algorithm import Algorithm
 from fedrecon.cohort import Examples
+from fedrecon.hosts import as_clients
+from fedrecon.keys import client_keys
 from fedrecon.model import Batch
 from fedrecon.models.text.merging import plain_layers
 from fedrecon.trees import Params
@@ -46,12 +49,13 @@ def export_form(algorithm: Algorithm, params: Params, seed: int) -> Form:
       seed: of the start, where it is not learned: the start of the only client in `fr.reconstruct(..., seed=seed)`.
     """
     model = algorithm.model
-    key = client_keys(jax.random.key(seed), jnp.zeros(1, jnp.int32))[0]
+    alone = as_clients({"any": np.zeros(1)})
+    key = client_keys(jax.random.key(seed), jnp.asarray(alone.identities()))[0]
     start = model.init_local(key) if model.default_local is None else model.default_local(params)
 
     def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
         # A key cannot be given to a device that draws other numbers; so the start is given instead.
-        given = algorithm.remake(model._replace(init_local=lambda key: start, default_local=None))
+        given = algorithm.define(model._replace(init_local=lambda key: start, default_local=None))
         support = Examples({name: column[None] for name, column in columns.items()}, count[None])
         unused_keys = jnp.zeros((1, 2), jnp.uint32)
         with plain_layers():
@@ -62,4 +66,4 @@ def export_form(algorithm: Algorithm, params: Params, seed: int) -> Form:
             found: Any = model.predict(params, local, columns)
             return found.values() if hasattr(found, "values") else found  # logits are kept as a product
 
-    return Form(reconstruct, predict, start, algorithm.support_limit, model.evidence is not None)
+    return Form(reconstruct, predict, start, algorithm.method.support_limit, model.evidence is not None)

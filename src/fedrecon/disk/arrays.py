@@ -4,30 +4,60 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
+from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import sync
 from fedrecon.trees import flatten, unflatten
 
 ARRAYS, MANIFEST = "arrays.safetensors", "manifest.json"
 
 
-class StorageError(ValueError):
-    """Something on disk is not what it should be."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn whatever keeps a file from being written into a sentence that names it."""
+    try:
+        yield
+    except OSError as problem:
+        raise StorageError(f"{path} cannot be written: {problem.strerror or problem}") from None
+
+
+def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Write a file so that it is either the old one or the new one, whenever the process ends.
+
+    Args:
+      path: the file.
+      content: all of it.
+      mode: who may read and write it, less what the process's umask takes away.
+
+    Raises:
+      StorageError: the disk is full, or the file cannot be written for another reason.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            temporary.unlink(missing_ok=True)  # one that is there may be open to others
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(content)
+            sync(temporary)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that it is either the old one or the new one, whenever the process ends."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(without_nan(value), indent=2) + "\n", encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+    write_bytes(path, (json.dumps(without_nan(value), indent=2) + "\n").encode())
 
 
 def without_nan(value: Any) -> Any:
@@ -45,14 +75,31 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StorageError(f"{path} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+    except OSError as problem:
+        raise StorageError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except RecursionError:
+        raise StorageError(f"{path} is not valid JSON of ours: it is nested too deeply") from None
+    except ValueError as problem:  # not JSON, not UTF-8, or a number of thousands of digits
         raise StorageError(f"{path} is not valid JSON: {problem}") from None
 
 
-def save_arrays(path: Path, tree: Any) -> None:
-    """Save a pytree of arrays to one safetensors file, by path."""
+def save_arrays(path: Path, tree: Any, *, mode: int = 0o666) -> None:
+    """Save a pytree of arrays to one safetensors file, by path.
+
+    Args:
+      path: the file.
+      tree: the arrays.
+      mode: who may read and write it, less what the process's umask takes away.
+
+    Raises:
+      StorageError: the disk is full, or the file cannot be written for another reason.
+    """
     leaves, _ = flatten(tree)
-    save_file({name or "value": np.asarray(leaf, order="C") for name, leaf in leaves.items()}, path)
+    try:
+        content = save({name or "value": np.asarray(leaf, order="C") for name, leaf in leaves.items()})
+    except SafetensorError as problem:
+        raise StorageError(f"{path} cannot be written: {problem}") from None
+    write_bytes(path, content, mode=mode)
 
 
 def load_arrays(path: Path, like: Any) -> Any:

@@ -2,135 +2,232 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedrecon.disk.arrays import (
-    ARRAYS,
-    MANIFEST,
-    StorageError,
-    load_arrays,
-    read_json,
-    save_arrays,
-    without_nan,
-    write_json,
-)
+import jax
+
+from fedrecon.disk.arrays import ARRAYS, MANIFEST, load_arrays, save_arrays, write_bytes
+from fedrecon.disk.digests import DamagedError
+from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import whole_folder
+from fedrecon.disk.locks import hold
+from fedrecon.disk.metrics import Metrics
+from fedrecon.disk.parts import (
+    CHECKPOINTS,
+    FORMAT,
+    LOCK,
+    METRICS,
+    MODEL,
+    PARTS,
+    PLOTS,
+    ROUND,
+    RUN,
+    VERSION,
+    check_ours,
+    checkpoints_of,
+    has_begun,
+    mark,
+    read_description,
+)
+from fedrecon.disk.replacement import bring_back, forget, put_aside
+from fedrecon.disk.sealed import check_files, read_sealed, seal_folder, write_sealed
+
+CHECKPOINT_FORMAT, CHECKPOINT_VERSION = "fedrecon-checkpoint", 2
+PRIVATE, KEPT = "private", "kept"  # what clients keep is in a folder that nobody else can read
+
+_PRIVATE = (
+    b"What single clients keep between rounds. Whoever reads it learns something about them: do not pass it on.\n"
+)
 
 
 class RunFolder:
     """Where one run is written.
 
     A checkpoint is a folder named after its round, renamed into place when it is complete; metrics are lines that
-    are cut back to the checkpoint's round when a run is resumed.
+    are cut back to the checkpoint's round when a run is resumed. One process at a time writes.
     """
 
     def __init__(self, path: str | Path):
-        """Use `path`, made if it is not there."""
+        """Use `path`; it is made when something is written."""
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.metrics = Metrics(self.path / METRICS)
+        self._holding = self._marked = False
 
     @property
     def metrics_path(self) -> Path:
         """The file with one JSON object a round or evaluation."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def model_path(self) -> Path:
         """The folder with all that inference needs."""
-        return self.path / "model"
+        return self.path / MODEL
 
     @property
     def plots_path(self) -> Path:
         """The folder for pictures."""
-        return self.path / "plots"
+        return self.path / PLOTS
+
+    # ---- whose it is ----
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from writing here while a block runs; within another such block, do nothing.
+
+        Raises:
+          StorageError: another process writes here (the message says which), or fedrecon did not make this folder.
+        """
+        if self._holding:
+            yield
+            return
+        check_ours(self.path)
+        new = not self.path.exists()
+        try:
+            with hold(self.path / LOCK, f"the run in {self.path}"):
+                check_ours(self.path)
+                bring_back(self.path, PARTS, begun=has_begun(self.path))
+                self._holding = True
+                try:
+                    yield
+                finally:
+                    self._holding = False
+                    bring_back(self.path, PARTS, begun=has_begun(self.path))  # if a new run failed to start
+        finally:
+            if new:  # leave no empty folder behind for a run that could not start
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+
+    def replace(self) -> None:
+        """Put aside the run that is here; it comes back if the new one is killed before its first checkpoint."""
+        with self.held():
+            put_aside(self.path, PARTS)
+
+    def complete(self) -> None:
+        """Forget the run that was put aside: the new one is complete."""
+        with self.held():
+            forget(self.path)
+
+    def holds_run(self) -> bool:
+        """Say whether there is anything of a run here."""
+        return any((self.path / name).exists() for name in PARTS)
+
+    def _mark(self) -> None:
+        if not self._marked:
+            mark(self.path)
+        self._marked = True
+
+    # ---- what is in it ----
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Write `run.json`: settings, seed, versions, data, times."""
-        write_json(self.path / "run.json", dict(facts))
+        self._mark()
+        write_sealed(self.path / RUN, {"format": FORMAT, "version": VERSION, **facts})
 
     def description(self) -> dict[str, Any]:
         """Read `run.json`."""
-        return read_json(self.path / "run.json")
+        return read_description(self.path)
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one line of metrics."""
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan(entry)) + "\n")
+        self._mark()
+        self.metrics.append(entry)
 
     def records(self) -> list[dict[str, Any]]:
         """Read all complete lines of metrics; a last line that was cut off is not one."""
-        if not self.metrics_path.exists():
-            return []
-        found = []
-        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return found
+        return self.metrics.read()
 
     def checkpoint(self, done: int, tree: Any) -> None:
-        """Save the state after `done` rounds, then forget older checkpoints."""
-        folder = self._checkpoints / f"round-{done:09d}"
+        """Save the state after `done` rounds, then forget older checkpoints.
+
+        Args:
+          done: how many rounds.
+          tree: the state, by name; what is named `kept` is what clients keep, and is written to a private folder.
+        """
+        folder = self.path / CHECKPOINTS / f"round-{done:09d}"
         if folder.exists():
             return
+        self._mark()
+        state, kept = _divide(tree)
         with whole_folder(folder) as temporary:
-            save_arrays(temporary / ARRAYS, tree)
-            (temporary / MANIFEST).write_text(json.dumps({"format": 1, "rounds": done}) + "\n", encoding="utf-8")
-        for old in self._complete()[:-1]:
+            save_arrays(temporary / ARRAYS, state)
+            if jax.tree.leaves(kept):
+                (temporary / PRIVATE).mkdir(mode=0o700)
+                write_bytes(temporary / PRIVATE / "README", _PRIVATE, mode=0o600)
+                save_arrays(temporary / PRIVATE / f"{KEPT}.safetensors", kept, mode=0o600)
+            facts = {
+                "format": CHECKPOINT_FORMAT,
+                "version": CHECKPOINT_VERSION,
+                "rounds": done,
+                "metrics": self.metrics.seal(),
+            }
+            seal_folder(temporary, MANIFEST, facts)
+        for old in checkpoints_of(self.path)[:-1]:
             shutil.rmtree(old)
 
     def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
-        """Load the newest complete checkpoint: its round, its state, and the metrics up to there; None if none."""
-        complete = self._complete()
-        if not complete:
-            self.metrics_path.unlink(missing_ok=True)
-            return None
-        done = _rounds_of(complete[-1])
-        tree = load_arrays(complete[-1] / ARRAYS, like)
-        records = [entry for entry in self.records() if entry["round"] <= done]
-        lines = "".join(json.dumps(entry) + "\n" for entry in records)
-        temporary = self.metrics_path.with_name(".metrics.partial")
-        temporary.write_text(lines, encoding="utf-8")
-        temporary.replace(self.metrics_path)
-        return done, tree, records
+        """Load the newest complete checkpoint: its round, its state, and the metrics up to there; None if none.
 
-    def forget(self) -> None:
-        """Remove what an earlier run left here."""
-        shutil.rmtree(self._checkpoints, ignore_errors=True)
-        shutil.rmtree(self.model_path, ignore_errors=True)
-        self.metrics_path.unlink(missing_ok=True)
+        Raises:
+          StorageError: it is damaged, or of another version; the message says which file.
+        """
+        with self.held():
+            if not self.has_checkpoint():
+                self.metrics.cut(0, {})
+                return None
+            folder = checkpoints_of(self.path)[-1]
+            manifest = _read_checkpoint(folder)
+            state, kept = _divide(like)
+            private = f"{PRIVATE}/{KEPT}.safetensors"
+            check_files(folder / MANIFEST, manifest, ARRAYS, *([private] if jax.tree.leaves(kept) else []))
+            tree = load_arrays(folder / ARRAYS, state)
+            if jax.tree.leaves(kept):
+                kept = load_arrays(folder / private, kept)
+            if isinstance(like, Mapping) and KEPT in like:
+                tree = {name: kept if name == KEPT else tree[name] for name in like}
+            done = manifest["rounds"]
+            return done, tree, self.metrics.cut(done, manifest.get("metrics"))
 
     def has_checkpoint(self) -> bool:
         """Say whether there is something to resume from."""
-        return bool(self._complete())
+        return bool(checkpoints_of(self.path))
 
     def rounds_done(self) -> int | None:
-        """Return after how many rounds the newest complete checkpoint was made; None if there is none."""
-        complete = self._complete()
-        return _rounds_of(complete[-1]) if complete else None
+        """Return after how many rounds the newest complete checkpoint was made; None if there is none.
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoint"
+        Raises:
+          StorageError: it is damaged, or of another version; the message says which file.
+        """
+        complete = checkpoints_of(self.path)
+        if not complete:
+            return None
+        manifest = _read_checkpoint(complete[-1])
+        check_files(complete[-1] / MANIFEST, manifest, ARRAYS)
+        return manifest["rounds"]
 
-    def _complete(self) -> list[Path]:
-        if not self._checkpoints.exists():
-            return []
-        return sorted(p for p in self._checkpoints.iterdir() if p.name.startswith("round-"))
+
+def _divide(tree: Any) -> tuple[Any, Any]:
+    """Divide a state into what is written openly and what clients keep."""
+    if not isinstance(tree, Mapping):
+        return tree, ()
+    return {name: part for name, part in tree.items() if name != KEPT}, tree.get(KEPT, ())
 
 
-def _rounds_of(checkpoint: Path) -> int:
-    try:
-        return int(read_json(checkpoint / MANIFEST)["rounds"])
-    except (KeyError, TypeError, ValueError) as problem:
-        if isinstance(problem, StorageError):
-            raise
-        raise StorageError(f"{checkpoint / MANIFEST} is damaged: {problem!r}") from None
+def _read_checkpoint(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    manifest = read_sealed(file, unsealed={"format": 1})
+    if manifest.get("format") != CHECKPOINT_FORMAT or manifest.get("version") != CHECKPOINT_VERSION:
+        raise StorageError(
+            f"the checkpoint {folder} was written by another version of fedrecon, and this one cannot go on from it; "
+            "its model can still be used. Go on with that version, or begin anew with --overwrite."
+        )
+    named = ROUND.fullmatch(folder.name)
+    if named is None or manifest.get("rounds") != int(named[1]):
+        raise DamagedError(f"{file} is damaged: it is of round {manifest.get('rounds')!r}")
+    return manifest
 
 
 __all__ = ["RunFolder", "StorageError"]

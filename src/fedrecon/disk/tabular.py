@@ -1,11 +1,23 @@
-"""Columns from CSV and Parquet files."""
+"""Columns from CSV and Parquet files and from data frames."""
 
+import csv
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+MOST_TEXT = 1 << 32  # bytes of a column of text, which numpy stores at the width of its longest entry
+
+
+def import_parquet() -> Any:
+    """Return pyarrow's module for Parquet files, or say how to get it."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("reading Parquet needs pyarrow: pip install fedrecon[parquet]") from error
+    return parquet
 
 
 def read_parquet(
@@ -20,27 +32,48 @@ def read_parquet(
 
     Returns:
       The columns, and how many rows were left out.
+
+    Raises:
+      ValueError: the file is damaged, has empty entries, or text too long for a column.
     """
+    parquet = import_parquet()
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("reading Parquet needs pyarrow: pip install fedrecon[parquet]") from error
-    with parquet.ParquetFile(path) as file:
-        table = file.read(columns=choose(file.schema_arrow.names))
+        with parquet.ParquetFile(path) as file:
+            table = file.read(columns=choose(file.schema_arrow.names))
+    except (pa.ArrowException, OSError) as problem:
+        raise ValueError(f"cannot read {path}: {problem}") from None
     empty = [name for name in table.column_names if table[name].null_count]
     if empty and not skip_empty:
         raise ValueError(f"{path}: column {empty[0]!r} has {table[empty[0]].null_count} empty entries: drop them.")
     full = table.drop_null()
-    arrays = {name: full[name].to_numpy() for name in full.column_names}
-    texts = {name for name in arrays if "string" in str(full.schema.field(name).type)}
-    columns = {name: values.astype(str) if name in texts else values for name, values in arrays.items()}
+    columns = {}
+    for name in full.column_names:
+        if "string" in str(full.schema.field(name).type):
+            check_width(f"{path}: column {name!r}", len(full), pc.max(pc.utf8_length(full[name])).as_py() or 0)
+            columns[name] = full[name].to_numpy().astype(str)
+        else:
+            columns[name] = full[name].to_numpy()
     return columns, len(table) - len(full)
+
+
+def check_width(column: str, rows: int, longest: int) -> None:
+    """Refuse a column of text that one long entry makes too large for memory."""
+    if rows * longest * 4 > MOST_TEXT:
+        raise ValueError(
+            f"{column} has an entry of {longest:,} characters, which makes {rows:,} rows of text "
+            f"{rows * longest * 4 / 1e9:.0f} GB: shorten it, or leave the column out with `columns`."
+        )
 
 
 def read_csv_column(path: str | Path, index: int, dtype: Any, delimiter: str) -> np.ndarray:
     """Read one column of a text file with a header line; without a dtype try integers, floats, then text."""
     for kind in (np.int64, np.float64, str) if dtype is None else (dtype,):
         try:
+            if kind is str:
+                return _read_texts(path, index, delimiter)
             with warnings.catch_warnings():  # numpy before 2.4 warns where it reads 2.0 as an integer
                 warnings.simplefilter("error", DeprecationWarning)
                 return np.loadtxt(
@@ -54,6 +87,73 @@ def read_csv_column(path: str | Path, index: int, dtype: Any, delimiter: str) ->
                     encoding="utf-8",
                     quotechar='"',
                 )
-        except (ValueError, DeprecationWarning) as error:
+        except (ValueError, OverflowError, DeprecationWarning) as error:
             problem = error
     raise ValueError(f"{path}: {problem}") from problem
+
+
+def _read_texts(path: str | Path, index: int, delimiter: str) -> np.ndarray:
+    """Read one column as text, whose width is known before it is made an array."""
+    texts = []
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter)
+        try:
+            next(reader, None)
+            for fields in reader:
+                if fields and len(fields) <= index:
+                    raise ValueError(f"line {reader.line_num} has {len(fields)} fields; expected {index + 1}")
+                if fields:
+                    texts.append(fields[index])
+        except csv.Error as problem:
+            raise ValueError(f"line {reader.line_num}: {problem}") from None
+    check_width(f"column {index}", len(texts), max(map(len, texts), default=0))
+    return np.array(texts, dtype=str)
+
+
+def frame_columns(frame: Any, wanted: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Return columns of a data frame of pandas or polars, or of a table of pyarrow, as arrays.
+
+    Text becomes text of fixed width, dates become whole seconds since 1970, lists of one length become rows.
+
+    Args:
+      frame: the data frame.
+      wanted: names of columns; None for all.
+
+    Raises:
+      ValueError: it is no data frame, a column is missing or twice there, or has empty entries.
+    """
+    if hasattr(frame, "collect") and not hasattr(frame, "to_pandas"):
+        raise ValueError("`frame` is a lazy data frame: give frame.collect().")
+    names = getattr(frame, "column_names", None) or getattr(frame, "columns", None)
+    if names is None or not hasattr(frame, "__getitem__"):
+        raise ValueError(f"`frame` is {type(frame).__name__}; expected a data frame of pandas, polars or pyarrow.")
+    there = list(names)
+    wanted = there if wanted is None else list(dict.fromkeys(wanted))
+    for name in wanted:
+        if there.count(name) != 1:
+            times = "no column" if name not in there else "several columns"
+            raise ValueError(f"the data frame has {times} {name!r}; it has: {', '.join(map(str, there))}.")
+    return {str(name): _frame_column(frame[name], str(name)) for name in wanted}
+
+
+def _frame_column(values: Any, name: str) -> np.ndarray:
+    count = values.isna().sum() if hasattr(values, "isna") else values.null_count
+    empty = int(count() if callable(count) else count)
+    if empty:
+        raise ValueError(f"column {name!r} of the data frame has {empty} empty entries: drop or fill them.")
+    array = np.asarray(values.to_numpy())
+    if array.dtype.kind == "M":
+        return array.astype("datetime64[s]").astype(np.int64)
+    if array.dtype.kind not in "OT":
+        return array
+    entries = array.tolist()
+    if all(isinstance(entry, str) for entry in entries):
+        check_width(f"column {name!r} of the data frame", len(entries), max(map(len, entries), default=0))
+        return np.array(entries, dtype=str)
+    try:
+        array = np.array(entries)
+    except ValueError:
+        array = np.empty(0, object)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"column {name!r} of the data frame holds neither numbers nor text, nor lists of one length.")
+    return array

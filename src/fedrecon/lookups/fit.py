@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon.algorithm import Algorithm, Same
 from fedrecon.clients import Clients
 from fedrecon.lookups.tables import check_lookups, lookup_groups, noise_like
-from fedrecon.lookups.tracing import Reads, by_rows, find_reads
-from fedrecon.model import AUTO, Model, Step, measure, predict_in
+from fedrecon.lookups.tracing import Reads, find_reads
+from fedrecon.model import Model, Step, measure, predict_in
 from fedrecon.trees import flatten
 
 RANGE_CHECKED = 2**26  # ids of a feature, at most, whose range is looked at before training
@@ -69,32 +67,18 @@ def features_used(model: Model, clients: Clients) -> list[str]:
                 )
         return measure(model, predictions, recorder, jnp.ones(PROBED, bool))
 
-    jax.eval_shape(ask, *_shapes(model, key), batch)
+    jax.eval_shape(ask, *_shapes(model), batch)
     return [name for name in clients.columns if name in asked]
 
 
-def check_fit(algorithm: Algorithm, clients: Clients) -> None:
-    """Fail with a sentence if the model, the algorithm and the data do not fit together."""
-    model = algorithm.model
-    if clients.num_examples == 0:
-        raise ValueError("the clients have no examples")
+def check_tables(model: Model, clients: Clients) -> None:
+    """Fail with a sentence if the model's declared lookups do not fit the model or the data."""
     for path, features in lookup_groups(model).items():
         for feature in features:
             kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
             if not np.issubdtype(kind, np.integer):
                 raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {kind}, not ids")
-    params, local, batch = _stand_ins(model, clients)
-    check_lookups(model, params, local, batch)
-    check_reconstruction(algorithm, clients)
-
-
-def with_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
-    """Return an algorithm whose model's lookups are known: where they are "auto", found from the shapes of the data."""
-    model = algorithm.model
-    if model.lookups != AUTO:
-        return algorithm
-    reads = known_lookups(model, clients)
-    return _remade(Same(algorithm), tuple((path, read.features) for path, read in reads.items() if read.features))
+    check_lookups(model, *stand_ins(model, clients))
 
 
 def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
@@ -104,7 +88,7 @@ def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
     """
     used = features_used(model, clients)
     reads = find_reads(model, {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used})
-    shapes = flatten(_shapes(model, jax.random.key(0))[0])[0]
+    shapes = flatten(_shapes(model)[0])[0]
     for path, read in reads.items():
         rows = shapes[path].shape[0] if shapes[path].shape else 0
         outside = [feature for feature in read.features if not _in_range(clients.columns[feature], rows)]
@@ -113,33 +97,21 @@ def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
     return reads
 
 
-@functools.lru_cache(maxsize=8)
-def _remade(same: Same, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
-    """Remake an algorithm once, so that what is compiled for it is compiled once."""
-    return same.algorithm.remake(by_rows(same.algorithm.model, dict(lookups)))
-
-
 def _in_range(ids: np.ndarray, rows: int) -> bool:
     # Of more ids than can be looked at in a moment, packing looks at those it packs.
     return ids.size > RANGE_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
 
 
-def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
-    """Fail with a sentence if the algorithm cannot rebuild this model's local parameters."""
-    params, local, batch = _stand_ins(algorithm.model, clients)
-    algorithm.check(params, local, batch, jnp.ones(PROBED, bool))
-
-
-def _stand_ins(model: Model, clients: Clients) -> tuple[Any, Any, dict[str, Any]]:
+def stand_ins(model: Model, clients: Clients) -> tuple[Any, Any, dict[str, Any]]:
     """Return noise for parameters and a real batch with just the features that the model uses."""
     used = features_used(model, clients)
     batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
-    params, local = (noise_like(shapes) for shapes in _shapes(model, jax.random.key(0)))
+    params, local = (noise_like(shapes) for shapes in _shapes(model))
     return params, local, batch
 
 
-def _shapes(model: Model, key: Any) -> tuple[Any, Any]:
-    return jax.eval_shape(model.init_global, key), jax.eval_shape(model.init_local, key)
+def _shapes(model: Model) -> tuple[Any, Any]:
+    return jax.eval_shape(lambda: (model.init_global(jax.random.key(0)), model.init_local(jax.random.key(0))))
 
 
 def probe(clients: Clients) -> dict[str, np.ndarray]:

@@ -8,5 +8,6 @@ from fedrecon.models.adapters.selection import rows as rows
 from fedrecon.models.factorization import matrix_factorization as matrix_factorization
 from fedrecon.models.feedback import implicit_feedback as implicit_feedback
 from fedrecon.models.owners import client_table as client_table
+from fedrecon.models.scale import standardized as standardized
 from fedrecon.models.starts import learned_default as learned_default
 from fedrecon.models.text.model import next_word as next_word

@@ -11,10 +11,10 @@ from jax import Array
 from fedrecon.lookups.tables import prefixed
 from fedrecon.model import AUTO, Batch, Model
 from fedrecon.models.starts import state_within_shared, within_shared
-from fedrecon.trees import Params, path_name
+from fedrecon.trees import Params, Which, flatten, matcher, unflatten
 
 
-def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item") -> Model:
+def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", moves: Which = "*") -> Model:
     """Let every id in a client's support add something learned to the start of its local parameters.
 
     What people choose to rate says something about them beside how they rate it. The global parameters become
@@ -28,6 +28,7 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item") -> M
       model: one that has local parameters and takes no evidence yet.
       num_ids: ids are 0 to `num_ids - 1`.
       feature: the feature that holds one id an example.
+      moves: which local parameters it moves, as a pattern on their paths; all by default.
 
     References:
       Koren, Factorization Meets the Neighborhood, KDD 2008.
@@ -38,22 +39,25 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item") -> M
     if not jax.tree.leaves(local):
         raise ValueError("the model has no local parameters, so there is nothing that evidence could move")
 
+    leaves, structure = flatten(local)
+    meant = matcher(moves, "moves", leaves)
+    moved = [path for path, leaf in leaves.items() if meant(path, leaf)]
+
     def init_global(key: Array) -> Params:
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((num_ids, *leaf.shape), leaf.dtype), local)
-        return {"shared": model.init_global(key), "evidence": zeros}
+        zeros = {path: jnp.zeros((num_ids, *leaves[path].shape), leaves[path].dtype) for path in moved}
+        whole = len(moved) == len(leaves)
+        return {"shared": model.init_global(key), "evidence": unflatten(structure, zeros) if whole else zeros}
 
     def evidence(params: Params, support: Batch, mask: Array) -> Params:
         weight = mask / jnp.sqrt(1.0 + jnp.sum(mask))
-        return jax.tree.map(
-            lambda table: jnp.tensordot(weight, table[support[feature]], 1),
-            params["evidence"],
-            is_leaf=lambda x: hasattr(x, "shape"),
-        )
+        tables, _ = flatten(params["evidence"])
+        start = {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+        start |= {path: jnp.tensordot(weight, table[support[feature]], 1) for path, table in tables.items()}
+        return unflatten(structure, start)
 
-    tables = jax.tree_util.tree_leaves_with_path(local)
     lookups: Any = prefixed("shared", model.lookups)
     if lookups != AUTO:
-        lookups |= {f"evidence/{path_name(path)}": feature for path, _ in tables}
+        lookups |= {f"evidence/{path}": feature for path in moved}
     return model._replace(
         init_global=init_global,
         predict=lambda params, local, batch: model.predict(params["shared"], local, batch),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,45 @@ import optax
 from jax import Array
 
 from fedrecon.cohort import Examples
-from fedrecon.lookups.tables import Tables, change_rows, merge_repeats, reach, state_labels
+from fedrecon.lookups.reach import reach, state_labels
+from fedrecon.lookups.tables import change_rows, merge_repeats
 from fedrecon.model import Batch, Step
-from fedrecon.solvers.problem import Objective, Problem, Solution, Solver, no_sums, take_batch
+from fedrecon.solvers.batches import batch_places, number_of_batches, take_batch
+from fedrecon.solvers.growing import cut, phases, put_back
+from fedrecon.solvers.problem import Problem, Solution, Solver, no_sums
 from fedrecon.trees import Params
+
+
+class Carry(NamedTuple):
+    """What several clients have between two steps, clients first in every leaf.
+
+    Attributes:
+      params: what is solved for, without lookup tables.
+      changes: of lookup tables, `(clients, rows, ...)`: how the client's rows have changed so far.
+      state: the optimizer's, for both together.
+      sums: of loss and metrics, `(clients, metrics, 2)`.
+    """
+
+    params: Params
+    changes: dict[str, Array]
+    state: Any
+    sums: Array
+
+
+class Turn(NamedTuple):
+    """One step of several clients: which examples each takes, and who takes it at all.
+
+    Attributes:
+      places: `(clients, batch)` where the examples are.
+      mask: `(clients, batch)` which of them count.
+      active: `(clients,)` whether the client takes this step.
+      keys: of the clients for this step; None where nothing is random.
+    """
+
+    places: Array
+    mask: Array
+    active: Array
+    keys: Array | None
 
 
 def gradient_descent(
@@ -41,72 +76,88 @@ def gradient_descent(
     reach_once = functools.cache(lambda: reach(optimizer))
 
     def solve(problem: Problem) -> Solution:
-        objective, params, context, examples, tables, grows, measured, differentiable, keys = problem
-        clients = examples.count.shape[0]
-        batches = -(-examples.count // batch_size)  # (clients,)
+        examples = problem.examples
+        batches = number_of_batches(examples, batch_size)  # (clients,)
         todo = batches * epochs if steps is None else jnp.minimum(batches * epochs, steps)
-        alone = clients == 1 and not differentiable  # then no step is run that its client does not take
-        if tables is None:
-            take = _dense_step(objective, optimizer, params, context, examples, measured, alone)
-        else:
-            each = reach_once() == "each"
-            take = _row_step(objective, optimizer, params, context, examples, tables, each, measured, alone)
+        by_rows = problem.tables is not None
+        start = _start(problem, optimizer)
+        step = _row_step(problem, optimizer, reach_once() == "each") if by_rows else _dense_step(problem, optimizer)
 
-        def advance(t: Array, carry: Any) -> Any:
-            batch_number = t + 0 * batches if epochs == 1 else t % jnp.maximum(batches, 1)
-            index = batch_number[:, None] * batch_size + jnp.arange(batch_size)  # (clients, batch)
+        def advance(t: Array, carry: Carry) -> Carry:
+            number = t + 0 * batches if epochs == 1 else t % jnp.maximum(batches, 1)
+            # What fills a partial batch up may enter its statistics where the model has a `fit` of its own.
+            index, mask = batch_places(examples, number, batch_size, cyclic=problem.objective.fit is not None)
             active = t < todo
-            mask = (index < examples.count[:, None]) & active[:, None]
-            last = jnp.maximum(examples.count[:, None] - 1, 0)
-            if objective.fit is None:
-                # Padding is never read: a partial batch repeats the client's last example, with no weight.
-                return take.advance(carry, jnp.clip(index, 0, last), mask, active, None)
-            # What fills a partial batch up may enter its statistics: then examples from the first on, not one often.
-            step_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, t)
-            return take.advance(carry, index % (last + 1), mask, active, step_keys)
+            return step(carry, Turn(index, mask & active[:, None], active, _keys_of_step(problem, t)))
 
-        carry = take.start
-        if differentiable:
-            longest = -(-next(iter(examples.columns.values())).shape[1] // batch_size) * epochs
-            longest = longest if steps is None else min(longest, steps)
-            carry, _ = jax.lax.scan(lambda c, t: (advance(t, c), None), carry, jnp.arange(longest))
+        if problem.differentiable:
+            carry = _scan(advance, start, _longest(examples, batch_size, epochs, steps))
         else:
-            t, last = jnp.int32(0), jnp.max(todo)
-            labels = state_labels(optimizer, _first(params)) if grows else []
-            for stop, sizes in _phases(params, grows, batch_size):
-                until = last if stop is None else jnp.minimum(stop, last)
-                t, part = _advance_until(until, advance, t, _cut(carry, sizes, labels))
-                carry = _put_back(carry, part, sizes, labels)
+            carry = _loop(advance, start, jnp.max(todo), problem, optimizer, batch_size)
         whole, rest = jnp.divmod(todo, jnp.maximum(batches, 1))
         seen = whole * examples.count + jnp.minimum(rest * batch_size, examples.count)
-        return Solution(*take.finish(carry), seen)
+        return Solution(carry.params, carry.changes, carry.sums, seen, todo)
 
     limit = None if steps is None else max(1, steps * batch_size)
     return Solver(solve, limit, reach_once, lambda *args: None, batch_size)
 
 
-def _advance_until(until: Array, advance: Callable[[Array, Any], Any], t: Array, carry: Any) -> tuple[Array, Any]:
+def _start(problem: Problem, optimizer: optax.GradientTransformation) -> Carry:
+    clients = problem.examples.count.shape[0]
+    changes = {} if problem.tables is None else problem.tables.unchanged(clients)
+    solved = {**problem.params, **changes} if changes else problem.params
+    # The number of clients is explicit, since there may be nothing to solve for.
+    state = jax.vmap(optimizer.init, axis_size=clients)(solved)
+    return Carry(problem.params, changes, state, no_sums(problem.objective.model, problem.examples))
+
+
+def _keys_of_step(problem: Problem, t: Array) -> Array | None:
+    if problem.objective.fit is None or problem.keys is None:
+        return None
+    return jax.vmap(jax.random.fold_in, (0, None))(problem.keys, t)
+
+
+def _longest(examples: Examples, batch_size: int, epochs: int, steps: int | None) -> int:
+    """Return how many steps a client takes whose examples fill the arrays."""
+    most = -(-next(iter(examples.columns.values())).shape[1] // batch_size) * epochs
+    return most if steps is None else min(most, steps)
+
+
+def _scan(advance: Callable[[Array, Carry], Carry], carry: Carry, steps: int) -> Carry:
+    """Take a fixed number of steps, so that gradients can flow back through them."""
+    return jax.lax.scan(lambda c, t: (advance(t, c), None), carry, jnp.arange(steps))[0]
+
+
+def _loop(
+    advance: Callable[[Array, Carry], Carry],
+    carry: Carry,
+    last: Array,
+    problem: Problem,
+    optimizer: optax.GradientTransformation,
+    batch_size: int,
+) -> Carry:
+    """Take as many steps as any client has, the first ones on the first rows of growing tables alone."""
+    labels = state_labels(optimizer, _first(problem.params)) if problem.grows else []
+    t = jnp.int32(0)
+    for phase in phases(problem.params, problem.grows, batch_size):
+        until = last if phase.stop is None else jnp.minimum(phase.stop, last)
+        t, part = _until(until, advance, t, cut(carry, phase.rows, labels))
+        carry = put_back(carry, part, phase.rows, labels)
+    return carry
+
+
+def _until(until: Array, advance: Callable[[Array, Carry], Carry], t: Array, carry: Carry) -> tuple[Array, Carry]:
     return jax.lax.while_loop(lambda c: c[0] < until, lambda c: (c[0] + 1, advance(c[0], c[1])), (t, carry))
 
 
-class _Step(NamedTuple):
-    """A kind of step: its first carry, `(carry, index, mask, active, keys) -> carry`, what is left in the end."""
-
-    start: Any
-    advance: Callable[[Any, Array, Array, Array, Array | None], Any]
-    finish: Callable[[Any], tuple[Any, dict[str, Array], Array]]
+def _alone(problem: Problem) -> bool:
+    """Say whether no step is run that its client does not take."""
+    return problem.examples.count.shape[0] == 1 and not problem.differentiable
 
 
-def _dense_step(
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    params: Params,
-    context: Any,
-    examples: Examples,
-    measured: bool,
-    alone: bool,
-) -> _Step:
+def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Callable[[Carry, Turn], Carry]:
     """Step on whole parameters: every client has its own copy."""
+    objective, alone = problem.objective, _alone(problem)
 
     def one(
         params: Params, state: Any, context: Any, batch: Batch, mask: Array, active: Array, key: Array | None
@@ -119,94 +170,82 @@ def _dense_step(
             new_state = _where(active, new_state, state)
         return optax.apply_updates(params, updates), new_state, jnp.where(active, sums, 0)
 
-    def advance(carry: Any, index: Array, mask: Array, active: Array, keys: Array | None) -> Any:
-        params, state, total = carry
-        batch = take_batch(examples.columns, index)
-        params, state, sums = jax.vmap(one)(params, state, context, batch, mask, active, keys)
-        return params, state, total + sums if measured else total
+    def advance(carry: Carry, turn: Turn) -> Carry:
+        batch = take_batch(problem.examples.columns, turn.places)
+        params, state, sums = jax.vmap(one)(
+            carry.params, carry.state, problem.context, batch, turn.mask, turn.active, turn.keys
+        )
+        return Carry(params, {}, state, carry.sums + sums if problem.measured else carry.sums)
 
-    clients = examples.count.shape[0]  # said, for where everything is local and there is nothing to map over
-    state = jax.vmap(optimizer.init, axis_size=clients)(params)
-    start = (params, state, no_sums(objective.model, examples))
-    return _Step(start, advance, lambda carry: (carry[0], {}, carry[2]))
+    return advance
 
 
-def _row_step(
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    params: Params,
-    context: Any,
-    examples: Examples,
-    tables: Tables,
-    each: bool,
-    measured: bool,
-    alone: bool,
-) -> _Step:
+def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: bool) -> Callable[[Carry, Turn], Carry]:
     """Step on the rows of a batch: gradients, state and updates of no other row are ever formed.
 
     Exact for optimizers whose reach is `each` or `rows`; `each` spares summing repeats first. The change of a row is
     kept apart from its value: the values stay where all clients share them, and the changes are what a client returns.
     """
-    unchanged = tables.unchanged(examples.count.shape[0])
-    labels = state_labels(optimizer, _first({**params, **unchanged}))
+    objective, tables, alone = problem.objective, problem.tables, _alone(problem)
+    assert tables is not None
+    unchanged = tables.unchanged(1)
+    labels = state_labels(optimizer, _first({**problem.params, **unchanged}))
 
     def one(
-        params: Params,
-        changes: dict[str, Array],
-        state: Any,
-        context: Any,
-        batch: Batch,
-        slots: Batch,
-        mask: Array,
-        active: Array,
-        key: Array | None,
-    ) -> tuple[Params, dict[str, Array], Any, dict[str, Array], Array]:
-        fetched = tables.fetch(changes, batch, slots)
-        rows, slot = fetched.rows, fetched.slot
+        carry: Carry, context: Any, batch: Batch, slots: Batch, mask: Array, active: Array, key: Array | None
+    ) -> _RowUpdate:
+        fetched = tables.fetch(carry.changes, batch, slots)
 
         def loss(trained: Params, rows: dict[str, Array]) -> tuple[Array, Array]:
             everything = {**trained, **fetched.as_tables(rows)}
             return objective.measure(everything, context, fetched.batch, mask, Step(mask, key))
 
-        (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, rows)
+        (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(carry.params, fetched.rows)
+        slot = fetched.slot
         if not each:
-            merged = {path: merge_repeats(slot[path], row_grads[path]) for path in rows}
+            merged = {path: merge_repeats(slot[path], row_grads[path]) for path in row_grads}
             row_grads = {path: pair[0] for path, pair in merged.items()}
             slot = {path: pair[1] for path, pair in merged.items()}
-        leaves, structure = jax.tree.flatten(state)
-        small = [
-            leaf[fetched.slot[label]] if label in rows else leaf for leaf, label in zip(leaves, labels, strict=True)
-        ]
-        updates, small_state = optimizer.update(
-            {**grads, **row_grads}, jax.tree.unflatten(structure, small), {**params, **rows}
-        )
+        state = _rows_of_state(carry.state, labels, fetched.slot)
+        solved = {**carry.params, **fetched.rows}
+        updates, new_state = optimizer.update({**grads, **row_grads}, state, solved)
         if not alone:
             updates = _where(active, updates, jax.tree.map(jnp.zeros_like, updates))
-            small_state = _where(active, small_state, jax.tree.unflatten(structure, small))
-        params = {path: params[path] + updates[path] for path in params}
-        return params, {path: updates[path] for path in rows}, small_state, slot, jnp.where(active, sums, 0)
+            new_state = _where(active, new_state, state)
+        params = {path: carry.params[path] + updates[path] for path in carry.params}
+        return _RowUpdate(params, {path: updates[path] for path in slot}, new_state, slot, jnp.where(active, sums, 0))
 
-    def advance(carry: Any, index: Array, mask: Array, active: Array, keys: Array | None) -> Any:
-        params, changes, state, total = carry
-        batch = take_batch(examples.columns, index)
-        slots = take_batch(tables.slots, index)
-        params, updates, small_state, slot, sums = jax.vmap(one)(
-            params, changes, state, context, batch, slots, mask, active, keys
-        )
-        changes = {path: change_rows(changes[path], slot[path], updates[path]) for path in changes}
-        leaves, structure = jax.tree.flatten(state)
-        state = jax.tree.unflatten(
-            structure,
-            [
-                change_rows(leaf, slot[label], new, replace=True) if label in changes else new
-                for leaf, new, label in zip(leaves, jax.tree.leaves(small_state), labels, strict=True)
-            ],
-        )
-        return params, changes, state, total + sums if measured else total
+    def advance(carry: Carry, turn: Turn) -> Carry:
+        batch = take_batch(problem.examples.columns, turn.places)
+        slots = take_batch(tables.slots, turn.places)
+        new = jax.vmap(one)(carry, problem.context, batch, slots, turn.mask, turn.active, turn.keys)
+        changes = {path: change_rows(carry.changes[path], new.slot[path], new.rows[path]) for path in carry.changes}
+        leaves, structure = jax.tree.flatten(carry.state)
+        state = [
+            change_rows(old, new.slot[label], rows, replace=True) if label in changes else rows
+            for old, rows, label in zip(leaves, jax.tree.leaves(new.state), labels, strict=True)
+        ]
+        sums = carry.sums + new.sums if problem.measured else carry.sums
+        return Carry(new.params, changes, jax.tree.unflatten(structure, state), sums)
 
-    state = jax.vmap(optimizer.init)({**params, **unchanged})
-    start = (params, unchanged, state, no_sums(objective.model, examples))
-    return _Step(start, advance, lambda carry: (carry[0], carry[1], carry[3]))
+    return advance
+
+
+class _RowUpdate(NamedTuple):
+    """What one client's step comes to: new parameters and sums, updates and new state of the batch's rows."""
+
+    params: Params
+    rows: dict[str, Array]  # table -> (ids, ...) updates
+    state: Any  # of whole parameters, and of the batch's rows
+    slot: dict[str, Array]  # table -> (ids,) where the rows are in the client's list; beyond its end for repeats
+    sums: Array
+
+
+def _rows_of_state(state: Any, labels: list[str | None], slot: dict[str, Array]) -> Any:
+    """Take from an optimizer's state, of tables, the rows of a batch."""
+    leaves, structure = jax.tree.flatten(state)
+    small = [leaf[slot[label]] if label in slot else leaf for leaf, label in zip(leaves, labels, strict=True)]
+    return jax.tree.unflatten(structure, small)
 
 
 def _where(active: Array, new: Any, old: Any) -> Any:
@@ -215,45 +254,3 @@ def _where(active: Array, new: Any, old: Any) -> Any:
 
 def _first(params: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf[0], params)
-
-
-PHASES = 4
-
-
-def _phases(params: Params, grows: Mapping[str, int], batch_size: int) -> list[tuple[int | None, dict[str, int]]]:
-    """Divide the steps into phases, each with the number of rows that its steps can have touched by its end.
-
-    Returns:
-      For each phase the step before which it ends (None for the last) and the rows of each growing table.
-    """
-    if not grows:
-        return [(None, {})]
-    found: list[tuple[int | None, dict[str, int]]] = []
-    for phase in reversed(range(1, PHASES)):
-        sizes = {path: params[path].shape[1] >> phase for path in grows}
-        stop = min(sizes[path] // (ids * batch_size) for path, ids in grows.items())
-        if stop > 0:
-            found.append((stop, sizes))
-    return [*found, (None, {path: params[path].shape[1] for path in grows})]
-
-
-def _cut(carry: Any, sizes: Mapping[str, int], labels: Sequence[str | None]) -> Any:
-    """Keep the first rows of growing tables, and of the optimizer's state for them."""
-    if not sizes:
-        return carry
-    params, state, sums = carry
-    params = {path: leaf[:, : sizes[path]] if path in sizes else leaf for path, leaf in params.items()}
-    leaves, structure = jax.tree.flatten(state)
-    cut = [leaf[:, : sizes[at]] if at and at in sizes else leaf for leaf, at in zip(leaves, labels, strict=True)]
-    return params, jax.tree.unflatten(structure, cut), sums
-
-
-def _put_back(carry: Any, part: Any, sizes: Mapping[str, int], labels: Sequence[str | None]) -> Any:
-    """Undo `_cut` with what has changed."""
-    if not sizes:
-        return part
-    params = {path: carry[0][path].at[:, : sizes[path]].set(x) if path in sizes else x for path, x in part[0].items()}
-    leaves, structure = jax.tree.flatten(carry[1])
-    news = zip(leaves, jax.tree.leaves(part[1]), labels, strict=True)
-    state = [old.at[:, : sizes[at]].set(new) if at and at in sizes else new for old, new, at in news]
-    return params, jax.tree.unflatten(structure, state), part[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,26 +12,30 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedrecon.lookups.tables import original_batch
-from fedrecon.model import Batch, Model, measure, metric_names
+from fedrecon.model import Batch, Model, Step, measure, metric_names
 from fedrecon.solvers.problem import Objective, Problem, Solution, Solver
-from fedrecon.trees import Params
+from fedrecon.trees import Params, by_pattern, flatten, unflatten
 
+Ridge = float | Mapping[str, Any]  # of everything, or by pattern; of a leaf one number, or one for each of its entries
 MOST_SOLVED_FOR = 2048  # least squares forms a square matrix of this side for every client
 
 
-def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
+def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
     """Solve a squared-error model that is linear in what is solved for, at once and exactly.
 
     Minimises the sum of squared errors plus `ridge` times the squared distance from where the parameters started,
     which is zero-centred ridge regression for parameters that start near zero, and draws clients with little
-    data towards the default where one is learned.
+    data towards the default where one is learned. The loss may be a multiple of the squared error.
 
     Args:
-      ridge: above 0, so that clients with less data than parameters have a solution too.
+      ridge: above 0, so that clients with less data than parameters have a solution too. A mapping from patterns on
+        paths of what is solved for to values, such as `{"user_bias": 5.0, "*": 1.0}`; the first that matches counts. A
+        value may be an array that has the parameter's shape.
       limit: use at most this many examples of a client.
     """
-    if not ridge > 0:
-        raise ValueError(f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution")
+    for value in ridge.values() if isinstance(ridge, Mapping) else [ridge]:
+        if not np.all(np.asarray(value) > 0):
+            raise ValueError(f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution")
 
     def solve(problem: Problem) -> Solution:
         objective, examples = problem.objective, problem.examples
@@ -44,7 +49,7 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
                 raise ValueError(f"least squares would solve for {start.size} numbers; at most {MOST_SOLVED_FOR}")
 
             def predict(vector: Array) -> Array:
-                return objective.predict(restore(vector), context, batch)
+                return _fit(objective, restore(vector), context, batch, mask)
 
             predictions = predict(start)
             matrix = jax.jacfwd(predict)(start)  # (examples, parameters)
@@ -52,7 +57,7 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
             error, weights = _error(objective.model, predictions, seen)
             weights = jnp.where(mask, weights, 0)
             error = jnp.where(weights > 0, error, 0)
-            gram = matrix.T @ (weights[:, None] * matrix) + ridge * jnp.eye(start.size)
+            gram = matrix.T @ (weights[:, None] * matrix) + jnp.diag(_ridges(ridge, params))
             moment = matrix.T @ (weights * error)
             solution = start - solve_positive(gram, moment)
             if not problem.measured:
@@ -62,9 +67,28 @@ def least_squares(ridge: float, *, limit: int | None = None) -> Solver:
         columns = {name: column[:, :limit] for name, column in examples.columns.items()}
         count = examples.count if limit is None else jnp.minimum(examples.count, limit)
         solved, sums = jax.vmap(one)(problem.params, problem.context, columns, count)
-        return Solution(solved, {}, sums, count)
+        return Solution(solved, {}, sums, count, jnp.ones_like(count))
 
     return Solver(solve, limit, lambda: "whole", _check_least_squares)
+
+
+def _fit(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> Array:
+    """Predict as a step of training does, which for some models is not what they predict in use."""
+    if objective.fit is None:
+        return objective.predict(params, context, batch)
+    return objective.fit(params, context, batch, Step(mask, None))
+
+
+def _ridges(ridge: Ridge, params: Params) -> Array:
+    """Return the ridge of every number that is solved for."""
+    leaves, structure = flatten(params)
+    values = by_pattern(ridge, "ridge", params)
+    if without := [path for path in leaves if path not in values]:
+        raise ValueError(f"`ridge` has no pattern for {without[0]!r}; add one, such as '*' for all that are left")
+    full = {
+        path: jnp.broadcast_to(jnp.asarray(values[path], jnp.float32), jnp.shape(leaf)) for path, leaf in leaves.items()
+    }
+    return ravel_pytree(unflatten(structure, full))[0]
 
 
 def solve_positive(matrix: Array, vector: Array) -> Array:
@@ -86,9 +110,16 @@ def solve_positive(matrix: Array, vector: Array) -> Array:
 
 
 def _error(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
-    """Return the error of predictions under a squared loss, (p - y), and the weights: half the loss's slope."""
-    slope, weights = jax.grad(lambda p: _summed(model, p, batch), has_aux=True)(predictions)
-    return slope / 2, weights
+    """Return the error of predictions under a loss c (p - y)^2, which is (p - y), and the weights, c times the model's.
+
+    The slope is 2 c (p - y), and the slope of the slope is 2 c: both follow from the loss alone.
+    """
+
+    def slope(predictions: Array) -> tuple[Array, Array]:
+        return jax.grad(lambda p: _summed(model, p, batch), has_aux=True)(predictions)
+
+    (first, weights), (second, _) = jax.jvp(slope, (predictions,), (jnp.ones_like(predictions),))
+    return first / jnp.where(second > 0, second, 1.0), weights * second / 2
 
 
 def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
@@ -98,7 +129,6 @@ def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Arra
 
 def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
     """Fail unless predictions are affine in the parameters and the loss is the squared error."""
-    del mask
     if objective.model.state is not None and objective.model.state.local:
         raise ValueError(
             "least squares predicts with local statistics, which are rebuilt only after it; "
@@ -110,19 +140,20 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
         vector, restore = ravel_pytree(params)
         a, b = (jax.random.normal(key, vector.shape) for key in jax.random.split(jax.random.key(0)))
         both, one, other, none = (
-            objective.predict(restore(v), context, batch) for v in (a + b, a, b, jnp.zeros_like(a))
+            _fit(objective, restore(v), context, batch, mask) for v in (a + b, a, b, jnp.zeros_like(a))
         )
-        error, _ = _error(objective.model, one, batch)
+        error, weights = _error(objective.model, one, batch)
+        values, own = objective.model.loss(one, batch)
         scale = 1 + jnp.max(jnp.abs(one)) + jnp.max(jnp.abs(other))
-        return both - one - other + none, scale, objective.model.loss(one, batch)[0], error
+        return both - one - other + none, scale, values * own, weights * error**2
 
-    bend, scale, values, error = (np.asarray(x) for x in try_out(params, context, batch))
+    bend, scale, values, squares = (np.asarray(x) for x in try_out(params, context, batch))
     if not np.all(np.abs(bend) <= 1e-3 * scale):
         raise ValueError(
             "least squares needs predictions that are linear in what is solved for, and these are not; "
             "use gradient_descent"
         )
-    if values.shape != error.shape or not np.allclose(values, error**2, 1e-3, 1e-4):
+    if values.shape != squares.shape or not np.allclose(values, squares, 1e-3, 1e-4):
         raise ValueError(
             "least squares needs the squared error as the loss, one value a prediction; use gradient_descent"
         )

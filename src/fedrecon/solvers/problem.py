@@ -1,4 +1,4 @@
-"""R and U, what a client solves: objectives, solvers, solutions. The solvers are in `descent` and `least_squares`."""
+"""What a client solves in R and U: objectives, problems, solutions. `descent` and `least_squares` solve them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.cohort import Examples
-from fedrecon.lookups.tables import Reach, Tables, original_batch
+from fedrecon.lookups.reach import Reach
+from fedrecon.lookups.tables import Tables, original_batch
 from fedrecon.model import Batch, Model, Step, measure, metric_names, predict_in
+from fedrecon.solvers.batches import fold_batches
 from fedrecon.trees import Params, divide
 
 
@@ -22,21 +24,25 @@ class Objective(NamedTuple):
       model: whose loss and metrics are taken.
       predict: `(what is solved for, what else this client has, batch) -> predictions`.
       fit: the same in a step of training, `(..., batch, step) -> predictions`; None where there is no difference.
+      penalty: `(what is solved for, what else this client has) -> number`, added to the mean loss of every batch: a
+        pull towards the server's parameters, say. None for nothing.
     """
 
     model: Model
     predict: Callable[[Params, Any, Batch], Any]
     fit: Callable[[Params, Any, Batch, Step], Any] | None = None
+    penalty: Callable[[Params, Any], Array] | None = None
 
     def measure(
         self, params: Params, context: Any, batch: Batch, mask: Array, step: Step | None = None
     ) -> tuple[Array, Array]:
-        """Return the mean loss of a batch, and the sums of loss and metrics; with `step`, as training sees them."""
+        """Return what is minimised on a batch, and the sums of loss and metrics; with `step`, as training sees them."""
         if self.fit is None or step is None:
             predictions = self.predict(params, context, batch)
         else:
             predictions = self.fit(params, context, batch, step)
-        return measure(self.model, predictions, original_batch(batch), mask)
+        loss, sums = measure(self.model, predictions, original_batch(batch), mask)
+        return loss if self.penalty is None else loss + self.penalty(params, context), sums
 
 
 class Solution(NamedTuple):
@@ -47,12 +53,14 @@ class Solution(NamedTuple):
       changes: for every lookup table, the change of each row in the client's list.
       sums: `(clients, metrics, 2)` over the examples, each measured before the step that used it.
       examples: `(clients,)` how many examples were processed, counting every epoch.
+      steps: `(clients,)` how many steps were taken.
     """
 
     params: Params
     changes: dict[str, Array]
     sums: Array
     examples: Array
+    steps: Array
 
 
 class Problem(NamedTuple):
@@ -121,7 +129,7 @@ def solve_local(
       keys: of each client, for what is random in its steps; None where nothing is to be random.
       differentiable: whether gradients must be able to flow back.
     """
-    solved, held, join = divide(start, model.state.local if model.state else ())
+    solved, held, join = divide(start, model.local_state)
     if not jax.tree.leaves(solved):
         return start
     objective = local_objective(model, params, join)
@@ -141,29 +149,24 @@ def local_objective(model: Model, params: Params, join: Callable[[Params, Params
     return Objective(model, predict, None if model.fit is None else fit)
 
 
+def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:
+    """Return where a client's reconstruction starts: the learned default or else `fresh`, and what its support adds."""
+    start = fresh if model.default_local is None else model.default_local(params)
+    if model.evidence is None:
+        return start
+    mask = jnp.arange(next(iter(support.columns.values())).shape[0]) < support.count
+    return jax.tree.map(jnp.add, start, model.evidence(params, support.columns, mask))
+
+
 def measure_all(objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int) -> Array:
     """Measure several clients on all their examples, without solving: sums of `(clients, metrics, 2)`."""
-    batches = -(-examples.count // batch_size)
 
-    def advance(carry: Any) -> Any:
-        t, total = carry
-        index = t * batch_size + jnp.arange(batch_size)[None] + 0 * batches[:, None]
-        mask = index < examples.count[:, None]
-        index = jnp.clip(index, 0, jnp.maximum(examples.count[:, None] - 1, 0))
-        batch = take_batch(examples.columns, index)
-        _, sums = jax.vmap(objective.measure)(params, context, batch, mask)
-        return t + 1, total + jnp.where(jnp.any(mask, 1)[:, None, None], sums, 0)
+    def step(total: Array, batch: Batch, mask: Array, mine: tuple[Params, Any]) -> Array:
+        return total + jnp.where(jnp.any(mask), objective.measure(mine[0], mine[1], batch, mask)[1], 0)
 
-    start = (jnp.int32(0), no_sums(objective.model, examples))
-    return jax.lax.while_loop(lambda c: c[0] < jnp.max(batches), advance, start)[1]
+    return fold_batches(step, no_sums(objective.model, examples), (params, context), examples, batch_size)
 
 
 def no_sums(model: Model, examples: Examples) -> Array:
     """Return the sums of loss and metrics over nothing."""
     return jnp.zeros((examples.count.shape[0], len(metric_names(model)), 2))
-
-
-def take_batch(columns: Any, index: Array) -> Any:
-    """Take `(clients, batch)` places of columns of `(clients, examples, ...)`."""
-    pick = jax.vmap(lambda column, at: column.at[at].get(mode="promise_in_bounds"))
-    return jax.tree.map(lambda column: pick(column, index), dict(columns))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.cohort import Examples
 from fedrecon.model import Batch, Model, State
-from fedrecon.solvers.problem import take_batch
+from fedrecon.solvers.batches import fold_batches
 from fedrecon.trees import Params, flatten, unflatten
 
 SETTLE_BATCH = 64  # examples that statistics are taken over at once: of more, the mean over such batches
@@ -42,7 +40,8 @@ def settle(model: Model, params: Params, local: Params, examples: Examples) -> P
         return {path: total[path] + counted[path].astype(total[path].dtype) for path in total}
 
     leaves, structure = flatten(local)
-    sums = _fold(add, {path: jnp.zeros_like(leaves[path]) for path in state.local}, local, examples)
+    empty = {path: jnp.zeros_like(leaves[path]) for path in state.local}
+    sums = fold_batches(add, empty, local, examples, SETTLE_BATCH, cyclic=True)
 
     def mean(total: Array, old: Array) -> Array:
         count = examples.count.reshape(-1, *[1] * (old.ndim - 1))
@@ -98,29 +97,4 @@ def advance_shared(
         new = state.advance(*join(shared, rest), batch, mask)[0]
         return {path: jnp.where(jnp.any(mask), new[path], shared[path]).astype(shared[path].dtype) for path in shared}
 
-    return _fold(step, dict(shared), rest, examples, batch_size)
-
-
-def _fold(
-    step: Callable[[Any, Batch, Array, Any], Any],
-    start: Any,
-    held: Any,
-    examples: Examples,
-    batch_size: int | None = SETTLE_BATCH,
-) -> Any:
-    """Fold `step(carry, batch, mask, held)` of one client over the batches of several, clients first in every leaf.
-
-    A partial batch is filled up with the client's examples from the first on, for layers that cannot be given a mask.
-    """
-    length = next(iter(examples.columns.values())).shape[1]
-    size = length if batch_size is None else min(batch_size, length)
-    batches = -(-jnp.max(examples.count) // size)
-
-    def advance(carry: Any) -> Any:
-        t, state = carry
-        index = t * size + jnp.arange(size)[None] + 0 * examples.count[:, None]  # (clients, batch)
-        mask = index < examples.count[:, None]
-        batch = take_batch(examples.columns, index % jnp.maximum(examples.count[:, None], 1))
-        return t + 1, jax.vmap(step)(state, batch, mask, held)
-
-    return jax.lax.while_loop(lambda carry: carry[0] < batches, advance, (jnp.int32(0), start))[1]
+    return fold_batches(step, dict(shared), rest, examples, batch_size, cyclic=True)

@@ -6,7 +6,9 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from fedrecon._version import __version__
 
@@ -18,8 +20,11 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "bundle": "write what reconstructs and predicts without Python or JAX, or check such a folder",
     "page": "serve a bundle's page on this machine and open it in the browser",
     "demo": "train on real ratings, compare with baselines, recommend: under a minute",
+    "privacy": "plan the noise that a privacy budget takes",
     "reproduce": "run a study of the paper: its rows and figures, next to its numbers",
 }
+FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
+BUG = 70
 HELP = """\
 usage: fedrecon COMMAND [OPTIONS]
 
@@ -40,7 +45,11 @@ fedrecon --version prints the version; --debug with any command shows where an e
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 if all is well, 1 for an error, 2 for wrong use, 130 for Ctrl-C."""
+    """Run a command and return its exit code.
+
+    0 if all is well, 1 for an error, 2 for wrong use, 3 for a training that failed, 70 for a fault of fedrecon's own,
+    130 for Ctrl-C.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("FEDRECON_DEBUG", "") not in ("", "0")
     args = [arg for arg in args if arg != "--debug"]
@@ -54,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"there is no command {args[0]!r}; there are: {', '.join(COMMANDS)}", 2)
     command = importlib.import_module(f"fedrecon.app.cli.{args[0]}")
     try:
-        return command.run(command.parse(args[1:]))
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            return command.run(command.parse(args[1:]))
     except SystemExit as leaving:  # how a help text ends, and some errors of use
         return leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt:
@@ -65,14 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as problem:
         if debug:
             traceback.print_exc()
-        sentence = _sentence(problem)
-        if sentence is None:
-            raise
-        return _fail(*sentence)
+        return _fail(*_sentence(problem))
 
 
-def _sentence(problem: Exception) -> tuple[str, int] | None:
-    """Say what went wrong and with which exit code; None if it is nothing that we know how to explain."""
+def _sentence(problem: Exception) -> tuple[str, int]:
+    """Say what went wrong and with which exit code."""
     from fedrecon.app.cli.options import UsageError
 
     if isinstance(problem, UsageError):
@@ -81,9 +89,26 @@ def _sentence(problem: Exception) -> tuple[str, int] | None:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, ValueError):
         return str(problem), 1
-    return None
+    if isinstance(problem, RecursionError):
+        return "something in the input is nested too deeply", 1
+    if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
+        return f"there is not enough memory: {problem or 'none is left'}", 1
+    return (
+        f"{type(problem).__name__}: {problem} (this is a fault of fedrecon's: please report it, with what the same "
+        "command says with --debug)",
+        BUG,
+    )
+
+
+def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:
+    """Show a warning as a sentence."""
+    del filename, lineno, file, line
+    kind = "warning" if issubclass(category, UserWarning) else category.__name__
+    print(f"fedrecon: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def _fail(sentence: str, code: int) -> int:
-    print(f"fedrecon: {' '.join(sentence.split())}", file=sys.stderr)
+    from fedrecon.printing import plain
+
+    print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)
     return code

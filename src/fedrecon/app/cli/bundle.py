@@ -62,8 +62,8 @@ def run(args: Make | Check) -> int:
         from fedrecon_device.__main__ import main
 
         return main(["check", str(args.folder)])
-    from fedrecon.app.bundling import bundle_model
     from fedrecon.app.saved import open_model
+    from fedrecon.device.saved import bundle_model
 
     if args.out.exists() and not args.overwrite:
         raise options.UsageError(f"{args.out} is there already: give --overwrite, or another --out")

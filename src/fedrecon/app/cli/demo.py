@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrecon.app.cli import options, show
-from fedrecon.app.config import Data, Factorization, RatingsConfig, Reconstruct, Sampling, Update
+from fedrecon.app.cli import FAILED, options, show
+from fedrecon.app.config import (
+    Data,
+    Factorization,
+    RatingsConfig,
+    Reconstruct,
+    Sampling,
+    Update,
+    differences,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from fedrecon.app.experiment import Outcome
@@ -57,6 +66,7 @@ def run(args: Demo) -> int:
     from fedrecon.app.experiment import run_experiment
     from fedrecon.app.plots import learning_curve
     from fedrecon.app.tasks import RATINGS
+    from fedrecon.disk.errors import StorageError
     from fedrecon.disk.runs import RunFolder
     from fedrecon.progress import bars
 
@@ -64,18 +74,26 @@ def run(args: Demo) -> int:
         SETTINGS, rounds=args.rounds, data=dataclasses.replace(SETTINGS.data, source=args.data)
     )
     folder = RunFolder(args.out)
+    with folder.held():
+        if folder.holds_run() and not _is_demo(folder.description()):
+            raise StorageError(f"{args.out} holds a run that is no demo; give another folder with --out")
     found = run_experiment(
         config,
         folder,
         overwrite=True,
+        made_by="demo",
         progress=bars,
         on_record=lambda record: show.progress_of(record, RATINGS.measures),
+        say=show.remark,
     )
     curve = folder.plots_path / "learning_curve.png"
     learning_curve(found.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
     if found.run.interrupted:
         show.remark(f"stopped after {found.run.rounds} rounds; what was learned is saved in {args.out}")
         return 130
+    if found.failed is not None:
+        show.alarm(f"training failed: {found.failed}")
+        return FAILED
     if found.test is None:
         raise ValueError(f"{args.data} leaves no users to test on")
     _compare(config, found, found.test)
@@ -86,16 +104,24 @@ def run(args: Demo) -> int:
     return 0
 
 
+def _is_demo(facts: Mapping[str, Any]) -> bool:
+    """Say whether a run is a demo's, by what it says or, of a version that did not say, by its settings."""
+    other = differences(to_json(SETTINGS), facts.get("config", {}))
+    return facts.get("made_by", "demo") == "demo" and all(one.startswith("data.source ") for one in other)
+
+
 def _compare(config: RatingsConfig, found: Outcome, test: Evaluation) -> None:
     """Put the model beside the baselines."""
-    from fedrecon.app.baselines import item_means, means_algorithm, without_reconstruction
+    from fedrecon.app.baselines import means_algorithm, without_reconstruction
     from fedrecon.app.build import build_split
     from fedrecon.app.tasks import RATINGS
+    from fedrecon.baselines import item_means
     from fedrecon.evaluation import Evaluator
 
     users, num_items = found.users, len(found.model.legend)
     split = build_split(config.split.evaluate, config.split)
-    means = Evaluator(means_algorithm(num_items), users.test, split=split)(item_means(users.train, num_items))
+    measure_means = Evaluator(means_algorithm(num_items), users.test, split=split)
+    means = measure_means(item_means(users.train, num_items).astype(np.float32))
     initial = Evaluator(without_reconstruction(config, num_items), users.test, split=split, seed=config.seed)(
         found.run.params
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fedrecon.app.cli import options, show
+from fedrecon.app.cli import FAILED, options, show
 from fedrecon.app.config import Reading
 
 
@@ -46,6 +46,7 @@ def run(args: Evaluate) -> int:
     """Evaluate and print."""
     from fedrecon.app.build import build_layout
     from fedrecon.app.experiment import make_evaluator, users_of_run
+    from fedrecon.app.health import evaluation_failed
     from fedrecon.app.saved import open_model
     from fedrecon.app.tasks import Users
     from fedrecon.disk.arrays import without_nan
@@ -75,8 +76,11 @@ def run(args: Evaluate) -> int:
     if evaluator is None:
         raise ValueError(f"the run in {args.run} has no {part} {task.people}")
     found = evaluator(model.params, progress=bars)
+    failed = evaluation_failed(found, task.people)
     if args.json:
-        print(json.dumps(without_nan(found.summary())))
+        print(json.dumps(without_nan({**found.summary(), **({"failed": failed} if failed else {})})))
     else:
         show.evaluation(title, found, task)
-    return 0
+    if model.failed is not None:
+        show.alarm(f"the training of {args.run} failed: {model.failed}")
+    return 0 if failed is None and model.failed is None else FAILED

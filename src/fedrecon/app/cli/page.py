@@ -47,9 +47,9 @@ def run(args: Page) -> int:
     with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as place:
         folder = args.run
         if not (folder / MANIFEST).is_file():
-            from fedrecon.app.bundling import bundle_model
             from fedrecon.app.saved import open_model
             from fedrecon.app.tasks import RATINGS
+            from fedrecon.device.saved import bundle_model
 
             saved = open_model(folder)
             needs_onnx = saved.task is not RATINGS  # a page of ratings computes in plain JavaScript

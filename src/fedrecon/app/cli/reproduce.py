@@ -54,6 +54,7 @@ def parse(argv: Sequence[str]) -> Reproduce:
 
 def run(args: Reproduce) -> int:
     """Run the study and say where its report is."""
+    from fedrecon.disk.parts import held_study
     from fedrecon.progress import bars
     from fedrecon.studies import movielens, text
     from fedrecon.studies.reproduce import Plan, reproduce
@@ -65,6 +66,8 @@ def run(args: Reproduce) -> int:
         raise options.UsageError("--scale is two-cores; the movielens study has the paper's scale only")
     seeds = study.seeds if args.seeds is None else args.seeds
     plan = Plan(args.data, args.out, seeds, args.quick, args.only, args.tune, args.page, args.workers)
-    path = reproduce(study, plan, say=show.remark, progress=bars)
+    study.choose(args.only)  # a name that is wrong should leave no folder behind
+    with held_study(args.out):
+        path = reproduce(study, plan, say=show.remark, progress=bars)
     print(f"report: {path} and {path.with_suffix('.html')}")
     return 0

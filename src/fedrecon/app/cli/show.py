@@ -6,6 +6,8 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedrecon.printing import plain
+
 if TYPE_CHECKING:
     from fedrecon.app.tasks import Measure, Task
     from fedrecon.evaluation import Evaluation
@@ -13,26 +15,46 @@ if TYPE_CHECKING:
 
 def remark(text: str) -> None:
     """Say something that is not a result."""
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)
+
+
+def alarm(text: str) -> None:
+    """Say that something has gone wrong: in red where there is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> None:
-    """Print a table; all columns but those of `texts`, the first by default, hold numbers."""
+    """Print a table; all columns but those of `texts`, the first by default, hold numbers.
+
+    Cells may be anything: what comes from data is printed as it is and neither obeyed nor taken for markup.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for k, name in enumerate(columns):
-        shown.add_column(name, justify="left" if k in texts else "right", overflow="fold")
+        shown.add_column(Text(plain(name)), justify="left" if k in texts else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*row)
-    print(title)
+        shown.add_row(*(Text(plain(cell)) for cell in row))
+    print(plain(title))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(shown)
 
 
 def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None:
-    """Print an evaluation."""
+    """Print an evaluation: figures, and of whom they are. No figures if too many others diverged."""
+    from fedrecon.app.health import evaluation_failed
+
+    measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
+    if failed:
+        print(title)
+        rest = f": figures of the other {measured} would say nothing about the model" if found.clients else ""
+        alarm(f"{failed}{rest}")
+        return
 
     def figures(metrics: Mapping[str, float]) -> list[str]:
         return [measure.text(metrics) for measure in task.measures]
@@ -46,17 +68,26 @@ def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None
         for q in found.quantiles["loss"]
     ]
     table(title, ("", *(measure.title for measure in task.measures)), rows)
-    print(
-        f"{found.clients} {task.people}, {found.examples} query {task.examples}, "
-        f"{found.diverged} {task.people} diverged (in no mean)"
-    )
+    of = f" of {found.clients}" if found.diverged else ""
+    told = [f"{found.diverged} others diverged, and are in no figure" if found.diverged else "none diverged"]
+    if small := len(found.per_client.get("loss", ())) - found.clients:
+        told.append(f"{small} have too few {task.examples} to be measured")
+    print(f"{measured}{of} {task.people}, {found.examples} query {task.examples}, {'; '.join(told)}")
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
     """Remark on an evaluation during training; rounds are on the progress bar."""
-    if record["kind"] == "evaluation":
-        figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in measures)
-        remark(f"round {record['round']}: validation {figures}")
+    from fedrecon.app.health import MOST_FAILED
+
+    if record["kind"] != "evaluation":
+        return
+    clients, diverged = record["clients"], record["diverged"]
+    figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in measures)
+    if diverged > MOST_FAILED * clients:
+        figures = f"failed: {diverged} of {clients} diverged"
+    elif diverged:
+        figures += f" (of {clients - diverged}; {diverged} diverged)"
+    remark(f"round {record['round']}: validation {figures}")
 
 
 def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from fedrecon.app.cli import options, show
+from fedrecon.app.cli import FAILED, options, show
 from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
 
 
@@ -23,7 +23,7 @@ class Train:
       out: the folder for everything the run leaves: run.json, metrics.jsonl, checkpoint/, model/, plots/.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
       resume: go on with the run in the folder, to the same parameters as if it had never stopped.
-      overwrite: replace the run in the folder.
+      overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
     """
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
@@ -89,6 +89,7 @@ def run(args: Train) -> int:
     from fedrecon.app.experiment import run_experiment
     from fedrecon.app.plots import learning_curve
     from fedrecon.app.tasks import task_of
+    from fedrecon.disk.replacement import put_aside_in
     from fedrecon.disk.runs import RunFolder
     from fedrecon.progress import bars
 
@@ -100,19 +101,29 @@ def run(args: Train) -> int:
         overwrite=args.overwrite,
         progress=bars,
         on_record=lambda record: show.progress_of(record, task.measures),
+        say=show.remark,
     )
     show.left_out(found.left_out)
     learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
+    if found.failed is not None:
+        show.alarm(f"training {'fails' if found.run.interrupted else 'failed'}: {found.failed}")
     if found.run.interrupted:
         again = [word for word in args.typed if word not in ("--overwrite", "--resume")]
         done = f"{found.run.rounds} of {args.settings.rounds} rounds"
         show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
         show.remark(f"to go on: {shlex.join(['fedrecon', 'train', *again, '--resume'])}")
+        if args.overwrite and (aside := put_aside_in(args.out)):
+            show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
         return 130
     if found.test is None:
         show.remark(f"there are no test {task.people} to evaluate on")
     else:
         show.evaluation(f"{len(found.users.test)} test {task.people}, none seen in training", found.test, task)
+    if found.failed is not None:
+        show.remark(
+            f"{args.out} has all of it, to see what went wrong (metrics.jsonl); nobody is served with its model"
+        )
+        return FAILED
     out = shlex.quote(str(args.out))
     print(f"saved: {args.out} (model/ is all that is needed to serve; plots/learning_curve.png shows the training)")
     print(f"next:  fedrecon evaluate {out} --json")

@@ -14,7 +14,7 @@ from fedrecon.app.config import Data, Factorization, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
 from fedrecon.clients import rows_of
-from fedrecon.data import Ratings, load
+from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
 from fedrecon.model import Model
@@ -68,7 +68,18 @@ def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratin
 
 
 def load_ratings(settings: Data) -> Ratings:
-    """Load the ratings that settings name, whole and in their own order."""
+    """Load the ratings that settings name, whole and in their own order, with titles if there are any."""
+    ratings = _load(settings)
+    if settings.items is None:
+        return ratings
+    titles = load_titles(settings.items)
+    known = np.array([titles.get(str(own), str(own)) for own in ratings.item_ids.tolist()], dtype=str)
+    if not any(str(own) in titles for own in ratings.item_ids.tolist()):
+        raise DataError(f"{settings.items} has no title for any item of {settings.source}: are its ids the same?")
+    return dataclasses.replace(ratings, titles=known)
+
+
+def _load(settings: Data) -> Ratings:
     path = Path(settings.source)
     if settings.source == "":
         raise DataError("the name of the data is empty; give a known name or a path.")
@@ -100,9 +111,10 @@ def _items(config: RatingsConfig, ratings: Ratings) -> Items:
     seen = divide_users(ratings, config.data).train
     rows = rows_of(seen.starts, seen.ends)
     items, values = np.asarray(seen.columns["item"])[rows], np.asarray(seen.columns["rating"])[rows]
+    ids = np.asarray(ratings.item_ids)
     return Items(
-        np.asarray(ratings.item_ids),
-        None if ratings.titles is None else np.asarray(ratings.titles),
+        ids,
+        None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist())),
         np.bincount(items, minlength=ratings.num_items),
         (float(values.min()), float(values.max())) if len(values) else None,
     )

@@ -10,21 +10,26 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fedrecon.clients import Clients, rows_of
-from fedrecon.data.errors import DataError
+from fedrecon.data.errors import DataError, check_choice
 from fedrecon.data.text.sentences import Sentences, next_word_columns
 from fedrecon.data.text.vocabulary import MAX_WORDS, PAD, Vocabulary
 from fedrecon.data.text.words import word_hash
 from fedrecon.disk.client_files import map_array
+from fedrecon.disk.digests import describe_files, verify_files
 from fedrecon.progress import Advance, Progress, silent
 
 FORMAT = "fedrecon-corpus"
-VERSION = 1
+VERSION = 2
 MANIFEST = "corpus.json"
+ARRAYS = ("tokens", "begins", "times", "offsets", "names", "split", "counts")
+FILES = (*(f"{name}.npy" for name in ARRAYS), "words.txt")
+QUICK_BYTES = 1 << 28  # of a file that is read whenever a corpus is opened
+Check = Literal["quick", "full"]
 SENTENCES_PER_BLOCK = 1 << 16
 HASHED_TOKENS, HASHED_BLOCKS = 1 << 16, 256  # what a fingerprint looks at: so many blocks of so many tokens
 
@@ -64,22 +69,32 @@ class Corpus:
         return f"Corpus({len(self.clients)} clients ({parts}), {sentences} sentences, {len(self.tokens)} words)"
 
     @classmethod
-    def open(cls, path: str | Path, mapped: bool = True) -> "Corpus":
+    def open(cls, path: str | Path, mapped: bool = True, check: Check = "quick") -> "Corpus":
         """Open a prepared folder.
+
+        Every file has its size and sha256 in the manifest. By default files up to 256 MB are read and compared, which
+        takes a fraction of a second each, and of larger ones only the size: reading tens of gigabytes would take away
+        what mapping is for, that a corpus opens at once.
 
         Args:
           path: the folder.
           mapped: map the files; otherwise read them into memory.
+          check: "quick" as above, or "full" to read every file, however large.
 
         Raises:
           DataError: there is none, or it is damaged.
         """
+        check_choice("check", check, Check)
         folder = Path(path)
         manifest = _read_manifest(folder)
         try:
+            if manifest["version"] > 1:  # earlier ones had no digests
+                verify_files(folder, manifest["files"], QUICK_BYTES if check == "quick" else None)
+                if missing := set(FILES) - set(manifest["files"]):
+                    raise ValueError(f"its {MANIFEST} does not list {missing.pop()}")
             tokens, begins, times, offsets, names, split_of, counts = (
                 map_array(folder / f"{name}.npy") if mapped else np.load(folder / f"{name}.npy", allow_pickle=False)
-                for name in ("tokens", "begins", "times", "offsets", "names", "split", "counts")
+                for name in ARRAYS
             )
             words = tuple((folder / "words.txt").read_text("utf-8").split("\n")[:-1])
             if not (len(begins) - 1 == len(times) == offsets[-1] and begins[-1] == len(tokens)):
@@ -98,7 +113,7 @@ class Corpus:
                 source=manifest["source"],
                 skipped=manifest["skipped"],
             )
-        except (OSError, EOFError, ValueError, KeyError) as problem:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, SyntaxError) as problem:
             raise DataError(f"{folder} is damaged or incomplete: {problem}. Prepare it again.") from problem
 
     # ---- clients ----
@@ -285,8 +300,16 @@ def write_manifest(
         "splits": list(splits),
         "train_tokens": train_tokens,
         "skipped": dict(skipped),
+        "files": describe_files(folder, FILES),
     }
+    content["sha256"] = _own_digest(content)
     (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    """Return a digest of what a manifest says, besides the digest itself."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -295,10 +318,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         kind, version = manifest["format"], manifest["version"]
-    except (ValueError, KeyError, TypeError):
+        version = int(version)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         kind, version = "unknown", 0
     if kind != FORMAT:
         raise DataError(f"{folder} is not a prepared corpus: its {MANIFEST} is of another kind.")
     if version > VERSION:
         raise DataError(f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it.")
+    if version > 1 and manifest.get("sha256") != _own_digest(manifest):
+        raise DataError(f"{folder} is damaged: its {MANIFEST} is not what was written. Prepare it again.")
     return manifest

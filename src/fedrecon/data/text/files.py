@@ -3,12 +3,16 @@
 import hashlib
 import json
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedrecon.data.cache import cache_folder
+from fedrecon.data.downloads import say_who
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.sources import is_stream, open_bytes
 from fedrecon.data.text.corpus import VERSION, Corpus
 from fedrecon.data.text.federated_sqlite import COMPRESSED
 from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
@@ -16,6 +20,8 @@ from fedrecon.data.text.records import BadRecords, client_name, read_lines, seco
 from fedrecon.data.text.runs import Post
 from fedrecon.data.text.stackoverflow import prepare_posts, prepare_stackoverflow
 from fedrecon.data.text.words import split_text
+from fedrecon.disk.digests import file_digest
+from fedrecon.disk.locks import hold
 from fedrecon.progress import Progress, silent
 
 
@@ -109,9 +115,10 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
     """Open a corpus, preparing it the first time.
 
     Args:
-      source: a prepared folder; or a file of JSON lines, a Stack Exchange `Posts.xml`, or the federated Stack
-        Overflow database, of which the prepared corpus is kept in $FEDRECON_CACHE or ~/.cache/fedrecon, under a
-        name that changes when the file or the options do.
+      source: a prepared folder; or a file of JSON lines, a Stack Exchange `Posts.xml`, the federated Stack Overflow
+        database, or a pipe ("-" for standard input) of JSON lines. The prepared corpus is kept in $FEDRECON_CACHE or
+        ~/.cache/fedrecon, under a name that changes when the file or the options do; a second process that wants the
+        same one waits for the first.
       progress: opens a display of how far preparing is.
       **options: of `prepare_text`, `prepare_posts` or `prepare_stackoverflow`, whichever it is.
 
@@ -121,15 +128,40 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
     path = Path(source)
     if path.is_dir():
         return Corpus.open(path)
+    if is_stream(source):
+        return _load_stream(source, progress, options)
     if not path.is_file():
         raise DataError(f"{source} is neither a file nor a prepared corpus. Check the path.")
     others = {name: _state(value) for name, value in options.items() if name == "word_count" and value is not None}
     about = [VERSION, _state(path), sorted({**options, **others}.items())]
     digest = hashlib.blake2b(json.dumps(about, default=str).encode(), digest_size=8).hexdigest()
     folder = cache_folder() / "text" / f"{path.name.split('.')[0]}-{digest}"
-    if folder.is_dir():
-        return Corpus.open(folder)
-    return preparer(path)(path, folder, progress=progress, **options)
+    return _prepare_once(path, folder, progress, options)
+
+
+def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]) -> Corpus:
+    """Keep what a pipe gives in a file that is named after its content, and prepare that."""
+    (cache_folder() / "text").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder() / "text") as place, open_bytes(source) as stream:
+        copy = Path(place) / "stream.jsonl"
+        with copy.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        kept = Path(place) / f"stream-{file_digest(copy)[:16]}.jsonl"
+        copy.rename(kept)
+        about = [VERSION, kept.name, sorted(options.items())]
+        digest = hashlib.blake2b(json.dumps(about, default=str).encode(), digest_size=8).hexdigest()
+        folder = cache_folder() / "text" / f"stream-{digest}"
+        return _prepare_once(kept, folder, progress, options)
+
+
+def _prepare_once(path: Path, folder: Path, progress: Progress, options: dict[str, Any]) -> Corpus:
+    """Open a corpus, or prepare it; of several processes that want it, one prepares and the others wait."""
+    if not folder.is_dir():
+        lock = folder.with_name(f".{folder.name}.waiting.lock")
+        with hold(lock, f"the corpus of {path}", wait=math.inf, on_wait=say_who):
+            if not folder.is_dir():
+                return preparer(path)(path, folder, progress=progress, **options)
+    return Corpus.open(folder)
 
 
 def _state(path: str | Path) -> list[Any]:

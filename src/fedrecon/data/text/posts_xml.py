@@ -1,7 +1,8 @@
 """`Posts.xml` of a Stack Exchange data dump: one post a line, its text as HTML in an attribute."""
 
+import re
 from collections.abc import Collection, Iterator
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +13,10 @@ from fedrecon.progress import Progress
 
 QUESTION, ANSWER = 1, 2
 AROUND = (b"<?xml", b"<posts", b"</posts", b"\xef\xbb\xbf<?xml")  # how the lines that hold no post begin
+# A tag: quoted attributes may hold ">". Possessive, and without "<" in it, so that no character is looked at twice.
+_TAG = re.compile(
+    r"""(?P<comment><!--)|<(?P<slash>/?)(?P<name>[A-Za-z][A-Za-z0-9]*+)(?:[^<>"']++|"[^"<]*+"|'[^'<]*+')*+>"""
+)
 BLOCKS = frozenset("address blockquote br dd div dl dt h1 h2 h3 h4 h5 h6 hr li ol p pre table td th tr ul".split())  # noqa: SIM905
 
 
@@ -43,7 +48,7 @@ def read_posts(path: str | Path, types: Collection[int], bad: BadRecords, progre
         except KeyError as missing:
             bad.found(f"{path} line {number}", f"a row without {missing.args[0]}")
             continue
-        except ValueError as problem:
+        except (ValueError, OverflowError) as problem:
             bad.found(f"{path} line {number}", problem)
             continue
         if not sentences:
@@ -62,34 +67,34 @@ def _attributes(line: bytes) -> dict[str, str]:
 
 
 def plain_text(html: str) -> str:
-    """Return the text of an HTML fragment: blocks on lines of their own, blocks of code left out."""
-    stripper = _Stripper()
-    stripper.feed(html)
-    stripper.close()
-    return "".join(stripper.pieces)
+    """Return the text of an HTML fragment: blocks on lines of their own, blocks of code and comments left out.
+
+    Every character is looked at once. A parser of all of HTML would look for the end of every `<!--` that has none, to
+    the end of the text each time.
+    """
+    pieces: list[str] = []
+    depth = place = 0  # how many <pre> are open: that is where Stack Exchange puts blocks of code
+    for tag in _TAG.finditer(html):
+        if tag.start() < place:
+            continue  # within a comment
+        _add(pieces, html[place : tag.start()], depth)
+        place = tag.end()
+        if tag["comment"]:
+            end = html.find("-->", place)
+            place = len(html) if end < 0 else end + 3
+            if end < 0:
+                break
+            continue
+        name = tag["name"].lower()
+        if name == "pre":
+            depth = max(0, depth + (-1 if tag["slash"] else 1))
+        if name in BLOCKS:
+            pieces.append("\n")
+    _add(pieces, html[place:], depth)
+    return "".join(pieces)
 
 
-class _Stripper(HTMLParser):
-    """Collects text outside `<pre>`, where Stack Exchange puts blocks of code; code within a sentence stays."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.pieces: list[str] = []
-        self.depth = 0  # of <pre>
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag == "pre":
-            self.depth += 1
-        if tag in BLOCKS:
-            self.pieces.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "pre":
-            self.depth = max(0, self.depth - 1)
-        if tag in BLOCKS:
-            self.pieces.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self.depth:
-            # a line that only the source breaks is not a line of the text
-            self.pieces.append(data.replace("\r", " ").replace("\n", " "))
+def _add(pieces: list[str], text: str, depth: int) -> None:
+    if text and not depth:
+        # a line that only the source breaks is not a line of the text
+        pieces.append(unescape(text).replace("\r", " ").replace("\n", " "))

@@ -22,6 +22,7 @@ from fedrecon.data.text.runs import WORDS_IN_MEMORY, Post, Run, RunWriter
 from fedrecon.data.text.word_counts import most_used, number_words
 from fedrecon.disk.client_files import ArrayFile
 from fedrecon.disk.folders import whole_folder
+from fedrecon.disk.locks import hold
 from fedrecon.progress import Progress, silent
 
 KEPT_WORDS = 50_000
@@ -83,8 +84,10 @@ def prepare_corpus(
 
     Raises:
       DataError: there is not a single sentence, or nobody is in the training split.
+      LockedError: another process is preparing the same folder.
     """
-    with whole_folder(folder) as temporary:
+    lock = Path(folder).with_name(f".{Path(folder).name}.lock")
+    with hold(lock, str(folder)), whole_folder(folder) as temporary:
         writer = RunWriter(temporary, plan.max_sentences, plan.words_in_memory)
         for post in posts:
             if post.sentences:

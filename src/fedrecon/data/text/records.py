@@ -1,7 +1,7 @@
 """Records of text files: line after line, plain or gzip, and what is done about those that cannot be read."""
 
 import gzip
-import zlib
+import io
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon.data.errors import BadRows, DataError, check_choice
+from fedrecon.data.sources import Bounded, UnpackingError
 from fedrecon.progress import Progress
 
 GZIP, SEVEN_ZIP = b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c"
@@ -30,7 +31,7 @@ class BadRecords:
     def found(self, where: str, problem: object) -> None:
         """Raise a `DataError` that names the place, or count."""
         if self.policy == "error":
-            raise DataError(f'{where}: {problem}. Mend it, or leave such records out with bad_rows="skip".') from None
+            raise DataError(f'{where}: {problem}. Fix it, or leave such records out with bad_rows="skip".') from None
         self.skipped["bad_rows"] += 1
 
 
@@ -51,7 +52,10 @@ def read_lines(path: str | Path, bad: BadRecords, progress: Progress) -> Iterato
         raw.seek(0)
         if start == SEVEN_ZIP:
             raise DataError(f"{path} is a 7z archive: unpack it first and give the file in it.")
-        file: Any = stack.enter_context(gzip.open(raw)) if start.startswith(GZIP) else raw
+        packed = start.startswith(GZIP)
+        file: Any = (
+            raw if not packed else io.BufferedReader(Bounded(stack.enter_context(gzip.open(raw)), str(path), size))
+        )
         advance = stack.enter_context(progress(f"reading {Path(path).name} (kB)", size >> 10))
         number = done = 0
         while True:
@@ -63,9 +67,11 @@ def read_lines(path: str | Path, bad: BadRecords, progress: Progress) -> Iterato
                         line = file.readline(LONGEST_LINE)
                     bad.found(f"{path} line {number}", f"longer than {LONGEST_LINE} bytes")
                     continue
-            except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-                bad.found(f"{path} line {number}", f"the gzip data is cut off or damaged ({problem})")
+            except UnpackingError as problem:
+                bad.found(f"{path} line {number}", f"the gzip data is cut off or damaged ({problem.reason})")
                 return
+            except OSError as problem:
+                raise DataError(f"cannot read {path}: {problem.strerror or problem}") from None
             if not line:
                 return
             if number % LINES_PER_REPORT == 0:
@@ -78,7 +84,7 @@ def read_lines(path: str | Path, bad: BadRecords, progress: Progress) -> Iterato
 def client_name(value: Any) -> str:
     """Return a client's name, or raise ValueError if it cannot be one."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"client {value!r} is neither text nor a whole number")
+        raise ValueError(f"client {repr(value)[:50]} is neither text nor a whole number")
     name = str(value)
     if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
         raise ValueError(f"client {name[:50]!r} is not 1 to {LONGEST_NAME} printable characters")
@@ -90,5 +96,8 @@ def seconds(date: str) -> float:
     try:
         when = datetime.fromisoformat(date)
     except ValueError:
-        raise ValueError(f"{date!r} is not a date such as 2008-08-10T08:28:52") from None
-    return (when.replace(tzinfo=UTC) if when.tzinfo is None else when).timestamp()
+        raise ValueError(f"{date[:50]!r} is not a date such as 2008-08-10T08:28:52") from None
+    try:
+        return (when.replace(tzinfo=UTC) if when.tzinfo is None else when).timestamp()
+    except OverflowError:
+        raise ValueError(f"{date[:50]!r} is beyond the years that can be told apart") from None

@@ -3,18 +3,19 @@
 Neither is downloaded: docs/data.md says where they are.
 """
 
-import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from fedrecon.data.errors import BadRows, DataError
 from fedrecon.data.text.corpus import Corpus
-from fedrecon.data.text.federated_sqlite import SPLITS, choose_clients, connect, read_examples, unpacked
+from fedrecon.data.text.federated_sqlite import SPLITS, UNREADABLE, choose_clients, connect, read_examples, unpacked
 from fedrecon.data.text.posts_xml import ANSWER, QUESTION, read_posts
 from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
 from fedrecon.data.text.records import BadRecords
 from fedrecon.progress import Progress, silent
+
+LONGEST_WORD = 10_000  # characters of a line of the word count
 
 
 def prepare_stackoverflow(
@@ -73,7 +74,7 @@ def prepare_stackoverflow(
             chosen = choose_clients(connection, clients or {}, seed)
             posts = read_examples(connection, path, chosen, max_sentences, bad, progress)
             return prepare_corpus(posts, folder, plan, str(database), bad.skipped, progress)
-        except sqlite3.Error as problem:
+        except UNREADABLE as problem:
             raise DataError(f"{path} cannot be read as federated Stack Overflow: {problem}.") from problem
 
 
@@ -131,7 +132,7 @@ def read_word_count(path: str | Path, most: int = KEPT_WORDS) -> list[str]:
     words: dict[str, None] = {}
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_WORD), ""), 1):
                 fields = line.split()
                 if len(fields) != 2 or not fields[1].isdigit():
                     raise DataError(f"{path} line {number}: {line[:50]!r} is not a word and its count.")

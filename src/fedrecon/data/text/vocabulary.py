@@ -108,7 +108,12 @@ class Vocabulary:
         Raises:
           StorageError: it is missing, damaged or something else.
         """
-        content = read_json(Path(path))
+        try:
+            content = read_json(Path(path))
+        except StorageError:
+            raise
+        except (OSError, ValueError, RecursionError) as problem:  # a number or a nesting beyond all measure
+            raise StorageError(f"{path} cannot be read: {problem}") from None
         try:
             if content["format"] != FORMAT or content["version"] > VERSION:
                 raise StorageError(
@@ -121,5 +126,5 @@ class Vocabulary:
             return cls(tuple(words), int(content["buckets"]))
         except StorageError:
             raise
-        except (KeyError, TypeError, ValueError) as problem:
+        except (KeyError, TypeError, ValueError, OverflowError) as problem:
             raise StorageError(f"{path} is not a saved vocabulary: {problem!r}") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import RATINGS, Items
-from fedrecon.data import Vocabulary, personal_text
+from fedrecon.data import Vocabulary, personal_text, unique_labels
 from fedrecon.data.text.sentences import prompt_columns
 from fedrecon.device.exporting import Legend
 from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
@@ -89,20 +87,6 @@ def _short(ids: list[Any]) -> Any:
     if all(isinstance(one, int) for one in ids) and ids == list(range(ids[0], ids[0] + len(ids))):
         return {"first": ids[0], "count": len(ids)}
     return ids
-
-
-def unique_labels(titles: Sequence[str], ids: Sequence[Any]) -> list[str]:
-    """Return titles of which no two are equal: one that occurs twice gets the item's id.
-
-    Args:
-      titles: of the items.
-      ids: of the items, no two equal.
-    """
-    often = Counter(titles)
-    labels = [title if often[title] == 1 else f"{title} [{one}]" for title, one in zip(titles, ids, strict=True)]
-    if len(set(labels)) < len(labels):  # a title that ends like such a label
-        labels = [f"{title} [{one}]" for title, one in zip(titles, ids, strict=True)]
-    return labels
 
 
 def _roles(saved: SavedModel[Items]) -> dict[str, str]:

@@ -1,0 +1,79 @@
+"""An aggregator: what is done to an upload before it is added to others, and to the sum before the server takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from fedrecon.upload import Parts, Summand, Total
+
+Report = dict[str, Array]  # what is known of a round beside the mean: counts, the weight, whether it was skipped
+
+
+class Aggregator(NamedTuple):
+    """From uploads to what the server takes. Between `encode` and `decode` there is nothing but a sum.
+
+    Attributes:
+      init: `parts -> state`, what the server keeps for it; `parts` has the shapes of what is added up, without clients.
+      message: `state -> message`, what it tells clients.
+      encode: `(message, summand, keys) -> summand`, on the client, for several clients at once; `keys` are the
+        clients' own, for what must be random.
+      decode: `(state, total, key) -> (total, state, report)`, on the server.
+    """
+
+    init: Callable[[Parts], Any]
+    message: Callable[[Any], Any]
+    encode: Callable[[Any, Summand, Array], Summand]
+    decode: Callable[[Any, Total, Array], tuple[Total, Any, Report]]
+
+
+def stateless(
+    encode: Callable[[Summand], Summand] = lambda summand: summand,
+    decode: Callable[[Total], tuple[Total, Report]] = lambda total: (total, {}),
+) -> Aggregator:
+    """Return an aggregator that keeps nothing, tells clients nothing and draws nothing."""
+
+    def encode_one(message: Any, summand: Summand, keys: Array) -> Summand:
+        del message, keys
+        return encode(summand)
+
+    def decode_one(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
+        del key
+        total, report = decode(total)
+        return total, state, report
+
+    return Aggregator(lambda parts: (), lambda state: (), encode_one, decode_one)
+
+
+def chain(*stages: Aggregator) -> Aggregator:
+    """Put aggregators one after another: encoded in this order on the client, decoded in the opposite one.
+
+    Args:
+      *stages: what is done to an upload, the first first. `chain(clip(1.0), weigh())` clips, then weighs; the server
+        divides by the weight.
+    """
+
+    def init(parts: Parts) -> Any:
+        return tuple(stage.init(parts) for stage in stages)
+
+    def message(state: Any) -> Any:
+        return tuple(stage.message(one) for stage, one in zip(stages, state, strict=True))
+
+    def encode(message: Any, summand: Summand, keys: Array) -> Summand:
+        for number, (stage, told) in enumerate(zip(stages, message, strict=True)):
+            mine = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+            summand = stage.encode(told, summand, mine)
+        return summand
+
+    def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
+        kept, report = list(state), Report()
+        for number in reversed(range(len(stages))):
+            mine = jax.random.fold_in(key, number)
+            total, kept[number], told = stages[number].decode(state[number], total, mine)
+            report |= told
+        return total, tuple(kept), report
+
+    return Aggregator(init, message, encode, decode)

@@ -1,0 +1,75 @@
+"""Ditto: every client has a model of its own, held near the one that all learn together.
+
+References:
+  Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax import Array
+
+from fedrecon import kit
+
+
+def ditto(
+    model: kit.Model,
+    *,
+    update: kit.Solver,
+    personal: kit.Solver,
+    strength: float,
+    server: optax.GradientTransformation,
+    aggregate: kit.Aggregator | None = None,
+) -> kit.Algorithm:
+    """Average a model of everybody; beside it, let every client train its own, pulled towards that one.
+
+    Args:
+      model: with everything global.
+      update: how a client trains the global model.
+      personal: how it trains its own, on its loss plus `strength / 2` times the squared distance from the global one.
+      strength: of the pull; 0 is local training that starts from the global model.
+      server: the optimizer that takes the negative mean change as a gradient.
+      aggregate: weights, clipping; `aggregate.mean()` by default.
+
+    Returns:
+      An `Algorithm`. Its local parameters are a client's own model; `Run.kept` holds every client's after training, and
+      unseen clients get theirs from the global one, on their support.
+    """
+    if jax.tree.leaves(kit.shapes_of(model.init_local)):
+        raise ValueError("Ditto trains whole models; this one has local parameters: make it with everything global")
+    if not strength >= 0:
+        raise ValueError(f"`strength` is {strength}; it must be at least 0")
+
+    def train_own(params: kit.Params, own: kit.Params, examples: kit.Examples) -> kit.Params:
+        def pull(mine: kit.Params, context: Any) -> Array:
+            return strength / 2 * optax.tree.norm(optax.tree.sub(mine, params), squared=True)
+
+        objective = kit.Objective(model, lambda mine, _, batch: model.predict(mine, (), batch), penalty=pull)
+        return personal.solve(kit.Problem(objective, own, (), examples, measured=False)).params
+
+    def define(_: kit.Model) -> kit.Method:
+        updater = kit.Updater(model, update)
+
+        def client(params: kit.Params, own: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
+            of_steps = kit.step_keys(model, kit.client_keys(key, cohort.identity))[1]
+            upload = updater.run(params, cohort, kit.hold(model), (), keys=of_steps).upload
+            return upload, train_own(params, own, cohort.query)
+
+        def reconstruct(params: kit.Params, kept: Any, support: kit.Examples, keys: Array) -> kit.Params:
+            start = jax.vmap(lambda key: params, out_axes=0)(keys)
+            return train_own(params, start, support)
+
+        return kit.Method(
+            init=lambda key: kit.init_server(model, server, key),
+            client=client,
+            server=lambda state, mean, _: kit.step_server(server, state, mean[kit.DELTA], kit.averaged(model)),
+            reconstruct=reconstruct,
+            needs=updater.needs(kit.query_only(), 1),
+            keep=jax.vmap(model.init_global),
+            support_limit=personal.limit,
+        )
+
+    own = model._replace(init_local=model.init_global, predict=lambda _, own, batch: model.predict(own, (), batch))
+    serving = own._replace(fit=None, state=None, lookups={})
+    return kit.Algorithm(serving, define, aggregate or kit.mean_of_uploads())

@@ -1,0 +1,106 @@
+"""Federated Reconstruction: the server learns the global part, every client reconstructs its local part.
+
+References:
+  Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax import Array
+
+from fedrecon.aggregate import Aggregator
+from fedrecon.aggregate import mean as mean_of_uploads
+from fedrecon.algorithm import Algorithm, Method, Stages, averaged, init_server, step_keys, step_server
+from fedrecon.cohort import Cohort
+from fedrecon.keys import client_keys
+from fedrecon.model import Model
+from fedrecon.solvers.problem import Solver
+from fedrecon.solvers.reconstruction import reconstruction
+from fedrecon.solvers.update import Updater, differentiate_through, hold
+from fedrecon.split import Split
+from fedrecon.split import half as half_split
+from fedrecon.trees import Params
+from fedrecon.upload import DELTA, Upload
+
+
+def federated_reconstruction(
+    model: Model,
+    *,
+    reconstruct: Solver,
+    update: Solver,
+    server: optax.GradientTransformation,
+    split: Split | None = None,
+    joint: bool = False,
+    second_order: bool = False,
+    aggregate: Aggregator | None = None,
+) -> Algorithm:
+    """Train the global part of a model so that the local part is quick to reconstruct.
+
+    In every round each client reconstructs its local parameters on its support examples with the global ones frozen,
+    updates the global ones on its query examples, returns that change alone and forgets the rest.
+
+    Args:
+      model: a partially local model.
+      reconstruct: R, how local parameters are reconstructed.
+      update: U, how global parameters are updated.
+      server: the optimizer that takes the negative mean change as a gradient; `optax.sgd(1.0)` is plain averaging.
+      split: S; half and half by default.
+      joint: let U move the local parameters too (they are still forgotten).
+      second_order: let U differentiate through R. R is then run again in every step of U, so U wants few steps.
+      aggregate: weights, clipping; `aggregate.mean()` by default.
+
+    Returns:
+      An `Algorithm`.
+
+    References:
+      Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
+    """
+    if joint and second_order:
+        raise ValueError("`joint` and `second_order` exclude each other: one moves what the other differentiates")
+    if second_order and model.state is not None and model.state.shared:
+        raise ValueError(
+            "`second_order` has no reconstructed local parameters to take averaged statistics with; "
+            "give the model state='local' or state='frozen'"
+        )
+
+    def define(model: Model) -> Method:
+        updater = Updater(model, update, through_support=second_order)
+        rebuild = reconstruction(model, reconstruct)
+
+        def reconstruct_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
+            keys = client_keys(key, cohort.identity)
+            of_r, of_u = step_keys(model, keys)
+            return rebuild.run(params, kept, cohort.support, keys, of_r), of_u, kept
+
+        def then_update(params: Params, held: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            del key
+            local, of_u, kept = held
+            if joint:
+                return updater.run(params, cohort, hold(model), (), solved=local, keys=of_u).upload, kept
+            return updater.run(params, cohort, hold(model), local, keys=of_u).upload, kept
+
+        def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            if not second_order:
+                return then_update(params, reconstruct_first(params, kept, cohort, key), cohort, key)
+            keys = client_keys(key, cohort.identity)
+            of_r, of_u = step_keys(model, keys)
+            start = jax.vmap(model.init_local)(keys), of_r
+            predict = differentiate_through(model, reconstruct)
+            return updater.run(params, cohort, predict, start, keys=of_u).upload, kept
+
+        return Method(
+            init=lambda key: init_server(model, server, key),
+            client=client,
+            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
+            reconstruct=rebuild.run,
+            needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
+            check=rebuild.check,
+            support_limit=reconstruct.limit,
+            stages=None if second_order else Stages(reconstruct_first, then_update),
+        )
+
+    return Algorithm(model, define, aggregate or mean_of_uploads())

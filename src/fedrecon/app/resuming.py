@@ -1,0 +1,135 @@
+"""Going on with a run: it must be the same run, on the same data, laid out on devices in the same way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedrecon._version import __version__
+from fedrecon.algorithm import Algorithm
+from fedrecon.app.build import build_layout
+from fedrecon.app.config import Config, ConfigError, config_from_json, differences, to_json
+from fedrecon.disk.errors import StorageError
+from fedrecon.disk.folders import standing
+from fedrecon.disk.parts import FORMAT, RUN, VERSION, read_description
+from fedrecon.disk.runs import RunFolder
+from fedrecon.engine import Layout, layout, start_devices
+
+Say = Callable[[str], None]
+
+
+def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
+    """Read the settings of a run and everything else in its `run.json`."""
+    if not Path(path).is_dir():
+        raise StorageError(f"{path} is not a folder; expected the folder of a run")
+    file = Path(path) / RUN
+    facts = read_description(Path(path))
+    if facts.get("format", FORMAT) != FORMAT or facts.get("version", 1) not in range(1, VERSION + 1):
+        raise StorageError(f"{file} was written by a newer version of fedrecon than this one ({__version__})")
+    try:
+        config = config_from_json(facts["config"], str(file))
+        facts["data"]["fingerprint"]
+    except ConfigError as problem:
+        raise StorageError(str(problem)) from None
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise StorageError(f"{file} is damaged: {problem!r}") from None
+    return config, facts
+
+
+def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, Any] | None:
+    """Return the `run.json` of the run to go on with; None if there is none yet."""
+    if not folder.holds_run():
+        return None
+    if not resume:
+        raise StorageError(f"{folder.path} holds a run; continue it with --resume, or replace it with --overwrite")
+    done = folder.rounds_done()
+    settings, facts = read_run(folder.path)
+    if done is None and (facts.get("ended") or standing(folder.model_path).exists()):
+        raise StorageError(
+            f"the run in {folder.path} has no checkpoint any more, so it cannot go on; its model is still there. "
+            "Begin anew in another folder, or with --overwrite."
+        )
+    if settings.task != config.task:
+        raise StorageError(f"the run in {folder.path} is on {settings.task}, not on {config.task}; use another folder")
+    changed = differences(to_json(settings), to_json(config))
+    if changed:
+        raise StorageError(
+            f"the run in {folder.path} has other settings: {', '.join(changed)}; "
+            "resume it with its own, or begin anew with --overwrite"
+        )
+    if done is not None and done > config.rounds:
+        raise StorageError(f"the run in {folder.path} is past round {config.rounds}: it has done {done}")
+    if facts.get("version") != VERSION:
+        raise StorageError(
+            f"the run in {folder.path} was begun by another version of fedrecon, and this one cannot go on with it: "
+            "go on with that version, or begin anew with --overwrite"
+        )
+    place = facts.get("layout")
+    numbers = [place.get(name) for name in ("devices", "block", "sharing")] if isinstance(place, dict) else [None]
+    if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
+        raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot go on")
+    return facts
+
+
+def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+    """Check that the data is what the run began on."""
+    now = facts["data"]["fingerprint"]
+    if earlier and earlier["data"]["fingerprint"] != now:
+        raise StorageError(
+            f"{facts['data']['source']} is no longer what the run in {folder.path} was trained on "
+            f"(fingerprint {now}, was {earlier['data']['fingerprint']}); "
+            "it cannot be resumed: bring the data back, or begin anew with --overwrite"
+        )
+
+
+def layout_facts(place: Layout) -> dict[str, Any]:
+    """Say for `run.json` where clients run."""
+    return {
+        "platform": jax.default_backend(),
+        "devices": place.devices,
+        "block": place.block,
+        "sharing": place.sharing,
+    }
+
+
+def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any] | None, say: Say) -> None:
+    """Start as many devices as the run began with, whatever this machine has: others would give other last bits."""
+    if earlier is None or config.devices is not None:
+        start_devices(config.devices)
+        return
+    began = earlier["layout"]["devices"]
+    try:
+        start_devices(began)
+    except ValueError:
+        raise _other_machine(folder, earlier) from None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if earlier["layout"].get("platform") == "cpu" and began != cores:
+        say(
+            f"goes on with {began} devices, as it began, although this machine has {cores} cores: the bits depend on it"
+        )
+
+
+def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier: dict[str, Any] | None) -> Layout:
+    """Return where clients run: for a run that goes on, as it began."""
+    if earlier is None:
+        return build_layout(config, algorithm.model)
+    began = earlier["layout"]
+    try:
+        place = layout(began["block"], began["devices"], sharing=began["sharing"])
+    except ValueError:
+        raise _other_machine(folder, earlier) from None
+    if layout_facts(place) != began:
+        raise _other_machine(folder, earlier)
+    return place
+
+
+def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
+    began = earlier["layout"]
+    return StorageError(
+        f"the run in {folder.path} began on {began['devices']} devices ({began.get('platform')}), which there are not "
+        "here; on others its bits would change. Go on where it began, or begin anew with --overwrite."
+    )

@@ -1,0 +1,214 @@
+"""Ratings files of text: their layout, and their rows, piece by piece, by the fastest reader that can read a piece.
+
+Three readers give the same: pyarrow's where it is installed, numpy's where it is not, and rows one by one, which copes
+with anything and names the line of an error. A piece goes to the last one if the others might read it differently.
+"""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.fast import LARGEST, Rows, fast_reader
+from fedrecon.data.ratings.ids import Coded, IdColumn, check_id
+from fedrecon.data.ratings.layout import Column, Layout, Pieces, csv_reader, find_layout, pass_over
+
+_WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
+
+
+class RatingTable(NamedTuple):
+    """Ratings row by row, as read; `lines` says where each row stands, if that is known."""
+
+    user: Coded
+    item: Coded
+    rating: np.ndarray
+    time: np.ndarray | None
+    lines: np.ndarray | None = None
+    bad_rows: int = 0
+
+
+def parse_ratings(
+    text: Iterable[str],
+    source: str,
+    columns: Mapping[str, Column | None],
+    delimiter: str | None = None,
+    header: bool | None = None,
+    bad_rows: BadRows = "error",
+    number_lines: bool = False,
+    skip_lines: int = 0,
+) -> RatingTable:
+    """Read the rows of a text file.
+
+    Args:
+      text: the file's content in pieces of whole lines, as `sources.read_text` gives them.
+      source: its name, for messages.
+      columns: where user, item, rating and time are; see `load_ratings`.
+      delimiter: what separates fields, None to find out.
+      header: whether there is a header line, None to find out.
+      bad_rows: whether rows that cannot be read are errors or are counted.
+      number_lines: read row by row in any case, to know the line of each row.
+      skip_lines: how many lines at the beginning are passed over.
+    """
+    pieces = Pieces(text)
+    pass_over(pieces, skip_lines, source)
+    layout = find_layout(pieces, source, columns, delimiter, header)
+    fast = None if number_lines else fast_reader()
+    user, item = IdColumn(source, "user"), IdColumn(source, "item")
+    rating, time, lines = [np.empty(0, np.float32)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    bad = 0
+    while piece := pieces.take():
+        if piece.isspace():
+            continue
+        rows = None if fast is None else fast(piece, layout)
+        if rows is None:
+            rows = _read_rows(piece, pieces, source, layout, bad_rows, number_lines)
+        _add_ids(user, rows.user)
+        _add_ids(item, rows.item)
+        bad += rows.bad
+        rating.append(rows.rating)
+        for values, column in ((rows.time, time), (rows.lines, lines)):
+            if values is not None:
+                column.append(values)
+    return RatingTable(
+        user.finish(),
+        item.finish(),
+        _joined(rating),
+        _joined(time) if "time" in layout.positions else None,
+        _joined(lines) if number_lines else None,
+        bad,
+    )
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """Join arrays and forget them, so that not all columns are in memory twice."""
+    whole = np.concatenate(parts)
+    parts.clear()
+    return whole
+
+
+def _add_ids(column: IdColumn, ids: Any) -> None:
+    """Add ids in whatever form a reader gave them."""
+    if isinstance(ids, list):
+        column.add_texts(ids)
+    elif isinstance(ids, tuple):
+        column.add_coded(*ids)
+    elif isinstance(ids, np.ndarray):
+        column.add_integers(ids)
+    else:
+        column.add_dictionary(ids)
+
+
+# ---- rows one by one ----
+
+
+def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows: BadRows, number_lines: bool) -> Rows:
+    """Read a piece row by row; name the first bad row or count them all."""
+    user: list[str] = []
+    item: list[str] = []
+    rating: list[float] = []
+    time: list[int] = []
+    lines: list[int] = []
+    bad, number = 0, pieces.line - piece.count("\n") - 1
+    try:
+        for number, fields in _records(piece, pieces, layout.delimiter):
+            try:
+                found = _parse_row(fields, layout.positions)
+            except ValueError as problem:
+                if bad_rows == "error":
+                    raise DataError(f"{source} line {number}: {problem}") from None
+                bad += 1
+                continue
+            for values, value in zip((user, item, rating, time), found, strict=True):
+                values.append(value)  # type: ignore[attr-defined]
+            lines.append(number)
+    except csv.Error as problem:
+        raise DataError(f"{source} after line {number}: {problem}; is a quote left open?") from None
+    return Rows(
+        user,
+        item,
+        np.array(rating, np.float32),
+        np.array(time, np.int64) if "time" in layout.positions else None,
+        np.array(lines, np.int64) if number_lines else None,
+        bad,
+    )
+
+
+def _records(piece: str, pieces: Pieces, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each line that is not blank, and its fields.
+
+    A record that does not end with the piece, since a quoted field has line feeds in it, goes on in the next one, and
+    then the records of that are read here too.
+    """
+    if len(delimiter) > 1:
+        for number, line in enumerate(io.StringIO(piece), pieces.line - piece.count("\n")):
+            if line.strip():
+                yield number, [name.strip() for name in line.split(delimiter)]
+        return
+    feed = _Feed(piece, pieces)
+    reader = csv_reader(feed, delimiter)
+    before = feed.number
+    while feed.left:
+        fields = next(reader)
+        if any(name.strip() for name in fields):
+            yield before, [name.strip() for name in fields]
+        before = feed.number
+
+
+class _Feed:
+    """Lines of a piece, and of those after it if somebody asks for more; `left` counts those the piece still has."""
+
+    def __init__(self, piece: str, pieces: Pieces) -> None:
+        self.pieces = pieces
+        self._begin(piece)
+
+    def _begin(self, piece: str) -> None:
+        self.lines, self.left = iter(io.StringIO(piece)), piece.count("\n")
+        self.number = self.pieces.line - self.left  # of the line that comes next
+
+    def __iter__(self) -> "_Feed":
+        return self
+
+    def __next__(self) -> str:
+        if not self.left:
+            if not (piece := self.pieces.take()):
+                raise StopIteration
+            self._begin(piece)
+        self.left -= 1
+        self.number += 1
+        return next(self.lines)
+
+
+def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, float, int]:
+    """Return user, item, rating and time (0 without one) of a row, or raise ValueError with what is wrong."""
+    if len(fields) <= max(positions.values()):
+        raise ValueError(f"expected at least {max(positions.values()) + 1} fields, but there are {len(fields)}")
+    found = {role: fields[place] for role, place in positions.items()}
+    for role in ("user", "item"):
+        check_id(role, found[role])
+    rating = _number("rating", found["rating"])
+    if abs(rating) > LARGEST:
+        raise ValueError(f"rating {found['rating'][:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
+    return found["user"], found["item"], rating, _time(found["time"]) if "time" in found else 0
+
+
+def _number(role: str, text: str) -> float:
+    try:
+        number = float(text.replace("_", "x"))  # 1_000 is a number to Python alone
+    except ValueError:
+        raise ValueError(f"{role} {text[:50]!r} is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{role} {text[:50]!r} is not finite")
+    return number
+
+
+def _time(text: str) -> int:
+    whole = _WHOLE.fullmatch(text) and len(text) <= 400
+    time = int(text) if whole else int(_number("time", text))
+    if not -(1 << 63) <= time < 1 << 63:
+        raise ValueError(f"time {text[:50]!r} is beyond the range of 64-bit integers: are these seconds?")
+    return time

@@ -1,0 +1,132 @@
+"""What a run's folder is made of, where its parts stand, and whether it is ours to write to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedrecon.disk.arrays import MANIFEST, read_json, write_bytes
+from fedrecon.disk.errors import StorageError
+from fedrecon.disk.folders import standing
+from fedrecon.disk.locks import hold
+from fedrecon.disk.replacement import reading_place
+from fedrecon.disk.sealed import read_sealed
+
+RUN, MODEL, CHECKPOINTS, METRICS, PLOTS = "run.json", "model", "checkpoint", "metrics.jsonl", "plots"
+PARTS = (MODEL, f".{MODEL}.old", CHECKPOINTS, METRICS, RUN)  # what is put aside when a run is replaced
+MARKER, LOCK = ".fedrecon", ".lock"
+FORMAT, VERSION = "fedrecon-run", 2  # version 1 had no seals; what it says is read, but it cannot be gone on with
+
+ROUND = re.compile(r"round-(\d+)")
+_CHECKPOINT = re.compile(r"round-\d+|\.round-\d+\.(partial|old)")
+_MODEL_FILE = re.compile(r"model\.json|global\.safetensors|\..*\.partial")
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """List the complete checkpoints of a run, the newest last."""
+    folder = path / CHECKPOINTS
+    found = [(ROUND.fullmatch(entry.name), entry) for entry in folder.iterdir()] if folder.is_dir() else []
+    return [entry for _, entry in sorted((int(name[1]), entry) for name, entry in found if name)]
+
+
+def has_begun(path: Path) -> bool:
+    """Say whether a run has left something to keep: a checkpoint or a model."""
+    return bool(checkpoints_of(path)) or standing(path / MODEL).exists()
+
+
+def standing_part(path: Path, name: str) -> Path:
+    """Return where a reader finds a part of a run, also while it is being replaced or after that was killed."""
+    return standing(reading_place(path, name, begun=has_begun(path)))
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Read the `run.json` of a run's folder.
+
+    Raises:
+      StorageError: it is missing or damaged.
+    """
+    return read_sealed(standing_part(path, RUN), unsealed={})
+
+
+# ---- whose it is ----
+
+
+def check_ours(path: Path) -> None:
+    """Check that a folder is not there, is empty, or was made by fedrecon: that a run may be written to it.
+
+    Raises:
+      StorageError: it is somebody else's.
+    """
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file; give a new or empty folder, or that of a run")
+    inside = _names(path) - {LOCK, f".{MARKER}.partial"}
+    known = MARKER in inside or _describes_run(path) or any(path.glob(f"{CHECKPOINTS}/round-*/{MANIFEST}"))
+    if inside and not known:
+        raise _somebody_elses(path, inside)
+    check_model(path / MODEL)
+    _check_names(path / CHECKPOINTS, _CHECKPOINT)
+
+
+@contextmanager
+def held_study(path: Path) -> Iterator[None]:
+    """Keep other processes from writing to the folder of a study while a block runs, and mark it as ours.
+
+    Raises:
+      StorageError: another process writes there, or the folder is somebody else's.
+    """
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file; give a new or empty folder, or that of a study")
+    inside = _names(path) - {LOCK, f".{MARKER}.partial"}
+    if inside and not inside & {MARKER, "rows"}:
+        raise _somebody_elses(path, inside)
+    with hold(path / LOCK, f"the study in {path}"):
+        mark(path)
+        yield
+
+
+def mark(path: Path) -> None:
+    """Mark a folder as one that fedrecon made."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not (path / MARKER).exists():
+        write_bytes(path / MARKER, b"fedrecon made this folder; its page docs/files.md says what is in it.\n")
+
+
+def check_model(path: Path) -> None:
+    """Check that a folder is not there, is empty, or holds a model of ours: that it may be replaced.
+
+    Raises:
+      StorageError: it is somebody else's.
+    """
+    _check_names(path, _MODEL_FILE)
+    try:
+        about = read_json(path / "model.json")
+    except StorageError:
+        return  # missing or damaged, but with no other names beside it than ours
+    if not isinstance(about, dict) or "format" not in about:
+        raise _somebody_elses(path, {"another kind of model.json"})
+
+
+def _describes_run(path: Path) -> bool:
+    try:
+        found = read_description(path)
+    except (StorageError, OSError):
+        return False
+    return found.get("format") == FORMAT or {"config", "versions"} <= set(found)  # the latter is of version 1
+
+
+def _check_names(path: Path, ours: re.Pattern[str]) -> None:
+    others = {name for name in _names(path) if not ours.fullmatch(name)}
+    if others:
+        raise _somebody_elses(path, others)
+
+
+def _names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name} if path.exists() else set()
+
+
+def _somebody_elses(path: Path, names: set[str]) -> StorageError:
+    listed = ", ".join(sorted(names)[:3]) + (" and more" if len(names) > 3 else "")
+    return StorageError(f"{path} holds {listed}, and fedrecon did not make it; give a new or empty folder")

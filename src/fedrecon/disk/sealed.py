@@ -1,0 +1,74 @@
+"""Sealed JSON files and folders: no byte of them changes unnoticed.
+
+A sealed JSON file ends with the sha256 of itself, taken with zeros in that place. The sealed file of a folder, its
+manifest, lists the size and the sha256 of every other file in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fedrecon.disk.arrays import read_json, without_nan, write_bytes
+from fedrecon.disk.digests import DamagedError, describe_files, verify
+
+FILES, SEAL = "files", "sha256"
+_BLANK, _AFTER = "0" * 64, '"\n}\n'  # what stands in the seal's place, and what comes after it
+_END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n\Z')
+
+
+def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
+    """Write an object to a sealed JSON file, which is either the old one or the new one, whenever the process ends."""
+    content = {name: value for name, value in values.items() if name != SEAL}  # the seal comes last
+    text = json.dumps({**without_nan(content), SEAL: _BLANK}, indent=2) + "\n"
+    seal = hashlib.sha256(text.encode()).hexdigest()
+    write_bytes(path, (text.removesuffix(_BLANK + _AFTER) + seal + _AFTER).encode())
+
+
+def read_sealed(path: Path, *, unsealed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read the object in a sealed JSON file.
+
+    Args:
+      path: the file.
+      unsealed: what a file of the time before there were seals has in it. Such a one is read as it is.
+
+    Raises:
+      StorageError: it is missing or damaged; the message names it.
+    """
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} is damaged: it should hold an object")
+    if unsealed is not None and not {SEAL, FILES} & set(values) and unsealed.items() <= values.items():
+        return values
+    raw = path.read_bytes()
+    end = _END.search(raw)
+    blank = raw[: -len(_BLANK + _AFTER)] + (_BLANK + _AFTER).encode()
+    if not end or hashlib.sha256(blank).hexdigest() != end[1].decode():
+        raise DamagedError(f"{path} is damaged: its content is not what was written (sha256 differs)")
+    return values
+
+
+def seal_folder(folder: Path, manifest: str, facts: Mapping[str, Any]) -> None:
+    """Write a manifest with facts and with the digests of all files of a folder, those in its folders included."""
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    write_sealed(folder / manifest, {**facts, FILES: describe_files(folder, files)})
+
+
+def check_files(manifest: Path, values: Mapping[str, Any], *needed: str) -> None:
+    """Check all files that a manifest lists, the needed ones among them.
+
+    Raises:
+      DamagedError: a file is missing or not what was written; the message names it.
+    """
+    files = values.get(FILES)
+    if not isinstance(files, Mapping) or not set(needed) <= set(files):
+        raise DamagedError(f"{manifest} is damaged: it does not list the file {' and '.join(needed)}")
+    for name, expected in files.items():
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts or "\0" in name:
+            raise DamagedError(f"{manifest} is damaged: it lists {name!r}, which is not in its folder")
+        verify(manifest.parent / name, expected)

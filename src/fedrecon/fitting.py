@@ -1,0 +1,49 @@
+"""An algorithm meets data: lookups are decided, and everything is checked before anything long begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.clients import Clients
+from fedrecon.lookups.fit import PROBED, check_tables, known_lookups, stand_ins
+from fedrecon.lookups.tracing import by_rows
+from fedrecon.model import AUTO
+
+
+def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
+    """Return an algorithm whose model's lookups are decided, for all hosts that will run it.
+
+    A model whose lookups are "auto" is traced at the shapes of the data; tables that it reads only by rows are then
+    handled by rows. Without this it runs on whole tables, to the same results. Training decides by itself.
+
+    Args:
+      algorithm: any.
+      clients: data with the features that the model will see everywhere.
+    """
+    if algorithm.model.lookups != AUTO:
+        return algorithm
+    reads = known_lookups(algorithm.model, clients)
+    return _with_lookups(algorithm, tuple((path, read.features) for path, read in reads.items() if read.features))
+
+
+@functools.lru_cache(maxsize=8)
+def _with_lookups(algorithm: Algorithm, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
+    """Put lookups into an algorithm's model, once, so that what is compiled for it is compiled once."""
+    return dataclasses.replace(algorithm, model=by_rows(algorithm.model, dict(lookups)))
+
+
+def check_fit(algorithm: Algorithm, clients: Clients) -> None:
+    """Fail with a sentence if the model, the algorithm and the data do not fit together."""
+    if clients.num_examples == 0:
+        raise ValueError("the clients have no examples")
+    check_tables(algorithm.model, clients)
+    check_reconstruction(algorithm, clients)
+
+
+def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
+    """Fail with a sentence if the algorithm cannot reconstruct this model's local parameters."""
+    algorithm.method.check(*stand_ins(algorithm.model, clients), jnp.ones(PROBED, bool))

@@ -1,0 +1,110 @@
+"""Keys: what is random for a client follows from the seed, the round and who it is, never from where it is packed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+class RunKeys(NamedTuple):
+    """The keys of a run: of the first parameters, of who takes part, and of what is random for clients."""
+
+    init: Array
+    sampling: Array
+    clients: Array
+
+
+def run_keys(seed: int) -> RunKeys:
+    """Return the keys of a run."""
+    return RunKeys(*jax.random.split(jax.random.key(seed), 3))
+
+
+def round_key(seed: int, number: int) -> Array:
+    """Return the key of a round of a run, as every client of that round is given it.
+
+    Args:
+      seed: of the run.
+      number: of the round, from 0.
+    """
+    return jax.random.fold_in(run_keys(seed).clients, number)
+
+
+def fresh_key() -> Array:
+    """Return a key from the system's entropy."""
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)))
+
+
+def client_keys(key: Array, identity: Any) -> Array:
+    """Derive every client's key from the round's.
+
+    Args:
+      key: of the round.
+      identity: `(clients, 2)` words that say who the clients are (`Clients.identities`).
+    """
+    return jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(identity)
+
+
+def words_of(key: Array) -> np.ndarray:
+    """Return the two words of a key, as numpy has them."""
+    return np.asarray(jax.random.key_data(key), np.uint32)
+
+
+def fold_words(words: np.ndarray, number: int) -> np.ndarray:
+    """Return the words of `jax.random.fold_in(key, number)` without JAX, which may be busy with rounds.
+
+    This is Threefry-2x32 with 20 rounds, the generator of JAX's default keys.
+    """
+    with np.errstate(over="ignore"):
+        keys = [words[0], words[1], words[0] ^ words[1] ^ np.uint32(0x1BD11BDA)]
+        x = [np.uint32(0) + keys[0], np.uint32(number & 0xFFFFFFFF) + keys[1]]
+        for group in range(5):
+            for rotation in ROTATIONS[group % 2]:
+                x[0] = x[0] + x[1]
+                x[1] = (x[1] << np.uint32(rotation)) | (x[1] >> np.uint32(32 - rotation))
+                x[1] = x[0] ^ x[1]
+            x[0] = x[0] + keys[(group + 1) % 3]
+            x[1] = x[1] + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return np.array(x, np.uint32)
+
+
+def as_number(words: np.ndarray) -> np.ndarray:
+    """Return pairs of words, `(..., 2)`, as 64-bit numbers."""
+    wide = np.asarray(words, np.uint32).astype(np.uint64)
+    return wide[..., 0] << np.uint64(32) | wide[..., 1]
+
+
+def as_words(numbers: np.ndarray) -> np.ndarray:
+    """Return 64-bit numbers as pairs of words, `(..., 2)`."""
+    numbers = np.asarray(numbers, np.uint64)
+    return np.stack([numbers >> np.uint64(32), numbers & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
+
+
+def mixed(numbers: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
+    """Hash 64-bit numbers, each with its salt, such that every bit depends on every bit (the mixer of SplitMix64)."""
+    x = np.asarray(numbers, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.asarray(salt, np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def name_hashes(names: np.ndarray) -> np.ndarray:
+    """Return a 64-bit hash of each name; a number has the hash of the text that it is written as.
+
+    Args:
+      names: `(clients,)` of integers or text.
+    """
+    text = np.ascontiguousarray(names.astype(str))
+    characters = text.view(np.uint32).reshape(len(text), -1)  # (clients, longest name)
+    found = np.zeros(len(text), np.uint64)
+    with np.errstate(over="ignore"):
+        for column in characters.T:
+            there = column != 0  # shorter names end in zeros, which must not count: the width is that of others
+            found = np.where(there, mixed(found ^ column, 0x632BE59BD9B4E019), found)
+    return found

@@ -1,0 +1,350 @@
+"""Round zero: the scale of the ratings, item biases and variances, from sums over clients and nothing else.
+
+Before the first round the server asks its clients a few times. Each time a client answers with sums over its own
+ratings, the answers are added up (by a simulator, a server or a secure sum), and the server works with the total:
+
+    message = preparation.start(num_items)
+    while not preparation.done(message):
+        message = preparation.advance(message, sum of preparation.answer(message, item, rating) over clients)
+
+The first total gives the scale: mean, deviation, and whether the ratings are counts. The following ones fit
+`y = item bias + user bias + noise` to the standardised ratings, the variances of all three by expectation maximisation.
+The last ones find out how much users differ in what they make of two traits of an item, its bias and how popular it is:
+some follow the majority and some do not. Users' biases and coefficients never leave the clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fedrecon.clients import Clients, rows_of
+
+Transform = Literal["none", "log1p"]
+Sums = dict[str, np.ndarray]
+
+TRAITS = ("bias", "popularity")
+SKEWED = 2.0  # ratings have a skewness between -1 and 0; plays and clicks of 10 or more
+BINS, BIN = 200, 0.1  # the ends of the scale are looked for in 200 bins, each a tenth of a deviation wide
+LEAST_VARIANCE = 1e-4  # of standardised ratings, so that no ridge is infinite
+
+
+class Plan(NamedTuple):
+    """How often clients are asked after the first time: to fit biases, then the variances of traits' coefficients."""
+
+    biases: int = 10
+    traits: int = 5
+
+
+DEFAULT = Plan()
+
+
+class Preparation(NamedTuple):
+    """What the server knows so far, and sends to every client.
+
+    Attributes:
+      plan: how often clients are asked.
+      passes: how many totals the server has seen.
+      transform: `log1p` for counts, which are fitted as log(1 + x); else `none`.
+      mean: of the transformed ratings.
+      deviation: of the transformed ratings; 1 if all are the same.
+      low: the lowest rating there is, transformed; predictions below it are raised to it.
+      high: the highest.
+      item_bias: `(items,)` of standardised ratings; 0 for items that nobody has rated.
+      item_count: `(items,)` how many ratings of it there are.
+      noise: the variance that neither bias explains.
+      item_variance: of the item biases.
+      user_variance: of the user biases.
+      fitted_ridge: the ridge that `item_bias` was fitted with.
+      trait_variance: `(traits,)` of the users' coefficients of item traits.
+    """
+
+    plan: Plan
+    passes: int
+    transform: Transform
+    mean: float
+    deviation: float
+    low: float
+    high: float
+    item_bias: np.ndarray
+    item_count: np.ndarray
+    noise: float = 0.7
+    item_variance: float = 0.15
+    user_variance: float = 0.15
+    fitted_ridge: float = 0.7 / 0.15
+    trait_variance: np.ndarray = np.full(len(TRAITS), 0.02)
+
+    @property
+    def user_ridge(self) -> float:
+        """The ridge on a user's bias: how many ratings the prior is worth."""
+        return self.noise / self.user_variance
+
+    @property
+    def item_ridge(self) -> float:
+        """The ridge on an item's bias."""
+        return self.noise / self.item_variance
+
+    @property
+    def trait_ridge(self) -> np.ndarray:
+        """The ridges on a user's coefficients of item traits."""
+        return self.noise / self.trait_variance
+
+    def traits(self) -> np.ndarray:
+        """Return what is known of every item, `(items, traits)`: its bias and the logarithm of its popularity.
+
+        Both have mean 0 and deviation 1 over ratings, and are 0 as long as no rating is known.
+        """
+        return _scaled_traits(self, self.item_bias, self.item_count)
+
+    def standardize(self, rating: Any) -> np.ndarray:
+        """Return ratings with mean 0 and deviation 1."""
+        return (_transformed(rating, self.transform) - self.mean) / self.deviation
+
+    def restore(self, standardized: Any) -> np.ndarray:
+        """Undo `standardize`, and move what is outside of the scale to its ends."""
+        values = np.clip(self.mean + self.deviation * np.asarray(standardized), self.low, self.high)
+        return np.expm1(values) if self.transform == "log1p" else values
+
+
+def _transformed(rating: Any, transform: Transform) -> np.ndarray:
+    """Return ratings, or log(1 + ratings), in double precision."""
+    values = np.asarray(rating, np.float64)
+    return np.log1p(values) if transform == "log1p" else values
+
+
+def start(num_items: int, plan: Plan = DEFAULT) -> Preparation:
+    """Return what the server sends before it knows anything.
+
+    Args:
+      num_items: item ids are 0 to `num_items - 1`.
+      plan: how often clients are asked.
+    """
+    if num_items < 1:
+        raise ValueError(f"`num_items` is {num_items}; it must be at least 1")
+    nothing = np.zeros(num_items)
+    if min(plan) < 0 or plan.biases < 1:
+        raise ValueError(f"`plan` is {plan}; biases must be fitted at least once")
+    return Preparation(plan, 0, "none", 0.0, 1.0, -np.inf, np.inf, nothing, nothing)
+
+
+def done(message: Preparation) -> bool:
+    """Return whether nothing is left to ask.
+
+    Args:
+      message: what the server would send next.
+    """
+    return message.passes > sum(message.plan)
+
+
+def answer(message: Preparation, item: Any, rating: Any, client: Any | None = None) -> Sums:
+    """Return a client's sums for what the server sent: by item, by bin of the scale, and over everything.
+
+    Args:
+      message: what the server sent.
+      item: `(ratings,)` which items the client has rated.
+      rating: `(ratings,)` how.
+      client: `(ratings,)` to answer for several clients at once, the number of each rating's client, from 0. The
+        answer is then the sum of their answers.
+    """
+    item, rating = np.asarray(item), np.asarray(rating, np.float64)
+    if not np.isfinite(rating).all():
+        raise ValueError("some ratings are not finite numbers; leave them out")
+    if message.passes == 0:
+        return _moments(rating)
+    owner = np.zeros(len(item), np.int64) if client is None else np.asarray(client)
+    if message.passes > message.plan.biases:
+        return _trait_sums(message, item, message.standardize(rating), owner)
+    sums = _bias_sums(message, item, message.standardize(rating), owner)
+    return sums | _bins(message.standardize(rating)) if message.passes == 1 else sums
+
+
+def advance(message: Preparation, total: Mapping[str, Any], *, transform: Transform | None = None) -> Preparation:
+    """Return what the server sends next.
+
+    Args:
+      message: what it sent last.
+      total: the sum of all clients' answers to that.
+      transform: of the ratings, where it should not be decided from their skewness.
+    """
+    if message.passes == 0:
+        return _scale(message, total, transform)
+    if message.passes > message.plan.biases:
+        return _fit_traits(message, total)
+    message = _ends(message, total) if message.passes == 1 else message
+    return _fit(message, total)
+
+
+def prepare(
+    clients: Clients, num_items: int, *, plan: Plan = DEFAULT, transform: Transform | None = None
+) -> Preparation:
+    """Run round zero over all clients at once.
+
+    Args:
+      clients: with columns `item` and `rating`.
+      num_items: item ids are 0 to `num_items - 1`.
+      plan: how often clients are asked.
+      transform: of the ratings, where it should not be decided from their skewness.
+    """
+    rows = rows_of(clients.starts, clients.ends)
+    item, rating = clients.columns["item"][rows], clients.columns["rating"][rows]
+    owner = np.repeat(np.arange(len(clients)), clients.sizes)
+    message = start(num_items, plan)
+    while not done(message):
+        message = advance(message, answer(message, item, rating, owner), transform=transform)
+    return message
+
+
+# ---- the scale ----
+
+
+def _moments(rating: np.ndarray) -> Sums:
+    """Sum powers of the ratings and of log(1 + x); negative ratings have no logarithm and are only counted."""
+    logs = np.log1p(np.maximum(rating, 0))
+    sums = {
+        "count": len(rating),
+        "negative": np.sum(rating < 0),
+        "sum": rating.sum(),
+        "square": (rating**2).sum(),
+        "cube": (rating**3).sum(),
+        "log_sum": logs.sum(),
+        "log_square": (logs**2).sum(),
+    }
+    return {name: np.asarray(value, np.float64) for name, value in sums.items()}
+
+
+def _scale(message: Preparation, total: Mapping[str, Any], transform: Transform | None) -> Preparation:
+    count = float(total["count"])
+    if not count > 0:
+        raise ValueError("the clients have no ratings to learn a scale from")
+    if transform == "log1p" and total["negative"] > 0:
+        raise ValueError(f"log(1 + x) needs ratings of at least 0; {int(total['negative'])} are below")
+    if transform is None:
+        transform = "log1p" if total["negative"] == 0 and skewness(total) > SKEWED else "none"
+    first, second = ("log_sum", "log_square") if transform == "log1p" else ("sum", "square")
+    mean = float(total[first]) / count
+    variance = float(total[second]) / count - mean**2
+    deviation = variance**0.5 if variance > 1e-12 * (1 + mean**2) else 1.0
+    return message._replace(passes=1, transform=transform, mean=mean, deviation=deviation)
+
+
+def skewness(total: Mapping[str, Any]) -> float:
+    """Return the skewness of ratings from the sums of their powers; 0 if all are the same.
+
+    Args:
+      total: of the clients' first answers.
+    """
+    count = float(total["count"])
+    mean, square, cube = (float(total[name]) / count for name in ("sum", "square", "cube"))
+    variance = square - mean**2
+    if not variance > 1e-12 * (1 + mean**2):
+        return 0.0
+    return (cube - 3 * mean * square + 2 * mean**3) / variance**1.5
+
+
+def _bins(standardized: np.ndarray) -> Sums:
+    bins = np.clip(np.floor(standardized / BIN).astype(np.int64) + BINS // 2, 0, BINS - 1)
+    return {"bin_count": np.bincount(bins, minlength=BINS) + 0.0, "bin_sum": np.bincount(bins, standardized, BINS)}
+
+
+def _ends(message: Preparation, total: Mapping[str, Any]) -> Preparation:
+    """Take the means of the outermost bins with ratings as the ends of the scale: for stars they are the ends."""
+    count, values = np.asarray(total["bin_count"]), np.asarray(total["bin_sum"])
+    there = np.flatnonzero(count > 0)
+    low, high = (message.mean + message.deviation * values[i] / count[i] for i in (there[0], there[-1]))
+    return message._replace(low=float(low), high=float(high))
+
+
+# ---- biases and variances ----
+
+
+def _bias_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
+    items = len(message.item_bias)
+    users = int(owner.max(initial=-1)) + 1
+    without = y - message.item_bias[item]
+    size = np.bincount(owner, minlength=users)
+    bias = np.bincount(owner, without, users) / (size + message.user_ridge)
+    spread = message.noise / (size + message.user_ridge)  # the variance of a user's bias given the ratings
+    rated = size > 0
+    return {
+        "item_count": np.bincount(item, minlength=items) + 0.0,
+        "item_sum": np.bincount(item, y - bias[owner], items),
+        "users": np.asarray(rated.sum(), np.float64),
+        "user_square": np.asarray((bias**2 + spread)[rated].sum()),
+        "error": np.asarray(((without - bias[owner]) ** 2).sum() + (size * spread).sum()),
+    }
+
+
+def _fit(message: Preparation, total: Mapping[str, Any]) -> Preparation:
+    count, users = np.asarray(total["item_count"], np.float64), float(total["users"])
+    ratings = count.sum()
+    if not ratings > 0 or not users > 0:
+        raise ValueError("the clients have no ratings to fit biases to")
+    noise, ridge, seen = message.noise, message.item_ridge, count > 0
+    if message.passes > 1:  # the errors are those of the item biases that were sent, and the first ones are unknown
+        known = message.item_count
+        noise = (float(total["error"]) + (known * noise / (known + ridge)).sum()) / ratings
+    bias = np.where(seen, np.asarray(total["item_sum"]) / (count + ridge), 0.0)
+    item_variance = (bias**2 + message.noise / (count + ridge))[seen].mean()
+    return message._replace(
+        passes=message.passes + 1,
+        item_bias=bias,
+        item_count=count,
+        noise=max(noise, LEAST_VARIANCE),
+        item_variance=max(float(item_variance), LEAST_VARIANCE),
+        user_variance=max(float(total["user_square"]) / users, LEAST_VARIANCE),
+        fitted_ridge=ridge,
+    )
+
+
+# ---- what users make of an item's traits ----
+
+
+def _scaled_traits(message: Preparation, bias: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Scale traits of items as they are over all ratings."""
+    weight = message.item_count / max(message.item_count.sum(), 1.0)
+    known = np.stack([message.item_bias, np.log1p(message.item_count)], 1)
+    mean = weight @ known
+    deviation = np.sqrt(weight @ (known - mean) ** 2)
+    return (np.stack([bias, np.log1p(count)], 1) - mean) / np.where(deviation > 1e-6, deviation, 1.0)
+
+
+def _trait_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
+    """Sum the squares of users' coefficients, each fitted to what items are without that user's own rating.
+
+    With it, the bias of an item that two people have rated would look like the opinion of both.
+    """
+    users = int(owner.max(initial=-1)) + 1
+    size = np.bincount(owner, minlength=users)
+    mine = np.bincount(owner, y - message.item_bias[item], users) / (size + message.user_ridge)
+    count = message.item_count[item]
+    total = message.item_bias[item] * (count + message.fitted_ridge) - (y - mine[owner])
+    others = np.maximum(count - 1, 0)
+    bias = np.where(others > 0, total / (others + message.fitted_ridge), 0.0)
+
+    x = np.concatenate([_scaled_traits(message, bias, others), np.ones((len(y), 1))], 1)  # (ratings, traits + 1)
+    columns = range(x.shape[1])
+    gram = np.stack([np.stack([np.bincount(owner, x[:, a] * x[:, b], users) for a in columns], 1) for b in columns], 1)
+    moment = np.stack([np.bincount(owner, x[:, a] * (y - bias), users) for a in columns], 1)
+    inverse = np.linalg.inv(gram + np.diag([*message.trait_ridge, message.user_ridge]))
+    solved = np.einsum("uab,ub->ua", inverse, moment)
+    square = solved**2 + message.noise * np.einsum("uaa->ua", inverse)
+    error = y - bias - np.einsum("na,na->n", x, solved[owner])
+    rated = size > 0
+    return {
+        "users": np.asarray(rated.sum(), np.float64),
+        "ratings": np.asarray(len(y), np.float64),
+        "trait_square": square[rated].sum(0),
+        "error": np.asarray((error**2).sum() + message.noise * np.einsum("uab,uab->", inverse, gram)),
+    }
+
+
+def _fit_traits(message: Preparation, total: Mapping[str, Any]) -> Preparation:
+    variance = np.maximum(np.asarray(total["trait_square"]) / float(total["users"]), LEAST_VARIANCE)
+    return message._replace(
+        passes=message.passes + 1,
+        noise=max(float(total["error"]) / float(total["ratings"]), LEAST_VARIANCE),
+        trait_variance=variance[:-1],
+        user_variance=float(variance[-1]),
+    )

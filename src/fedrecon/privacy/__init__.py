@@ -1,0 +1,4 @@
+"""Privacy against the server: secure sums, integers to add up, noise, accounting, audit.
+
+Each module says what it needs; the extra `privacy` installs all of it (`pip install fedrecon[privacy]`).
+"""

@@ -1,0 +1,62 @@
+"""What the server believes of the global parameters before it sees any client: priors around zero, and certainty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from fedrecon.trees import Which, by_pattern, flatten, matcher, unflatten
+
+
+def with_prior(
+    optimizer: optax.GradientTransformation, prior: float | Mapping[str, float], *, examples: float
+) -> optax.GradientTransformation:
+    """Let the server's optimizer minimise the loss over all clients' examples plus a ridge on global parameters.
+
+    The optimizer is given `examples * gradient + prior * parameters`, where `gradient` is the mean over the examples of
+    a cohort, an estimate of the mean over everybody's. So uploads should be weighted by examples, and be plain
+    gradients: one step of SGD with rate 1. What is minimised is the sum of all losses plus
+    `prior / 2 * |parameters|^2`.
+
+    Without it, rows of a table that few clients have rated follow their noise.
+
+    Args:
+      optimizer: any optimizer; it sees gradients of sums, so that adaptive ones fit best.
+      prior: one value for all global parameters, or a mapping from patterns on their paths to values; parameters that
+        no pattern matches have none.
+      examples: how many examples all clients together would update on, as counted in round zero.
+    """
+    for value in prior.values() if isinstance(prior, Mapping) else [prior]:
+        if not value >= 0:
+            raise ValueError(f"`prior` is {prior}; it must not be negative")
+    if not examples > 0:
+        raise ValueError(f"`examples` is {examples}; it must be above 0")
+
+    def add(updates: optax.Updates, params: optax.Params) -> optax.Updates:
+        strengths = by_pattern(prior, "prior", params)
+        values, structure = flatten(params)
+        slopes, _ = flatten(updates)
+        total = {path: examples * slope + strengths.get(path, 0.0) * values[path] for path, slope in slopes.items()}
+        return unflatten(structure, total)
+
+    return optax.chain(optax.stateless(add), optimizer)
+
+
+def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> optax.GradientTransformation:
+    """Let the server's optimizer leave some global parameters as they are.
+
+    Args:
+      optimizer: of all others.
+      which: the parameters: a glob pattern on the path, several of them, or a predicate `(path, leaf) -> bool`.
+    """
+
+    def labels(params: Any) -> Any:
+        leaves, structure = flatten(params)
+        constant = matcher(which, "which", leaves)
+        return unflatten(
+            structure, {path: "constant" if constant(path, leaf) else "free" for path, leaf in leaves.items()}
+        )
+
+    return optax.multi_transform({"free": optimizer, "constant": optax.set_to_zero()}, labels)

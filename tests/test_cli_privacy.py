@@ -1,0 +1,63 @@
+"""`fedrecon privacy plan`: what it prints, and one sentence for every error."""
+
+import json
+import sys
+
+import pytest
+
+from fedrecon.app.cli import main
+
+PLAN = ["privacy", "plan", "--clients", "5000", "--per-round", "50", "--rounds", "20"]
+
+
+def test_a_plan_says_what_noise_a_budget_takes(capsys):
+    assert main([*PLAN, "--epsilon", "4", "--delta", "1e-5", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert main([*PLAN, "--noise-multiplier", str(plan["noise_multiplier"]), "--delta", "1e-5", "--json"]) == 0
+    back = json.loads(capsys.readouterr().out)
+    assert 3.98 < back["epsilon"] <= 4  # the two ways agree
+    assert plan["mean"] == plan["noise_multiplier"] / 50
+    assert [other["epsilon"] for other in plan["others"]] == [1, 2, 8, 4, 4]
+    assert [other["per_round"] for other in plan["others"]] == [50, 50, 50, 100, 250]
+    strict, _, loose, *larger = (other["noise_multiplier"] for other in plan["others"])
+    assert strict > plan["noise_multiplier"] > loose
+    assert all(other["mean"] < plan["mean"] for other in plan["others"][3:])
+    assert min(larger) > plan["noise_multiplier"]
+
+
+def test_a_plan_in_words(capsys):
+    assert main([*PLAN, "--noise-multiplier", "1.5", "--parameters", "10000"]) == 0
+    out = capsys.readouterr().out
+    assert "5,000 clients, 20 rounds, delta 8.5e-05" in out
+    row = next(line.split() for line in out.splitlines() if "1.500" in line)
+    assert row[1:] == ["50", "1.500", "0.03", "3"]  # 1.5 / 50, and times the root of 10,000
+    assert "cannot raise the odds" in out
+    assert "Not covered: metrics of validation and test clients" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["privacy"], 2, "a part is missing; there are: plan"),
+        (["privacy", "plot"], 2, "there is no part 'plot'"),
+        (["privacy", "plan", "--clients", "10"], 2, "--per-round and --rounds are missing"),
+        (PLAN, 2, "give either --epsilon or --noise-multiplier"),
+        ([*PLAN, "--epsilon", "2", "--noise-multiplier", "1"], 2, "give either"),
+        ([*PLAN, "--epsilon", "2", "--parameters", "0"], 2, "--parameters is 0"),
+        ([*PLAN, "--epsilon", "0"], 1, "`epsilon` is 0.0; it must be above 0"),
+        ([*PLAN, "--epsilon", "2", "--delta", "1"], 1, "`delta` is 1.0"),
+        ([*PLAN, "--noise-multiplier", "0"], 1, "without noise there is no privacy"),
+        ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "6000 clients a round cannot be"),
+    ],
+)
+def test_an_error_is_one_sentence(argv, code, message, capsys):
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_without_the_extra_it_says_how_to_install_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    assert main([*PLAN[:-1], "21", "--noise-multiplier", "1.1"]) == 1
+    assert "run: pip install 'fedrecon[privacy]'" in capsys.readouterr().err

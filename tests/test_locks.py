@@ -1,0 +1,124 @@
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from fedrecon.disk.errors import StorageError
+from fedrecon.disk.locks import LockedError, held_by, hold
+
+HOLD_FOREVER = """
+import sys, time
+from fedrecon.disk.locks import hold
+with hold(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def held_by_another_process(path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD_FOREVER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_lock_says_who_holds_it_and_goes_with_its_block(tmp_path):
+    path = tmp_path / "deep" / "run.lock"
+    with hold(path):
+        assert held_by(path)[:2] == (os.getpid(), socket.gethostname())
+        with (
+            pytest.raises(LockedError, match=f"my run is in use by process {os.getpid()} on ") as error,
+            hold(path, "my run"),
+        ):
+            pass
+        assert error.value.holder.pid == os.getpid()
+        assert isinstance(error.value, StorageError)
+    assert not path.exists()
+    with hold(path):
+        pass
+
+
+def test_another_process_is_refused_until_the_holder_is_killed(tmp_path):
+    path = tmp_path / "run.lock"
+    process = held_by_another_process(path)
+    try:
+        with pytest.raises(LockedError, match=f"process {process.pid} on "), hold(path):
+            pass
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    assert path.exists()  # nobody could remove it, and it locks nothing
+    with hold(path):
+        assert held_by(path).pid == os.getpid()
+
+
+def test_waiting_takes_over_when_the_holder_ends_and_tells_once_for_whom_it_waits(tmp_path):
+    path, told, order = tmp_path / "run.lock", [], []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def first():
+        with hold(path):
+            begun.set()
+            may_end.wait(30)
+            order.append("first")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    begun.wait(30)
+
+    def on_wait(holder):
+        told.append(holder.pid)
+        may_end.set()
+
+    with hold(path, wait=math.inf, on_wait=on_wait):
+        order.append("second")
+    thread.join()
+    assert order == ["first", "second"]
+    assert told == [os.getpid()]
+
+
+def test_waiting_ends_when_its_time_is_over(tmp_path):
+    with hold(tmp_path / "a"), pytest.raises(LockedError), hold(tmp_path / "a", wait=0.05):
+        pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "host": 1, "since": 2}', "[" * 100_000])
+def test_a_lock_file_with_anything_in_it_locks_nothing_and_names_nobody(tmp_path, content):
+    path = tmp_path / "a"
+    path.write_text(content)
+    assert str(held_by(path)) == "another process"
+    with hold(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_failing_block_releases_its_lock(tmp_path):
+    with pytest.raises(ZeroDivisionError), hold(tmp_path / "a"):
+        raise ZeroDivisionError
+    with hold(tmp_path / "a"):
+        pass
+
+
+def test_only_one_of_many_threads_holds_a_lock_at_a_time(tmp_path):
+    inside, most, done = 0, 0, 0
+
+    def work():
+        nonlocal inside, most, done
+        for _ in range(5):
+            with hold(tmp_path / "a", wait=math.inf):
+                inside += 1
+                most = max(most, inside)
+                done += 1
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, done) == (1, 20)

@@ -1,0 +1,62 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedrecon.app.cli import main, show
+from fedrecon.printing import lay_out, plain
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Alien [1979]", "Alien [1979]"),
+        ("[bold]loud[/bold] [/foo] [tags]", "[bold]loud[/bold] [/foo] [tags]"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x9b31mred", "red"),
+        ("\x1b]0;new title\x07text", "text"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("a\x1b(Bb\x1bcc", "abc"),
+        ("two\nlines\tand\r\nmore", "two lines and more"),
+        ("bell\x07 back\x08 nul\x00", "bell back nul"),
+        ("\u202eevil\u2066", "evil"),
+        ("half \ud800", "half "),
+        ("Amélie 天空 🎬", "Amélie 天空 🎬"),
+        ("\x1b", ""),
+        ("\x1b[", ""),
+    ],
+)
+def test_terminals_are_shown_text_and_given_no_commands(text, shown):
+    assert plain(text) == shown
+
+
+@given(st.text(st.characters(), max_size=60))
+def test_nothing_that_is_left_can_be_a_command(text):
+    shown = plain(text)
+    assert not any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in shown)
+    assert plain(shown) == shown
+    shown.encode()
+
+
+def test_a_long_row_of_escapes_takes_no_time_to_speak_of():
+    assert plain("\x1b]" * 200_000 + "\x1b[" * 200_000) == ""
+
+
+def test_tables_print_titles_as_they_are(capsys):
+    titles = ["[/foo]", "[tags] and [bold]", ":smile:", "\x1b[31mred", "two\nlines"]
+    show.table("what [/they] say", ("title", "[n]"), [(title, "1") for title in titles])
+    printed = capsys.readouterr().out
+    for expected in ("what [/they] say", "[/foo]", "[tags] and [bold]", ":smile:", "red", "two lines", "[n]"):
+        assert expected in printed
+    assert "\x1b" not in printed
+
+
+def test_errors_print_names_from_files_without_escapes(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("\x1b[31mevil,[/foo],c\n1,2,3\n")
+    assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run")]) == 1
+    printed = capsys.readouterr().err
+    assert "it has: evil, [/foo], c" in printed
+    assert "\x1b" not in printed
+
+
+def test_plain_tables_are_aligned():
+    assert lay_out([("a", "n"), ("bb", "10")], right=True) == ["a    n", "--  --", "bb  10"]

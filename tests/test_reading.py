@@ -1,0 +1,323 @@
+"""What ratings files hold that is odd, large or made to do harm: three readers, one result, a sentence for the rest."""
+
+import gzip
+import os
+import re
+import sys
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedrecon.data import DataError, load, load_ratings
+from fedrecon.data import sources as sources_module
+from fedrecon.data.ratings import text as text_module
+from fedrecon.data.ratings.fast import read_numbers, read_with_arrow
+from fedrecon.data.ratings.text import parse_ratings
+
+COLUMNS = {"user": "user", "item": "item", "rating": "rating", "time": "auto"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="ratings.csv"):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return tmp_path / name
+
+    return write
+
+
+# ---- three readers ----
+
+
+def outcome(lines, reader, monkeypatch, delimiter, piece):
+    """What a reader makes of a file in small pieces: a table, or an error."""
+    texts = ["".join(lines[k : k + piece]) for k in range(0, len(lines), piece)]
+    with monkeypatch.context() as patch:
+        patch.setattr(text_module, "fast_reader", lambda: reader)
+        try:
+            table = parse_ratings(texts, "f", COLUMNS, delimiter, header=True, bad_rows="skip")
+        except DataError as problem:
+            return str(problem)
+    ids = [(str(column.values.dtype), column.values[column.codes].tolist()) for column in (table.user, table.item)]
+    time = None if table.time is None else table.time.tolist()
+    return ids, table.rating.tolist(), time, table.bad_rows
+
+
+def listed(fields):
+    return fields.split(" ")
+
+
+IDS = [*listed("1 2 17 007 0 -0 -5 +5 1_0 a é x\u00a0 0x10 1.0 nan N/A null #1 \x1f \x00 \\"), "", " ", " 3 ", "\t7"]
+IDS += ['"4"', '"a,b"', '"a""b"', '5" disk', '"open', "9" * 18, "9" * 19, "9" * 25, "a" * 201]
+NUMBERS = [*listed("3 4.5 1e3 1e39 -1e39 1e400 nan inf -inf x 0x10 1_0 .5 5. +3 ٣ infinity NaN null"), "", " 2 ", '"1"']
+NUMBERS += [*listed("3.4028236e38 1e-50 -0.0 1e --1 1d2 1,5 true"), "1" * 400]
+TIMES = [*listed("0 978300760 9.78e8 -3 007 +4 -9007199254740993 0x1F nan 1_0 now 1e30"), "", " 5 "]
+TIMES += ["1" * 19, "9" * 19, "1" * 400]
+ids, numbers, times = map(st.sampled_from, (IDS, NUMBERS, TIMES))
+rows = st.lists(st.tuples(ids, ids, numbers, times), min_size=1, max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows, st.sampled_from([",", ";", "\t", "::", " ", "|"]), st.integers(1, 4), st.booleans(), st.data())
+def test_all_readers_read_the_same(rows, delimiter, piece, clean, data):
+    lines = [delimiter.join(row) + "\n" for row in rows]
+    if clean:  # mostly good rows, so that the fast readers have something to do
+        good = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 5), st.integers(0, 10**9))
+        lines = [
+            delimiter.join(map(str, row)) + "\n" for row in data.draw(st.lists(good, min_size=3, max_size=9))
+        ] + lines[:1]
+    lines = [delimiter.join(COLUMNS).replace("auto", "time") + "\n", *lines]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slow, numpy, arrow = (
+            outcome(lines, reader, monkeypatch, delimiter, piece) for reader in (None, read_numbers, read_with_arrow)
+        )
+    assert numpy == slow
+    assert arrow == slow
+
+
+def test_the_fast_readers_are_used_for_what_is_common(monkeypatch):
+    from fedrecon.data.ratings.layout import Layout
+
+    layout = Layout(",", {"user": 0, "item": 1, "rating": 2, "time": 3})
+    plain = "1,20,3.5,978300760\n2,20,0.5,978300761\n"
+    for text in (plain, '"1","20","3.5","978300760"\n', "1,20,3.5,978300760,extra\n", "\n1,20,3.5,978300760\n"):
+        assert read_numbers(text, layout) is not None, text
+        assert read_with_arrow(text, layout) is not None, text
+    for text in ("007,20,3.5,9\n", "ann,tt1,3,9\n", "é,1,3,9\n", ' x y,"a, b",3,9\n'):
+        assert read_with_arrow(text, layout) is not None, text
+        assert read_numbers(text, layout) is None, text
+    assert read_with_arrow("1::2::3::4\n", Layout("::", layout.positions)) is not None
+
+
+def test_pieces_of_any_size_give_the_same(write, monkeypatch):
+    text = "user,item,rating\n" + "".join(f'u{k % 7},"i\n{k % 5}",{k % 4}\n' for k in range(60)) + "é,é,1"
+    path = write(text)
+    expected = load_ratings(path)
+    for size in (1, 2, 3, 7, 64):
+        monkeypatch.setattr(sources_module.read_text, "__defaults__", (size,))
+        assert load_ratings(path).fingerprint() == expected.fingerprint()
+        with pytest.raises(DataError, match=r"line 122: rating 'x' is not a number"):
+            load_ratings(write(text.replace("é,é,1", "é,é,x"), "bad.csv"))
+
+
+# ---- what is refused, and how ----
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("user,item,rating\n1,2,1e39\n", {}, "line 2: rating '1e39' is beyond 3.4e+38, the largest that can be stored"),
+        ("user,item,rating\n1,2," + "1" * 400 + "\n", {}, "line 2: rating '" + "1" * 50 + "' is not finite"),
+        ("user,item,rating,rating\n1,2,3,4\n", {}, "has several columns 'rating', at 2 and 3: say which"),
+        ("user,item,rating,time\n1,2,3," + "9" * 19 + "\n", {}, "time '9999999999999999999' is beyond the range"),
+        ("user,item,rating,time\n1,2,3,1e30\n", {}, "line 2: time '1e30' is beyond the range of 64-bit"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "klingon"}, "'klingon' is not an encoding of text"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "hex"}, "'hex' is not an encoding of text"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "unicode_escape"}, "'unicode_escape' is not an encoding of text"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "a\0b"}, "is not an encoding of text"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "utf-16"}, "is not utf-16 text"),
+        ("user,item,rating\n1,2,3\n", {"delimiter": ""}, "the delimiter is ''"),
+        ("user,item,rating\n1,2,3\n", {"delimiter": '"'}, "the delimiter is '\"'"),
+        ("user,item,rating\n1,2,3\n", {"delimiter": "\n"}, "the delimiter is '\\n'"),
+        (",,,\n1,2,3\n", {}, "line 1 has only empty fields"),
+        ("\n\n;;;\n1;2;3\n", {}, "line 3 has only empty fields"),
+        ("user,item,rating\n1," + "x" * 20_000 + ",3\n", {}, "...' has 20000 characters, more than 200"),
+        ("user,item,rating\na\0,2,3\n", {}, "line 2: user 'a\\x00' has a zero character"),
+        ("user,item,rating\n1,2,3\n", {"skip_lines": -1}, "skip_lines is -1"),
+        ("user,item,rating\n1,2,3\n", {"skip_lines": 9}, "is empty"),
+        (b"user,item,rating\n1,2,3\n\xff", {}, "is not utf-8 text (invalid start byte at byte 23)"),
+    ],
+)  # fmt: skip
+def test_odd_files_are_refused_with_a_sentence_that_names_them(write, content, options, message):
+    with pytest.raises(DataError, match=re.escape(message)) as error:
+        load_ratings(write(content), **options)
+    if not {"delimiter", "encoding", "skip_lines"} & set(options):
+        assert "ratings.csv" in str(error.value)
+
+
+def test_ratings_that_cannot_be_stored_are_counted_if_bad_rows_are_skipped(write):
+    ratings = load_ratings(write("user,item,rating\n1,2,1e39\n1,3,4\n2,2,-1e39\n2,3,3e38\n"), bad_rows="skip")
+    assert ratings.skipped["bad_rows"] == 2
+    assert np.isfinite(ratings.columns["rating"]).all()
+
+
+def test_a_column_named_twice_can_be_chosen_by_position(write):
+    ratings = load_ratings(write("user,item,rating,rating\n1,2,3,4\n"), rating=3)
+    assert ratings.columns["rating"].tolist() == [4.0]
+
+
+def test_an_unwanted_column_may_be_there_twice(write):
+    assert load_ratings(write("user,item,rating,note,note\n1,2,3,a,b\n")).num_examples == 1
+
+
+# ---- what must stay small ----
+
+
+def peak_of(work):
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError) as error:
+            work()
+        return tracemalloc.get_traced_memory()[1], str(error.value)
+    finally:
+        tracemalloc.stop()
+
+
+def test_one_long_id_costs_its_own_length(write):
+    rows = "".join(f"{k},{k % 9},3\n" for k in range(20_000))
+    path = write("user,item,rating\n" + rows + "x" * 20_000 + ",1,3\n")
+    peak, message = peak_of(lambda: load_ratings(path))
+    assert "has 20000 characters" in message
+    assert peak < 50e6  # as text of fixed width it would be 1.6 GB
+    ratings = load_ratings(path, bad_rows="skip")
+    assert (len(ratings), ratings.skipped["bad_rows"]) == (20_000, 1)
+
+
+def test_too_much_text_in_ids_is_refused_before_it_is_made(write, monkeypatch):
+    monkeypatch.setattr("fedrecon.data.ratings.ids.MOST_BYTES", 10_000)
+    rows = "".join(f"u{k},1,3\n" for k in range(100))
+    assert len(load_ratings(write("user,item,rating\n" + rows))) == 100
+    with pytest.raises(DataError, match="101 different user ids, the longest of 150 characters"):
+        load_ratings(write("user,item,rating\n" + rows + "x" * 150 + ",1,3\n"))
+
+
+def test_one_leading_zero_does_not_turn_rows_into_text(write):
+    rows = "".join(f"{k % 50},{k},3\n" for k in range(5_000))
+    ratings = load_ratings(write("user,item,rating\n" + rows + "007,1,3\n"))
+    assert ratings.names.dtype.kind == "U"
+    assert ratings.item_ids.dtype == np.int64
+    assert sorted(set(ratings.names)) == sorted({*map(str, range(50)), "007"})
+
+
+def test_gzip_is_read_and_its_bombs_are_not(write, monkeypatch):
+    text = "user,item,rating\n1,2,3\n"
+    assert load_ratings(write(gzip.compress(text.encode()), "a.csv.gz")).num_examples == 1
+    monkeypatch.setattr(sources_module, "ALWAYS_ALLOWED", 1 << 20)
+    bomb = gzip.compress(text.encode() + b"\n" * 50_000_000)
+    peak, message = peak_of(lambda: load_ratings(write(bomb, "a.csv.gz")))
+    assert "unpacks to more than 100 times its size" in message
+    assert peak < 60e6
+    with pytest.raises(DataError, match="damaged or cut off"):
+        load_ratings(write(gzip.compress(text.encode() * 99)[:-20], "a.csv.gz"))
+
+
+def test_a_line_without_end_is_refused(write, monkeypatch):
+    monkeypatch.setattr(sources_module, "LONGEST_LINE", 10_000)
+    with pytest.raises(DataError, match="has a line of more than 10,000 characters"):
+        load_ratings(write("user,item,rating\n1,2," + "3" * 20_000))
+
+
+# ---- Parquet ----
+
+
+@pytest.fixture
+def write_table(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow (the extra `parquet`) is not installed")
+    from pyarrow import parquet
+
+    def write(columns, **options):
+        table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+        parquet.write_table(table, tmp_path / "a.parquet", **options)
+        return tmp_path / "a.parquet"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"user": [1], "item": [1], "rating": [1e39]}, "row 1: rating '1e+39' is beyond 3.4e+38"),
+        ({"user": [1], "item": [1], "rating": [1.0], "time": [1e30]}, "row 1: time '1e+30' is beyond"),
+        ({"user": [[1]], "item": [1], "rating": [1.0]}, "column 'user' holds list"),
+        ({"user": [1.5], "item": [1], "rating": [1.0]}, "column 'user' holds numbers that are not whole"),
+        ({"user": ["x" * 300], "item": [1], "rating": [1.0]}, "has 300 characters"),
+        ({"user": [b"x"], "item": [1], "rating": [1.0]}, "column 'user' holds binary"),
+        ({"user": [True], "item": [1], "rating": [1.0]}, "column 'user' holds bool"),
+        ({"user": [], "item": [], "rating": []}, "column 'user' holds null"),
+    ],
+)  # fmt: skip
+def test_odd_parquet_files_are_refused(write_table, columns, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_ratings(write_table(columns))
+
+
+def test_parquet_takes_dates_and_whole_numbers_that_pandas_made_floats(write_table):
+    import pyarrow as pa
+
+    dates = pa.array([1_000_000_500, 2_000_000_000], pa.timestamp("ms"))
+    ratings = load_ratings(write_table({"user": [1.0, 2.0], "item": ["b", "a"], "rating": [1, 2], "time": dates}))
+    assert ratings.names.tolist() == [1, 2]
+    assert ratings.item_ids.tolist() == ["a", "b"]
+    assert ratings.columns["time"].tolist() == [1_000_000, 2_000_000]
+
+
+def test_parquet_with_a_column_twice_or_far_too_many_rows_is_refused(write_table):
+    import pyarrow as pa
+
+    twice = pa.table([[1], [1], [1.0], [2.0]], names=["user", "item", "rating", "rating"])
+    with pytest.raises(DataError, match="several columns 'rating'"):
+        load_ratings(write_table(twice))
+    many = np.ones(20_000_000, np.int8)
+    path = write_table({"user": many, "item": many, "rating": many})
+    assert path.stat().st_size < 500_000
+    with pytest.raises(DataError, match="says that it has 20,000,000 rows in"):
+        load_ratings(path)
+
+
+def test_one_long_text_in_parquet_is_not_made_a_column(write_table):
+    import pyarrow as pa
+
+    names = pa.DictionaryArray.from_arrays(np.arange(60_000, dtype=np.int32) % 2, ["u1", "x" * 20_000])
+    path = write_table({"user": names, "item": list(range(60_000)), "rating": [1.0] * 60_000})
+    peak, message = peak_of(lambda: load_ratings(path))
+    assert "has 20000 characters" in message
+    assert peak < 50e6
+
+
+# ---- pipes, standard input, lines to skip ----
+
+TEXT = "user,item,rating\n1,2,3\n2,3,4\n"
+
+
+def test_pipes_are_read_like_files(tmp_path, write):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text(TEXT), daemon=True)
+    writer.start()
+    found = load(pipe)
+    writer.join()
+    assert found.fingerprint() == load(write(TEXT)).fingerprint()
+
+
+@pytest.mark.parametrize("form", ["text", "gzip", "parquet"])
+def test_standard_input_is_read_like_a_file(write, write_table, monkeypatch, form):
+    path = write(TEXT)
+    expected = load(path).fingerprint()
+    if form == "gzip":
+        path = write(gzip.compress(TEXT.encode()), "a.gz")
+    elif form == "parquet":
+        path = write_table({"user": [1, 2], "item": [2, 3], "rating": [3.0, 4.0]})
+    with path.open("r") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert load("-").fingerprint() == expected
+
+
+def test_lines_before_the_header_can_be_skipped(write):
+    path = write("# made by us\nuser;1;2\n\nuser,item,rating\n1,2,3\n1,3,x\n")
+    assert load_ratings(path, skip_lines=2, bad_rows="skip").num_examples == 1
+    with pytest.raises(DataError, match=r"line 6: rating 'x'"):
+        load_ratings(path, skip_lines=3)
+
+
+def test_without_pyarrow_text_is_read_all_the_same(write, monkeypatch):
+    text = "user,item,rating,time\n" + "".join(f"{k % 17},{k * 7 % 31},{k % 9 / 2},{k}\n" for k in range(500))
+    expected = load_ratings(write(text + "a,007,1,1\n"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    found = load_ratings(write(text + "a,007,1,1\n"))
+    assert found.fingerprint() == expected.fingerprint()
+    assert found.names.tolist() == expected.names.tolist()

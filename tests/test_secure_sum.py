@@ -1,0 +1,529 @@
+"""Secure sums: the sum is exact whoever drops out, and clients and server refuse what they should."""
+
+import dataclasses
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedrecon.privacy import secure_sum as ss
+from fedrecon.privacy.secure_sum import keys, messages, sharing
+from fedrecon.privacy.secure_sum.masks import add_mask
+
+MARGIN = len(messages._header("masked", ss.plan(3, 1), 0))
+
+
+def draw(clients, length=5, bits=32, seed=0):
+    kind = np.uint32 if bits == 32 else np.uint64
+    return np.random.default_rng(seed).integers(0, 2**bits, (clients, length), dtype=kind)
+
+
+def exact(vectors, clients):
+    return sum((vectors[k] for k in clients), np.zeros_like(vectors[0]))
+
+
+class Host:
+    """Carries messages between `clients` and a server, one step at a time."""
+
+    def __init__(self, clients=5, threshold=None, circle=41, length=4, seed=3, **advertise):
+        self.entropy = ss.seeded(seed)
+        self.terms = ss.plan(clients, length, circle=circle, threshold=threshold, entropy=self.entropy)
+        self.vectors = draw(clients, length)
+        self.state, self.hellos = {}, {}
+        for me in range(clients):
+            options = {name: value[me] for name, value in advertise.items()}
+            self.state[me], self.hellos[me] = ss.advertise(self.terms, me, least=0, entropy=self.entropy, **options)
+
+    def introduce(self, **options):
+        self.server, self.rosters = ss.introduce(self.terms, self.hellos.items(), entropy=self.entropy, **options)
+        return self
+
+    def share(self, **options):
+        self.shares = {}
+        for me, roster in self.rosters.items():
+            self.state[me], self.shares[me] = ss.share(self.state[me], roster, entropy=self.entropy, **options)
+        return self
+
+    def deliver(self):
+        self.server, self.deliveries = ss.deliver(self.server, self.shares.items())
+        return self
+
+    def mask(self):
+        self.masked = {}
+        for me, delivery in self.deliveries.items():
+            self.state[me], self.masked[me] = ss.mask(self.state[me], delivery, self.vectors[me])
+        return self
+
+    def collect(self):
+        self.server, self.requests = ss.collect(self.server, self.masked.items())
+        return self
+
+    def unmask(self):
+        self.reveals = {}
+        for me, request in self.requests.items():
+            self.state[me], self.reveals[me] = ss.unmask(self.state[me], request)
+        return self
+
+    def total(self):
+        return ss.total(self.server, self.reveals.items())
+
+
+def until_request(**options):
+    return Host(**options).introduce().share().deliver().mask().collect()
+
+
+# ---- the sum ----
+
+
+@st.composite
+def cohorts(draw):
+    """Draw how many clients, a threshold, and after which message each is silent; 4 stays to the end."""
+    clients = draw(st.integers(2, 9))
+    threshold = draw(st.integers(clients // 2 + 1, clients))
+    leaves = draw(st.lists(st.integers(0, 4), min_size=clients, max_size=clients))
+    return clients, threshold, leaves, draw(st.sampled_from([32, 64]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cohorts())
+def test_any_dropouts_give_the_exact_sum_of_those_who_answered_or_nothing(cohort):
+    clients, threshold, leaves, bits = cohort
+    vectors = draw(clients, bits=bits)
+    terms = ss.plan(clients, 5, bits=bits, threshold=threshold)
+    gone = ss.Dropouts(*([k for k in range(clients) if leaves[k] == step] for step in range(4)))
+    answered = [k for k in range(clients) if leaves[k] >= 3]
+    if leaves.count(4) < threshold:
+        with pytest.raises(ss.TooFewClients, match="nobody's data is known") as failure:
+            ss.rehearse(vectors, terms, dropouts=gone)
+        heard = [sum(leave > step for leave in leaves) for step in range(4)]
+        first = next(step for step in range(4) if heard[step] < threshold)
+        assert failure.value.stage == ("advertise", "share", "mask", "unmask")[first]
+        assert (failure.value.present, failure.value.needed) == (heard[first], threshold)
+    else:
+        result = ss.rehearse(vectors, terms, dropouts=gone)
+        assert result.clients == tuple(answered)
+        assert result.total.tolist() == exact(vectors, answered).tolist()
+        assert result.missing["mask"] == tuple(gone.mask)
+        assert result.missing["unmask"] == tuple(gone.unmask)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from([4] * 9 + [0, 1, 2, 3]), min_size=16, max_size=24), st.integers(0, 99))
+def test_a_ring_of_circles_gives_the_exact_sum_or_nothing(leaves, seed):
+    clients, vectors = len(leaves), draw(len(leaves))
+    terms = ss.plan(clients, 5, circle=7, threshold=4)
+    gone = ss.Dropouts(*([k for k in range(clients) if leaves[k] == step] for step in range(4)))
+    try:
+        result = ss.rehearse(vectors, terms, dropouts=gone, entropy=ss.seeded(seed))
+    except ss.TooFewClients:
+        return
+    assert result.total.tolist() == exact(vectors, result.clients).tolist()
+    # Whoever sent its input is in the sum, but for clients whose circle was too small to go on.
+    silent = {k for k in range(clients) if leaves[k] < 3}
+    assert not silent & set(result.clients)
+
+
+def test_one_dropout_at_each_message_of_a_ring_is_no_trouble():
+    vectors = draw(30)
+    terms = ss.plan(30, 5, circle=9)
+    assert (terms.circle, terms.threshold) == (9, 6)
+    result = ss.rehearse(vectors, terms, dropouts=ss.Dropouts([0], [1], [2], [3]))
+    assert result.clients == tuple(range(3, 30))
+    assert result.total.tolist() == exact(vectors, range(3, 30)).tolist()
+    assert result.missing == {"share": (1,), "mask": (2,), "unmask": (3,)}
+
+
+def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on():
+    terms, entropy = ss.plan(40, 5, circle=9, threshold=5, entropy=ss.seeded(5)), ss.seeded(7)
+    vectors = draw(40)
+    states = {me: ss.advertise(terms, me, least=0) for me in range(40)}
+    server, rosters = ss.introduce(terms, ((me, hello) for me, (_, hello) in states.items()), entropy=entropy)
+    lonely = 11
+    gone = [member for member in server.circles[lonely] if member != lonely][:5]  # which leaves 4 of 9, and needs 5
+    shared = {me: ss.share(states[me][0], rosters[me]) for me in range(40) if me not in gone}
+    server, deliveries = ss.deliver(server, ((me, message) for me, (_, message) in shared.items()))
+    assert lonely in server.missing["share"]
+    assert set(gone) < set(server.missing["share"])
+    masked = {me: ss.mask(shared[me][0], delivery, vectors[me]) for me, delivery in deliveries.items()}
+    server, requests = ss.collect(server, ((me, message) for me, (_, message) in masked.items()))
+    reveals = [(me, ss.unmask(masked[me][0], request)[1]) for me, request in requests.items()]
+    result = ss.total(server, reveals)
+    assert len(result.clients) > 25
+    assert result.total.tolist() == exact(vectors, result.clients).tolist()
+
+
+def test_the_sum_does_not_depend_on_the_entropy_which_says_what_it_is():
+    vectors = draw(4)
+    terms = ss.plan(4, 5)
+    system, seeded = (ss.rehearse(vectors, terms, entropy=entropy) for entropy in (ss.SYSTEM, ss.seeded(1)))
+    assert system.total.tolist() == seeded.total.tolist()
+    assert (system.entropy, seeded.entropy) == ("system", "seed 1")
+
+
+def test_masked_inputs_look_like_noise_and_only_their_sum_cancels():
+    host = Host(clients=5, length=20_000)
+    host.vectors[:] = 7
+    host.introduce().share().deliver().mask()
+    sent = np.stack([np.frombuffer(message[MARGIN:], "<u4") for message in host.masked.values()])
+    for k in range(5):
+        assert np.bincount(sent[k] >> 28, minlength=16).min() > 1000  # 1250 expected of each; 7 would be all in one
+    # The masks of pairs cancel in the sum; those of the clients themselves do not.
+    assert (sent.sum(0, dtype=np.uint32) != 35).mean() > 0.99
+    host.collect().unmask()
+    assert set(host.total().total.tolist()) == {35}
+
+
+def test_a_client_that_goes_on_from_saved_states_sends_the_same(tmp_path):
+    host = Host()
+    host.introduce()
+    for me in host.state:
+        host.state[me] = ss.ClientState.from_bytes(host.state[me].to_bytes())
+    host.share().deliver()
+    assert ss.ClientState.from_bytes(host.state[1].to_bytes()) == host.state[1]
+    again = ss.mask(ss.ClientState.from_bytes(host.state[1].to_bytes()), host.deliveries[1], host.vectors[1])
+    host.mask()
+    assert again == (host.state[1], host.masked[1])
+    assert not host.state[1].seed
+    assert not host.state[1].root
+    with pytest.raises(ss.SecureSumError, match="no state of a client"):
+        ss.ClientState.from_bytes(b'{"terms": 3}')
+
+
+# ---- circles ----
+
+
+@given(st.integers(1, 60), st.integers(2, 20), st.integers(0, 9))
+def test_circles_are_mutual_and_of_one_size(clients, size, seed):
+    drawn = ss.circles(range(clients), size, ss.seeded(seed))
+    expected = clients if clients <= size else 2 * ((size - 1) // 2) + 1
+    assert {len(set(circle)) for circle in drawn.values()} == {expected}
+    assert all(client in drawn[other] for client, circle in drawn.items() for other in circle)
+    assert all(client in drawn[client] for client in drawn)
+
+
+def test_a_ring_is_one_connected_whole():
+    drawn = ss.circles(range(50), 5, ss.seeded(0))
+    reached = {0}
+    while (wider := reached | {other for client in reached for other in drawn[client]}) != reached:
+        reached = wider
+    assert reached == set(range(50))
+
+
+# ---- primitives ----
+
+
+@pytest.mark.parametrize(("kind", "length"), [("<u4", 3), ("<u4", 70_000), ("<u8", 40_001)])
+def test_a_mask_is_the_keystream_of_chacha20(kind, length):
+    key, vector = bytes(range(32)), np.zeros(length, kind)
+    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(vector.nbytes))
+    add_mask(vector, key)
+    assert vector.tobytes() == stream
+    add_mask(vector, key, subtract=True)
+    assert not vector.any()
+
+
+def test_any_threshold_of_shares_gives_the_secret_and_fewer_do_not():
+    secret, holders = bytes(range(16)), (3, 8, 11, 20, 21)
+    shares = sharing.split(secret, 3, holders)
+    for kept in ((3, 8, 11), (20, 3, 21), (8, 11, 20, 21), holders):
+        assert sharing.combine({k: shares[k] for k in kept}, 3, holders) == secret
+    assert Shamir.combine([(1, shares[3]), (2, shares[8])]) != secret
+
+
+# ---- what a client refuses ----
+
+
+def test_a_client_refuses_terms_below_its_least_size():
+    with pytest.raises(ss.Refusal, match=r"client 4 takes part in sums of 10 or more; these terms allow a sum of 3"):
+        ss.advertise(ss.plan(5, 2), 4, least=10)
+
+
+def test_a_client_refuses_a_circle_below_the_threshold():
+    host = Host(clients=5, threshold=4).introduce()
+    hellos = [host.hellos[k] for k in range(3)]
+    with pytest.raises(ss.Refusal, match="got a circle of 3, and the threshold is 4"):
+        ss.share(host.state[0], messages.write_roster(host.terms, 0, hellos))
+
+
+def test_a_client_refuses_a_circle_larger_than_the_terms_say():
+    terms = ss.plan(9, 2, circle=4, threshold=3)
+    hellos = {me: ss.advertise(terms, me, least=0) for me in range(5)}
+    roster = messages.write_roster(terms, 0, [hello for _, hello in hellos.values()])
+    with pytest.raises(ss.Refusal, match="got a circle of 5; the terms say 4 at most"):
+        ss.share(hellos[0][0], roster)
+
+
+def test_a_client_refuses_a_roster_without_it_or_with_one_key_twice():
+    host = Host(clients=5).introduce()
+    with pytest.raises(ss.Refusal, match="does not have client 0 with the keys"):
+        ss.share(host.state[0], messages.write_roster(host.terms, 0, [host.hellos[k] for k in range(1, 5)]))
+    one = messages.read_hello(host.hellos[1], host.terms, 1, None)
+    copy = messages.write_hello(host.terms, 2, one.cipher, one.mask, one.commitment, None)
+    with pytest.raises(ss.Refusal, match="names somebody twice"):
+        ss.share(host.state[0], messages.write_roster(host.terms, 0, [*(host.hellos[k] for k in (0, 1, 3, 4)), copy]))
+
+
+def test_a_client_refuses_when_too_few_of_its_circle_shared():
+    host = Host(clients=5, threshold=4).introduce().share()
+    sealed = {k: messages.read_shares(host.shares[k], host.terms, k)[0] for k in (1, 2)}
+    with pytest.raises(ss.Refusal, match="3 clients of this one's circle shared, and the threshold is 4"):
+        ss.mask(host.state[0], messages.write_delivery(host.terms, 0, sealed), host.vectors[0])
+
+
+def test_a_client_never_reveals_both_shares_of_one_client():
+    host = until_request()
+    everybody = [(k, 1) for k in range(5)]
+    both = messages._header("request", host.terms, 0) + struct.pack(">H", 6)
+    both += b"".join(struct.pack(">QB", *entry) for entry in [*everybody, (2, 0)])
+    with pytest.raises(ss.Refusal, match="shares of client 2 twice; both its secrets would reveal its input"):
+        ss.unmask(host.state[0], both)
+    # Nor one after the other: the state after the first request has no shares left.
+    after, _ = ss.unmask(host.state[0], host.requests[0])
+    other = messages.write_request(host.terms, 0, {k: k != 2 for k in range(5)})
+    with pytest.raises(ss.Refusal, match="was asked for 'unmask', and its next step is 'done'"):
+        ss.unmask(after, other)
+    assert not after.held
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({0: True, 1: True, 2: False, 3: False, 4: False}, "2 clients of this client's circle answered"),
+        ({0: False, 1: True, 2: True, 3: True, 4: True}, "says that client 0 did not answer"),
+        ({0: True, 1: True, 2: True, 3: True}, "other clients than those who shared"),
+        ({0: True, 1: True, 2: True, 3: True, 4: True, 9: True}, "other clients than those who shared"),
+    ],
+)
+def test_a_client_refuses_requests_that_give_too_much_away(asked, sentence):
+    host = until_request()
+    with pytest.raises(ss.Refusal, match=sentence):
+        ss.unmask(host.state[0], messages.write_request(host.terms, 0, asked))
+
+
+def test_a_step_out_of_order_or_taken_again_is_refused():
+    host = Host().introduce()
+    with pytest.raises(ss.Refusal, match="asked for 'mask', and its next step is 'share'"):
+        ss.mask(host.state[0], b"", host.vectors[0])
+    host.share()
+    with pytest.raises(ss.Refusal, match="asked for 'share', and its next step is 'mask'"):
+        ss.share(host.state[0], host.rosters[0])
+    with pytest.raises(ss.SecureSumError, match="told to 'total', and its next step is 'deliver'"):
+        ss.total(host.server, [])
+
+
+def test_messages_of_another_round_session_or_client_are_refused():
+    host = Host().introduce()
+    for other in (host.terms._replace(round=1), host.terms._replace(session=bytes(16)), host.terms._replace(length=9)):
+        state, _ = ss.advertise(other, 0, least=0)
+        with pytest.raises(ss.MessageError, match="of another session, round or group"):
+            ss.share(state, host.rosters[0])
+    with pytest.raises(ss.MessageError, match="names client 1; it should name client 0"):
+        ss.share(host.state[0], host.rosters[1])
+    host.share().deliver()
+    # Shares that were meant for client 2, with the address changed to client 0.
+    foreign = messages.read_delivery(host.deliveries[2], host.terms, 2)
+    moved = messages.write_delivery(host.terms, 0, {k: foreign[k] for k in (1, 3, 4)})
+    with pytest.raises(ss.MessageError, match="shares of client 1 are damaged, or for somebody else"):
+        ss.mask(host.state[0], moved, host.vectors[0])
+
+
+def test_every_derived_key_is_bound_to_the_terms_and_to_whom_it_is_for():
+    secret, terms = bytes(range(32)), ss.plan(5, 3)
+    others = [terms._replace(round=1), terms._replace(session=bytes(16)), terms._replace(threshold=4)]
+    derived = {keys.derive(secret, other.digest(), b"mask key", 1) for other in (terms, *others)}
+    derived |= {keys.derive(secret, terms.digest(), b"mask key", 2), keys.derive(secret, terms.digest(), b"share", 1)}
+    assert len(derived) == 6
+    # So one entropy in two rounds gives other masks, whatever else is the same.
+    hellos = [ss.advertise(each, 1, least=0, entropy=ss.seeded(4))[1] for each in (terms, others[0])]
+    first, second = (messages.read_hello(m, each, 1, None) for m, each in zip(hellos, (terms, others[0]), strict=True))
+    assert first.cipher == second.cipher
+    assert first.mask != second.mask
+    assert first.commitment != second.commitment
+
+
+def test_a_key_with_which_nothing_secret_can_be_agreed_is_refused():
+    host = Host()
+    host.hellos[1] = messages.write_hello(host.terms, 1, bytes(32), bytes([1] + 31 * [0]), bytes(32), None)
+    host.introduce()
+    with pytest.raises(ss.MessageError, match="nothing secret can be agreed"):
+        ss.share(host.state[0], host.rosters[0])
+
+
+def test_an_input_of_another_type_or_length_is_refused():
+    host = Host().introduce().share().deliver()
+    for vector in (host.vectors[0].astype(np.int64), host.vectors[0][:-1], host.vectors[:1]):
+        with pytest.raises(ss.SecureSumError, match=r"the terms say uint32\[4\]"):
+            ss.mask(host.state[0], host.deliveries[0], vector)
+
+
+# ---- hostile bytes ----
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_damaged_messages_are_sentences_and_never_a_wrong_sum(data):
+    host = Host(clients=4, threshold=3)
+    step = data.draw(st.sampled_from(["hellos", "shares", "masked", "reveals"]))
+
+    def damage():
+        bag = getattr(host, step)
+        message = bytearray(bag[2])
+        how = data.draw(st.sampled_from(["flip", "cut", "append", "replace"]))
+        if how == "flip":
+            message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "cut":
+            del message[data.draw(st.integers(0, len(message) - 1)) :]
+        elif how == "append":
+            message += data.draw(st.binary(min_size=1, max_size=9))
+        else:
+            message = bytearray(data.draw(st.binary(max_size=60)))
+        bag[2] = bytes(message)
+
+    # What is damaged within a masked input cannot be noticed: one such bit is as good as another. All else must be.
+    try:
+        for bag, make in (("hellos", None), ("shares", "share"), ("masked", "mask"), ("reveals", "unmask")):
+            if make:
+                {"share": host.introduce, "mask": host.deliver, "unmask": host.collect}[make]()
+                getattr(host, make)()
+            if bag == step:
+                damage()
+        result = host.total()
+    except ss.SecureSumError:
+        return
+    if step == "masked" and 2 in result.clients:
+        return
+    assert result.total.tolist() == exact(host.vectors, result.clients).tolist()
+    assert 2 in result.refused
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from(["share", "mask", "unmask"]))
+def test_a_client_answers_any_bytes_with_a_sentence(junk, step):
+    host = Host(clients=3)
+    state = dataclasses.replace(host.state[0], stage=step)
+    kind = {"share": "roster", "mask": "delivery", "unmask": "request"}[step]
+    for message in (junk, messages._header(kind, host.terms, 0) + junk):
+        with pytest.raises(ss.SecureSumError):
+            ss.mask(state, message, host.vectors[0]) if step == "mask" else getattr(ss, step)(state, message)
+
+
+@pytest.mark.parametrize("step", ["share", "mask", "unmask"])
+def test_a_count_that_is_a_lie_takes_no_memory(step):
+    host = Host(clients=3)
+    state = dataclasses.replace(host.state[0], stage=step)
+    kind = {"share": "roster", "mask": "delivery", "unmask": "request"}[step]
+    message = messages._header(kind, host.terms, 0) + b"\xff\xff" + bytes(20)
+    tracemalloc.start()
+    with pytest.raises(ss.MessageError):
+        ss.mask(state, message, host.vectors[0]) if step == "mask" else getattr(ss, step)(state, message)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+
+
+def test_terms_of_a_huge_length_take_no_memory_either():
+    terms = ss.Terms.from_bytes(ss.plan(3, 2**50).to_bytes())
+    tracemalloc.start()
+    state, _ = ss.advertise(terms, 0, least=0)
+    with pytest.raises(ss.SecureSumError, match="the terms say"):
+        ss.mask(dataclasses.replace(state, stage="mask"), b"", np.zeros(4, np.uint32))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_terms_travel_as_bytes_and_bad_ones_are_refused():
+    terms = ss.plan(10, 7, bits=64, round=3)
+    assert ss.Terms.from_bytes(terms.to_bytes()) == terms
+    for damaged in (b"", terms.to_bytes()[:-1], b"X" + terms.to_bytes()[1:]):
+        with pytest.raises(ss.MessageError, match="not the terms"):
+            ss.Terms.from_bytes(damaged)
+    with pytest.raises(ss.MessageError, match="protocol version 9"):
+        ss.Terms.from_bytes(terms.to_bytes()[:4] + b"\x09" + terms.to_bytes()[5:])
+    with pytest.raises(ss.SecureSumError, match="must be above half"):
+        ss.Terms.from_bytes(terms._replace(threshold=5).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"cohort": 1}, "hides nobody"),
+        ({"threshold": 5}, "`threshold` is 5 for circles of 10; it must be above half"),
+        ({"threshold": 11}, "no more than all of it"),
+        ({"bits": 16}, "integers have 32 or 64"),
+        ({"length": 0}, "neither a round nor a length"),
+        ({"session": b"short"}, "`session` has 5 bytes"),
+    ],
+)
+def test_terms_that_make_no_sense_are_refused(change, sentence):
+    with pytest.raises(ss.SecureSumError, match=sentence):
+        ss.plan(**({"cohort": 10, "length": 7} | change))
+
+
+# ---- what the server does with liars ----
+
+
+def test_wrong_shares_are_noticed():
+    host = until_request(clients=4, threshold=4).unmask()
+    host.reveals[1] = host.reveals[1][:-1] + bytes([host.reveals[1][-1] ^ 1])
+    with pytest.raises(ss.SecureSumError, match="the shares of client 3 do not give its secret"):
+        host.total()
+
+
+def test_a_client_that_does_not_share_with_all_its_circle_is_left_out():
+    host = Host(clients=5, threshold=3).introduce().share()
+    sealed = messages.read_shares(host.shares[2], host.terms, 2)
+    del sealed[4]
+    host.shares[2] = messages.write_shares(host.terms, 2, sealed)
+    result = host.deliver().mask().collect().unmask().total()
+    assert result.clients == (0, 1, 3, 4)
+    assert "does not share with exactly its circle" in result.refused[2]
+
+
+def test_one_that_speaks_twice_or_for_another_is_left_out():
+    host = Host(clients=5, threshold=3).introduce().share().deliver().mask()
+    twice = [*host.masked.items(), (1, host.masked[1]), (9, host.masked[1])]
+    host.masked[4] = host.masked[3]
+    host.server, host.requests = ss.collect(host.server, [*[(4, host.masked[3])], *twice[:-3], *twice[-2:]])
+    result = host.unmask().total()
+    assert result.clients == (0, 1, 2, 3)
+    assert result.total.tolist() == exact(host.vectors, range(4)).tolist()
+    assert "names client 3; it should name client 4" in result.refused[4]
+    assert "twice" in result.refused[1]
+    assert "no longer, part" in result.refused[9]
+
+
+# ---- signatures ----
+
+
+@pytest.mark.parametrize(
+    "make", [ed25519.Ed25519PrivateKey.generate, lambda: ec.generate_private_key(ec.SECP384R1())], ids=["ed25519", "ec"]
+)
+def test_signed_keys_are_verified_and_invented_clients_refused(make):
+    signing = [make() for _ in range(4)]
+    known = {k: key.public_key() for k, key in enumerate(signing)}
+    host = Host(clients=4, signing_key=signing).introduce(verify_keys=known).share(verify_keys=known)
+    host.deliver().mask().collect().unmask()
+    assert host.total().total.tolist() == exact(host.vectors, range(4)).tolist()
+
+    host = Host(clients=4, signing_key=[*signing[:3], make()]).introduce()
+    with pytest.raises(ss.MessageError, match="client 3 has not signed its keys, or not with the key"):
+        ss.share(host.state[0], host.rosters[0], verify_keys=known)
+    with pytest.raises(ss.MessageError, match="client 3 has no verify key here"):
+        ss.share(host.state[0], host.rosters[0], verify_keys=lambda client: known[client] if client < 3 else None)
+    server, rosters = ss.introduce(host.terms, host.hellos.items(), verify_keys=known)
+    assert set(rosters) == {0, 1, 2}
+    assert "has not signed" in server.refused[3]
+
+
+def test_an_unsigned_hello_is_refused_where_keys_are_known():
+    known = dict.fromkeys(range(3), ed25519.Ed25519PrivateKey.generate().public_key())
+    host = Host(clients=3).introduce()
+    with pytest.raises(ss.MessageError, match="has not signed"):
+        ss.share(host.state[0], host.rosters[0], verify_keys=known)

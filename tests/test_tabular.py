@@ -1,0 +1,89 @@
+import importlib
+import importlib.util
+
+import numpy as np
+import pytest
+
+import fedrecon as fr
+from fedrecon.disk import tabular
+from fedrecon.disk.tabular import frame_columns, read_csv_column
+
+COLUMNS = {"user": ["b", "a", "b"], "item": [3, 4, 5], "rating": [1.5, 2.0, 3.0]}
+
+
+def frames():
+    """Every kind of data frame whose package is installed."""
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    found = [pandas.DataFrame(COLUMNS), pandas.DataFrame(COLUMNS).astype({"item": "Int64"}), pyarrow.table(COLUMNS)]
+    if importlib.util.find_spec("polars"):
+        found.append(importlib.import_module("polars").DataFrame(COLUMNS))
+    return found
+
+
+@pytest.mark.parametrize("frame", frames(), ids=lambda frame: f"{type(frame).__module__.split('.')[0]}")
+def test_data_frames_of_all_kinds_become_the_same_clients(frame):
+    clients = fr.Clients.from_dataframe(frame)
+    assert clients.names.tolist() == ["a", "b"]
+    assert clients[1]["item"].tolist() == [3, 5]
+    assert clients[1]["rating"].tolist() == [1.5, 3.0]
+    expected = fr.Clients.from_columns({name: np.array(values) for name, values in COLUMNS.items()}, client="user")
+    assert clients.fingerprint() == expected.fingerprint()
+    some = fr.Clients.from_dataframe(frame, client="item", columns=["rating"])
+    assert list(some.columns) == ["rating"]
+    assert some.names.tolist() == [3, 4, 5]
+    with pytest.raises(ValueError, match="has no column 'who'; it has: user, item, rating"):
+        fr.Clients.from_dataframe(frame, client="who", columns=[])
+
+
+def test_dates_become_seconds_and_lists_rows():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"time": pandas.to_datetime(["1970-01-02T00:00", "1970-01-01T00:01"]), "x": [[1, 2], [3, 4]]}
+    )
+    columns = frame_columns(frame)
+    assert columns["time"].tolist() == [86_400, 60]
+    assert columns["x"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"a": [1.0, None]}, "column 'a' of the data frame has 1 empty entries"),
+        ({"a": ["x", None]}, "column 'a' of the data frame has 1 empty entries"),
+        ({"a": [[1], [1, 2]]}, "holds neither numbers nor text"),
+        ({"a": [{}, {}]}, "holds neither numbers nor text"),
+        ({"a": ["x", 1]}, "holds neither numbers nor text"),
+    ],
+)
+def test_what_cannot_be_a_column_is_refused(columns, message):
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(ValueError, match=message):
+        frame_columns(pandas.DataFrame(columns))
+
+
+def test_columns_must_be_told_apart_and_frames_be_frames():
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(ValueError, match="several columns 'a'"):
+        frame_columns(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
+    with pytest.raises(ValueError, match="`frame` is int; expected a data frame"):
+        frame_columns(3)
+
+
+def test_one_long_text_is_refused_before_it_becomes_a_column(tmp_path, monkeypatch):
+    monkeypatch.setattr(tabular, "MOST_TEXT", 10_000)
+    path = tmp_path / "a.csv"
+    path.write_text("user,x\n" + "a,1\n" * 100)
+    assert read_csv_column(path, 0, None, ",").tolist() == ["a"] * 100
+    path.write_text("user,x\n" + "a,1\n" * 100 + "b" * 100 + ",1\n")
+    with pytest.raises(ValueError, match=r"a\.csv: column 0 has an entry of 100 characters, which makes 101 rows"):
+        read_csv_column(path, 0, None, ",")
+    path.write_text("user,x\na,1\nb\n")
+    with pytest.raises(ValueError, match=r"a\.csv: line 3 has 1 fields; expected 2"):
+        read_csv_column(path, 1, str, ",")
+
+
+def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" * 10)
+    with pytest.raises(ValueError, match=r"cannot read .*a\.parquet"):
+        fr.Clients.from_parquet(tmp_path / "a.parquet")

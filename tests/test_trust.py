@@ -1,0 +1,419 @@
+"""Nothing lost, nothing silently wrong: what commands do with folders that are not theirs, and with runs that fail."""
+
+import json
+import re
+import resource
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fedrecon.app.cli import main, show
+from fedrecon.app.config import Data, RatingsConfig, TextConfig, from_json
+from fedrecon.app.config_files import ConfigError, read_config
+from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.tasks import RATINGS
+from fedrecon.disk.arrays import StorageError, read_json, save_arrays, write_json
+from fedrecon.disk.runs import RunFolder
+from fedrecon.disk.sealed import write_sealed
+from fedrecon.evaluation import Evaluation
+from test_cli import SMALL, said, write_ratings
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a ratings file and the folder of a run on it."""
+    folder = tmp_path_factory.mktemp("trust")
+    ratings = write_ratings(folder / "ratings.csv")
+    assert main(["train", str(ratings), "--out", str(folder / "run"), "--rounds", "3", *SMALL]) == 0
+    return ratings, folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path, capsys):
+    """Return a copy of the run."""
+    capsys.readouterr()
+    return shutil.copytree(trained[1], tmp_path / "run")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def facts_of(run):
+    return json.loads((run / "run.json").read_text())
+
+
+# ---- what people have ----
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "none.csv"], ["train", "{ratings}", "--resume"], ["demo", "--rounds", "1"]]
+)
+@pytest.mark.parametrize("file", ["model/weights.pt", "checkpoint/last.pt", "metrics.jsonl", "thesis.tex"])
+def test_a_folder_that_fedrecon_did_not_make_is_not_touched(trained, tmp_path, capsys, command, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("years of work")
+    before = contents(tmp_path)
+    words = [word.format(ratings=trained[0]) for word in command]
+    capsys.readouterr()
+    assert main([*words, "--out", str(tmp_path)]) == 1
+    assert "fedrecon did not make it" in said(capsys)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("none.csv", [], "neither a file"),
+        ("{ratings}", ["--data.user", "nobody"], "nobody"),
+        ("{ratings}", ["--update.joint", "--update.second-order"], "exclude each other"),
+        ("{ratings}", ["--devices", "60"], "JAX sees"),
+    ],
+)
+def test_overwriting_with_a_run_that_cannot_start_loses_nothing(trained, run, capsys, data, options, message):
+    before = contents(run)
+    command = ["train", data.format(ratings=trained[0]), "--out", str(run), *SMALL, *options, "--overwrite"]
+    assert main(command) == 1
+    assert message in said(capsys)
+    assert contents(run) == before
+
+
+def test_a_run_that_is_overwritten_is_gone_when_the_new_one_is_complete(trained, run):
+    old = contents(run / "model")
+    command = ["train", str(trained[0]), "--out", str(run), *SMALL, "--rounds", "2", "--seed", "4", "--overwrite"]
+    assert main(command) == 0
+    assert contents(run / "model") != old
+    assert facts_of(run)["seed"] == 4
+    assert {path.name for path in run.iterdir()} == {
+        *(".fedrecon", "run.json", "metrics.jsonl", "checkpoint", "model", "plots"),
+    }
+
+
+def test_the_old_run_is_there_until_an_interrupted_new_one_is_complete(trained, run, monkeypatch, capsys):
+    from fedrecon.app.cli import show
+
+    def stop(record, measures):
+        if record["round"] == 1:
+            raise KeyboardInterrupt
+
+    command = ["train", str(trained[0]), "--out", str(run), *SMALL, "--rounds", "3", "--seed", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(show, "progress_of", stop)
+        assert main([*command, "--overwrite"]) == 130
+    assert f"is in {run / '.replaced.1'} until this one is complete" in capsys.readouterr().err
+    assert facts_of(run / ".replaced.1")["seed"] == 0
+    assert main([*command, "--resume"]) == 0
+    assert not (run / ".replaced.1").exists()
+
+
+@pytest.mark.parametrize("option", [[], ["--resume"]])
+def test_a_finished_run_without_its_checkpoint_is_kept(trained, run, capsys, option):
+    shutil.rmtree(run / "checkpoint")
+    before = contents(run)
+    assert main(["train", str(trained[0]), "--out", str(run), "--rounds", "3", *SMALL, *option]) == 1
+    assert "--overwrite" in said(capsys)
+    assert contents(run) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(trained, run, capsys):
+    whole = contents(run / "model")
+    shutil.rmtree(run / "checkpoint")
+    shutil.rmtree(run / "model")
+    write_sealed(run / "run.json", {**facts_of(run), "ended": None})
+    command = ["train", str(trained[0]), "--out", str(run), "--rounds", "3", *SMALL]
+    assert main(command) == 1
+    assert "holds a run" in said(capsys)
+    assert main([*command, "--resume"]) == 0
+    assert contents(run / "model") == whole
+
+
+def test_a_model_is_found_where_a_killed_replacement_had_put_it(trained, run):
+    (run / "model").rename(run / ".model.old")
+    assert main(["evaluate", str(run)]) == 0
+    assert main(["evaluate", str(run / "model"), "--ratings", str(trained[0])]) == 0
+    assert main(["train", str(trained[0]), "--out", str(run), "--rounds", "3", *SMALL, "--resume"]) == 0
+    assert (run / "model" / "model.json").exists()
+    assert not (run / ".model.old").exists()
+
+
+def test_the_demo_replaces_demos_alone(run, capsys):
+    before = contents(run)
+    assert main(["demo", "--out", str(run), "--rounds", "1"]) == 1
+    assert "holds a run that is no demo" in said(capsys)
+    assert contents(run) == before
+
+
+def test_a_study_is_not_written_to_a_folder_of_somebody_else(tmp_path, capsys):
+    (tmp_path / "report.md").write_text("mine")
+    before = contents(tmp_path)
+    assert main(["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path)]) == 1
+    assert "holds report.md, and fedrecon did not make it" in said(capsys)
+    assert contents(tmp_path) == before
+
+
+def test_a_second_process_is_told_who_holds_the_folder(trained, run, capsys):
+    before = contents(run)
+    with RunFolder(run).held():
+        assert main(["train", str(trained[0]), "--out", str(run), *SMALL, "--overwrite"]) == 1
+        assert "in use by process" in said(capsys)
+        assert main(["evaluate", str(run)]) == 0  # readers may
+    assert contents(run) == before
+
+
+def test_a_resume_that_fails_leaves_the_run_as_it_was(trained, run, capsys):
+    arrays = next(run.glob("checkpoint/*/arrays.safetensors"))
+    arrays.write_bytes(arrays.read_bytes()[:-1] + b"!")
+    before = contents(run)
+    assert main(["train", str(trained[0]), "--out", str(run), "--rounds", "9", *SMALL, "--resume"]) == 1
+    assert "arrays.safetensors is damaged" in said(capsys)
+    assert contents(run) == before
+
+
+def test_damaged_metrics_are_named_and_do_not_keep_a_run_from_going_on(trained, run, capsys):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0][:-9], *lines[1:]]) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["train", str(trained[0]), "--out", str(run), "--rounds", "4", *SMALL, "--resume"]) == 0
+    assert f"fedrecon: warning: {run / 'metrics.jsonl'} is damaged" in capsys.readouterr().err
+
+
+# ---- on another machine ----
+
+
+def test_a_run_goes_on_laid_out_as_it_began(trained, run, capsys):
+    """This process has four devices; the settings of the run, which say one, are taken out of it."""
+    facts = facts_of(run)
+    facts["config"]["devices"] = None
+    write_sealed(run / "run.json", facts)
+    options = [word for word in SMALL if word not in ("--devices", "1")]
+    command = ["train", str(trained[0]), "--out", str(run), *options, "--resume", "--rounds", "4"]
+    assert main(command) == 0
+    assert "goes on with 1 devices, as it began, although this machine has" in capsys.readouterr().err
+    assert facts_of(run)["layout"] == facts["layout"]
+    for other in ({"devices": 60}, {"platform": "tpu"}):
+        write_sealed(run / "run.json", {**facts_of(run), "layout": {**facts["layout"], **other}})
+        assert main(command) == 1
+        assert "began on" in capsys.readouterr().err
+
+
+# ---- training that fails ----
+
+
+def play_counts(path, users=20, most=5000):
+    rng = np.random.default_rng(0)
+    rows = [f"u{u},{i},{rng.integers(1, most)}" for u in range(users) for i in rng.choice(12, 8, replace=False)]
+    path.write_text("\n".join(["user,item,rating", *rows]) + "\n")
+    return path
+
+
+def test_a_training_that_fails_says_so_from_its_first_round_to_its_exit_code(tmp_path, capsys):
+    counts, run = play_counts(tmp_path / "plays.csv"), tmp_path / "run"
+    assert main(["train", str(counts), "--out", str(run), "--rounds", "8", *SMALL]) == 3
+    out, err = capsys.readouterr()
+    assert "warning: round 2: 6 of 6 updates are not finite, and were left out" in err
+    assert "lower --update.learning-rate (now 0.5)" in err
+    assert "training failed: " in err
+    assert "next:" not in out
+    assert "RMSE" not in out
+    facts = facts_of(run)
+    assert "updates were not finite" in facts["failed"]
+    assert main(["recommend", str(run), "--ratings", str(counts)]) == 1
+    assert "failed, so it serves nobody" in said(capsys)
+    assert main(["recommend", str(run / "model"), "--ratings", str(counts)]) == 1
+    assert "failed, so it serves nobody" in said(capsys)
+    assert main(["evaluate", str(run)]) == 3
+    assert "the training of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sampling.min-examples", "99"], "all 6 invited users have fewer than --sampling.min-examples 99"),
+        (["--sampling.drop-out", "0.9999"], "nobody answered, 6 of 6 invited dropped out (--sampling.drop-out 0.9999)"),
+        (["--aggregate.zero-norm", "1e-9"], "all updates are longer than --aggregate.zero-norm 1e-09"),
+    ],
+)
+def test_rounds_that_learn_nothing_say_why(trained, tmp_path, capsys, options, message):
+    assert main(["train", str(trained[0]), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL, *options]) == 3
+    err = capsys.readouterr().err
+    assert f"warning: round 1: nothing was learned: {message}" in err
+    assert "training failed: nothing was learned in 2 of 2 rounds" in err
+
+
+def test_clients_with_a_single_example_are_counted(tmp_path, capsys):
+    lonely = tmp_path / "lonely.csv"
+    lonely.write_text("\n".join(["user,item,rating", *(f"u{k},{k % 3},4" for k in range(20))]) + "\n")
+    assert main(["train", str(lonely), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL]) == 3
+    err = capsys.readouterr().err
+    assert re.search(r"(\d+) of \1 training users have a single example", err)
+    assert "whoever answered has too few ratings to have both support and query" in err
+    assert "no test users could be measured" in err
+
+
+def test_ratings_of_a_few_users_that_diverge_are_counted_beside_the_others(capsys):
+    found = an_evaluation(clients=41, diverged=4)
+    show.evaluation("title", found, RATINGS)
+    told = "37 of 41 users, 99 query ratings, 4 others diverged, and are in no figure; 3 have too few ratings"
+    assert told in capsys.readouterr().out
+    show.evaluation("title", an_evaluation(clients=40, diverged=5), RATINGS)
+    out, err = capsys.readouterr()
+    assert "RMSE" not in out
+    assert "5 of 40 users diverged: figures of the other 35 would say nothing about the model" in err
+
+
+def an_evaluation(clients, diverged):
+    numbers = {"loss": 1.0, "rmse": 1.0, "accuracy": 0.5}
+    quantiles = {name: {"0.5": value} for name, value in numbers.items()}
+    return Evaluation("recon", clients, diverged, 99, numbers, numbers, quantiles, {"loss": np.zeros(clients + 3)})
+
+
+def a_round(number, **counts):
+    fine = {"clients": 10, "non_finite": 0, "zeroed": 0, "invited": 10, "too_small": 0, "dropped": 0, "skipped": False}
+    return {"kind": "round", "round": number, **fine, **counts}
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([], None),
+        ([a_round(1, clients=9, non_finite=1)], None),
+        ([a_round(1, clients=8, non_finite=2)], "2 of 10 updates were not finite"),
+        ([a_round(1, skipped=True), *(a_round(k) for k in range(2, 11))], None),
+        ([a_round(1, skipped=True), *(a_round(k) for k in range(2, 10))], "nothing was learned in 1 of 9 rounds"),
+        ([{"kind": "evaluation", "round": 1, "clients": 10, "diverged": 1}], None),
+        ([{"kind": "evaluation", "round": 1, "clients": 9, "diverged": 1}], "1 of 9 validation users diverged"),
+        (
+            [{"kind": "evaluation", "round": r, "clients": 9, "diverged": 2 - r} for r in (1, 2)],
+            None,
+        ),  # the last counts
+        ([{"kind": "evaluation", "round": 1, "clients": 0, "diverged": 0}], "no validation users could be measured"),
+    ],
+)
+def test_a_run_has_failed_if_more_than_a_tenth_of_it_has(records, reason):
+    found = why_failed(records, RATINGS)
+    assert found is None if reason is None else found.startswith(reason)
+
+
+def test_a_warning_is_said_once():
+    told = []
+    watch = Watch(RatingsConfig(data=Data(source="x")), RATINGS, told.append)
+    for number in (1, 2, 3):
+        watch(a_round(number, clients=4, non_finite=number - 1))
+    watch({"kind": "evaluation", "round": 3, "clients": 9, "diverged": 2})
+    assert [text.partition(", and")[0] for text in told] == [
+        "warning: round 2: 1 of 5 updates are not finite",
+        "warning: round 3: 2 of 9 validation users diverged",
+    ]
+
+
+# ---- settings that make no sense ----
+
+NUMBERS = {
+    "update.learning_rate": [float("nan"), float("inf"), -1.0],
+    "reconstruct.learning_rate": [float("nan"), float("inf"), -1.0, 10**400],
+    "server.learning_rate": [float("nan"), float("inf"), -1.0],
+    "reconstruct.ridge": [float("nan"), -1.0],
+    "reconstruct.batch_size": [0, -5, 10**12],
+    "update.epochs": [0, 10**400],
+    "update.steps": [-1],
+    "update.clip_norm": [0.0, float("nan"), float("inf"), -1.0],
+    "aggregate.clip_norm": [0.0, float("nan"), -1.0],
+    "aggregate.zero_norm": [0.0, float("inf")],
+    "server.decay_rounds": [0, -3],
+    "sampling.oversample": [float("nan"), float("inf"), 0.5],
+    "sampling.clients_per_round": [0, 10**12],
+    "sampling.drop_out": [float("nan"), 1.0, -0.1],
+    "sampling.min_examples": [-1],
+    "data.fractions": [[float("nan"), 0.5, 0.5], [float("inf"), 0, 0], [1.5, -0.5, 0]],
+    "data.split_seed": [-1, 2**32],
+    "rounds": [-1, 2**31, 10**400],
+    "evaluate_every": [-1],
+    "checkpoint_every": [0],
+    "seed": [-1, 2**32, 2**70],
+    "block": [0, -1],
+}
+RATINGS_NUMBERS = {
+    "model.dim": [0, 10**12],
+    "model.init_mean": [float("nan")],
+    "data.shuffle_seed": [2**70],
+    "data.max_examples": [1],
+}
+TEXT_NUMBERS = {"model.vocabulary": [0, 10**12], "model.hidden": [0, 10**9], "model.oov_buckets": [10**12]}
+
+
+def with_setting(name, value):
+    *groups, last = name.split(".")
+    values = {"data": {"source": "x"}}
+    inner = values
+    for group in groups:
+        inner = inner.setdefault(group, {})
+    inner[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [(RatingsConfig, name, v) for name, wrong in (NUMBERS | RATINGS_NUMBERS).items() for v in wrong]
+    + [(TextConfig, name, v) for name, wrong in TEXT_NUMBERS.items() for v in wrong],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_number_that_makes_no_sense_is_named(kind, name, value):
+    with pytest.raises(ConfigError, match=name.rsplit(".", 1)[-1]):
+        from_json(kind, with_setting(name, value), "file")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_learning_rate_that_makes_no_sense_is_refused_on_the_command_line(tmp_path, capsys, value):
+    assert main(["train", "synthetic", "--out", str(tmp_path / "run"), "--update.learning-rate", value]) == 2
+    assert "update.learning_rate is" in said(capsys)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"rounds": ' + "9" * 5000 + "}", '{"data": ' * 900 + "1" + "}" * 900])
+def test_hostile_json_is_a_sentence(tmp_path, capsys, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["train", "x.csv", "--config", str(path), "--out", str(tmp_path / "run")]) in (1, 2)
+    said(capsys)
+    path.rename(tmp_path / "run.json")
+    assert main(["evaluate", str(tmp_path)]) == 1
+    said(capsys)
+    if not text.endswith("}"):
+        with pytest.raises(StorageError, match=r"run.json is not valid JSON"):
+            read_json(tmp_path / "run.json")
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            read_config(tmp_path / "run.json")
+
+
+# ---- a full disk ----
+
+
+@pytest.fixture
+def small_files():
+    """Let this process write no file of more than 2,000 bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_what_there_was(tmp_path, small_files):
+    small, large = {"a": np.zeros(9)}, {"a": np.zeros(9000)}
+    path = tmp_path / "arrays.safetensors"
+    save_arrays(path, small)
+    with pytest.raises(StorageError, match=r"arrays.safetensors cannot be written: File too large"):
+        save_arrays(path, large)
+    assert load_file(path)["a"].shape == (9,)
+    with pytest.raises(StorageError, match=r"it.json cannot be written: File too large"):
+        write_json(tmp_path / "it.json", ["long"] * 2000)
+    assert [file.name for file in tmp_path.iterdir()] == ["arrays.safetensors"]
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoint(1, small)
+    with pytest.raises(StorageError, match="cannot be written"):
+        folder.checkpoint(2, large)
+    with pytest.raises(StorageError, match=r"metrics.jsonl cannot be written"):
+        folder.record({"kind": "round", "round": 1, "loss": "x" * 3000})
+    assert folder.restore(small)[0] == 1
