@@ -30,7 +30,7 @@ test-web: build/web.stamp
 
 # The page in the distribution's Chromium. Where there is none and we may, it is installed; else the tests say so.
 test-browser: .venv/browser.stamp build/web.stamp
-	@command -v chromium chromium-browser google-chrome > /dev/null || [ "$$(id -u)" != 0 ] || \
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || [ "$$(id -u)" != 0 ] || \
 	  apt-get install -qq -y --no-install-recommends chromium
 	FEDRECON_AXE=tests/web/node_modules/axe-core/axe.min.js \
 	FEDRECON_ONNXRUNTIME_WEB=tests/web/node_modules/onnxruntime-web/dist \
