@@ -3,6 +3,7 @@
 from fedrecon import aggregate as aggregate
 from fedrecon import baselines as baselines
 from fedrecon import data as data
+from fedrecon import device as device
 from fedrecon import models as models
 from fedrecon import optimizers as optimizers
 from fedrecon import preparation as preparation

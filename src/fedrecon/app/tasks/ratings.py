@@ -13,6 +13,7 @@ import numpy as np
 from fedrecon.app.config import Data, Factorization, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon.clients import rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
@@ -28,13 +29,19 @@ class Items:
     Attributes:
       ids: the original id of item k.
       titles: the title of item k, or None.
+      counts: how many ratings item k was learned from, or None where that is not known.
+      scale: the lowest and the highest rating, or None.
     """
 
     ids: np.ndarray
     titles: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    scale: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        """Check that there is a title for every item, if there are titles."""
+        """Check that there is a title and a count for every item, if there are any."""
+        if self.counts is not None and self.counts.shape != self.ids.shape:
+            raise ValueError("items and counts do not match")
         if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
             raise ValueError("items and titles do not match")
 
@@ -100,10 +107,16 @@ def divide_users(ratings: Ratings, settings: Data) -> Users:
 
 
 def _items(config: RatingsConfig, ratings: Ratings) -> Items:
-    del config
+    # Of the people who train alone: whoever validates or tests leaves no trace in a saved model.
+    seen = divide_users(ratings, config.data).train
+    rows = rows_of(seen.starts, seen.ends)
+    items, values = np.asarray(seen.columns["item"])[rows], np.asarray(seen.columns["rating"])[rows]
     ids = np.asarray(ratings.item_ids)
     return Items(
-        ids, None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist()))
+        ids,
+        None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist())),
+        np.bincount(items, minlength=ratings.num_items),
+        (float(values.min()), float(values.max())) if len(values) else None,
     )
 
 
@@ -114,12 +127,23 @@ def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, pro
 
 
 def _describe(items: Items) -> dict[str, Any]:
-    return {"item_ids": items.ids.tolist(), "titles": None if items.titles is None else items.titles.tolist()}
+    return {
+        "item_ids": items.ids.tolist(),
+        "titles": None if items.titles is None else items.titles.tolist(),
+        "counts": None if items.counts is None else items.counts.tolist(),
+        "scale": None if items.scale is None else list(items.scale),
+    }
 
 
 def _recall(description: Mapping[str, Any]) -> Items:
     titles = description["titles"]
-    return Items(np.array(description["item_ids"]), None if titles is None else np.array(titles, dtype=str))
+    counts, scale = description.get("counts"), description.get("scale")  # older models do not have them
+    return Items(
+        np.array(description["item_ids"]),
+        None if titles is None else np.array(titles, dtype=str),
+        None if counts is None else np.array(counts, np.int64),
+        None if scale is None else (float(scale[0]), float(scale[1])),
+    )
 
 
 RMSE = Measure("rmse", "RMSE")
