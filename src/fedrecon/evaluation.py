@@ -225,7 +225,13 @@ def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) ->
 
 
 def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
-    """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing."""
+    """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing.
+
+    Args:
+      algorithm: whose clients they are.
+      clients: all that may take part.
+      seed: of the run.
+    """
     if algorithm.method.keep is None:
         return ()
     keys = client_keys(jax.random.key(seed), clients.identities())

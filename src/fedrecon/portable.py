@@ -90,7 +90,11 @@ def load(folder: str | Path, made: Model | Algorithm | None = None) -> Loaded:
 
 
 def digest(made: Model | Algorithm) -> str:
-    """Return a digest of a model or algorithm: of its recipe, lookups and shapes, parameters aside."""
+    """Return a digest of a model or algorithm: of its recipe, lookups and shapes, parameters aside.
+
+    Args:
+      made: a model or an algorithm whose lookups are decided.
+    """
     return describe(made)["digest"]
 
 
