@@ -104,8 +104,12 @@ def run_experiment(
         data = task.load(config, progress)
         facts = _facts(config, data.fingerprint(), earlier, made_by)
         check_fingerprint(folder, facts, earlier)
-        users, legend = task.divide(config, data, progress), task.legend(config, data)
-        algorithm = build_algorithm(config, task.build_model(config, legend))
+        users = task.divide(config, data, progress)
+        prepared = task.prepare(config, data, users, task.legend(config, data))
+        for remark in prepared.remarks:
+            say(remark)
+        users = prepared.users
+        algorithm = build_algorithm(prepared.config, prepared.model, users.train.num_examples)
         place = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
         facts["data"] |= {"left_out": {**data.skipped}}
@@ -115,11 +119,15 @@ def run_experiment(
             folder.replace()
         folder.describe(facts)
         return _run(
-            _Ready(config, folder, task, users, legend, algorithm, place, facts), data, progress, on_record, say
+            _Started(prepared.config, folder, task, users, prepared.legend, algorithm, place, facts),
+            data,
+            progress,
+            on_record,
+            say,
         )
 
 
-class _Ready(NamedTuple):
+class _Started(NamedTuple):
     """A run that can start."""
 
     config: Config
@@ -132,7 +140,7 @@ class _Ready(NamedTuple):
     facts: dict[str, Any]
 
 
-def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
+def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
     config, folder, task, users, legend, algorithm, place, facts = ready
     evaluator = make_evaluator(config, algorithm, users, place)

@@ -71,6 +71,7 @@ def run(args: Evaluate) -> int:
         show.left_out(others.skipped)
         config, users = model.config, Users(others.clients, others.clients, others.clients)
         title, part = f"{task.people} of {file}", "test"
+    users = Users(*(task.view(model.config, part) for part in users))
     algorithm = model.algorithm
     evaluator = make_evaluator(config, algorithm, users, build_layout(config, algorithm.model), part)
     if evaluator is None:

@@ -4,54 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedrecon.app.config import Data, Factorization, RatingsConfig, Reading
+from fedrecon.app.config import Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
+from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
 from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
-from fedrecon.model import Model
-from fedrecon.models import implicit_feedback, learned_default, matrix_factorization
 from fedrecon.progress import Progress
-
-
-@dataclass(frozen=True, eq=False)
-class Items:
-    """What items are called.
-
-    Attributes:
-      ids: the original id of item k.
-      titles: the title of item k, or None.
-    """
-
-    ids: np.ndarray
-    titles: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        """Check that there is a title for every item, if there are titles."""
-        if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
-            raise ValueError("items and titles do not match")
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self.ids)
-
-    def title(self, k: int) -> str:
-        """Return the title of item `k`, or its original id where there is none."""
-        return str(self.ids[k] if self.titles is None else self.titles[k])
-
-
-def build_model(settings: Factorization, num_items: int) -> Model:
-    """Return the model."""
-    model = matrix_factorization(num_items, settings.dim, biases=settings.biases, init_mean=settings.init_mean)
-    model = learned_default(model) if settings.learned_default else model
-    return implicit_feedback(model, num_items) if settings.implicit_feedback else model
 
 
 def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:
@@ -114,12 +79,18 @@ def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, pro
 
 
 def _describe(items: Items) -> dict[str, Any]:
-    return {"item_ids": items.ids.tolist(), "titles": None if items.titles is None else items.titles.tolist()}
+    titles = None if items.titles is None else items.titles.tolist()
+    liking = None if items.liking is None else items.liking.to_json()
+    return {"item_ids": items.ids.tolist(), "titles": titles, "liking": liking}
 
 
 def _recall(description: Mapping[str, Any]) -> Items:
-    titles = description["titles"]
-    return Items(np.array(description["item_ids"]), None if titles is None else np.array(titles, dtype=str))
+    titles, liking = description["titles"], description.get("liking")
+    return Items(
+        np.array(description["item_ids"]),
+        None if titles is None else np.array(titles, dtype=str),
+        None if liking is None else Liking.from_json(liking),
+    )
 
 
 RMSE = Measure("rmse", "RMSE")
@@ -137,6 +108,8 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     divide=lambda config, ratings, progress: divide_users(ratings, config.data),
     facts=lambda config, ratings: {"ratings": ratings.num_examples, "items": ratings.num_items},
     build_model=lambda config, items: build_model(config.model, len(items)),
+    prepare=prepare_ratings,
+    view=lambda config, clients: transformed(clients, config.model.scale.transform if config.model.scale else "none"),
     read=_read,
     describe=_describe,
     recall=_recall,
