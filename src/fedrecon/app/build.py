@@ -71,7 +71,12 @@ def build_algorithm(config: Config, model: Model, examples: int = 1) -> Algorith
       model: what is trained.
       examples: how many all training clients have, which a prior is weighed against; nothing but training needs it.
     """
-    update, weigh, server, ridge = config.update, config.aggregate.weigh, build_server(config.server, config.rounds), None
+    update, weigh, server, ridge = (
+        config.update,
+        config.aggregate.weigh,
+        build_server(config.server, config.rounds),
+        None,
+    )
     if isinstance(config, RatingsConfig):
         server, ridge = believing(config.model, server, examples), ridges_of(config)
     return federated_reconstruction(

@@ -17,6 +17,7 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
+from fedrecon.app.baselines import Table, beside, with_baselines
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
 from fedrecon.app.health import Watch, why_failed
@@ -52,6 +53,7 @@ class Outcome:
       evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
       left_out: counts of what was not read of the data.
+      baselines: how the baselines do on the query of the test users; empty where there are none.
       failed: why the run is said to have failed; None if it went well.
     """
 
@@ -62,6 +64,7 @@ class Outcome:
     evaluator: Evaluator | None
     test: Evaluation | None
     left_out: Mapping[str, int]
+    baselines: Table
     failed: str | None = None
 
 
@@ -167,10 +170,12 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
     )
     failed = why_failed(run.history, task)
     model = save_model(folder.model_path, config, run.params, legend, failed)
-    test = None
+    test: Evaluation | None = None
+    table: Table = {}
     if not run.interrupted and len(users.test):
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
         test = on_test(run.params, progress=progress) if on_test else None
+        table = beside(config, users, "test", legend)
         if (found := why_failed(run.history, task, test)) != failed:
             failed = found
             model = save_model(folder.model_path, config, run.params, legend, failed)
@@ -181,12 +186,12 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
             "rounds": run.rounds,
             "interrupted": run.interrupted,
             "failed": failed,
-            "test": test.summary() if test else None,
+            "test": with_baselines(test, table) if test else None,
         }
     )
     if not run.interrupted:
         folder.complete()
-    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, failed)
+    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, table, failed)
 
 
 def make_evaluator(

@@ -46,7 +46,7 @@ DEFAULT = RatingsConfig(
     evaluate_every=50,
 )
 
-PRESETS: Mapping[Preset, RatingsConfig] = {
+PRESETS: Mapping[str, RatingsConfig] = {
     "default": DEFAULT,
     "quick": dataclasses.replace(DEFAULT, rounds=50, evaluate_every=25),
     "paper": RatingsConfig(data=Data(source="")),
@@ -54,7 +54,7 @@ PRESETS: Mapping[Preset, RatingsConfig] = {
 GROUPS = ("data", "model", "split", "reconstruct", "update", "server", "aggregate", "sampling", "rounds", "seed")
 
 
-def base_of(preset: Preset | None, task: str, values: Mapping[str, Any]) -> Config:
+def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
     """Return the settings that options and a config file build on.
 
     Args:

@@ -63,8 +63,9 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         )
     if settings.rounds != config.rounds and config.server.decay_rounds == "all":
         raise StorageError(
-            f"the run in {folder.path} brings its learning rate down over all of its {settings.rounds} rounds, so it "
-            f"cannot go on to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew with --overwrite"
+            f"the run in {folder.path} brings its learning rate down over all of its {settings.rounds} rounds, so "
+            f"it cannot go on to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew "
+            "with --overwrite"
         )
     if done is not None and done > config.rounds:
         raise StorageError(f"the run in {folder.path} is past round {config.rounds}: it has done {done}")

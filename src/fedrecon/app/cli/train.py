@@ -125,7 +125,8 @@ def run(args: Train) -> int:
     if found.test is None:
         show.remark(f"there are no test {task.people} to evaluate on")
     else:
-        show.evaluation(f"{len(found.users.test)} test {task.people}, none seen in training", found.test, task)
+        title = f"{len(found.users.test)} test {task.people}, none seen in training"
+        show.evaluation(title, found.test, task, found.baselines)
     if found.failed is not None:
         show.remark(
             f"{args.out} has all of it, to see what went wrong (metrics.jsonl); nobody is served with its model"

@@ -209,5 +209,3 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, scale: Scale
         text += f"Predictions stay between {scale.low:.4g} and {scale.high:.4g}. "
         said.append(text + f"What is known of a user's bias beforehand counts as {scale.user_ridge:.2g} ratings.")
     return said
-
-
