@@ -30,11 +30,21 @@ def load_ratings(settings: Data) -> Ratings:
     ratings = _load(settings)
     if settings.items is None:
         return ratings
-    titles = load_titles(settings.items)
-    known = np.array([titles.get(str(own), str(own)) for own in ratings.item_ids.tolist()], dtype=str)
-    if not any(str(own) in titles for own in ratings.item_ids.tolist()):
-        raise DataError(f"{settings.items} has no title for any item of {settings.source}: are its ids the same?")
-    return dataclasses.replace(ratings, titles=known)
+    return dataclasses.replace(ratings, titles=_titles(settings.items, ratings.item_ids, settings.source))
+
+
+def _titles(file: str | Path, ids: np.ndarray, source: str) -> np.ndarray:
+    """Read the titles of items; those without one are called by their id."""
+    titles = load_titles(file)
+    if not any(str(own) in titles for own in ids.tolist()):
+        raise DataError(f"{file} has no title for any item of {source}: are its ids the same?")
+    return np.array([titles.get(str(own), str(own)) for own in ids.tolist()], dtype=str)
+
+
+def with_titles(items: Items, file: str | Path) -> Items:
+    """Return items with the titles of a file, each of which then stands for one item."""
+    titles = _titles(file, items.ids, "the model")
+    return dataclasses.replace(items, titles=np.array(unique_labels(titles.tolist(), items.ids.tolist())))
 
 
 def _load(settings: Data) -> Ratings:
