@@ -53,6 +53,7 @@ class Outcome:
       evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
       left_out: counts of what was not read of the data.
+      described: whether what was read has been said already, with what was left out.
       baselines: how the baselines do on the query of the test users; empty where there are none.
       failed: why the run is said to have failed; None if it went well.
     """
@@ -65,6 +66,7 @@ class Outcome:
     test: Evaluation | None
     left_out: Mapping[str, int]
     baselines: Table
+    described: bool = False
     failed: str | None = None
 
 
@@ -109,20 +111,20 @@ def run_experiment(
         check_fingerprint(folder, facts, earlier)
         users = task.divide(config, data, progress)
         prepared = task.prepare(config, data, users, task.legend(config, data))
-        for remark in prepared.remarks:
-            say(remark)
         users = prepared.users
         algorithm = build_algorithm(prepared.config, prepared.model, users.train.num_examples)
         place = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
         facts["data"] |= {"left_out": {**data.skipped}}
         facts["layout"] = layout_facts(place)
+        for remark in prepared.remarks:
+            say(remark)
         _say_who_cannot_learn(config, task, users, say)
         if overwrite:
             folder.replace()
         folder.describe(facts)
         return _run(
-            _Started(prepared.config, folder, task, users, prepared.legend, algorithm, place, facts),
+            _Started(prepared.config, folder, task, users, prepared.legend, algorithm, place, facts, bool(prepared.remarks)),
             data,
             progress,
             on_record,
@@ -141,11 +143,12 @@ class _Started(NamedTuple):
     algorithm: Algorithm
     place: Layout
     facts: dict[str, Any]
+    described: bool
 
 
 def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
-    config, folder, task, users, legend, algorithm, place, facts = ready
+    config, folder, task, users, legend, algorithm, place, facts, described = ready
     evaluator = make_evaluator(config, algorithm, users, place)
     watch = Watch(config, task, say)
 
@@ -191,7 +194,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
     )
     if not run.interrupted:
         folder.complete()
-    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, table, failed)
+    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, table, described, failed)
 
 
 def make_evaluator(

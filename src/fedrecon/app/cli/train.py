@@ -110,7 +110,8 @@ def run(args: Train) -> int:
         on_record=lambda record: show.progress_of(record, task.measures),
         say=show.remark,
     )
-    show.left_out(found.left_out)
+    if not found.described:
+        show.left_out(found.left_out)
     learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
     if found.failed is not None:
         show.alarm(f"training {'fails' if found.run.interrupted else 'failed'}: {found.failed}")
