@@ -124,7 +124,9 @@ def run_experiment(
             folder.replace()
         folder.describe(facts)
         return _run(
-            _Started(prepared.config, folder, task, users, prepared.legend, algorithm, place, facts, bool(prepared.remarks)),
+            _Started(
+                prepared.config, folder, task, users, prepared.legend, algorithm, place, facts, bool(prepared.remarks)
+            ),
             data,
             progress,
             on_record,

@@ -16,6 +16,7 @@ from fedrecon.app.tasks import Items
 from fedrecon.clients import Clients
 from fedrecon.completion import Suggestion, suggest
 from fedrecon.data import DataError, Vocabulary, personal_text, split_text
+from fedrecon.data.sources import is_readable, open_bytes
 from fedrecon.personalize import Recommendation, reconstruct
 
 
@@ -99,14 +100,16 @@ def _words_of(prompt: str, max_words: int) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """Read a file of plain text.
+    """Read a file of plain text, a pipe, or standard input as "-".
 
     Raises:
       DataError: it is not there, or is not UTF-8 text.
     """
-    if not path.is_file():
+    if not is_readable(path):
         raise DataError(f"{path} is not a file; expected plain text. Check the path.")
+    with open_bytes(path) as stream:
+        data = stream.read()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise DataError(f"{path} is not UTF-8 text ({problem.reason} at byte {problem.start})") from None
