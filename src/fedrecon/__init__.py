@@ -21,6 +21,9 @@ from fedrecon.algorithms.scaffold import scaffold as scaffold
 from fedrecon.app.recommender import Recommended as Recommended
 from fedrecon.app.recommender import Recommender as Recommender
 from fedrecon.app.recommender import load as load
+from fedrecon.app.tuning import Trial as Trial
+from fedrecon.app.tuning import Tuned as Tuned
+from fedrecon.app.tuning import tune as tune
 from fedrecon.clients import Clients as Clients
 from fedrecon.cohort import Lengths as Lengths
 from fedrecon.comparison import Comparison as Comparison

@@ -70,13 +70,13 @@ def parse(argv: Sequence[str]) -> Train:
     task, file = options.given("--task", argv), options.given("--config", argv)
     if task is not None and task not in COMMANDS:
         raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
-    default = _defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
     command = COMMANDS[default.task]
     found = options.parse(command, "train", argv, default=command(settings=default, out=tyro.MISSING))
     return dataclasses.replace(found, typed=tuple(argv))
 
 
-def _defaults(task: str | None, file: Path | None, preset: str | None) -> Config:
+def defaults(task: str | None, file: Path | None, preset: str | None) -> Config:
     """Return the settings of the file or of the preset; the data is MISSING where nothing names it."""
     values = {} if file is None else read_config(file)
     named = isinstance(values.get("data"), dict) and "source" in values["data"]
