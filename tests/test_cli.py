@@ -93,11 +93,11 @@ def test_a_run_leaves_what_the_design_says(trained):
     assert facts["seed"] == 0
     assert set(facts["versions"]) == {"python", "jax", "numpy", "optax", "fedrecon"}
     assert facts["data"]["source"] == str(ratings)
-    assert facts["data"]["users"] == [12, 4, 4]
+    assert facts["data"]["users"] == [9, 4, 7]
     assert facts["started"] <= facts["ended"]
     assert facts["rounds"] == 8
     assert facts["interrupted"] is False
-    assert facts["test"]["clients"] == 4
+    assert facts["test"]["clients"] == 7
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [r["round"] for r in records if r["kind"] == "round"] == list(range(1, 9))
     assert [r["round"] for r in records if r["kind"] == "evaluation"] == [4, 8]
@@ -276,7 +276,7 @@ def test_evaluation_is_one_json_object(trained, capsys):
     assert main(["evaluate", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["protocol"] == "recon"
-    assert found["clients"] == 4
+    assert found["clients"] == 7
     assert found["diverged"] == 0
     assert set(found["micro"]) >= {"rmse", "accuracy"}
     assert set(found["macro"]) >= {"rmse", "accuracy"}
@@ -479,7 +479,7 @@ def test_the_command_runs_as_a_process_on_every_core(tmp_path):
     done = subprocess.run(
         [*command, "evaluate", str(tmp_path / "run"), "--json"], capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout)["clients"] == 4
+    assert json.loads(done.stdout)["clients"] == 7
     done = subprocess.run([*command, "evaluate", str(tmp_path / "gone")], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fedrecon.algorithm import client_keys
 from fedrecon.app.recommender import Recommender
@@ -17,6 +16,7 @@ from fedrecon.clients import Clients
 from fedrecon.completion import Suggestion, suggest
 from fedrecon.data import DataError, Vocabulary, personal_text, split_text
 from fedrecon.data.sources import is_readable, open_bytes
+from fedrecon.hosts import as_clients
 from fedrecon.personalize import Recommendation, reconstruct
 
 
@@ -77,8 +77,9 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
         raise DataError("the text has no words to rebuild anything from")
     limit = min(sentences, algorithm.method.support_limit or sentences)
     newest = {name: column[sentences - limit :] for name, column in mine.columns.items()}
-    rebuilt = reconstruct(algorithm, model.params, newest, seed=model.config.seed)
-    key = client_keys(jax.random.key(model.config.seed), jnp.zeros(1, jnp.int32))[0]  # as `reconstruct` begins
+    person = as_clients(newest)
+    rebuilt = jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, model.params, person, seed=model.config.seed))
+    key = client_keys(jax.random.key(model.config.seed), person.identities())[0]  # as `reconstruct` begins
     fresh = algorithm.model.init_local(key)
 
     def suggestions(words: list[str], local: Any) -> list[Suggestion]:
