@@ -21,7 +21,7 @@ def main():
         for k in range(3):
             begin = time.perf_counter()
             command = [sys.executable, "-m", "fedrecon", "train", arguments.data, "--out", str(Path(folder) / str(k))]
-            command += ["--rounds", "500", "--evaluate-every", "100"]
+            command += ["--preset", "paper", "--rounds", "500", "--evaluate-every", "100"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             seconds.append(time.perf_counter() - begin)
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

@@ -20,6 +20,8 @@ CLIENTS = Clients.from_columns(
 def test_without_reconstruction_ratings_change_nothing():
     algorithm = without_reconstruction(RatingsConfig(data=Data(source="x")), 3)
     params = algorithm.params(algorithm.init(jax.random.key(0)))
-    other = Clients({**CLIENTS.columns, "rating": 6 - CLIENTS.columns["rating"]}, CLIENTS.starts, CLIENTS.ends, CLIENTS.names)
+    other = Clients(
+        {**CLIENTS.columns, "rating": 6 - CLIENTS.columns["rating"]}, CLIENTS.starts, CLIENTS.ends, CLIENTS.names
+    )
     one, two = (reconstruct(algorithm, params, clients) for clients in (CLIENTS, other))
     np.testing.assert_array_equal(one["user_embedding"], two["user_embedding"])
