@@ -21,6 +21,7 @@ from fedrecon.lookups.fit import features_used
 from fedrecon.model import Model
 from fedrecon.split import support_only
 
+SHORTEST = 16  # support examples there is room for, however few there are
 MOST_AT_ONCE = 4096  # clients that are packed together
 
 
@@ -54,14 +55,14 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
 
 
 def _rounded_up(number: int, most: int | None = None) -> int:
-    """Return the next power of two, so that few lengths are compiled, but no more than `most`."""
-    rounded = 1 << max(0, number - 1).bit_length()
+    """Return the next power of two, 16 at least, so that few lengths are compiled, but no more than `most`."""
+    rounded = max(SHORTEST, 1 << max(0, number - 1).bit_length())
     return rounded if most is None else max(number, min(rounded, most))
 
 
 def _some(ready: _Ready, packer: Packer, examples: Clients, who: np.ndarray, shared: Any) -> Any:
     """Rebuild local parameters of some clients, in their order."""
-    indices = np.full(_rounded_up(max(1, len(who))), ABSENT)
+    indices = np.full(_rounded_up(len(who)), ABSENT)
     indices[: len(who)] = who
     sizes = np.zeros(len(indices), np.int64)
     sizes[: len(who)] = examples.sizes[who]

@@ -16,6 +16,7 @@ from fedrecon.clients import Clients, rows_of
 from fedrecon.model import Step, predict_in
 from fedrecon.personalize import Recommendation, reconstruct
 
+LEAST_AT_ONCE = 16
 PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together
 
 Person = Mapping[Any, float]  # {item id as in the training data: rating}
@@ -148,7 +149,7 @@ class Recommender:
         for begin in range(0, len(clients), PEOPLE_AT_ONCE):
             part = clients.take(np.arange(begin, min(begin + PEOPLE_AT_ONCE, len(clients))))
             local = reconstruct(self._algorithm, self._params, part, seed=self.saved.config.seed)
-            room = 1 << (len(part) - 1).bit_length()  # few sizes are compiled
+            room = max(LEAST_AT_ONCE, 1 << (len(part) - 1).bit_length())  # few sizes are compiled
             padded = jax.tree.map(lambda x, room=room: np.concatenate([x, np.repeat(x[:1], room - len(x), 0)]), local)
             yield part, np.array(self._scores(self._params, padded), np.float64)[: len(part)]
 
