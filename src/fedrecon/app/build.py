@@ -87,6 +87,7 @@ def build_algorithm(config: Config, model: Model, examples: int = 1) -> Algorith
         server=server,
         joint=update.joint,
         second_order=update.second_order,
+        both_ways=update.both_ways,
         aggregate=aggregate.mean(
             # Perplexity is over tokens whatever the loss is over.
             aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh,

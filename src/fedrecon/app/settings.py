@@ -135,6 +135,7 @@ class Update:
       clip_norm: shorten the gradient of a step to this norm if it is longer; None leaves it as it is.
       joint: move the local parameters as well (they are forgotten all the same).
       second_order: differentiate through the reconstruction; slow, so use few steps.
+      both_ways: go twice, the second time with support and query exchanged, at twice the cost.
     """
 
     optimizer: Optimizer = "sgd"
@@ -145,6 +146,7 @@ class Update:
     clip_norm: float | None = None
     joint: bool = False
     second_order: bool = False
+    both_ways: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
