@@ -112,7 +112,7 @@ def test_what_round_zero_found_is_saved_with_the_model(trained):
     np.testing.assert_allclose(scale.trait_ridges, zero.trait_ridge, rtol=1e-3)
     np.testing.assert_allclose(model.params["shared"]["item_bias"], zero.item_bias, atol=1e-4)
     np.testing.assert_allclose(model.params["shared"]["item_traits"], zero.traits(), atol=1e-3)
-    np.testing.assert_array_equal(model.legend.liking.count, zero.item_count)
+    np.testing.assert_array_equal(model.legend.counts, zero.item_count)
 
 
 def test_a_model_is_rebuilt_from_its_folder(trained, capsys):

@@ -14,9 +14,9 @@ ROOT = Path(fr.__file__).parent
 
 # Each may import those before it, never those after. A folder is one place, but for the command line, which comes last.
 PLACES = """
-_version trees printing progress keys split model upload disk clients cohort lookups solvers aggregate
-algorithm fitting kit algorithms engine hosts wire sampling evaluation training personalize explanation
-comparison models data completion preparation priors baselines ranking privacy app deploy device studies cli
+_version recipes trees printing progress keys split model upload disk clients cohort lookups solvers optimizers
+aggregate algorithm fitting kit algorithms engine hosts wire portable sampling evaluation training personalize
+explanation comparison models data completion preparation priors baselines ranking privacy app deploy device studies cli
 __init__ __main__
 """
 ORDER = PLACES.split()

@@ -3,7 +3,9 @@
 from fedrecon import aggregate as aggregate
 from fedrecon import baselines as baselines
 from fedrecon import data as data
+from fedrecon import device as device
 from fedrecon import models as models
+from fedrecon import optimizers as optimizers
 from fedrecon import preparation as preparation
 from fedrecon import ranking as ranking
 from fedrecon import split as split
@@ -58,6 +60,11 @@ from fedrecon.personalize import Recommendation as Recommendation
 from fedrecon.personalize import predict as predict
 from fedrecon.personalize import recommend as recommend
 from fedrecon.personalize import reconstruct as reconstruct
+from fedrecon.portable import Loaded as Loaded
+from fedrecon.portable import digest as digest
+from fedrecon.portable import load as load
+from fedrecon.portable import save as save
+from fedrecon.recipes import RecipeError as RecipeError
 from fedrecon.sampling import Sampling as Sampling
 from fedrecon.solvers.descent import gradient_descent as gradient_descent
 from fedrecon.solvers.least_squares import least_squares as least_squares

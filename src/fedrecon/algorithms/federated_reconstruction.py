@@ -20,6 +20,7 @@ from fedrecon.algorithm import Algorithm, Method, Stages, averaged, init_server,
 from fedrecon.cohort import Cohort
 from fedrecon.keys import client_keys
 from fedrecon.model import Model
+from fedrecon.recipes import recorded
 from fedrecon.solvers.problem import Solver
 from fedrecon.solvers.reconstruction import reconstruction
 from fedrecon.solvers.update import Updater, differentiate_through, hold
@@ -29,6 +30,7 @@ from fedrecon.trees import Params
 from fedrecon.upload import DELTA, RowChanges, Upload, against
 
 
+@recorded
 def federated_reconstruction(
     model: Model,
     *,

@@ -1,8 +1,4 @@
-"""SCAFFOLD: clients correct their steps by how their gradients differ from everybody's.
-
-References:
-  Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020.
-"""
+"""SCAFFOLD (Karimireddy et al., Stochastic Controlled Averaging for Federated Learning, ICML 2020)."""
 
 from typing import Any
 
@@ -16,6 +12,7 @@ from fedrecon import kit
 CONTROL = "control"  # the part of an upload beside `delta`
 
 
+@kit.recorded
 def scaffold(
     model: kit.Model,
     *,
@@ -25,7 +22,7 @@ def scaffold(
     server: optax.GradientTransformation,
     epochs: int = 1,
 ) -> kit.Algorithm:
-    """Average what clients learn, corrected for the drift of clients whose data differs.
+    """Average what clients learn, each corrected by how its gradients differ from everybody's.
 
     Args:
       model: with everything global. Every client keeps a control variate of its own, as large as that.

@@ -69,7 +69,6 @@ def _preparation(model: SavedModel[Any]) -> Preparation:
         low=scale.low,
         high=scale.high,
         item_bias=liking.bias,
-        item_count=liking.count,
         noise=liking.user_ridge,
         user_variance=1.0,
     )

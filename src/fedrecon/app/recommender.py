@@ -163,9 +163,8 @@ class Recommender:
 
     def _rarely_rated(self, least: int | None) -> np.ndarray:
         least = self.saved.config.model.least_ratings if least is None else least
-        if self.items.liking is None:
-            return np.zeros(len(self.items), bool)
-        return self.items.liking.count < least
+        counts = self.items.counts
+        return np.zeros(len(self.items), bool) if counts is None else counts < least
 
 
 def _best(scores: np.ndarray, shown: np.ndarray, n: int) -> Recommendation:

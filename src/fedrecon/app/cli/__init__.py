@@ -18,6 +18,8 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "evaluate": "measure a trained model on clients it has never met",
     "recommend": "recommend items to the users of a ratings file",
     "complete": "suggest next words to a person, their own words among them",
+    "bundle": "write what reconstructs and predicts without Python or JAX, or check such a folder",
+    "page": "serve a bundle's page on this machine and open it in the browser",
     "demo": "train on real ratings, compare with baselines, recommend: under a minute",
     "privacy": "plan the noise that a privacy budget takes",
     "reproduce": "run a study of the paper: its rows and figures, next to its numbers",

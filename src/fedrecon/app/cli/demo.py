@@ -81,6 +81,7 @@ def run(args: Demo) -> int:
     _recommend(found)
     print(f"learning curve: {curve}")
     print(f"next: fedrecon recommend {args.out} --ratings FILE   (columns user, item, rating)")
+    print(f"      fedrecon page {args.out}   (rate films in your browser; nothing leaves it)")
     return 0
 
 

@@ -26,38 +26,29 @@ DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no 
 
 @dataclass(frozen=True, eq=False)
 class Liking:
-    """What training users thought of the items, as sums over them: all that baselines and recommendations need.
+    """What training users thought of the items, as sums over them tell: what a baseline needs.
 
     Attributes:
-      count: how many of them rated item k.
       bias: of item k, standardised and damped.
       user_ridge: the ridge on a newcomer's bias beside it.
     """
 
-    count: np.ndarray
     bias: np.ndarray
     user_ridge: float
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together."""
-        if self.count.shape != self.bias.shape or self.count.ndim != 1:
-            raise ValueError("counts and biases of items do not match")
-        if not np.isfinite(self.bias).all() or not (self.count >= 0).all() or not 0 < self.user_ridge < math.inf:
-            raise ValueError("counts and biases of items are no numbers that make sense")
+        """Check that the numbers make sense."""
+        if not np.isfinite(self.bias).all() or not 0 < self.user_ridge < math.inf:
+            raise ValueError("biases of items are no numbers that make sense")
 
     def to_json(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
-        return {
-            "count": self.count.astype(int).tolist(),
-            "bias": np.round(self.bias, DIGITS).tolist(),
-            "user_ridge": self.user_ridge,
-        }
+        return {"bias": np.round(self.bias, DIGITS).tolist(), "user_ridge": self.user_ridge}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Liking:
         """Undo `to_json`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
-        count, bias = (np.asarray(values[name], np.float64) for name in ("count", "bias"))
-        return cls(count, bias, float(values["user_ridge"]))
+        return cls(np.asarray(values["bias"], np.float64), float(values["user_ridge"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +58,25 @@ class Items:
     Attributes:
       ids: the original id of item k.
       titles: the title of item k, or None.
-      liking: what training users thought of them; None in models of earlier versions.
+      counts: how many ratings item k was learned from, or None where that is not known.
+      scale: the lowest and the highest rating as they are in the data, or None.
+      liking: what training users thought of them, or None where that is not known.
     """
 
     ids: np.ndarray
     titles: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    scale: tuple[float, float] | None = None
     liking: Liking | None = None
 
     def __post_init__(self) -> None:
-        """Check that there is a title for every item, if there are titles."""
+        """Check that there is a title, a count and a bias for every item, if there are any."""
+        if self.counts is not None and self.counts.shape != self.ids.shape:
+            raise ValueError("items and counts do not match")
         if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
             raise ValueError("items and titles do not match")
-        if self.liking is not None and self.liking.count.shape != self.ids.shape:
-            raise ValueError("items and their counts do not match")
+        if self.liking is not None and self.liking.bias.shape != self.ids.shape:
+            raise ValueError("items and their biases do not match")
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -186,7 +183,7 @@ def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items
         trait_ridges=tuple(map(float, zero.trait_ridge)) if config.model.item_traits else (),
     )
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
-    items = dataclasses.replace(items, liking=Liking(biases.item_count, biases.item_bias, biases.user_ridge))
+    items = dataclasses.replace(items, liking=Liking(biases.item_bias, biases.user_ridge))
     model = build_model(config.model, len(items), zero)
     return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, scale)))
 

@@ -13,6 +13,7 @@ from fedrecon.app.config import Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon.clients import rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
@@ -75,10 +76,16 @@ def divide_users(ratings: Ratings, settings: Data) -> Users:
 
 
 def _items(config: RatingsConfig, ratings: Ratings) -> Items:
-    del config
+    # Of the people who train alone: whoever validates or tests leaves no trace in a saved model.
+    seen = divide_users(ratings, config.data).train
+    rows = rows_of(seen.starts, seen.ends)
+    items, values = np.asarray(seen.columns["item"])[rows], np.asarray(seen.columns["rating"])[rows]
     ids = np.asarray(ratings.item_ids)
     return Items(
-        ids, None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist()))
+        ids,
+        None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist())),
+        np.bincount(items, minlength=ratings.num_items),
+        (float(values.min()), float(values.max())) if len(values) else None,
     )
 
 
@@ -89,16 +96,24 @@ def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, pro
 
 
 def _describe(items: Items) -> dict[str, Any]:
-    titles = None if items.titles is None else items.titles.tolist()
-    liking = None if items.liking is None else items.liking.to_json()
-    return {"item_ids": items.ids.tolist(), "titles": titles, "liking": liking}
+    return {
+        "item_ids": items.ids.tolist(),
+        "titles": None if items.titles is None else items.titles.tolist(),
+        "counts": None if items.counts is None else items.counts.tolist(),
+        "scale": None if items.scale is None else list(items.scale),
+        "liking": None if items.liking is None else items.liking.to_json(),
+    }
 
 
 def _recall(description: Mapping[str, Any]) -> Items:
-    titles, liking = description["titles"], description.get("liking")
+    titles = description["titles"]
+    # Older models have none of these.
+    counts, scale, liking = (description.get(name) for name in ("counts", "scale", "liking"))
     return Items(
         np.array(description["item_ids"]),
         None if titles is None else np.array(titles, dtype=str),
+        None if counts is None else np.array(counts, np.int64),
+        None if scale is None else (float(scale[0]), float(scale[1])),
         None if liking is None else Liking.from_json(liking),
     )
 

@@ -1,0 +1,181 @@
+// Reconstruction for ratings in plain JavaScript: gradient descent and least squares, from the settings of a bundle.
+// @ts-check
+
+/**
+ * @typedef {import("./bundle.js").Bundle} Bundle
+ * @typedef {Object} Factorization
+ * @property {number} dim
+ * @property {number} items
+ * @property {Float32Array} embedding one row an item
+ * @property {Float32Array | null} bias of the items, in a model with biases
+ * @property {number} mean
+ * @property {Float64Array} start the bias first if there is one, then the embedding
+ * @property {((item: number, weight: number, into: Float64Array) => void) | null} evidence
+ * @property {Record<string, any>} settings
+ */
+
+/**
+ * Find the parts of a factorization in a bundle.
+ * @param {Bundle} bundle
+ * @returns {Factorization}
+ */
+export function factorization(bundle) {
+  const embedding = bundle.table("item_embedding");
+  const own = bundle.start.get("user_embedding");
+  if (embedding === null || own === undefined) throw new Error("this bundle is not of a factorization of ratings");
+  const [items, dim] = embedding.shape;
+  const bias = bundle.table("item_bias")?.data ?? null;
+  const start = Float64Array.from([...(bias ? [bundle.start.get("user_bias")?.data[0] ?? 0] : []), ...own.data]);
+  const rows = bundle.table("evidence/user_embedding")?.data;
+  const biases = bundle.table("evidence/user_bias")?.data;
+  const evidence = rows
+    ? (/** @type {number} */ item, /** @type {number} */ weight, /** @type {Float64Array} */ into) => {
+        const first = bias ? 1 : 0;
+        if (bias && biases) into[0] += weight * biases[item];
+        for (let k = 0; k < dim; k++) into[first + k] += weight * rows[item * dim + k];
+      }
+    : null;
+  const mean = bundle.table("mean")?.data[0] ?? 0;
+  return { dim, items, embedding: embedding.data, bias, mean, start, evidence, settings: bundle.manifest.reconstruct };
+}
+
+/**
+ * Predict one rating.
+ * @param {Factorization} model
+ * @param {Float64Array} local
+ * @param {number} item
+ */
+export function predict(model, local, item) {
+  const first = model.bias ? 1 : 0;
+  let sum = 0;
+  for (let k = 0; k < model.dim; k++) sum += model.embedding[item * model.dim + k] * local[first + k];
+  return model.bias ? sum + model.bias[item] + model.mean + local[0] : sum;
+}
+
+/**
+ * Predict the ratings of all items.
+ * @param {Factorization} model
+ * @param {Float64Array} local
+ * @returns {Float32Array}
+ */
+export function predictAll(model, local) {
+  const scores = new Float32Array(model.items);
+  for (let item = 0; item < model.items; item++) scores[item] = predict(model, local, item);
+  return scores;
+}
+
+/**
+ * Reconstruct a person's local parameters.
+ * @param {Factorization} model
+ * @param {number[]} items
+ * @param {number[]} ratings
+ * @returns {Float64Array} the bias first if there is one, then the embedding
+ */
+export function reconstruct(model, items, ratings) {
+  const start = Float64Array.from(model.start);
+  if (model.evidence) {
+    const weight = 1 / Math.sqrt(1 + items.length);
+    for (const item of items) model.evidence(item, weight, start);
+  }
+  if (items.length === 0) return start;
+  const least = model.settings.solver === "least-squares";
+  return least ? leastSquares(model, start, items, ratings) : descend(model, start, items, ratings);
+}
+
+/**
+ * Return what a prediction is multiplied by: 1 for the bias if there is one, then the item's embedding.
+ * @param {Factorization} model
+ * @param {number} item
+ */
+function slope(model, item) {
+  const row = model.embedding.subarray(item * model.dim, (item + 1) * model.dim);
+  return model.bias ? [1, ...row] : Array.from(row);
+}
+
+/**
+ * Minimise squared errors plus `ridge` times the squared distance from the start, at once.
+ * @param {Factorization} model
+ * @param {Float64Array} start
+ * @param {number[]} items
+ * @param {number[]} ratings
+ */
+function leastSquares(model, start, items, ratings) {
+  const size = start.length;
+  const system = Array.from({ length: size }, (_, i) => {
+    const row = new Float64Array(size + 1);
+    row[i] = model.settings.ridge;
+    return row;
+  });
+  items.forEach((item, k) => {
+    const x = slope(model, item);
+    const error = predict(model, start, item) - ratings[k];
+    for (let i = 0; i < size; i++) {
+      for (let j = 0; j < size; j++) system[i][j] += x[i] * x[j];
+      system[i][size] += x[i] * error;
+    }
+  });
+  for (let k = 0; k < size; k++) {
+    for (let j = size; j >= k; j--) system[k][j] /= system[k][k];
+    for (let i = 0; i < size; i++) {
+      const factor = system[i][k];
+      if (i === k || factor === 0) continue;
+      for (let j = k; j <= size; j++) system[i][j] -= factor * system[k][j];
+    }
+  }
+  return start.map((value, i) => value - system[i][size]);
+}
+
+/**
+ * Descend the mean squared error in batches, in the order of the ratings.
+ * @param {Factorization} model
+ * @param {Float64Array} local
+ * @param {number[]} items
+ * @param {number[]} ratings
+ */
+function descend(model, local, items, ratings) {
+  const { batch_size: size, epochs, steps } = model.settings;
+  const batches = Math.ceil(items.length / size);
+  const todo = Math.min(batches * epochs, steps ?? Infinity);
+  const step = optimizer(model.settings, local.length);
+  for (let t = 0; t < todo; t++) {
+    const from = (t % batches) * size;
+    const to = Math.min(from + size, items.length);
+    const gradient = new Float64Array(local.length);
+    for (let k = from; k < to; k++) {
+      const x = slope(model, items[k]);
+      const error = (2 * (predict(model, local, items[k]) - ratings[k])) / (to - from);
+      for (let i = 0; i < x.length; i++) gradient[i] += error * x[i];
+    }
+    step(local, gradient);
+  }
+  return local;
+}
+
+/**
+ * Return a step of the optimizer that settings name, as optax has it.
+ * @param {Record<string, any>} settings
+ * @param {number} size
+ * @returns {(local: Float64Array, gradient: Float64Array) => void}
+ */
+function optimizer({ optimizer: name, learning_rate: rate }, size) {
+  const first = new Float64Array(size);
+  const second = new Float64Array(size).fill(name === "adagrad" ? 0.1 : 0);
+  let t = 0;
+  /** @type {Record<string, (g: number, i: number) => number>} */
+  const updates = {
+    sgd: (g) => g,
+    momentum: (g, i) => (first[i] = g + 0.9 * first[i]),
+    adagrad: (g, i) => g / Math.sqrt((second[i] += g * g) + 1e-7),
+    adam: (g, i) => {
+      first[i] = 0.9 * first[i] + 0.1 * g;
+      second[i] = 0.999 * second[i] + 0.001 * g * g;
+      return first[i] / (1 - 0.9 ** t) / (Math.sqrt(second[i] / (1 - 0.999 ** t)) + 1e-8);
+    },
+  };
+  const update = updates[name];
+  if (update === undefined) throw new Error(`this page does not know the optimizer ${name}`);
+  return (local, gradient) => {
+    t += 1;
+    for (let i = 0; i < size; i++) local[i] -= rate * update(gradient[i], i);
+  };
+}
