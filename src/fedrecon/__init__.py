@@ -62,7 +62,6 @@ from fedrecon.personalize import recommend as recommend
 from fedrecon.personalize import reconstruct as reconstruct
 from fedrecon.portable import Loaded as Loaded
 from fedrecon.portable import digest as digest
-from fedrecon.portable import load as load
 from fedrecon.portable import save as save
 from fedrecon.recipes import RecipeError as RecipeError
 from fedrecon.sampling import Sampling as Sampling

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedrecon.algorithm import Algorithm
 from fedrecon.app.saved import SavedModel, open_for
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.clients import Clients, rows_of
-from fedrecon.model import Step, predict_in
+from fedrecon.model import Model, Step, predict_in
 from fedrecon.personalize import Recommendation, reconstruct
+from fedrecon.portable import DESCRIPTION as PORTABLE
+from fedrecon.portable import Loaded
+from fedrecon.portable import load as load_portable
 
 LEAST_AT_ONCE = 16
 PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together
@@ -177,13 +181,21 @@ def _best(scores: np.ndarray, shown: np.ndarray, n: int) -> Recommendation:
     return Recommendation(best, shown[best])
 
 
-def load(run: str | Path) -> Recommender:
-    """Load the model of ratings that a run has trained, ready to serve.
+@overload
+def load(folder: str | Path) -> Any: ...
+@overload
+def load(folder: str | Path, made: Model | Algorithm) -> Loaded: ...
+def load(folder: str | Path, made: Model | Algorithm | None = None) -> Any:
+    """Load what was trained: from a run, a `Recommender` ready to serve; from what `fr.save` wrote, a `Loaded`.
 
     Args:
-      run: the folder of a run, or of a saved model.
+      folder: of a run of ratings or its saved model, or one that `fr.save` made.
+      made: for the latter: the model or algorithm, where its code could not be written down. It gets the saved lookups.
 
     Raises:
-      ValueError: there is no model, its training failed, or it is not of ratings; the message says what to do.
+      StorageError: there is nothing of the kind, it is damaged, its training failed, or it is not of ratings; the
+        message says what to do.
     """
-    return Recommender(open_for(RATINGS, run))
+    if made is not None or (Path(folder) / PORTABLE).exists():
+        return load_portable(folder, made)
+    return Recommender(open_for(RATINGS, folder))
