@@ -369,7 +369,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["fly"], 2, "there is no command 'fly'; there are: train, evaluate"),
+        (["fly"], 2, "there is no command 'fly'; there are: train, tune, evaluate"),
         (["train"], 2, "DATA and --out are missing"),
         (["train", "synthetic"], 2, "--out is missing"),
         (["train", "synthetic", "--out", "run", "--ronds", "3"], 2, "no option --ronds; did you mean --rounds?"),
