@@ -29,7 +29,9 @@ PARTS = {
     "text-reconstruction": ("next word: reconstruction", ["next_word.py", "reconstruction"]),
     "device": ("bundles for devices", ["device.py"]),
     "secure-sum": ("a secure sum", ["secure_sum.py"]),
-    "train": ("fedrecon train, start to saved model", ["train_command.py"]),
+    "train": ("fedrecon train with the paper's settings, start to saved model", ["train_command.py", "paper"]),
+    "train-default": ("fedrecon train without options, start to saved model", ["train_command.py", "default"]),
+    "serving": ("from ratings to recommendations", ["serving.py"]),
 }
 
 

@@ -13,7 +13,18 @@ from safetensors.numpy import load_file
 from fedrecon.app.cli import COMMANDS, main
 from fedrecon.disk.sealed import write_sealed
 
-SMALL = ["--model.dim", "3", "--sampling.clients-per-round", "6", "--evaluate-every", "4", "--devices", "1"]
+SMALL = [
+    "--preset",
+    "paper",
+    "--model.dim",
+    "3",
+    "--sampling.clients-per-round",
+    "6",
+    "--evaluate-every",
+    "4",
+    "--devices",
+    "1",
+]
 SMALL += ["--data.fractions", "0.6", "0.2", "0.2", "--checkpoint-every", "3"]
 
 
@@ -346,7 +357,7 @@ def test_column_names_are_options(trained, tmp_path, capsys):
 def test_the_demo_compares_and_recommends(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--rounds", "2"]) == 0
     out = capsys.readouterr().out
-    assert "the movie's mean rating" in out
+    assert "baseline: item + user bias" in out
     assert "without reconstruction" in out
     assert "10. " in out
     assert (tmp_path / "plots" / "learning_curve.png").exists()
@@ -358,7 +369,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["fly"], 2, "there is no command 'fly'; there are: train, evaluate"),
+        (["fly"], 2, "there is no command 'fly'; there are: train, tune, evaluate"),
         (["train"], 2, "DATA and --out are missing"),
         (["train", "synthetic"], 2, "--out is missing"),
         (["train", "synthetic", "--out", "run", "--ronds", "3"], 2, "no option --ronds; did you mean --rounds?"),

@@ -107,7 +107,7 @@ def test_a_run_leaves_what_the_design_says(trained):
     assert data["coverage"] == 0.5
     assert data["left_out"]["bad_rows"] == 0
     assert facts["test"]["clients"] == data["users"][2]
-    assert facts["test"]["examples"] == 2 * 8 * 5  # four words and the end of every query sentence
+    assert facts["test"]["examples"] == data["users"][2] * 8 * 5  # four words and the end of every query sentence
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rounds = [record for record in records if record["kind"] == "round"]
     assert [record["round"] for record in rounds] == list(range(1, 91))

@@ -15,30 +15,39 @@ from fedrecon.engine import Layout
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 from fedrecon.lookups.fit import features_used
 
+FEWEST = 50  # clients of a round where the population decides: fewer make noisy steps
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """Who takes part in a round.
 
     Attributes:
-      clients_per_round: how many clients' updates a round takes.
+      clients_per_round: how many clients' updates a round takes; None for a tenth of the population, 50 at least.
       oversample: invite this many times as many, and take the first that answer.
       drop_out: the share of invited clients that never answer.
       min_examples: clients with fewer examples do not answer either.
     """
 
-    clients_per_round: int = 100
+    clients_per_round: int | None = 100
     oversample: float = 1.0
     drop_out: float = 0.0
     min_examples: int = 1
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.clients_per_round < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
+        number = 1 if self.clients_per_round is None else self.clients_per_round
+        if number < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
             raise ValueError(
                 "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
                 f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
             )
+
+    def wanted(self, population: int) -> int:
+        """Return how many clients' updates a round takes of a population of this size."""
+        if self.clients_per_round is not None:
+            return self.clients_per_round
+        return max(1, min(population, max(FEWEST, round(population / 10))))
 
 
 class Sample(NamedTuple):
@@ -60,7 +69,7 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       sampling: how many, and who does not answer.
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
-    wanted = sampling.clients_per_round
+    wanted = sampling.wanted(len(clients))
     invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
     drawn = generator.choice(len(clients), invited, replace=False)
     large = clients.ends[drawn] - clients.starts[drawn] >= sampling.min_examples

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrecon.algorithm import client_keys
+from fedrecon.app.recommender import Recommender
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import Items
 from fedrecon.clients import Clients
@@ -16,24 +17,14 @@ from fedrecon.completion import Suggestion, suggest
 from fedrecon.data import DataError, Vocabulary, personal_text, split_text
 from fedrecon.data.sources import is_readable, open_bytes
 from fedrecon.hosts import as_clients
-from fedrecon.personalize import Recommendation, recommend, reconstruct
+from fedrecon.personalize import Recommendation, reconstruct
 
 
-def recommend_items(model: SavedModel[Items], clients: Clients, n: int = 10) -> list[Recommendation]:
+def recommend_items(
+    model: SavedModel[Items], clients: Clients, n: int = 10, least_ratings: int | None = None
+) -> list[Recommendation]:
     """Rebuild every client's local parameters from all its ratings and recommend what it has not rated."""
-    algorithm = model.algorithm
-    everyone = reconstruct(algorithm, model.params, clients, seed=model.config.seed)
-    return [
-        recommend(
-            algorithm.model,
-            model.params,
-            jax.tree.map(lambda leaf, i=i: leaf[i], everyone),
-            num_items=len(model.legend),
-            rated=clients[i]["item"],
-            n=n,
-        )
-        for i in range(len(clients))
-    ]
+    return Recommender(model).recommend_numbers(clients, n, least_ratings)
 
 
 class Completion(NamedTuple):

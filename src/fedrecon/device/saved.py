@@ -46,6 +46,7 @@ def bundle_model(
       replace: whether a folder that is there is replaced.
     """
     if saved.task is RATINGS:
+        _check_transform(saved)
         legend = ratings_legend(saved.legend, least_count, _roles(saved))
         like = made_up_ratings(len(saved.legend), saved.legend.scale, most)
         ask = {"item": np.arange(min(20, len(saved.legend)), dtype=np.int32)}
@@ -63,12 +64,37 @@ def bundle_model(
         most=most,
         seed=saved.config.seed,
         quantise=quantise,
-        settings=asdict(saved.config.reconstruct),
+        settings=_settings(saved),
         legend=legend,
         web=partial(page_files, vendor=onnxruntime_web),
         onnx=onnx,
         replace=replace,
     )
+
+
+def _check_transform(saved: SavedModel[Items]) -> None:
+    scale = saved.config.model.scale
+    if scale is not None and scale.transform != "none":
+        raise ValueError(
+            "the model has learned log(1+x) of counts, which devices do not know; train it with --data.transform none"
+        )
+
+
+def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
+    """Return what whoever reconstructs without ONNX must know: the solver's settings, and what round zero found."""
+    settings = asdict(saved.config.reconstruct)
+    scale = saved.config.model.scale if saved.task is RATINGS else None
+    if scale is None or not scale.standardized:
+        return settings
+    ridge = saved.config.reconstruct.ridge
+    return settings | {
+        "ridges": {
+            "bias": ridge * scale.user_ridge,
+            "embedding": ridge * scale.noise,
+            "traits": [ridge * value for value in scale.trait_ridges],
+        },
+        "standard": {name: getattr(scale, name) for name in ("mean", "deviation", "low", "high")},
+    }
 
 
 def ratings_legend(items: Items, least_count: int, roles: dict[str, str]) -> Legend:

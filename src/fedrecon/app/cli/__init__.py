@@ -14,6 +14,7 @@ from fedrecon._version import __version__
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
     "train": "train a model, of ratings or text, whose personal parameters never leave the clients",
+    "tune": "find settings for one's own ratings on validation users",
     "evaluate": "measure a trained model on clients it has never met",
     "recommend": "recommend items to the users of a ratings file",
     "complete": "suggest next words to a person, their own words among them",

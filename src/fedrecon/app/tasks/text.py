@@ -9,7 +9,7 @@ from typing import Any
 
 from fedrecon.app.config import NextWord, Reading, TextConfig, TextData
 from fedrecon.app.config_files import changed
-from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Ready, Task, Users
 from fedrecon.clients import Clients
 from fedrecon.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
 from fedrecon.data.cache import cache_folder
@@ -153,6 +153,8 @@ TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
     divide=divide_corpus,
     facts=_facts,
     build_model=lambda config, vocabulary: build_next_word(config.model, vocabulary),
+    prepare=lambda config, corpus, users, words: Ready(config, users, words, build_next_word(config.model, words)),
+    view=lambda config, clients: clients,
     read=read_corpus,
     describe=_describe,
     recall=_recall,

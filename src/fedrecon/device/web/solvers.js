@@ -9,9 +9,21 @@
  * @property {Float32Array} embedding one row an item
  * @property {Float32Array | null} bias of the items, in a model with biases
  * @property {number} mean
- * @property {Float64Array} start the bias first if there is one, then the embedding
+ * @property {Float32Array | null} traits one row an item of what is known of it, in a model with traits
+ * @property {number} width how many traits an item has
+ * @property {Standard | null} standard what ratings are brought to before anything is solved for
+ * @property {Float64Array} start the bias first if there is one, then the embedding, then what is made of traits
  * @property {((item: number, weight: number, into: Float64Array) => void) | null} evidence
+ * @property {Float64Array} ridges one for each number of `start`, for least squares
  * @property {Record<string, any>} settings
+ */
+
+/**
+ * @typedef {Object} Standard
+ * @property {number} mean
+ * @property {number} deviation
+ * @property {number} low no prediction is below
+ * @property {number} high no prediction is above
  */
 
 /**
@@ -25,7 +37,20 @@ export function factorization(bundle) {
   if (embedding === null || own === undefined) throw new Error("this bundle is not of a factorization of ratings");
   const [items, dim] = embedding.shape;
   const bias = bundle.table("item_bias")?.data ?? null;
-  const start = Float64Array.from([...(bias ? [bundle.start.get("user_bias")?.data[0] ?? 0] : []), ...own.data]);
+  const traits = bundle.table("item_traits");
+  const coefficients = traits ? Array.from(bundle.start.get("user_traits")?.data ?? []) : [];
+  const start = Float64Array.from([
+    ...(bias ? [bundle.start.get("user_bias")?.data[0] ?? 0] : []),
+    ...own.data,
+    ...coefficients,
+  ]);
+  const settings = bundle.manifest.reconstruct;
+  const found = settings.ridges ?? null; // of round zero, times the ridge of the settings
+  const ridges = Float64Array.from(
+    found
+      ? [...(bias ? [found.bias] : []), ...new Array(dim).fill(found.embedding), ...found.traits]
+      : new Array(start.length).fill(settings.ridge),
+  );
   const rows = bundle.table("evidence/user_embedding")?.data;
   const biases = bundle.table("evidence/user_bias")?.data;
   const evidence = rows
@@ -36,19 +61,47 @@ export function factorization(bundle) {
       }
     : null;
   const mean = bundle.table("mean")?.data[0] ?? 0;
-  return { dim, items, embedding: embedding.data, bias, mean, start, evidence, settings: bundle.manifest.reconstruct };
+  return {
+    dim,
+    items,
+    embedding: embedding.data,
+    bias,
+    mean,
+    traits: traits?.data ?? null,
+    width: coefficients.length,
+    standard: settings.standard ?? null,
+    start,
+    evidence,
+    ridges,
+    settings,
+  };
 }
 
 /**
- * Predict one rating.
+ * Predict one rating, within the scale of a model that knows it.
  * @param {Factorization} model
  * @param {Float64Array} local
  * @param {number} item
  */
 export function predict(model, local, item) {
+  const sum = inner(model, local, item);
+  if (model.standard === null) return sum;
+  const { mean, deviation, low, high } = model.standard;
+  return Math.min(Math.max(mean + deviation * sum, low), high);
+}
+
+/**
+ * Predict one rating as it is solved for: of mean 0 and deviation 1 in a model with a scale.
+ * @param {Factorization} model
+ * @param {Float64Array} local
+ * @param {number} item
+ */
+function inner(model, local, item) {
   const first = model.bias ? 1 : 0;
   let sum = 0;
   for (let k = 0; k < model.dim; k++) sum += model.embedding[item * model.dim + k] * local[first + k];
+  const last = first + model.dim;
+  for (let k = 0; model.traits && k < model.width; k++) sum += model.traits[item * model.width + k] * local[last + k];
   return model.bias ? sum + model.bias[item] + model.mean + local[0] : sum;
 }
 
@@ -69,9 +122,11 @@ export function predictAll(model, local) {
  * @param {Factorization} model
  * @param {number[]} items
  * @param {number[]} ratings
- * @returns {Float64Array} the bias first if there is one, then the embedding
+ * @returns {Float64Array} the bias first if there is one, then the embedding, then what is made of traits
  */
 export function reconstruct(model, items, ratings) {
+  const standard = model.standard;
+  const targets = standard ? ratings.map((rating) => (rating - standard.mean) / standard.deviation) : ratings;
   const start = Float64Array.from(model.start);
   if (model.evidence) {
     const weight = 1 / Math.sqrt(1 + items.length);
@@ -79,17 +134,18 @@ export function reconstruct(model, items, ratings) {
   }
   if (items.length === 0) return start;
   const least = model.settings.solver === "least-squares";
-  return least ? leastSquares(model, start, items, ratings) : descend(model, start, items, ratings);
+  return least ? leastSquares(model, start, items, targets) : descend(model, start, items, targets);
 }
 
 /**
- * Return what a prediction is multiplied by: 1 for the bias if there is one, then the item's embedding.
+ * Return what a prediction is multiplied by: 1 for the bias if there is one, the item's embedding, its traits.
  * @param {Factorization} model
  * @param {number} item
  */
 function slope(model, item) {
   const row = model.embedding.subarray(item * model.dim, (item + 1) * model.dim);
-  return model.bias ? [1, ...row] : Array.from(row);
+  const traits = model.traits ? model.traits.subarray(item * model.width, (item + 1) * model.width) : [];
+  return [...(model.bias ? [1] : []), ...row, ...traits];
 }
 
 /**
@@ -103,12 +159,12 @@ function leastSquares(model, start, items, ratings) {
   const size = start.length;
   const system = Array.from({ length: size }, (_, i) => {
     const row = new Float64Array(size + 1);
-    row[i] = model.settings.ridge;
+    row[i] = model.ridges[i];
     return row;
   });
   items.forEach((item, k) => {
     const x = slope(model, item);
-    const error = predict(model, start, item) - ratings[k];
+    const error = inner(model, start, item) - ratings[k];
     for (let i = 0; i < size; i++) {
       for (let j = 0; j < size; j++) system[i][j] += x[i] * x[j];
       system[i][size] += x[i] * error;
@@ -143,7 +199,7 @@ function descend(model, local, items, ratings) {
     const gradient = new Float64Array(local.length);
     for (let k = from; k < to; k++) {
       const x = slope(model, items[k]);
-      const error = (2 * (predict(model, local, items[k]) - ratings[k])) / (to - from);
+      const error = (2 * (inner(model, local, items[k]) - ratings[k])) / (to - from);
       for (let i = 0; i < x.length; i++) gradient[i] += error * x[i];
     }
     step(local, gradient);
