@@ -20,7 +20,7 @@ from fedrecon.engine import Layout, compile_rounds, everywhere, layout
 from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
 from fedrecon.fitting import check_fit, decide_lookups
 from fedrecon.keys import run_keys
-from fedrecon.model import finish
+from fedrecon.model import finish, metric_names
 from fedrecon.progress import Progress, silent
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
@@ -182,6 +182,7 @@ class _Loop:
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, place, keys, at_once)
         self._ahead: Prepared | None = None
+        self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # where metrics stay with the clients
         self._run = compile_rounds(algorithm, place)
 
     def params(self) -> Any:
@@ -220,7 +221,7 @@ class _Loop:
         return {
             "kind": "round",
             "round": ready.first + r + 1,
-            **finish(self._algorithm.model, report.pop("sums")),
+            **finish(self._algorithm.model, report.pop("sums", self._no_sums)),
             "weight": float(report.pop("weight", np.nan)),
             "skipped": bool(report.pop("skipped")),
             **{name: _number(value) for name, value in report.items() if value.ndim == 0},
