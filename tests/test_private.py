@@ -93,7 +93,9 @@ def test_every_row_of_a_table_is_noised_and_rounds_differ():
     changes = []
     for number in range(2):
         after = fr.server_update(algorithm, state, [upload], jax.random.key(number))
-        changes.append(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.method.params, state.method.params))
+        changes.append(
+            jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.method.params, state.method.params)
+        )
     for one, other in zip(*map(jax.tree.leaves, changes), strict=True):
         assert (one != 0).all()
         assert (one != other).all()
@@ -208,14 +210,14 @@ def test_simulation_equals_the_protocol_bit_for_bit(noise):
     vectors = to_vectors(summand)
     entropy = seeded(3)
     result = rehearse(vectors, plan(5, vectors.shape[1], entropy=entropy), entropy=entropy)
-    total = from_vector(result.values, total_shapes(algorithm))
+    total = from_vector(result.total, total_shapes(algorithm))
     for one, other in zip(jax.tree.leaves(total), jax.tree.leaves(simulated), strict=True):
         np.testing.assert_array_equal(one, other)
     after = [fr.server_update(algorithm, state, [t], key) for t in (total, jax.tree.map(np.asarray, simulated))]
     for one, other in zip(*map(jax.tree.leaves, after), strict=True):
         np.testing.assert_array_equal(one, other)
     without = rehearse(vectors, plan(5, vectors.shape[1]), dropouts=Dropouts(mask=[1]))
-    np.testing.assert_array_equal(without.values, vectors[[0, 2, 3, 4]].sum(0, dtype=np.uint32))
+    np.testing.assert_array_equal(without.total, vectors[[0, 2, 3, 4]].sum(0, dtype=np.uint32))
 
 
 def test_noise_of_the_clients_adds_up_to_what_was_asked_for():

@@ -52,6 +52,8 @@ from fedrecon.personalize import Recommendation as Recommendation
 from fedrecon.personalize import predict as predict
 from fedrecon.personalize import recommend as recommend
 from fedrecon.personalize import reconstruct as reconstruct
+from fedrecon.privacy.leakage import Leakage as Leakage
+from fedrecon.privacy.leakage import leakage as leakage
 from fedrecon.sampling import Sampling as Sampling
 from fedrecon.solvers.descent import gradient_descent as gradient_descent
 from fedrecon.solvers.least_squares import least_squares as least_squares

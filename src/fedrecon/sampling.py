@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -67,11 +68,7 @@ class Sampling:
         Args:
           clients: in the population.
         """
-        if not self.poisson:
-            return self.clients_per_round
-        from scipy.stats import binom
-
-        return max(1, min(clients, int(binom.isf(OVERFLOW, clients, self.rate(clients)))))
+        return _places(clients, self.rate(clients)) if self.poisson else self.clients_per_round
 
     def overflow_delta(self, rounds: int) -> float:
         """Return what rounds with more clients than places add to delta, for any epsilon up to 13.
@@ -82,6 +79,18 @@ class Sampling:
           rounds: how many.
         """
         return rounds * OVERFLOW * (1 + math.exp(13)) if self.poisson else 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _places(clients: int, rate: float) -> int:
+    """Return the least number that independent coins exceed with a probability of `OVERFLOW` at most."""
+    from scipy.stats import binom  # takes its time, and few need it
+
+    low, high = 0, clients
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if binom.sf(middle, clients, rate) <= OVERFLOW else (middle + 1, high)
+    return max(low, 1)
 
 
 class Sample(NamedTuple):

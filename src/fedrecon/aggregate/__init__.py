@@ -4,6 +4,7 @@ from fedrecon.aggregate.aggregator import Aggregator as Aggregator
 from fedrecon.aggregate.aggregator import chain as chain
 from fedrecon.aggregate.aggregator import stateless as stateless
 from fedrecon.aggregate.adaptive import adaptive_clip as adaptive_clip
+from fedrecon.aggregate.averaging import Weigh as Weigh
 from fedrecon.aggregate.averaging import by_weight as by_weight
 from fedrecon.aggregate.averaging import clip as clip
 from fedrecon.aggregate.averaging import finite as finite

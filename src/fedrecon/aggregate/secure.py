@@ -72,9 +72,7 @@ def secure(
             _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least
         )
         sized(1)  # bad settings are said here, not in the first round
-        return chain(
-            finite(), clip(clip_norm * (1 - MARGIN)), _noised_integers(sized, per_round, simulated_noise)
-        )
+        return chain(finite(), clip(clip_norm * (1 - MARGIN)), _noised_integers(sized, per_round, simulated_noise))
     if not (max_weight > 0 and max_metric > 0):
         raise ValueError(f"`max_weight` and `max_metric` are {max_weight} and {max_metric}; both must be above 0")
     weighed = _at_most(weigh, max_weight)
@@ -122,9 +120,7 @@ def _integers(values: Grid, others: Mapping[str, Grid], clients: int) -> Aggrega
 
 
 def _share(length: int, *, clip_norm: float, noise_multiplier: float, clients: int, least: int) -> ShareOfNoise:
-    return share_of_noise(
-        clip_norm, length, noise_multiplier, clients=clients, least=least, resolution=RESOLUTION
-    )
+    return share_of_noise(clip_norm, length, noise_multiplier, clients=clients, least=least, resolution=RESOLUTION)
 
 
 def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregator:

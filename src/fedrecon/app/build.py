@@ -61,10 +61,32 @@ def build_split(name: str, settings: Split) -> split.Split:
     return split.named(name)._replace(by="time" if settings.by_time else None)
 
 
-def build_algorithm(config: Config, model: Model) -> Algorithm:
-    """Return Federated Reconstruction of a model with these settings."""
-    update = config.update
+def build_weights(config: Config, model: Model) -> aggregate.Weigh:
+    """Return how clients are weighed."""
     weigh = config.aggregate.weigh
+    # Perplexity is over tokens whatever the loss is over.
+    return aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh
+
+
+def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
+    """Return how updates become one mean where clients need no protection from the server."""
+    settings, weigh = config.aggregate, build_weights(config, model)
+    if settings.clip_quantile is None:
+        return aggregate.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
+    stages = [aggregate.finite()]
+    stages += [] if settings.zero_norm is None else [aggregate.zero(settings.zero_norm)]
+    return aggregate.chain(*stages, aggregate.adaptive_clip(settings.clip_quantile), aggregate.by_weight(weigh))
+
+
+def build_algorithm(config: Config, model: Model, aggregator: aggregate.Aggregator | None = None) -> Algorithm:
+    """Return Federated Reconstruction of a model with these settings.
+
+    Args:
+      config: the settings.
+      model: what is trained.
+      aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
+    """
+    update = config.update
     return federated_reconstruction(
         model,
         split=build_split(config.split.train, config.split),
@@ -73,12 +95,7 @@ def build_algorithm(config: Config, model: Model) -> Algorithm:
         server=build_server(config.server),
         joint=update.joint,
         second_order=update.second_order,
-        aggregate=aggregate.mean(
-            # Perplexity is over tokens whatever the loss is over.
-            aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh,
-            clip_norm=config.aggregate.clip_norm,
-            zero_norm=config.aggregate.zero_norm,
-        ),
+        aggregate=build_aggregator(config, model) if aggregator is None else aggregator,
     )
 
 

@@ -20,6 +20,7 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
 from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.protection import protect, say_promise
 from fedrecon.app.resuming import (
     Say,
     check_fingerprint,
@@ -36,6 +37,7 @@ from fedrecon.data.errors import DataError
 from fedrecon.disk.runs import RunFolder
 from fedrecon.engine import Layout
 from fedrecon.evaluation import Evaluation, Evaluator
+from fedrecon.privacy.ledger import Ledger
 from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
 
@@ -105,17 +107,26 @@ def run_experiment(
         facts = _facts(config, data.fingerprint(), earlier, made_by)
         check_fingerprint(folder, facts, earlier)
         users, legend = task.divide(config, data, progress), task.legend(config, data)
-        algorithm = build_algorithm(config, task.build_model(config, legend))
+        model = task.build_model(config, legend)
+        protection = protect(config, model, len(users.train), earlier)
+        algorithm = build_algorithm(config, model, protection.aggregator)
         place = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
         facts["data"] |= {"left_out": {**data.skipped}}
         facts["layout"] = layout_facts(place)
+        facts["privacy"] = protection.facts()
+        for remark in say_promise(config, protection):
+            say(remark)
         _say_who_cannot_learn(config, task, users, say)
         if overwrite:
             folder.replace()
         folder.describe(facts)
         return _run(
-            _Ready(config, folder, task, users, legend, algorithm, place, facts), data, progress, on_record, say
+            _Ready(config, folder, task, users, legend, algorithm, place, facts, protection.ledger),
+            data,
+            progress,
+            on_record,
+            say,
         )
 
 
@@ -130,11 +141,12 @@ class _Ready(NamedTuple):
     algorithm: Algorithm
     place: Layout
     facts: dict[str, Any]
+    ledger: Ledger | None
 
 
 def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
-    config, folder, task, users, legend, algorithm, place, facts = ready
+    config, folder, task, users, legend, algorithm, place, facts, ledger = ready
     evaluator = make_evaluator(config, algorithm, users, place)
     watch = Watch(config, task, say)
 
@@ -151,6 +163,7 @@ def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord |
         valid=evaluator,
         evaluate_every=config.evaluate_every,
         seed=config.seed,
+        ledger=ledger,
         folder=folder,
         checkpoint_every=config.checkpoint_every,
         place=place,
@@ -173,6 +186,8 @@ def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord |
             "rounds": run.rounds,
             "interrupted": run.interrupted,
             "failed": failed,
+            "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
+            "stopped": run.stopped,
             "test": test.summary() if test else None,
         }
     )
@@ -256,6 +271,8 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "rounds": None,
         "interrupted": None,
         "failed": None,
+        "privacy": None,
+        "stopped": None,
         "test": None,
     }
 
