@@ -62,8 +62,8 @@ class Sampling:
     def capacity(self, clients: int) -> int:
         """Return how many places a round has.
 
-        With `poisson` so many that more are drawn with a probability of `OVERFLOW` at most. Then some of them, chosen at
-        random, are left out. That is no longer Poisson sampling: `overflow_delta` is what it adds to delta.
+        With `poisson` so many that more are drawn with a probability of `OVERFLOW` at most. Then some of them, chosen
+        at random, are left out. That is no longer Poisson sampling: `overflow_delta` is what it adds to delta.
 
         Args:
           clients: in the population.

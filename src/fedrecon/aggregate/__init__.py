@@ -1,9 +1,9 @@
 """From what clients upload to what the server takes: aggregators, one a file, and how to chain them."""
 
+from fedrecon.aggregate.adaptive import adaptive_clip as adaptive_clip
 from fedrecon.aggregate.aggregator import Aggregator as Aggregator
 from fedrecon.aggregate.aggregator import chain as chain
 from fedrecon.aggregate.aggregator import stateless as stateless
-from fedrecon.aggregate.adaptive import adaptive_clip as adaptive_clip
 from fedrecon.aggregate.averaging import Weigh as Weigh
 from fedrecon.aggregate.averaging import by_weight as by_weight
 from fedrecon.aggregate.averaging import clip as clip

@@ -5,8 +5,8 @@ that leaves a client (`to_vectors`, for `fedrecon.privacy.secure_sum`). Integers
 simulation has the result of the protocol to the bit. Rounding costs half a step for each client and entry at most.
 
 With `noise_multiplier` clients add noise themselves, and the server never sees a sum without it. Then all weigh the
-same, the sum is divided by the expected number of clients, counts and metrics stay at home, and uploads are whole: noise
-goes on rows that nobody touched. Here that noise is a rounded Gaussian of the variance that the client's share of
+same, the sum is divided by the expected number of clients, counts and metrics stay at home, and uploads are whole, with
+noise on rows that nobody touched. Here that noise is a rounded Gaussian of the variance that the client's share of
 Skellam noise has, since this is a simulation and protects nobody; a deployment encodes with `simulated_noise=False` and
 adds `fedrecon.privacy.noise.draw`, which is exact and from the system's entropy.
 """

@@ -20,7 +20,7 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
 from fedrecon.app.health import Watch, why_failed
-from fedrecon.app.protection import protect, say_promise
+from fedrecon.app.protection import Protection, protect, say_promise
 from fedrecon.app.resuming import (
     Say,
     check_fingerprint,
@@ -38,6 +38,7 @@ from fedrecon.disk.runs import RunFolder
 from fedrecon.engine import Layout
 from fedrecon.evaluation import Evaluation, Evaluator
 from fedrecon.privacy.ledger import Ledger
+from fedrecon.privacy.spending import spending
 from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
 
@@ -114,7 +115,7 @@ def run_experiment(
         facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
         facts["data"] |= {"left_out": {**data.skipped}}
         facts["layout"] = layout_facts(place)
-        facts["privacy"] = protection.facts()
+        facts["privacy"] = _promise(protection, algorithm, config, len(users.train))
         for remark in say_promise(config, protection):
             say(remark)
         _say_who_cannot_learn(config, task, users, say)
@@ -246,6 +247,16 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
 
 
 # ---- run.json ----
+
+
+def _promise(protection: Protection, algorithm: Algorithm, config: Config, clients: int) -> dict[str, Any] | None:
+    """Say what all planned rounds will have spent: whatever becomes of the run, it is no more than that."""
+    facts = protection.facts()
+    if facts is None or protection.ledger is None:
+        return None
+    spent = spending(algorithm, clients, config.sampling, config.rounds, protection.ledger)
+    rounds = spent.allowed(config.rounds)
+    return {**facts, "planned": {"rounds": rounds, "epsilon": spent.after(rounds).epsilon}}
 
 
 def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, made_by: str) -> dict[str, Any]:

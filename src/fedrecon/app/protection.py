@@ -57,7 +57,7 @@ def protect(config: Config, model: Model, clients: int, earlier: dict[str, Any] 
         sampling_rate(clients, per_round)
         delta = default_delta(clients) if settings.delta is None else settings.delta
         ledger = Ledger(clients, delta, settings.epsilon, randomness=f"seed {config.seed}")
-        noise = (earlier or {}).get("privacy", {}).get("noise_multiplier") or settings.noise_multiplier
+        noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or settings.noise_multiplier
         if noise is None:
             noise = _noise(config, clients, per_round, delta)
     except ImportError as problem:

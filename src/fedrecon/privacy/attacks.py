@@ -199,7 +199,7 @@ class RatingAttack:
         base = self._predict(rows, guess)
         options = base[None] + change[None] / slopes[:, None]  # (slopes, rows)
         far = np.abs(options[..., None] - self._levels).min(-1)
-        return options[far.argmin(0), np.arange(len(rows))]
+        return np.clip(options[far.argmin(0), np.arange(len(rows))], self._levels[0], self._levels[-1])
 
     def _simulate(self, rows: np.ndarray, guess: np.ndarray, level: float) -> np.ndarray:
         rows = rows[: self._packer.query_length]

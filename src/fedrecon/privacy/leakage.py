@@ -67,7 +67,7 @@ class Leakage:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of columns, and rows of text."""
-        columns = ["the server sees", "rows found", "local, cosine", "ratings off by", "mean rank", "known for sure"]
+        columns = ["the server sees", "rows found", "local, cosine", "ratings off by", "mean rank", "who it is"]
         return columns, [
             [e.kind, _share(e.rows), _number(e.local), _number(e.ratings), _number(e.rank, 1), _share(e.first)]
             for e in self.exposures
@@ -136,9 +136,9 @@ def leakage(
 ) -> Leakage:
     """Attack uploads as a curious server would, and say what it learns.
 
-    The attacker knows the model, the settings and what was sent to clients. To say whose upload it is, it also knows all
-    the data of these people, and asks who of them took part. Uploads are compared as they are, sums of several people,
-    and sums of clipped uploads with noise.
+    The attacker knows the model, the settings and what was sent to clients. To say whose upload it is, it also knows
+    all the data of these people, and asks who of them took part. Uploads are attacked as they are, in sums of several
+    people, and in sums of clipped uploads with noise.
 
     Args:
       algorithm: what is trained; its aggregator does not matter.
