@@ -35,15 +35,15 @@ class Noise(NamedTuple):
 
     Attributes:
       updates: standard deviation of the noise in the sum of uploads, in units of the clipping norm.
-      count: of adaptive clipping: that of the noise in the count of clients below the norm; else None.
+      of_count: of adaptive clipping: that of the noise in the count of clients below the norm; else None.
     """
 
     updates: float
-    count: float | None = None
+    of_count: float | None = None
 
     def release(self) -> Release:
         """Return what one round releases if every client takes part."""
-        return Release(self.updates, 1.0, 1, count_noise=self.count)
+        return Release(self.updates, 1.0, 1, count_noise=self.of_count)
 
 
 def private(
@@ -120,9 +120,9 @@ def _clip_and_noise(
     def decode(limit: Array, total: Total, key: Array) -> tuple[Total, Array, Report]:
         parts = add_noise(total.parts, noise.updates * limit, jax.random.fold_in(key, 0))
         parts = jax.tree.map(lambda values: values / per_round, parts)
-        if quantile is None or noise.count is None:
+        if quantile is None or noise.of_count is None:
             return Total(parts, {}), limit, {}
-        counted = total.scalars[BELOW] + noise.count * jax.random.normal(jax.random.fold_in(key, 1))
+        counted = total.scalars[BELOW] + noise.of_count * jax.random.normal(jax.random.fold_in(key, 1))
         share = jnp.clip(counted / per_round + 0.5, 0.0, 1.0)
         follows = limit * jnp.exp(clip_rate * (quantile - share))
         # The exact count must not get into the report by its name.

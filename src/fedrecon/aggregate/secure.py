@@ -207,7 +207,7 @@ def from_vector(vector: np.ndarray, like: Any) -> Total:
       vector: the sum of what `to_vectors` returned.
       like: a total, or the shapes of one (`fedrecon.hosts.total_shapes`).
     """
-    found: dict[tuple[str, str], np.ndarray] = {}
+    found: dict[tuple[str, str], Array] = {}
     names = [((name, path), part[path].shape) for name, part in sorted(like.parts.items()) for path in sorted(part)]
     names += [(("", name), like.scalars[name].shape) for name in sorted(like.scalars)]
     length = sum(math.prod(shape) for _, shape in names)
@@ -215,7 +215,7 @@ def from_vector(vector: np.ndarray, like: Any) -> Total:
         raise ValueError(f"the sum has the shape {vector.shape}; this algorithm's has ({length},)")
     begin = 0
     for name, shape in names:
-        found[name] = np.asarray(vector[begin : begin + math.prod(shape)], np.uint32).reshape(shape)
+        found[name] = jnp.asarray(vector[begin : begin + math.prod(shape)], jnp.uint32).reshape(shape)
         begin += math.prod(shape)
     parts = {name: {path: found[name, path] for path in part} for name, part in like.parts.items()}
     return Total(parts, {name: found["", name] for name in like.scalars})

@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -98,13 +99,14 @@ def _train(
 
 
 def _canary_uploads(algorithm: Algorithm, params: Any, canaries: Canaries, norm: float) -> Upload:
-    flat = np.stack([canaries.upload(k, norm) for k in np.flatnonzero(canaries.inside)]).astype(np.float32)
+    flat = np.stack([canaries.upload(int(k), norm) for k in np.flatnonzero(canaries.inside)]).astype(np.float32)
     parts, begin = {}, 0
     for path, leaf in flatten(params)[0].items():
         parts[path] = flat[:, begin : begin + leaf.size].reshape(-1, *leaf.shape)
         begin += leaf.size
     count = len(flat)
-    return Upload({DELTA: parts}, np.ones(count, np.float32), np.zeros((count, len(metric_names(algorithm.model)), 2)))
+    sums = jnp.zeros((count, len(metric_names(algorithm.model)), 2))
+    return Upload({DELTA: parts}, jnp.ones(count), sums)
 
 
 def _row(params: Any) -> np.ndarray:
