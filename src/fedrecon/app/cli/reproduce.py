@@ -23,8 +23,8 @@ class Reproduce:
 
     Attributes:
       study: which study.
-      data: for movielens and privacy: movielens-1m, or the path of a MovieLens zip or folder; for text: a file of JSON lines
-        (client, time, text), a federated Stack Overflow database, a Posts.xml, or a folder prepared from one.
+      data: for movielens and privacy: movielens-1m, or the path of a MovieLens zip or folder; for text: a file of JSON
+        lines (client, time, text), a federated Stack Overflow database, a Posts.xml, or a folder prepared from one.
       out: the folder for results and report.
       scale: of text: two-cores, a small model and few rounds, or paper, the paper's own sizes, for an accelerator.
         MovieLens always has the paper's.
