@@ -17,7 +17,7 @@ from fedrecon.engine import Layout
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 from fedrecon.lookups.fit import features_used
 
-OVERFLOW = 1e-20  # the probability that Poisson sampling draws more clients than a round has places for
+OVERFLOW = 1e-24  # the probability that Poisson sampling draws more clients than a round has places for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ from fedrecon.privacy.accounting import Release
 from fedrecon.privacy.ledger import Ledger
 from fedrecon.sampling import Sampling
 
+MOST_ROUNDS = 1_000_000
+
 
 class Spending(NamedTuple):
     """What rounds spend. It follows from the number of rounds alone, so a run that was killed and goes on agrees.
@@ -63,5 +65,6 @@ def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int
         raise ValueError(f"the ledger is of {ledger.clients} clients, and there are {clients}")
     parts = algorithm.method.parts(jax.eval_shape(algorithm.method.init, jax.random.key(0)))
     each = algorithm.aggregator.release(parts)._replace(rate=sampling.rate(clients), rounds=1)
-    left = ledger.delta - sampling.overflow_delta(rounds)
+    # For more rounds than anybody plans, so that the same rounds cost the same to the digit when more are planned.
+    left = ledger.delta - sampling.overflow_delta(max(rounds, MOST_ROUNDS))
     return Spending(dataclasses.replace(ledger, delta=left), each)
