@@ -257,3 +257,37 @@ def test_a_round_has_places_for_nearly_everybody_that_may_be_drawn(clients, per_
 def test_poisson_sampling_excludes_invitations_beyond_need():
     with pytest.raises(ValueError, match="poisson"):
         fr.Sampling(5, oversample=1.5, poisson=True)
+
+
+# ---- poisoned clients ----
+
+
+def poisoned_ratings():
+    """Ratings of 61 people, one of whom gives ten of 1,000; and twenty other people."""
+    ratings = fr.data.synthetic_ratings(num_users=81, num_items=60, mean_ratings=20, seed=0)
+    columns = {name: column.copy() for name, column in ratings.columns.items()}
+    ends = ratings.ends.copy()
+    ends[0] = min(ends[0], 10)
+    columns["rating"][: ends[0]] = 1000.0
+    people = fr.Clients(columns, ratings.starts, ends, ratings.names)
+    return people.take(np.arange(61)), ratings.take(np.arange(61, 81))
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["mean", "adaptive_clip"])
+def test_one_poisoned_client_of_61_spoils_a_mean_and_no_clipped_one(adaptive):
+    clients, others = poisoned_ratings()
+    stages = (fr.aggregate.finite(), fr.aggregate.adaptive_clip(), fr.aggregate.by_weight())
+    algorithm = fr.federated_reconstruction(
+        fr.models.matrix_factorization(60, dim=4),
+        reconstruct=fr.gradient_descent(optax.sgd(0.1), batch_size=5, epochs=5, steps=50),
+        update=fr.gradient_descent(optax.sgd(0.2), batch_size=5, steps=50),
+        server=optax.sgd(1.0),
+        aggregate=fr.aggregate.chain(*stages) if adaptive else fr.aggregate.mean(),
+    )
+    run = fr.train(algorithm, clients, rounds=30, clients_per_round=61)
+    found = fr.evaluate(algorithm, run.params, others)
+    if adaptive:
+        assert found.diverged == 0
+        assert found.micro["rmse"] < 3.0
+    else:
+        assert found.diverged == 20
