@@ -101,6 +101,15 @@ def test_every_row_of_a_table_is_noised_and_rounds_differ():
         assert (one != other).all()
 
 
+def test_an_explanation_says_what_whole_uploads_cost():
+    clients = lookup_clients([4, 5])  # of a model with 9 x 2 + 9 + 6 x 2 + 2 = 41 global parameters
+    plain = fr.explain(recon(fr.aggregate.mean(), lookup_model()), clients)
+    noised = fr.explain(recon(fr.aggregate.private(1.0, 1.0, per_round=2), lookup_model()), clients)
+    assert (plain.noised, noised.noised) == (False, True)
+    assert "it sends all" not in str(plain)
+    assert "it sends all 164 B, instead of 94 B by rows" in str(noised)
+
+
 def test_a_budget_is_met_by_the_planned_rounds():
     sizes = {"clients": 5000, "per_round": 100, "rounds": 50}
     aggregator = fr.aggregate.private(1.0, epsilon=2.0, delta=1e-5, **sizes)

@@ -209,8 +209,7 @@ class RatingAttack:
         lengths = Lengths(self._packer.support_length, self._packer.query_length)
         cohort = Packer(made_up, self._needs, lengths).pack(np.array([0]))
         change = self._client(self._message.method, jnp.asarray(guess, jnp.float32), cohort)
-        whole = change.whole() if isinstance(change, RowChanges) else change
-        return np.asarray(whole[0]).reshape(whole.shape[1], -1)[rows]
+        return np.asarray(change).reshape(len(change), -1)[rows]
 
     @functools.cached_property
     def _client(self) -> Any:
@@ -227,13 +226,25 @@ class RatingAttack:
             # With no support nothing is reconstructed: local parameters stay as they begin.
             model = algorithm.model._replace(init_local=local, default_local=None, evidence=None)
             method = algorithm.define(model)
-            return method.client(params, (), cohort, jax.random.key(0))[0].delta[table]
+            change = method.client(params, (), cohort, jax.random.key(0))[0].delta[table]
+            return (change.whole() if isinstance(change, RowChanges) else change)[0]
 
         return jax.jit(run)
 
     def _predict(self, rows: np.ndarray, guess: np.ndarray) -> np.ndarray:
-        model, vector = self._algorithm.model, self._victims.vector_path
+        return np.asarray(self._predictions(self._message.method, jnp.asarray(guess, jnp.float32)))[rows]
+
+    @functools.cached_property
+    def _predictions(self) -> Any:
+        """Compile predictions of all rows: for some rows, each number of them would be compiled anew."""
+        model, vector, table = self._algorithm.model, self._victims.vector_path, self._victims.table
         assert vector is not None
-        leaves, structure = flatten(model.init_local(jax.random.key(0)))
-        local = unflatten(structure, {**leaves, vector: jnp.asarray(guess, jnp.float32)})
-        return np.asarray(model.predict(self._message.method, local, {self._feature: jnp.asarray(rows)}))
+        assert table is not None
+        size = self._victims.places[table][2][0]
+
+        def run(params: Any, guess: Any) -> Any:
+            leaves, structure = flatten(model.init_local(jax.random.key(0)))
+            local = unflatten(structure, {**leaves, vector: guess})
+            return model.predict(params, local, {self._feature: jnp.arange(size)})
+
+        return jax.jit(run)
