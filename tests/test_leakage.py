@@ -69,6 +69,20 @@ def test_any_model_can_be_attacked():
     assert math.isnan(alone["plain upload"].ratings)
 
 
+def test_a_split_that_is_drawn_anew_is_that_of_the_round():
+    algorithm = fr.federated_reconstruction(
+        fr.models.matrix_factorization(RATINGS.num_items, dim=3),
+        reconstruct=descend(0.1, 5),
+        update=descend(0.1, 5),
+        server=optax.sgd(1.0),
+        split=fr.split.redrawn(fr.split.half()),
+    )
+    params = algorithm.params(algorithm.init(fr.round_key(0, 0)))
+    plain = fr.leakage(algorithm, params, RATINGS, groups=(), most=8)["plain upload"]
+    assert (plain.rows, plain.first) == (1.0, 1.0)
+    assert plain.local == pytest.approx(1.0, abs=1e-4)
+
+
 def test_one_person_cannot_be_mistaken_for_another():
     algorithm = fr.federated_reconstruction(
         linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)

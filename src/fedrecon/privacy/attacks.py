@@ -11,9 +11,9 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm, Message
 from fedrecon.clients import Clients
-from fedrecon.cohort import Cohort, Lengths, Packer
+from fedrecon.cohort import Cohort, Lengths, Packer, redraw
 from fedrecon.hosts import client_update
-from fedrecon.keys import client_keys
+from fedrecon.keys import client_keys, words_of
 from fedrecon.lookups.fit import features_used
 from fedrecon.lookups.tables import lookup_groups
 from fedrecon.split import query_only
@@ -64,7 +64,7 @@ def observe(
         flat.append(whole.reshape(len(whole), -1))
         places[path] = (begin, begin + flat[-1].shape[1], whole.shape[1:])
         begin += flat[-1].shape[1]
-    cohort = _cohort(algorithm, clients)
+    cohort = _cohort(algorithm, clients, key)
     keys = client_keys(key, jnp.asarray(cohort.identity))
     local = jax.jit(algorithm.method.reconstruct)(message.method, (), cohort.support, keys)
     leaves = {path: np.asarray(leaf) for path, leaf in flatten(local)[0].items()}
@@ -88,9 +88,11 @@ def observe(
     ), cohort
 
 
-def _cohort(algorithm: Algorithm, clients: Clients) -> Cohort:
+def _cohort(algorithm: Algorithm, clients: Clients, key: Any) -> Cohort:
+    """Pack clients as `client_update` does, so that a split that is drawn anew in every round is that of the round."""
     needs = algorithm.method.needs._replace(columns=features_used(algorithm.model, clients))
-    return Packer(clients, needs).pack(np.arange(len(clients)))
+    draws = np.full(len(clients), redraw(words_of(key)))
+    return Packer(clients, needs).pack(np.arange(len(clients)), draws)
 
 
 def _pair(algorithm: Algorithm, places: dict[str, Any], local: dict[str, Any]) -> tuple[str | None, str | None]:
