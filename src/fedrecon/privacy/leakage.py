@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +30,9 @@ class Exposure(NamedTuple):
       local: cosine between a person's local parameters and the attacker's guess; 1 is the same direction.
       ratings: mean absolute error of the guessed ratings of a person's rows; the length of the local vector is taken
         as known.
-      rank: where the person is when all known people who did not take part are ordered with it by how well they fit;
-        1 is first.
-      first: share of people who fit better than everybody who did not take part.
+      rank: where the person is when it is ordered by how well it fits with known people who did not take part, the same
+        number of them (`Leakage.strangers`) for every kind; 1 is first.
+      first: share of people who fit better than all of these.
     """
 
     kind: str
@@ -49,12 +50,14 @@ class Leakage:
     Attributes:
       exposures: by kind of upload, plain ones first; `guessing`, which looks at no upload, is the last.
       people: how many were attacked, and are known to the attacker.
+      strangers: with how many who did not take part each was compared.
       clip: the norm that uploads were clipped to where noise was added.
       noise_multiplier: of that noise.
     """
 
     exposures: tuple[Exposure, ...]
     people: int
+    strangers: int
     clip: float
     noise_multiplier: float
 
@@ -83,7 +86,7 @@ class Leakage:
             told.append(f"their local parameters with a cosine of {plain.local:.3f}")
         if np.isfinite(plain.ratings):
             told.append(f"their ratings to {plain.ratings:.2g}")
-        told.append(f"which of {self.people} known people they are in {plain.first:.0%} of cases")
+        told.append(f"which of {self.strangers + 1} known people they are in {plain.first:.0%} of cases")
         last = self.exposures[-2]
         return (
             f"From one plain upload a server learns of a person {'; '.join(told)}. Of somebody in a {last.kind}: "
@@ -144,7 +147,7 @@ def leakage(
       algorithm: what is trained; its aggregator does not matter.
       params: the global parameters that people start from.
       clients: people to attack.
-      groups: sizes of the sums to attack, as far as there are so many people.
+      groups: sizes of the sums to attack, as far as there are more people.
       clip: the norm for the sum with noise; by default the median of the uploads'.
       noise_multiplier: the noise there, in units of the norm.
       most: attack at most so many people, the first.
@@ -175,18 +178,27 @@ def leakage(
     lengths = np.linalg.norm(victims.uploads.astype(np.float64), axis=1)
     norm = float(np.median(lengths)) if clip is None else clip
     rng = np.random.default_rng(seed)
-    sizes = [size for size in groups if 2 <= size <= len(people)]
-    found = [_expose("plain upload", victims, 1, rng, attack)]
-    found += [_expose(f"sum of {size}", victims, size, rng, attack) for size in sizes]
+    sizes = [size for size in groups if 2 <= size < len(people)]
     largest = max(sizes, default=1)
+    strangers = len(people) - largest
+    expose = functools.partial(_expose, strangers=strangers, rng=rng, attack=attack)
+    found = [expose("plain upload", victims, 1)]
+    found += [expose(f"sum of {size}", victims, size) for size in sizes]
     clipped = victims._replace(uploads=victims.uploads * np.minimum(1, norm / np.maximum(lengths, 1e-30))[:, None])
     noised = f"sum of {largest}, clipped, noised"
-    found.append(_expose(noised, clipped, largest, rng, attack, noise_multiplier * norm))
-    return Leakage((*found, _guess(victims)), len(people), norm, noise_multiplier)
+    found.append(expose(noised, clipped, largest, noise=noise_multiplier * norm))
+    return Leakage((*found, _guess(victims, strangers)), len(people), strangers, norm, noise_multiplier)
 
 
 def _expose(
-    kind: str, victims: Victims, size: int, rng: np.random.Generator, attack: RatingAttack | None, noise: float = 0.0
+    kind: str,
+    victims: Victims,
+    size: int,
+    *,
+    strangers: int,
+    rng: np.random.Generator,
+    attack: RatingAttack | None,
+    noise: float = 0.0,
 ) -> Exposure:
     """Attack a sum with every person in it once."""
     people = len(victims.uploads)
@@ -198,16 +210,21 @@ def _expose(
         seen = victims.uploads[members].sum(0)
         if noise:
             seen = seen + (noise * rng.standard_normal(len(seen), np.float32))
-        scores.append(_attack_one(victims, person, members, seen, units, attack))
+        others = rng.permutation(np.delete(np.arange(people), members))[:strangers]
+        scores.append(_attack_one(victims, person, others, seen, units, attack))
     rows, local, ratings, rank, first = np.array(scores).T
     return Exposure(kind, _mean(rows), _mean(local), _mean(ratings), _mean(rank), _mean(first))
 
 
 def _attack_one(
-    victims: Victims, person: int, members: np.ndarray, seen: np.ndarray, units: np.ndarray, attack: RatingAttack | None
+    victims: Victims,
+    person: int,
+    strangers: np.ndarray,
+    seen: np.ndarray,
+    units: np.ndarray,
+    attack: RatingAttack | None,
 ) -> list[float]:
     fits = units @ seen
-    strangers = np.delete(np.arange(len(units)), members)
     rank = 1 + int((fits[strangers] >= fits[person]).sum())
     rows = local = ratings = float("nan")
     if victims.rows is not None and victims.rows[person].any():
@@ -229,7 +246,7 @@ def _attack_one(
     return [rows, local, ratings, float(rank), float(rank == 1)]
 
 
-def _guess(victims: Victims) -> Exposure:
+def _guess(victims: Victims, strangers: int) -> Exposure:
     """Guess without looking: the rows, local parameters and ratings that others have."""
     people = len(victims.uploads)
     rows, local, ratings = [], [], []
@@ -245,7 +262,7 @@ def _guess(victims: Victims) -> Exposure:
             mean = np.nanmean(victims.ratings[others]) if np.isfinite(victims.ratings[others]).any() else np.nan
             mine = victims.ratings[person][np.isfinite(victims.ratings[person])]
             ratings += [np.abs(mine - mean).mean()] if len(mine) else []
-    return Exposure("guessing", _mean(rows), _mean(local), _mean(ratings), (people + 1) / 2, 1 / people)
+    return Exposure("guessing", _mean(rows), _mean(local), _mean(ratings), strangers / 2 + 1, 1 / (strangers + 1))
 
 
 def _mean(values: Any) -> float:

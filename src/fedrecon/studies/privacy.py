@@ -90,7 +90,7 @@ def _budgets(results: Results) -> list[Part]:
     words = (
         "User-level (epsilon, delta) with delta = N^-1.1, Poisson sampling, everything that is released noised; there "
         "is no round zero, and the mean starts at a public constant. Rows found and who it is: what attacks find out "
-        f"about 60 training users, without noise from a plain upload, with it from the noised sum of {TOGETHER}."
+        f"about 100 training users, without noise from a plain upload, with it from the noised sum of {TOGETHER}."
     )
     return [words, *_table(results, [job.name for job in JOBS if job.name.startswith(("fedrecon", "global"))])]
 

@@ -21,7 +21,7 @@ from fedrecon.studies.rating_jobs import Divided, count, open_ratings
 from fedrecon.studies.study import Job, Kind
 
 MIDDLE = 3.5  # where the global mean starts: about the middle of the scale, which is public, and no mean of ratings
-ATTACKED = 60
+ATTACKED = 100
 TOGETHER = 50
 
 

@@ -79,7 +79,7 @@ class Leakage:
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    people: int = 60
+    people: int = 100
     noise_multiplier: float = 1.0
     clip_norm: float | None = None
     picture: Path | None = None
@@ -158,7 +158,17 @@ def _leakage(args: Leakage) -> int:
     if args.picture is not None:
         found.plot(args.picture)
     if args.json:
-        print(json.dumps(without_nan({"people": found.people, "kinds": [one._asdict() for one in found.exposures]})))
+        print(
+            json.dumps(
+                without_nan(
+                    {
+                        "people": found.people,
+                        "strangers": found.strangers,
+                        "kinds": [one._asdict() for one in found.exposures],
+                    }
+                )
+            )
+        )
         return 0
     columns, rows = found.table()
     show.table(f"What attacks find out about {found.people} {model.task.people} of {args.run}", columns, rows)
