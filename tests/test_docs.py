@@ -150,7 +150,8 @@ def help_texts():
             if command == "train":
                 main([command, "--task", "text", "--help"])
             if command == "privacy":
-                main([command, "plan", "--help"])
+                for part in ("plan", "leakage", "audit"):
+                    main([command, part, "--help"])
         texts[command] = printed.getvalue()
     return texts
 

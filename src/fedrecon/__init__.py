@@ -63,6 +63,8 @@ from fedrecon.personalize import reconstruct as reconstruct
 from fedrecon.portable import Loaded as Loaded
 from fedrecon.portable import digest as digest
 from fedrecon.portable import save as save
+from fedrecon.privacy.leakage import Leakage as Leakage
+from fedrecon.privacy.leakage import leakage as leakage
 from fedrecon.recipes import RecipeError as RecipeError
 from fedrecon.sampling import Sampling as Sampling
 from fedrecon.solvers.descent import gradient_descent as gradient_descent

@@ -58,6 +58,7 @@ class Explanation:
         examples touch, with their numbers. None if no clients were given or no table is read by rows.
       sends_by_rows: bytes of what it changes, in the same way.
       clients: how many clients that mean is over.
+      noised: whether the algorithm's aggregator adds noise, which goes on every row of every table.
     """
 
     parts: tuple[Part, ...]
@@ -66,6 +67,7 @@ class Explanation:
     receives_by_rows: float | None = None
     sends_by_rows: float | None = None
     clients: int = 0
+    noised: bool = False
 
     def __str__(self) -> str:
         """Lay the report out as a table."""
@@ -84,6 +86,12 @@ class Explanation:
             lines.append(
                 f"By rows it need receive {_size(self.receives_by_rows)} and sends {_size(self.sends_by_rows)} "
                 f"(mean over {self.clients} clients)."
+            )
+        if self.noised:
+            saved = "" if self.sends_by_rows is None else f", instead of {_size(self.sends_by_rows)} by rows"
+            lines.append(
+                "Noise goes on every row, and rows would tell what a client has: for privacy against the server it "
+                f"sends all {_size(self.sends)}{saved}."
             )
         return "\n".join(lines)
 
@@ -121,7 +129,8 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     ]
     parts += [_part(path, leaf, "frozen", Reads((), "keeps its value")) for path, leaf in model.frozen.items()]
     total = sum(part.nbytes for part in parts if part.kind.startswith("global"))
-    report = Explanation(tuple(parts), total, total)
+    noised = algorithm is not None and algorithm.aggregator.release is not None
+    report = Explanation(tuple(parts), total, total, noised=noised)
     sparse = {part.path: part for part in parts if part.features}
     if not sparse or not isinstance(examples, Clients):
         return report

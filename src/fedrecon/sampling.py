@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 from fedrecon.lookups.fit import features_used
 
 FEWEST = 50  # clients of a round where the population decides: fewer make noisy steps
+OVERFLOW = 1e-24  # the probability that Poisson sampling draws more clients than a round has places for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +30,15 @@ class Sampling:
       oversample: invite this many times as many, and take the first that answer.
       drop_out: the share of invited clients that never answer.
       min_examples: clients with fewer examples do not answer either.
+      poisson: draw every client by itself, with the same probability, so that a round has `clients_per_round` on
+        average only. Differential privacy counts on this. How many take part is itself private and not reported.
     """
 
     clients_per_round: int | None = 100
     oversample: float = 1.0
     drop_out: float = 0.0
     min_examples: int = 1
+    poisson: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -42,6 +48,10 @@ class Sampling:
                 "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
                 f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
             )
+        if self.poisson and self.oversample != 1:
+            raise ValueError(
+                f"sampling has oversample {self.oversample} with poisson; who answers first would decide who takes part"
+            )
 
     def wanted(self, population: int) -> int:
         """Return how many clients' updates a round takes of a population of this size."""
@@ -49,11 +59,52 @@ class Sampling:
             return self.clients_per_round
         return max(1, min(population, max(FEWEST, round(population / 10))))
 
+    def rate(self, clients: int) -> float:
+        """Return the probability with which a client is drawn, unseen; 1 where none can be claimed.
+
+        Args:
+          clients: in the population.
+        """
+        return min(self.wanted(clients) / clients, 1.0) if self.poisson else 1.0
+
+    def capacity(self, clients: int) -> int:
+        """Return how many places a round has.
+
+        With `poisson` so many that more are drawn with a probability of `OVERFLOW` at most. Then some of them, chosen
+        at random, are left out. That is no longer Poisson sampling: `overflow_delta` is what it adds to delta.
+
+        Args:
+          clients: in the population.
+        """
+        return _places(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
+
+    def overflow_delta(self, rounds: int) -> float:
+        """Return what rounds with more clients than places add to delta, for any epsilon up to 13.
+
+        A failure of probability p adds p (1 + e^epsilon).
+
+        Args:
+          rounds: how many.
+        """
+        return rounds * OVERFLOW * (1 + math.exp(13)) if self.poisson else 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _places(clients: int, rate: float) -> int:
+    """Return the least number that independent coins exceed with a probability of `OVERFLOW` at most."""
+    from scipy.stats import binom  # takes its time, and few need it
+
+    low, high = 0, clients
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if binom.sf(middle, clients, rate) <= OVERFLOW else (middle + 1, high)
+    return max(low, 1)
+
 
 class Sample(NamedTuple):
     """The clients of one round, and what became of the others that were invited."""
 
-    clients: np.ndarray  # (clients per round,) indices, ABSENT where too few answered
+    clients: np.ndarray  # (places of a round,) indices, ABSENT where too few answered
     counts: dict[str, int]
 
 
@@ -69,14 +120,20 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       sampling: how many, and who does not answer.
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
-    wanted = sampling.wanted(len(clients))
-    invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
+    wanted = sampling.capacity(len(clients))
+    if sampling.poisson:
+        # As many as independent coins would give, and then any so many: the same as a coin for each, in less time.
+        invited = min(int(generator.binomial(len(clients), sampling.rate(len(clients)))), wanted)
+    else:
+        invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
     drawn = generator.choice(len(clients), invited, replace=False)
     large = clients.ends[drawn] - clients.starts[drawn] >= sampling.min_examples
     answered = generator.random(invited) >= sampling.drop_out
     taken = drawn[large & answered][:wanted]
     chosen = np.full(wanted, ABSENT, np.int64)
     chosen[: len(taken)] = taken
+    if sampling.poisson:
+        return Sample(chosen, {})
     counts = {"invited": invited, "too_small": int((~large).sum()), "dropped": int((large & ~answered).sum())}
     return Sample(chosen, counts)
 

@@ -20,7 +20,9 @@ from fedrecon.engine import Layout, compile_rounds, everywhere, layout
 from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
 from fedrecon.fitting import check_fit, decide_lookups
 from fedrecon.keys import run_keys
-from fedrecon.model import finish
+from fedrecon.model import finish, metric_names
+from fedrecon.privacy.ledger import Ledger
+from fedrecon.privacy.spending import spending
 from fedrecon.progress import Progress, silent
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
@@ -40,6 +42,8 @@ class Run:
       rounds: how many rounds were run in all.
       kept: what the owners kept, clients first; empty for stateless clients.
       interrupted: whether it was stopped before the last round.
+      ledger: what was spent of privacy; None where nothing is promised.
+      stopped: why training ended before the last round although nobody interrupted it; None if it did not.
     """
 
     params: Any
@@ -47,6 +51,8 @@ class Run:
     rounds: int
     kept: Any = ()
     interrupted: bool = False
+    ledger: Ledger | None = None
+    stopped: str | None = None
 
 
 def train(
@@ -60,6 +66,7 @@ def train(
     evaluate_every: int = 0,
     evaluate_split: Split | None = None,
     seed: int = 0,
+    ledger: Ledger | None = None,
     folder: RunFolder | None = None,
     checkpoint_every: int = 100,
     place: Layout | None = None,
@@ -79,6 +86,8 @@ def train(
       evaluate_every: evaluate after every so many rounds, and after the last; 0 for the last alone.
       evaluate_split: support and query in evaluation; half and half by default.
       seed: of everything random.
+      ledger: of what was spent on these clients' privacy before (`fedrecon.privacy.ledger.Ledger`), for an aggregator
+        that adds noise. Evaluations then have `epsilon`, and training ends before the ledger's budget is exceeded.
       folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one.
       checkpoint_every: how many rounds at most are lost when the process is killed.
       place: on which devices and in what blocks clients run.
@@ -98,6 +107,8 @@ def train(
         raise ValueError("there are no clients to train on")
     algorithm = decide_lookups(algorithm, clients)
     check_fit(algorithm, clients)
+    spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
+    planned, rounds = rounds, rounds if spent is None else spent.allowed(rounds)
     loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
     evaluator = (
         Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
@@ -128,7 +139,8 @@ def train(
             return
         rebuilt = isinstance(evaluator, Evaluator) and evaluator.protocol == "recon"
         kept = () if rebuilt else loop.now.kept
-        record({"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary()})
+        cost = {} if spent is None else {"epsilon": spent.after(now).epsilon}
+        record({"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary(), **cost})
         evaluated = now
 
     stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
@@ -149,7 +161,10 @@ def train(
             if folder:
                 folder.checkpoint(loop.now.round, loop.everything())
     params = jax.tree.map(np.asarray, loop.params())
-    return Run(params, history, loop.now.round, loop.now.kept, interrupted)
+    done = loop.now.round
+    stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
+    after = None if spent is None else spent.after(done)
+    return Run(params, history, done, loop.now.kept, interrupted, after, stopped)
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -182,6 +197,7 @@ class _Loop:
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, place, keys, at_once)
         self._ahead: Prepared | None = None
+        self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # where metrics stay with the clients
         self._run = compile_rounds(algorithm, place)
 
     def params(self) -> Any:
@@ -220,7 +236,7 @@ class _Loop:
         return {
             "kind": "round",
             "round": ready.first + r + 1,
-            **finish(self._algorithm.model, report.pop("sums")),
+            **finish(self._algorithm.model, report.pop("sums", self._no_sums)),
             "weight": float(report.pop("weight", np.nan)),
             "skipped": bool(report.pop("skipped")),
             **{name: _number(value) for name, value in report.items() if value.ndim == 0},

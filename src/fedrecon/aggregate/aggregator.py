@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
+from fedrecon.privacy.accounting import Release
 from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, Summand, Total
 
@@ -23,12 +24,15 @@ class Aggregator(NamedTuple):
       encode: `(message, summand, keys) -> summand`, on the client, for several clients at once; `keys` are the
         clients' own, for what must be random.
       decode: `(state, total, key) -> (total, state, report)`, on the server.
+      release: `parts -> Release`, what one round gives away, for a ledger of privacy, as if every client took part in
+        it; None for an aggregator that promises nothing.
     """
 
     init: Callable[[Parts], Any]
     message: Callable[[Any], Any]
     encode: Callable[[Any, Summand, Array], Summand]
     decode: Callable[[Any, Total, Array], tuple[Total, Any, Report]]
+    release: Callable[[Parts], Release] | None = None
 
 
 def stateless(
@@ -78,4 +82,7 @@ def chain(*stages: Aggregator) -> Aggregator:
             report |= told
         return total, tuple(kept), report
 
-    return Aggregator(init, message, encode, decode)
+    promises = [stage.release for stage in stages if stage.release is not None]
+    if len(promises) > 1:
+        raise ValueError(f"{len(promises)} of the stages add noise and promise privacy; one is enough")
+    return Aggregator(init, message, encode, decode, *promises)

@@ -63,20 +63,35 @@ def build_split(name: str, settings: Split) -> split.Split:
     return split.named(name)._replace(by="time" if settings.by_time else None)
 
 
-def build_algorithm(config: Config, model: Model, examples: int = 1) -> Algorithm:
+def build_weights(config: Config, model: Model) -> aggregate.Weigh:
+    """Return how clients are weighed."""
+    weigh = config.aggregate.weigh
+    # Perplexity is over tokens whatever the loss is over.
+    return aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh
+
+
+def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
+    """Return how updates become one mean where clients need no protection from the server."""
+    settings, weigh = config.aggregate, build_weights(config, model)
+    if settings.clip_quantile is None:
+        return aggregate.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
+    stages = [aggregate.finite()]
+    stages += [] if settings.zero_norm is None else [aggregate.zero(settings.zero_norm)]
+    return aggregate.chain(*stages, aggregate.adaptive_clip(settings.clip_quantile), aggregate.by_weight(weigh))
+
+
+def build_algorithm(
+    config: Config, model: Model, examples: int = 1, aggregator: aggregate.Aggregator | None = None
+) -> Algorithm:
     """Return Federated Reconstruction of a model with these settings.
 
     Args:
       config: the settings, those of a `Ready` for a model that begins with round zero.
       model: what is trained.
       examples: how many all training clients have, which a prior is weighed against; nothing but training needs it.
+      aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
     """
-    update, weigh, server, ridge = (
-        config.update,
-        config.aggregate.weigh,
-        build_server(config.server, config.rounds),
-        None,
-    )
+    update, server, ridge = config.update, build_server(config.server, config.rounds), None
     if isinstance(config, RatingsConfig):
         server, ridge = believing(config.model, server, examples), ridges_of(config)
     return federated_reconstruction(
@@ -88,12 +103,7 @@ def build_algorithm(config: Config, model: Model, examples: int = 1) -> Algorith
         joint=update.joint,
         second_order=update.second_order,
         both_ways=update.both_ways,
-        aggregate=aggregate.mean(
-            # Perplexity is over tokens whatever the loss is over.
-            aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh,
-            clip_norm=config.aggregate.clip_norm,
-            zero_norm=config.aggregate.zero_norm,
-        ),
+        aggregate=build_aggregator(config, model) if aggregator is None else aggregator,
     )
 
 

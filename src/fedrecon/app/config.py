@@ -16,6 +16,7 @@ from fedrecon.app.config_files import read_config as read_config
 from fedrecon.app.config_files import to_json as to_json
 from fedrecon.app.settings import MOST, MOST_ROUNDS, MOST_WIDTH, check_number, check_run, check_seed
 from fedrecon.app.settings import Aggregate as Aggregate
+from fedrecon.app.settings import Privacy as Privacy
 from fedrecon.app.settings import Reconstruct as Reconstruct
 from fedrecon.app.settings import Server as Server
 from fedrecon.app.settings import Split as Split
@@ -74,6 +75,7 @@ class Config:
     update: Update = field(default_factory=Update)
     server: Server = field(default_factory=Server)
     aggregate: Aggregate = field(default_factory=Aggregate)
+    privacy: Privacy = field(default_factory=Privacy)
     sampling: Sampling = field(default_factory=Sampling)
     rounds: int = 500
     evaluate_every: int = 100
@@ -85,6 +87,14 @@ class Config:
     def __post_init__(self) -> None:
         """Check the settings."""
         check_run(self)
+        if self.aggregate.secure and self.aggregate.clip_norm is None and not self.privacy.on:
+            raise ValueError("aggregate.secure needs aggregate.clip_norm: sums of integers must not overflow")
+        if self.privacy.on and (self.aggregate.clip_norm or self.aggregate.clip_quantile or self.aggregate.zero_norm):
+            raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
+        if self.privacy.clip_quantile and self.aggregate.secure:
+            raise ValueError(
+                "privacy.clip_quantile excludes aggregate.secure, whose integers need one norm for all rounds"
+            )
 
 
 # ---- ratings ----

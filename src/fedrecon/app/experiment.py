@@ -21,6 +21,7 @@ from fedrecon.app.baselines import Table, beside, with_baselines
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
 from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.protection import Protection, protect, say_promise
 from fedrecon.app.resuming import (
     Say,
     check_fingerprint,
@@ -37,6 +38,8 @@ from fedrecon.data.errors import DataError
 from fedrecon.disk.runs import RunFolder
 from fedrecon.engine import Layout
 from fedrecon.evaluation import Evaluation, Evaluator
+from fedrecon.privacy.ledger import Ledger
+from fedrecon.privacy.spending import spending
 from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
 
@@ -112,12 +115,14 @@ def run_experiment(
         users = task.divide(config, data, progress)
         prepared = task.prepare(config, data, users, task.legend(config, data))
         users = prepared.users
-        algorithm = build_algorithm(prepared.config, prepared.model, users.train.num_examples)
+        protection = protect(prepared.config, prepared.model, len(users.train), earlier)
+        algorithm = build_algorithm(prepared.config, prepared.model, users.train.num_examples, protection.aggregator)
         place = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
         facts["data"] |= {"left_out": {**data.skipped}}
         facts["layout"] = layout_facts(place)
-        for remark in prepared.remarks:
+        facts["privacy"] = _promise(protection, algorithm, prepared.config, len(users.train))
+        for remark in (*prepared.remarks, *say_promise(prepared.config, protection)):
             say(remark)
         _say_who_cannot_learn(config, task, users, say)
         if overwrite:
@@ -125,7 +130,16 @@ def run_experiment(
         folder.describe(facts)
         return _run(
             _Started(
-                prepared.config, folder, task, users, prepared.legend, algorithm, place, facts, bool(prepared.remarks)
+                prepared.config,
+                folder,
+                task,
+                users,
+                prepared.legend,
+                algorithm,
+                place,
+                facts,
+                bool(prepared.remarks),
+                protection.ledger,
             ),
             data,
             progress,
@@ -146,11 +160,12 @@ class _Started(NamedTuple):
     place: Layout
     facts: dict[str, Any]
     described: bool
+    ledger: Ledger | None
 
 
 def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
-    config, folder, task, users, legend, algorithm, place, facts, described = ready
+    config, folder, task, users, legend, algorithm, place, facts, described, ledger = ready
     evaluator = make_evaluator(config, algorithm, users, place)
     watch = Watch(config, task, say)
 
@@ -167,6 +182,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         valid=evaluator,
         evaluate_every=config.evaluate_every,
         seed=config.seed,
+        ledger=ledger,
         folder=folder,
         checkpoint_every=config.checkpoint_every,
         place=place,
@@ -191,6 +207,8 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
             "rounds": run.rounds,
             "interrupted": run.interrupted,
             "failed": failed,
+            "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
+            "stopped": run.stopped,
             "test": with_baselines(test, table) if test else None,
         }
     )
@@ -251,6 +269,16 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
 # ---- run.json ----
 
 
+def _promise(protection: Protection, algorithm: Algorithm, config: Config, clients: int) -> dict[str, Any] | None:
+    """Say what all planned rounds will have spent: whatever becomes of the run, it is no more than that."""
+    facts = protection.facts()
+    if facts is None or protection.ledger is None:
+        return None
+    spent = spending(algorithm, clients, config.sampling, config.rounds, protection.ledger)
+    rounds = spent.allowed(config.rounds)
+    return {**facts, "planned": {"rounds": rounds, "epsilon": spent.after(rounds).epsilon}}
+
+
 def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, made_by: str) -> dict[str, Any]:
     """Say what `run.json` says from the beginning."""
     source = Path(config.data.source)
@@ -274,6 +302,8 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "rounds": None,
         "interrupted": None,
         "failed": None,
+        "privacy": None,
+        "stopped": None,
         "test": None,
     }
 

@@ -34,7 +34,7 @@ class Watch:
         if lost := record.get("non_finite", 0):
             of = f"{lost} of {lost + record.get('clients', 0)} updates"
             self._once("non_finite", f"{where} {of} are not finite, and were left out. {_slower(self._config)}")
-        elif record["skipped"]:
+        elif record["skipped"] and not record.get("measuring"):
             self._once("skipped", f"{where} nothing was learned: {why_skipped(record, self._config, self._task)}")
 
     def _once(self, kind: str, text: str) -> None:
@@ -45,8 +45,10 @@ class Watch:
 
 def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, Any]) -> str:
     """Say why a round had no update to learn from, and what to do about it."""
-    invited, few, dropped = (record[name] for name in ("invited", "too_small", "dropped"))
     sampling = config.sampling
+    if sampling.poisson and "invited" not in record:
+        return f"the mean of the updates is not finite, or nobody took part. {_slower(config)}"
+    invited, few, dropped = (record[name] for name in ("invited", "too_small", "dropped"))
     if few == invited:
         return f"all {invited} invited {task.people} have fewer than --sampling.min-examples {sampling.min_examples}"
     if few + dropped == invited:
@@ -83,7 +85,7 @@ def why_failed(
     evaluations = [record for record in history if record["kind"] == "evaluation"]
     lost = sum(record.get("non_finite", 0) for record in rounds)
     updates = lost + sum(record.get("clients", 0) for record in rounds)
-    skipped = sum(bool(record.get("skipped")) for record in rounds)
+    skipped = sum(bool(record.get("skipped")) and not record.get("measuring") for record in rounds)
     found = []
     if lost > MOST_FAILED * updates:
         found.append(f"{lost} of {updates} updates were not finite")

@@ -186,13 +186,65 @@ class Aggregate:
       weigh: weigh clients by their query examples, by the tokens of their query (text alone), or all the same.
       clip_norm: scale updates with a larger norm down to this; None for no limit.
       zero_norm: ignore updates with a larger norm than this; None for no limit.
+      clip_quantile: let the clipping norm follow this share of the clients' norms, such as 0.5, against clients that
+        are far off; the first round then measures only. Not private. None for no such limit.
+      secure: add up integers as a secure sum does; needs clip_norm, and gives what the protocol would give.
     """
 
     weigh: Literal["examples", "tokens", "uniform"] = "examples"
     clip_norm: float | None = None
     zero_norm: float | None = None
+    clip_quantile: float | None = None
+    secure: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
+        if self.clip_quantile is not None and not 0 < self.clip_quantile < 1:
+            raise ValueError(f"aggregate.clip_quantile is {self.clip_quantile}; it is a share of clients, below 1")
+        if self.clip_quantile is not None and (self.clip_norm is not None or self.secure):
+            raise ValueError("aggregate.clip_quantile chooses a norm; it excludes clip_norm and secure, which need one")
         check_number("aggregate.clip_norm", self.clip_norm, above=True, fails="or none at all")
         check_number("aggregate.zero_norm", self.zero_norm, above=True, fails="or none at all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """Differential privacy for clients: clipped uploads, noise, and a budget. Needs the extra privacy.
+
+    With epsilon, the noise for all --rounds together is computed. With noise_multiplier as well, epsilon is a budget
+    before which training stops. Use --sampling.poisson: without it, no protection by chance is claimed.
+
+    Attributes:
+      epsilon: the budget; None for none.
+      delta: the probability that the promise fails; a little below one in the number of training clients by default.
+      noise_multiplier: noise in the sum of updates, in units of the clipping norm, instead of what epsilon needs.
+      clip_norm: the largest norm of an update; with clip_quantile, that of the first round.
+      clip_quantile: let the norm follow this share of the clients' norms, privately; None keeps it.
+    """
+
+    epsilon: float | None = None
+    delta: float | None = None
+    noise_multiplier: float | None = None
+    clip_norm: float | None = None
+    clip_quantile: float | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is promised."""
+        return self.epsilon is not None or self.noise_multiplier is not None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name in ("epsilon", "noise_multiplier", "clip_norm"):
+            check_number(f"privacy.{name}", getattr(self, name), above=True, fails="or none at all")
+        for name in ("delta", "clip_quantile"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ValueError(f"privacy.{name} is {value}; it must be above 0 and below 1")
+        if self.on and self.clip_norm is None:
+            raise ValueError(
+                "privacy.clip_norm is missing: what one client can add must be bounded; the median norm of updates is "
+                "a good start, and --privacy.clip-quantile 0.5 follows it"
+            )
+        if not self.on and (self.clip_norm or self.delta or self.clip_quantile):
+            raise ValueError("privacy has neither epsilon nor noise_multiplier: nothing would be promised")

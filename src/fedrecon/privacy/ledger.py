@@ -8,7 +8,10 @@ from typing import Any
 
 from fedrecon.privacy.accounting import Release, check_delta, epsilon_of
 
-NOT_COVERED = "not covered: metrics of validation and test clients, and settings that were tuned on the same clients"
+NOT_COVERED = (
+    "not covered: metrics of validation and test clients, settings that were tuned on the same clients, and which "
+    "items or words there are"
+)
 
 
 class BudgetError(ValueError):

@@ -1,4 +1,4 @@
-"""`fedrecon privacy`: plan."""
+"""`fedrecon privacy`: plan, leakage, audit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from fedrecon.app.cli import options, show
+from fedrecon.app.cli import FAILED, options, show
 
-PARTS = {"plan": "say what noise a privacy budget takes, before anybody trains"}
+PARTS = {
+    "plan": "say what noise a privacy budget takes, before anybody trains",
+    "leakage": "attack uploads of a run's test clients as a curious server would",
+    "audit": "look for canaries in a small private training, and measure what its promise is worth",
+}
 HELP = """\
 usage: fedrecon privacy PART [OPTIONS]
 
@@ -21,8 +26,10 @@ What protects clients, and how much of it.
 parts:
 {parts}
 
-example:
+examples:
   fedrecon privacy plan --clients 1000000 --per-round 1000 --rounds 500 --epsilon 4
+  fedrecon privacy leakage runs/first --picture leakage.png
+  fedrecon privacy audit
 
 fedrecon privacy PART --help tells all about a part.
 """
@@ -56,7 +63,56 @@ class Plan:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
-def parse(argv: Sequence[str]) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class Leakage:
+    """Attack uploads of a run's clients as a curious server would, and say what it learns.
+
+    Example: fedrecon privacy leakage runs/first --picture leakage.png
+
+    Attributes:
+      run: the folder of the run.
+      people: attack so many test clients (or validation clients, if there are no test clients).
+      noise_multiplier: the noise of the last line, in units of the clipping norm.
+      clip_norm: the clipping norm there; by default the median norm of the uploads.
+      picture: also draw it to this PNG file.
+      json: print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    people: int = 100
+    noise_multiplier: float = 1.0
+    clip_norm: float | None = None
+    picture: Path | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Train a small recommender with noise and with canaries among its clients, and look for them in what it releases.
+
+    Prints the epsilon that is claimed, the lower bound that was measured, and the confidence of the bound.
+    Example: fedrecon privacy audit --noise-multiplier 1 --rounds 8
+
+    Attributes:
+      noise_multiplier: noise in the sum of updates, in units of the clipping norm.
+      rounds: rounds of training; canaries take part in all of them.
+      canaries: how many.
+      delta: of the promise.
+      sabotage: break something on purpose, to see that the audit notices.
+      seed: of everything random.
+      json: print one JSON object.
+    """
+
+    noise_multiplier: float = 2.0
+    rounds: int = 4
+    canaries: int = 1000
+    delta: float = 1e-5
+    sabotage: Literal["none", "half-noise", "no-clipping", "twice"] = "none"
+    seed: int = 0
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+def parse(argv: Sequence[str]) -> Plan | Leakage | Audit:
     """Parse the part and its options."""
     if not argv:
         raise options.UsageError(f"a part is missing; there are: {', '.join(PARTS)} (see fedrecon privacy --help)")
@@ -65,11 +121,80 @@ def parse(argv: Sequence[str]) -> Plan:
         raise SystemExit(0)
     if argv[0] not in PARTS:
         raise options.UsageError(f"there is no part {argv[0]!r}; there are: {', '.join(PARTS)}")
-    return options.parse(Plan, "privacy plan", argv[1:])
+    kinds: dict[str, Any] = {"plan": Plan, "leakage": Leakage, "audit": Audit}
+    return options.parse(kinds[argv[0]], f"privacy {argv[0]}", argv[1:])
 
 
-def run(args: Plan) -> int:
+def run(args: Plan | Leakage | Audit) -> int:
     """Compute and print."""
+    if isinstance(args, Leakage):
+        return _leakage(args)
+    return _audit(args) if isinstance(args, Audit) else _plan_and_print(args)
+
+
+def _leakage(args: Leakage) -> int:
+    from fedrecon.app.build import build_algorithm
+    from fedrecon.app.experiment import users_of_run
+    from fedrecon.app.saved import open_model
+    from fedrecon.disk.arrays import without_nan
+    from fedrecon.engine import start_devices
+    from fedrecon.privacy.leakage import leakage
+    from fedrecon.progress import bars
+
+    if args.people < 2:
+        raise options.UsageError(f"--people is {args.people}; it takes two or more to ask which of them it was")
+    start_devices(None)
+    model = open_model(args.run)
+    config, users = users_of_run(args.run, bars)
+    people = users.test if len(users.test) else users.valid
+    found = leakage(
+        build_algorithm(config, model.algorithm.model),
+        model.params,
+        people,
+        most=args.people,
+        clip=args.clip_norm,
+        noise_multiplier=args.noise_multiplier,
+    )
+    if args.picture is not None:
+        found.plot(args.picture)
+    if args.json:
+        print(
+            json.dumps(
+                without_nan(
+                    {
+                        "people": found.people,
+                        "strangers": found.strangers,
+                        "kinds": [one._asdict() for one in found.exposures],
+                    }
+                )
+            )
+        )
+        return 0
+    columns, rows = found.table()
+    show.table(f"What attacks find out about {found.people} {model.task.people} of {args.run}", columns, rows)
+    print(found.summary())
+    return 0
+
+
+def _audit(args: Audit) -> int:
+    from fedrecon.privacy.canaries import audit_run
+
+    try:
+        found = audit_run(
+            noise_multiplier=args.noise_multiplier,
+            rounds=args.rounds,
+            canaries=args.canaries,
+            delta=args.delta,
+            seed=args.seed,
+            sabotage=args.sabotage,
+        )
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
+    print(json.dumps({**found._asdict(), "broken": found.broken}) if args.json else found.summary())
+    return FAILED if found.broken else 0
+
+
+def _plan_and_print(args: Plan) -> int:
     if (args.epsilon is None) == (args.noise_multiplier is None):
         raise options.UsageError("give either --epsilon or --noise-multiplier")
     if args.parameters is not None and args.parameters < 1:

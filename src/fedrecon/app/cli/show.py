@@ -97,7 +97,8 @@ def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
         figures = f"failed: {diverged} of {clients} diverged"
     elif diverged:
         figures += f" (of {clients - diverged}; {diverged} diverged)"
-    remark(f"round {record['round']}: validation {figures}")
+    spent = f", epsilon {record['epsilon']:.3g}" if "epsilon" in record else ""
+    remark(f"round {record['round']}: validation {figures}{spent}")
 
 
 def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:

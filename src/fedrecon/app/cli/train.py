@@ -98,6 +98,7 @@ def run(args: Train) -> int:
     from fedrecon.app.tasks import task_of
     from fedrecon.disk.replacement import put_aside_in
     from fedrecon.disk.runs import RunFolder
+    from fedrecon.privacy.ledger import NOT_COVERED
     from fedrecon.progress import bars
 
     folder, task = RunFolder(args.out), task_of(args.settings)
@@ -128,6 +129,11 @@ def run(args: Train) -> int:
     else:
         title = f"{len(found.users.test)} test {task.people}, none seen in training"
         show.evaluation(title, found.test, task, found.baselines)
+    if found.run.ledger is not None:
+        print(f"privacy: {found.run.ledger.summary()}")
+        print(f"         {NOT_COVERED}")
+    if found.run.stopped is not None:
+        show.remark(f"stopped after {found.run.rounds} of {args.settings.rounds} rounds: {found.run.stopped}")
     if found.failed is not None:
         show.remark(
             f"{args.out} has all of it, to see what went wrong (metrics.jsonl); nobody is served with its model"

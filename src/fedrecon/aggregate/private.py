@@ -1,0 +1,154 @@
+"""User-level differential privacy: what the server takes hardly depends on any one client.
+
+Every upload is clipped to a norm over all its entries, all clients weigh the same, the sum is divided by the expected
+number of clients and not by the counted one, and Gaussian noise is added at the server to every entry: rows of a table
+that nobody touched get noise, too. Counts, losses and metrics of a round are data; they are left out of the sum, so a
+round has no loss. The server that adds the noise sees the sum without it; `secure` has noise that clients add.
+
+Noise is drawn in single precision by JAX's generator, from the system's entropy in deployment and from the seed in
+simulation, which protects nobody. Attacks on the last bits of floating-point noise (Mironov 2012) are not covered.
+
+References: McMahan et al., Learning differentially private recurrent language models, ICLR 2018.
+Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon.aggregate.aggregator import Aggregator, Report, chain
+from fedrecon.aggregate.averaging import clip_to, finite, norms
+from fedrecon.privacy.accounting import Release, check_clip, noise_for, update_noise_for
+from fedrecon.upload import Parts, Summand, Total
+
+MARGIN = 1e-5  # norms are computed in single precision, so uploads are clipped a little below the norm that is claimed
+BELOW = "below"
+
+
+class Noise(NamedTuple):
+    """How much noise a round gets.
+
+    Attributes:
+      updates: standard deviation of the noise in the sum of uploads, in units of the clipping norm.
+      of_count: of adaptive clipping: that of the noise in the count of clients below the norm; else None.
+    """
+
+    updates: float
+    of_count: float | None = None
+
+    def release(self) -> Release:
+        """Return what one round releases if every client takes part."""
+        return Release(self.updates, 1.0, 1, count_noise=self.of_count)
+
+
+def private(
+    clip: float,
+    noise_multiplier: float | None = None,
+    *,
+    per_round: float,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    rounds: int | None = None,
+    clients: int | None = None,
+    sampled: bool = True,
+    quantile: float | None = None,
+    count_noise: float | None = None,
+    clip_rate: float = 0.2,
+) -> Aggregator:
+    """Average uploads with user-level differential privacy.
+
+    Give `noise_multiplier`, or `epsilon` with `rounds` and `clients`, from which it is computed (extra `privacy`).
+
+    Args:
+      clip: the largest norm of an upload; with `quantile`, that of the first round.
+      noise_multiplier: standard deviation of the noise in the sum, in units of the clipping norm. With `quantile` it is
+        that of updates and count together.
+      per_round: how many clients take part in a round, on average. The sum is divided by this, whoever takes part.
+      epsilon: the privacy budget of all rounds together.
+      delta: the probability that the promise fails; `clients ** -1.1` by default.
+      rounds: how many rounds are planned.
+      clients: how many clients there are.
+      sampled: whether clients are drawn each by itself and unseen (`Sampling(poisson=True)`), which makes the same
+        noise protect far better. False claims nothing of the kind.
+      quantile: let the norm follow this share of the clients' norms (adaptive clipping); None keeps it.
+      count_noise: standard deviation of the noise in the count of clients below the norm, which adaptive clipping
+        needs and which costs privacy, too; a twentieth of `per_round` by default.
+      clip_rate: how fast the norm follows.
+
+    Returns:
+      An `Aggregator`. Its reports have no loss and no counts; with `quantile` they have `clip_norm`.
+    """
+    check_clip(clip)
+    if not (per_round > 0 and math.isfinite(per_round)):
+        raise ValueError(f"`per_round` is {per_round}; a round needs clients")
+    if quantile is not None and not 0 < quantile < 1:
+        raise ValueError(f"`quantile` is {quantile}; it is a share of the clients, above 0 and below 1")
+    if (noise_multiplier is None) == (epsilon is None):
+        raise ValueError("give `noise_multiplier`, or `epsilon` for which it is computed, and not both")
+    if epsilon is not None:
+        if rounds is None or clients is None:
+            raise ValueError("`epsilon` is spent on rounds and clients: give `rounds` and `clients`, too")
+        drawn = per_round if sampled else clients
+        noise_multiplier = noise_for(epsilon, clients=clients, per_round=drawn, rounds=rounds, delta=delta)
+    assert noise_multiplier is not None
+    if not (noise_multiplier > 0 and math.isfinite(noise_multiplier)):
+        raise ValueError(f"`noise_multiplier` is {noise_multiplier}; it must be a number above 0")
+    noise = Noise(noise_multiplier)
+    if quantile is not None:
+        of_count = per_round / 20 if count_noise is None else count_noise
+        noise = Noise(update_noise_for(noise_multiplier, of_count), of_count)
+    return chain(finite(), _clip_and_noise(clip, noise, per_round, quantile, clip_rate))
+
+
+def _clip_and_noise(
+    clip: float, noise: Noise, per_round: float, quantile: float | None, clip_rate: float
+) -> Aggregator:
+    def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
+        del keys
+        norm = norms(summand)
+        here = summand.scale > 0
+        summand = clip_to(summand, norm, limit * (1 - MARGIN))
+        # A half up or down, so that one client changes the count by one half at most.
+        below = jnp.where(here, jnp.where(norm <= limit, 0.5, -0.5), 0.0)
+        return summand._replace(scalars={} if quantile is None else {BELOW: below}, flags={})
+
+    def decode(limit: Array, total: Total, key: Array) -> tuple[Total, Array, Report]:
+        parts = add_noise(total.parts, noise.updates * limit, jax.random.fold_in(key, 0))
+        parts = jax.tree.map(lambda values: values / per_round, parts)
+        if quantile is None or noise.of_count is None:
+            return Total(parts, {}), limit, {}
+        counted = total.scalars[BELOW] + noise.of_count * jax.random.normal(jax.random.fold_in(key, 1))
+        share = jnp.clip(counted / per_round + 0.5, 0.0, 1.0)
+        follows = limit * jnp.exp(clip_rate * (quantile - share))
+        # The exact count must not get into the report by its name.
+        return Total(parts, {}), follows, {"clip_norm": limit, BELOW: counted}
+
+    return Aggregator(
+        init=lambda parts: jnp.float32(clip),
+        message=lambda limit: limit,
+        encode=encode,
+        decode=decode,
+        release=lambda parts: noise.release(),
+    )
+
+
+def add_noise(parts: Parts, deviation: Array | float, key: Array) -> Parts:
+    """Add Gaussian noise to every entry of a sum.
+
+    Args:
+      parts: of a total, whole.
+      deviation: standard deviation.
+      key: from the system's entropy where somebody is to be protected.
+    """
+    leaves, structure = jax.tree.flatten(parts)
+    keys = jax.random.split(key, max(len(leaves), 1))
+    noised = [
+        values + deviation * jax.random.normal(one, values.shape, values.dtype)
+        for values, one in zip(leaves, keys, strict=False)
+    ]
+    return jax.tree.unflatten(structure, noised)

@@ -1,0 +1,70 @@
+"""What rounds of training spend: a ledger, and what each round adds to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.privacy.accounting import Release
+from fedrecon.privacy.ledger import Ledger
+from fedrecon.sampling import Sampling
+
+MOST_ROUNDS = 1_000_000
+
+
+class Spending(NamedTuple):
+    """What rounds spend. It follows from the number of rounds alone, so a run that was killed and goes on agrees.
+
+    Attributes:
+      before: the ledger before the first round.
+      each: what a round releases.
+    """
+
+    before: Ledger
+    each: Release
+
+    def after(self, rounds: int) -> Ledger:
+        """Return the ledger after so many rounds; those that were skipped count, too."""
+        if rounds == 0:
+            return self.before
+        # Whether they fit was decided before they were run.
+        open_ended = dataclasses.replace(self.before, budget=None)
+        return dataclasses.replace(open_ended.add(self.each._replace(rounds=rounds)), budget=self.before.budget)
+
+    def allowed(self, rounds: int) -> int:
+        """Return how many of the planned rounds fit into the budget."""
+        if self.before.budget is None or rounds == 0 or self.after(rounds).epsilon <= self.before.budget:
+            return rounds
+        return min(self.before.rounds_left(self.each, rounds), rounds)
+
+    def why_stopped(self, rounds: int) -> str:
+        """Say why no round is run after so many."""
+        spent, budget = self.after(rounds).epsilon, self.before.budget
+        return (
+            f"the privacy budget is spent: epsilon {spent:.4g} of {budget:g} after {rounds} rounds; one more exceeds it"
+        )
+
+
+def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int, ledger: Ledger) -> Spending:
+    """Return what rounds of an algorithm spend.
+
+    Args:
+      algorithm: whose aggregator adds noise.
+      clients: in the population.
+      sampling: who takes part. Only Poisson sampling is counted on.
+      rounds: how many are planned at most.
+      ledger: of the population, with what was spent before. What rounds with more clients than places add to delta is
+        taken off its delta beforehand.
+    """
+    if algorithm.aggregator.release is None:
+        raise ValueError("a ledger was given, but this algorithm's aggregator promises nothing: use aggregate.private")
+    if ledger.clients != clients:
+        raise ValueError(f"the ledger is of {ledger.clients} clients, and there are {clients}")
+    parts = algorithm.method.parts(jax.eval_shape(algorithm.method.init, jax.random.key(0)))
+    each = algorithm.aggregator.release(parts)._replace(rate=sampling.rate(clients), rounds=1)
+    # For more rounds than anybody plans, so that the same rounds cost the same to the digit when more are planned.
+    left = ledger.delta - sampling.overflow_delta(max(rounds, MOST_ROUNDS))
+    return Spending(dataclasses.replace(ledger, delta=left), each)

@@ -1,0 +1,302 @@
+"""Aggregators that protect clients, or the model from clients: by hand, and by their distributions."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedrecon as fr
+from fedrecon.aggregate.adaptive import BINS, quantile_of
+from fedrecon.algorithm import encode
+from fedrecon.hosts import total_shapes
+from fedrecon.privacy.accounting import epsilon_after, epsilon_of
+from fedrecon.sampling import OVERFLOW, sample
+from fedrecon.upload import RowChanges, Upload, add, no_total, summand_of
+from toy_models import descend, linear, lookup_clients, lookup_model, one_round, xy
+
+A = ([1, 2, 3], [5, 6, 8])  # delta 1.44
+B = ([1, 2, 3], [5, 5, 9])  # delta .96
+BAD = ([1, 2, 3], [5, np.nan, 8])
+
+
+def recon(aggregate, model=None):
+    return fr.federated_reconstruction(
+        model or linear(),
+        reconstruct=descend(0.1),
+        update=descend(0.1),
+        server=optax.sgd(1.0),
+        split=fr.split.alternate(),
+        aggregate=aggregate,
+    )
+
+
+def uploads(*deltas, examples=None):
+    values = jnp.asarray(np.array(deltas, np.float32))
+    count = jnp.ones(len(deltas)) if examples is None else jnp.asarray(examples, jnp.float32)
+    return Upload({"delta": {"w": values}}, count, jnp.ones((len(deltas), 1, 2)))
+
+
+def through(aggregator, upload, state=None, key=0):
+    """Encode, add up and decode uploads of whole parts."""
+    parts = {"delta": {"w": jax.ShapeDtypeStruct(upload.delta["w"].shape[1:], jnp.float32)}}
+    state = aggregator.init(parts) if state is None else state
+    keys = jax.random.split(jax.random.key(key), len(upload.examples))
+    summand = aggregator.encode(aggregator.message(state), summand_of(upload), keys)
+    total = add(no_total(summand), summand)
+    return (*aggregator.decode(state, total, jax.random.key(key)), total)
+
+
+# ---- private ----
+
+
+def test_uploads_are_clipped_weighed_alike_and_divided_by_the_expected_number():
+    aggregator = fr.aggregate.private(5.0, 1e-9, per_round=10)
+    mean, *_ = through(aggregator, uploads([3, 4], [30, 40], [0, 1], examples=[1, 100, 0]))
+    assert mean.parts["delta"]["w"] == pytest.approx(np.array([0.6, 0.8]), rel=1e-4)
+
+
+def test_nothing_leaves_but_the_clipped_change():
+    *_, total = through(fr.aggregate.private(1.0, 1.0, per_round=2), uploads([3, 4], [np.inf, 0]))
+    assert total.scalars == {}
+    run = one_round(recon(fr.aggregate.private(1.0, 1.0, per_round=2)), xy(A, B, BAD))
+    entry = run.history[0]
+    assert math.isnan(entry["loss"])
+    assert not {"clients", "non_finite", "clipped"} & set(entry)
+
+
+def test_no_client_moves_the_sum_by_more_than_the_norm():
+    rng = np.random.default_rng(0)
+    aggregator = fr.aggregate.private(2.0, 1e-12, per_round=1)
+    for scale in (1e-3, 1.0, 1e6, 1e12):
+        mean, *_ = through(aggregator, uploads(scale * rng.standard_normal(20_000)))
+        assert np.linalg.norm(np.asarray(mean.parts["delta"]["w"], np.float64)) <= 2.0
+
+
+def test_noise_has_the_deviation_that_was_asked_for_and_goes_on_every_entry():
+    aggregator = fr.aggregate.private(2.0, 1.5, per_round=10)
+    mean, *_ = through(aggregator, uploads(np.zeros(40_000)))
+    noise = np.asarray(mean.parts["delta"]["w"])
+    assert noise.std() == pytest.approx(2.0 * 1.5 / 10, rel=0.02)
+    assert abs(noise.mean()) < 5 * 0.3 / 200
+    assert (noise != 0).all()
+
+
+def test_every_row_of_a_table_is_noised_and_rounds_differ():
+    algorithm = recon(fr.aggregate.private(1.0, 1.0, per_round=2), lookup_model())
+    state = algorithm.init(jax.random.key(0))
+    clients = lookup_clients([4, 5])
+    message = algorithm.message(state)
+    upload = fr.client_update(algorithm, message, clients, fr.round_key(0, 0))
+    changes = []
+    for number in range(2):
+        after = fr.server_update(algorithm, state, [upload], jax.random.key(number))
+        changes.append(
+            jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.method.params, state.method.params)
+        )
+    for one, other in zip(*map(jax.tree.leaves, changes), strict=True):
+        assert (one != 0).all()
+        assert (one != other).all()
+
+
+def test_an_explanation_says_what_whole_uploads_cost():
+    clients = lookup_clients([4, 5])  # of a model with 9 x 2 + 9 + 6 x 2 + 2 = 41 global parameters
+    plain = fr.explain(recon(fr.aggregate.mean(), lookup_model()), clients)
+    noised = fr.explain(recon(fr.aggregate.private(1.0, 1.0, per_round=2), lookup_model()), clients)
+    assert (plain.noised, noised.noised) == (False, True)
+    assert "it sends all" not in str(plain)
+    assert "it sends all 164 B, instead of 94 B by rows" in str(noised)
+
+
+def test_a_budget_is_met_by_the_planned_rounds():
+    sizes = {"clients": 5000, "per_round": 100, "rounds": 50}
+    aggregator = fr.aggregate.private(1.0, epsilon=2.0, delta=1e-5, **sizes)
+    release = aggregator.release({})
+    assert epsilon_of([release._replace(rate=0.02, rounds=50)], 1e-5) == pytest.approx(2.0, rel=0.01)
+    assert epsilon_after(release.noise_multiplier, delta=1e-5, **sizes) <= 2.0
+
+
+def test_the_count_of_adaptive_clipping_is_paid_for():
+    fixed = fr.aggregate.private(1.0, 1.0, per_round=40).release({})
+    adaptive = fr.aggregate.private(1.0, 1.0, per_round=40, quantile=0.5).release({})
+    assert adaptive.noise_multiplier > fixed.noise_multiplier
+    assert adaptive.effective() == pytest.approx(fixed.effective())
+
+
+def test_the_norm_follows_the_quantile_in_private():
+    aggregator = fr.aggregate.private(100.0, 0.01, per_round=200, quantile=0.5, count_noise=1.0)
+    lengths = np.linspace(1, 3, 200)  # median 2
+    upload = uploads(*(np.array([length, 0.0]) for length in lengths))
+    state = None
+    for number in range(60):
+        _, state, report, _ = through(aggregator, upload, state, number)
+    assert float(report["clip_norm"]) == pytest.approx(2.0, rel=0.1)
+    assert float(report["below"]) != round(float(report["below"]) * 2) / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"clip": 0.0, "noise_multiplier": 1.0, "per_round": 5}, "clip"),
+        ({"clip": 1.0, "per_round": 5}, "noise_multiplier"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "epsilon": 1.0, "per_round": 5}, "not both"),
+        ({"clip": 1.0, "epsilon": 1.0, "per_round": 5}, "rounds"),
+        ({"clip": 1.0, "epsilon": 1.0, "per_round": 5, "rounds": 3, "clients": 50, "delta": 1.0}, "delta"),
+        ({"clip": 1.0, "noise_multiplier": 0.0, "per_round": 5}, "noise_multiplier"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "per_round": 0}, "per_round"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "per_round": 5, "quantile": 1.0}, "quantile"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "per_round": 5, "quantile": 0.5, "count_noise": 0.1}, "count"),
+    ],
+)
+def test_settings_that_promise_nothing_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        fr.aggregate.private(**options)
+
+
+# ---- adaptive_clip ----
+
+
+def test_a_quantile_is_found_from_a_histogram():
+    norms = np.exp(np.random.default_rng(0).normal(1.0, 1.5, 4000))
+    aggregator = fr.aggregate.adaptive_clip(0.7, memory=0.0)
+    _, state, _, _ = through(aggregator, uploads(*norms[:, None]))
+    assert float(state.limit) == pytest.approx(np.quantile(norms, 0.7), rel=0.05)
+    assert quantile_of(jnp.zeros(BINS).at[10].set(4.0), 0.5) == pytest.approx(2.0 ** (-40 + 10.5 / 4))
+
+
+def test_the_first_round_measures_and_the_next_clips_to_the_median():
+    aggregate = fr.aggregate.chain(
+        fr.aggregate.finite(), fr.aggregate.adaptive_clip(), fr.aggregate.by_weight("uniform")
+    )
+    run = one_round(recon(aggregate), xy(A, A, ([1, 2, 3], [5, 1e6, 8])), rounds=2)
+    first, second = run.history
+    assert first["skipped"]
+    assert first["measuring"]
+    assert not second["skipped"]
+    assert 1.44 / 2**0.25 <= second["clip_norm"] <= 1.44 * 2**0.25
+    assert abs(run.params["w"]) < 1.44 * 2**0.25
+
+
+def test_hostile_clients_cannot_raise_the_limit_of_their_own_round():
+    aggregator = fr.aggregate.adaptive_clip(start=1.0)
+    mean, state, _, _ = through(aggregator, uploads([1e9, 0.0], [0.5, 0.0], [0.4, 0.0]))
+    assert float(mean.parts["delta"]["w"][0]) == pytest.approx(1.9)
+    assert float(state.limit) < 1.0
+
+
+# ---- secure ----
+
+
+def test_the_sum_of_integers_is_the_mean_of_floats_to_the_rounding():
+    deltas = np.random.default_rng(1).normal(0, 0.3, (7, 50))
+    examples = np.array([1, 5, 3, 9, 2, 8, 4])
+    exact, *_ = through(fr.aggregate.mean(clip_norm=2.0), uploads(*deltas, examples=examples))
+    mean, _, report, total = through(
+        fr.aggregate.secure(2.0, clients=7, max_weight=10), uploads(*deltas, examples=examples)
+    )
+    assert mean.parts["delta"]["w"] == pytest.approx(np.asarray(exact.parts["delta"]["w"]), abs=1e-6)
+    assert (float(report["weight"]), float(report["clients"])) == (32, 7)
+    assert all(leaf.dtype == np.uint32 for leaf in jax.tree.leaves(total))
+
+
+@pytest.mark.parametrize("noise", [None, 1.0], ids=["plain", "noise of the clients"])
+def test_simulation_equals_the_protocol_bit_for_bit(noise):
+    """What the simulator adds up is what the server of a secure sum gets, and it decodes it to the same model."""
+    pytest.importorskip("cryptography")
+    from fedrecon.aggregate.secure import from_vector, to_vectors
+    from fedrecon.privacy.secure_sum import Dropouts, plan, rehearse, seeded
+
+    options = {} if noise is None else {"noise_multiplier": noise, "per_round": 4, "least": 3}
+    algorithm = recon(fr.aggregate.secure(1.0, clients=8, **options), lookup_model())
+    state = algorithm.init(jax.random.key(0))
+    message, key = algorithm.message(state), fr.round_key(0, 0)
+    upload = fr.client_update(algorithm, message, lookup_clients([4, 5, 6, 1, 3]), key)
+    assert any(isinstance(change, RowChanges) for change in upload.delta.values())
+    summand = encode(algorithm, message, jax.tree.map(jnp.asarray, upload), jax.random.split(key, 5))
+    simulated = add(no_total(summand), summand)
+    vectors = to_vectors(summand)
+    entropy = seeded(3)
+    result = rehearse(vectors, plan(5, vectors.shape[1], entropy=entropy), entropy=entropy)
+    total = from_vector(result.total, total_shapes(algorithm))
+    for one, other in zip(jax.tree.leaves(total), jax.tree.leaves(simulated), strict=True):
+        np.testing.assert_array_equal(one, other)
+    after = [fr.server_update(algorithm, state, [t], key) for t in (total, jax.tree.map(np.asarray, simulated))]
+    for one, other in zip(*map(jax.tree.leaves, after), strict=True):
+        np.testing.assert_array_equal(one, other)
+    without = rehearse(vectors, plan(5, vectors.shape[1]), dropouts=Dropouts(mask=[1]))
+    np.testing.assert_array_equal(without.total, vectors[[0, 2, 3, 4]].sum(0, dtype=np.uint32))
+
+
+def test_noise_of_the_clients_adds_up_to_what_was_asked_for():
+    zeros = uploads(*np.zeros((5, 20_000)))
+    mean, _, _, total = through(
+        fr.aggregate.secure(2.0, clients=10, noise_multiplier=1.5, per_round=10, least=5), zeros
+    )
+    assert total.scalars == {}
+    assert np.asarray(mean.parts["delta"]["w"]).std() == pytest.approx(2.0 * 1.5 / 10, rel=0.05)
+
+
+# ---- Poisson sampling ----
+
+
+def test_every_client_is_drawn_by_itself():
+    clients = xy(*[A] * 40)
+    sampling = fr.Sampling(8, poisson=True)
+    rounds = [sample(np.array([1, 2], np.uint32), number, clients, sampling) for number in range(2000)]
+    there = np.array([np.isin(np.arange(40), one.clients) for one in rounds])
+    assert there.mean() == pytest.approx(0.2, abs=0.01)
+    assert there.sum(1).var() == pytest.approx(40 * 0.2 * 0.8, rel=0.15)  # of independent coins
+    assert np.abs(np.corrcoef(there.T) - np.eye(40)).max() < 0.12
+    assert rounds[0].counts == {}
+
+
+@pytest.mark.parametrize(("clients", "per_round"), [(40, 8), (4832, 100), (1_000_000, 1000), (10, 10), (5, 20)])
+def test_a_round_has_places_for_nearly_everybody_that_may_be_drawn(clients, per_round):
+    from scipy.stats import binom
+
+    sampling = fr.Sampling(per_round, poisson=True)
+    capacity = sampling.capacity(clients)
+    assert capacity <= clients
+    assert binom.sf(capacity, clients, sampling.rate(clients)) <= OVERFLOW
+    assert capacity < per_round + 15 * math.sqrt(per_round) + 20
+
+
+def test_poisson_sampling_excludes_invitations_beyond_need():
+    with pytest.raises(ValueError, match="poisson"):
+        fr.Sampling(5, oversample=1.5, poisson=True)
+
+
+# ---- poisoned clients ----
+
+
+def poisoned_ratings():
+    """Ratings of 61 people, one of whom gives ten of 1,000; and twenty other people."""
+    ratings = fr.data.synthetic_ratings(num_users=81, num_items=60, mean_ratings=20, seed=0)
+    columns = {name: column.copy() for name, column in ratings.columns.items()}
+    ends = ratings.ends.copy()
+    ends[0] = min(ends[0], 10)
+    columns["rating"][: ends[0]] = 1000.0
+    people = fr.Clients(columns, ratings.starts, ends, ratings.names)
+    return people.take(np.arange(61)), ratings.take(np.arange(61, 81))
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["mean", "adaptive_clip"])
+def test_one_poisoned_client_of_61_spoils_a_mean_and_no_clipped_one(adaptive):
+    clients, others = poisoned_ratings()
+    stages = (fr.aggregate.finite(), fr.aggregate.adaptive_clip(), fr.aggregate.by_weight())
+    algorithm = fr.federated_reconstruction(
+        fr.models.matrix_factorization(60, dim=4),
+        reconstruct=fr.gradient_descent(optax.sgd(0.1), batch_size=5, epochs=5, steps=50),
+        update=fr.gradient_descent(optax.sgd(0.2), batch_size=5, steps=50),
+        server=optax.sgd(1.0),
+        aggregate=fr.aggregate.chain(*stages) if adaptive else fr.aggregate.mean(),
+    )
+    run = fr.train(algorithm, clients, rounds=30, clients_per_round=61)
+    found = fr.evaluate(algorithm, run.params, others)
+    if adaptive:
+        assert found.diverged == 0
+        assert found.micro["rmse"] < 3.0
+    else:
+        assert found.diverged == 20

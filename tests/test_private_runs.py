@@ -1,0 +1,175 @@
+"""Privacy in whole runs: the ledger in records and run.json, budgets that end training, commands."""
+
+import json
+import math
+
+import numpy as np
+import optax
+import pytest
+
+import fedrecon as fr
+from fedrecon.app.cli import main
+from fedrecon.app.config import config_from_json
+from fedrecon.app.experiment import run_experiment
+from fedrecon.privacy.accounting import Release, epsilon_of
+from fedrecon.privacy.ledger import Ledger
+from fedrecon.sampling import Sampling
+from toy_models import descend, linear, one_by_one, xy
+
+SETTINGS = {
+    "data": {"source": "synthetic", "max_examples": 20},
+    "model": {"dim": 2},
+    "reconstruct": {"steps": 2},
+    "update": {"steps": 2},
+    "sampling": {"clients_per_round": 20, "poisson": True},
+    "rounds": 6,
+    "evaluate_every": 2,
+    "checkpoint_every": 2,
+    "devices": 1,
+}
+
+
+def settings(**changes):
+    return config_from_json({**SETTINGS, **changes}, "test")
+
+
+def toy(aggregate):
+    return fr.federated_reconstruction(
+        linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0), aggregate=aggregate
+    )
+
+
+def train_toy(ledger, rounds=6, noise=2.0, poisson=True, **options):
+    clients = xy(*[([1, 2, 3], [5, 6, 8])] * 20)
+    aggregate = fr.aggregate.private(1.0, noise, per_round=4)
+    return fr.train(
+        toy(aggregate),
+        clients,
+        rounds=rounds,
+        sampling=Sampling(4, poisson=poisson),
+        ledger=ledger,
+        place=one_by_one(),
+        valid=clients,
+        evaluate_every=2,
+        **options,
+    )
+
+
+def test_evaluations_say_what_was_spent_and_the_ledger_agrees():
+    run = train_toy(Ledger(20, 1e-4))
+    spent = {entry["round"]: entry["epsilon"] for entry in run.history if entry["kind"] == "evaluation"}
+    assert list(spent) == [2, 4, 6]
+    expected = epsilon_of([Release(2.0, 0.2, 6)], 1e-4)
+    assert spent[6] == run.ledger.epsilon == pytest.approx(expected, rel=1e-6)
+    assert spent[2] < spent[4] < spent[6]
+    assert run.stopped is None
+
+
+def test_training_ends_before_the_budget_is_exceeded():
+    allowed = epsilon_of([Release(2.0, 0.2, 3)], 1e-4) * 1.001
+    run = train_toy(Ledger(20, 1e-4, allowed), rounds=10)
+    assert run.rounds == 3
+    assert run.ledger.epsilon <= allowed
+    assert "budget is spent" in run.stopped
+    again = train_toy(Ledger(20, 1e-4, allowed, run.ledger.releases), rounds=10)  # a second run on the same people
+    assert again.rounds == 0
+
+
+def test_without_poisson_sampling_no_amplification_is_claimed():
+    assert train_toy(Ledger(20, 1e-4), poisson=False).ledger.epsilon == pytest.approx(
+        epsilon_of([Release(2.0, 1.0, 6)], 1e-4), rel=1e-6
+    )
+
+
+def test_a_ledger_needs_an_aggregator_that_promises_something():
+    clients = xy(([1, 2, 3], [5, 6, 8]), ([1, 2, 3], [5, 6, 8]))
+    with pytest.raises(ValueError, match="promises nothing"):
+        fr.train(toy(None), clients, rounds=1, ledger=Ledger(2, 1e-4), place=one_by_one())
+
+
+def test_the_ledger_survives_an_interruption_to_the_digit(tmp_path):
+    config = settings(privacy={"epsilon": 4.0, "clip_norm": 1.0})
+    whole = run_experiment(config, fr.RunFolder(tmp_path / "whole"))
+
+    def stop(record):
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    stopped = run_experiment(config, fr.RunFolder(tmp_path / "parts"), on_record=stop)
+    assert stopped.run.interrupted
+    assert stopped.run.ledger.rounds < 6
+    run_experiment(config, fr.RunFolder(tmp_path / "parts"), resume=True)
+    one, two = (json.loads((tmp_path / name / "run.json").read_text())["privacy"] for name in ("whole", "parts"))
+    assert one == two
+    assert 3.9 < one["epsilon"] <= 4.0
+    assert one["planned"] == {"rounds": 6, "epsilon": one["epsilon"]}
+    assert one["rounds"] == 6
+    assert "validation" in one["not_covered"]
+    assert one["randomness"] == "seed 0"
+    assert math.isnan(whole.run.history[0]["loss"])
+
+
+def test_noise_stays_as_it_was_when_more_rounds_are_planned(tmp_path):
+    """Noise was computed for six rounds: with more of them planned the budget ends training after the same six."""
+    privacy = {"epsilon": 4.0, "clip_norm": 1.0}
+    first = run_experiment(settings(privacy=privacy), fr.RunFolder(tmp_path / "run"))
+    more = run_experiment(settings(privacy=privacy, rounds=40), fr.RunFolder(tmp_path / "run"), resume=True)
+    assert more.run.rounds == 6
+    assert more.run.ledger.epsilon == first.run.ledger.epsilon
+    assert "budget is spent" in more.run.stopped
+
+
+@pytest.mark.parametrize("privacy", [{}, {"noise_multiplier": 1.0, "clip_norm": 1.0}], ids=["sums", "noise of clients"])
+def test_secure_sums_in_a_run(privacy, tmp_path):
+    clip = {} if privacy else {"clip_norm": 10.0}
+    config = settings(rounds=2, aggregate={"secure": True, **clip}, privacy=privacy)
+    found = run_experiment(config, fr.RunFolder(tmp_path / "run"))
+    assert all(np.isfinite(leaf).all() for leaf in found.run.params.values())
+    if privacy:
+        assert found.run.ledger.releases[0].mechanism == "skellam"
+    else:
+        plain = settings(rounds=2, aggregate={"clip_norm": 10.0})
+        expected = run_experiment(plain, fr.RunFolder(tmp_path / "plain"))
+        assert found.run.params["item_embedding"] == pytest.approx(expected.run.params["item_embedding"], abs=1e-4)
+        assert found.run.history[0]["clients"] == expected.run.history[0]["clients"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"privacy": {"epsilon": 1.0}}, "privacy.clip_norm is missing"),
+        ({"privacy": {"clip_norm": 1.0}}, "neither epsilon"),
+        ({"privacy": {"epsilon": 1.0, "clip_norm": 1.0, "delta": 1.0}}, "delta"),
+        ({"privacy": {"epsilon": 1.0, "clip_norm": 1.0}, "aggregate": {"clip_norm": 1.0}}, "leave out"),
+        ({"aggregate": {"secure": True}}, "aggregate.clip_norm"),
+        ({"aggregate": {"clip_quantile": 0.5, "clip_norm": 1.0}}, "clip_quantile"),
+    ],
+)
+def test_settings_that_make_no_sense_together_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        settings(**changes)
+
+
+def test_the_audit_is_silent_on_a_sound_run_and_finds_a_sabotage(capsys):
+    assert main(["privacy", "audit", "--json"]) == 0
+    sound = json.loads(capsys.readouterr().out)
+    assert 1 < sound["measured"] < sound["claimed"]
+    assert main(["privacy", "audit", "--sabotage", "no-clipping"]) != 0
+    assert "the promise is broken" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sabotage", ["half-noise", "twice"])
+def test_every_sabotage_of_a_run_is_found(sabotage, capsys):
+    assert main(["privacy", "audit", "--sabotage", sabotage]) != 0
+    assert "the promise is broken" in capsys.readouterr().out
+
+
+def test_leakage_of_a_run(tmp_path, capsys):
+    run_experiment(settings(rounds=2), fr.RunFolder(tmp_path / "run"))
+    picture = str(tmp_path / "leak.png")
+    assert main(["privacy", "leakage", str(tmp_path / "run"), "--people", "10", "--json", "--picture", picture]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kinds"][0]["rows"] == 1.0
+    assert found["kinds"][0]["first"] == 1.0
+    assert (tmp_path / "leak.png").exists()
