@@ -1,0 +1,53 @@
+"""A deployed training: the same numbers as the simulation, whoever holds the data and whatever fails on the way."""
+
+import jax
+import numpy as np
+import pytest
+
+from deployed import config_of, deployed, files_of, grid_of, plan_of, simulated
+from fedrecon.app.config import Aggregate, Factorization, Reconstruct, Update
+from fedrecon.app.experiment import make_evaluator
+
+CASES = {
+    "by rows": config_of(),
+    "dense": config_of(update=Update(optimizer="adam", learning_rate=0.05, batch_size=4)),
+    "least squares": config_of(reconstruct=Reconstruct(solver="least-squares", ridge=0.5)),
+    "biases and clipping": config_of(model=Factorization(dim=2, biases=True), aggregate=Aggregate(clip_norm=0.3)),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return files_of(tmp_path_factory.mktemp("files"))
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, tolerance, tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nodes_give_what_the_simulation_of_the_union_gives(case, files, tmp_path):
+    union, parts = files
+    plan = plan_of(CASES[case])
+    outcome = deployed(plan, grid_of(parts), tmp_path)
+    run, users = simulated(plan, union)
+    assert_close(outcome.params, run.params)
+    losses = [[e["loss"] for e in history if e["kind"] == "round"] for history in (outcome.history, run.history)]
+    np.testing.assert_allclose(*losses, 1e-5)
+    test = make_evaluator(plan.config, plan.algorithm, users, part="test")(run.params)
+    assert (outcome.test.clients, outcome.test.examples) == (test.clients, test.examples)
+    for name in test.micro:
+        np.testing.assert_allclose(outcome.test.micro[name], test.micro[name], 1e-5)
+        np.testing.assert_allclose(outcome.test.macro[name], test.macro[name], 1e-5)
+        for q, value in test.quantiles[name].items():
+            np.testing.assert_allclose(outcome.test.quantiles[name][q], value, 0.025, 1e-4)
+
+
+def test_secure_sums_give_the_same_to_their_stated_error(files, tmp_path):
+    union, parts = files
+    plan = plan_of(secure=True, least_nodes=3)
+    outcome = deployed(plan, grid_of(parts), tmp_path)
+    run, _ = simulated(plan, union)
+    assert_close(outcome.params, run.params, 2e-6)
+    assert outcome.test.clients > 0
