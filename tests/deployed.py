@@ -83,7 +83,7 @@ def config_of(**changes):
 
 def plan_of(config=None, **options):
     plan = make_plan(config or config_of(), Items(np.arange(100, 100 + ITEMS)), **options)
-    return Plan.from_bytes(plan.bytes)  # the very object that nodes of this process have
+    return Plan.from_bytes(plan.content)  # the very object that nodes of this process have
 
 
 def node_of(file, folder=None, accept=lambda plan: True):

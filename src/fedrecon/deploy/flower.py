@@ -6,7 +6,6 @@ that stays in its process instead of one process for each message, and a server 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import signal
@@ -30,6 +29,13 @@ OFFLINE = {  # Flower asks nobody, and installs nothing
 RECORD, FIELD, TYPE = "fedrecon", "message", "query"  # where in Flower's messages ours are
 BUSY, IDLE, BUSY_FOR = 0.05, 0.5, 20.0  # seconds between a node's questions whether there is something for it
 PATIENCE = 120.0  # seconds that a SuperLink may take to start
+START = """\
+import contextlib, ctypes, signal
+with contextlib.suppress(OSError, AttributeError):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # on Linux: be killed when the parent is, however that happens
+from flwr.superlink.cli.flower_superlink import flower_superlink
+flower_superlink()
+"""
 APP = b"""\
 [build-system]
 requires = ["hatchling"]
@@ -201,7 +207,7 @@ class SuperLink:
         if self.tls is not None:
             safety = ["--ssl-certfile", str(self.tls.certificate), "--ssl-keyfile", str(self.tls.key)]
             safety += ["--ssl-ca-certfile", str(self.tls.authority), "--enable-supernode-auth"]
-        command = [sys.executable, "-c", "from flwr.superlink.cli.flower_superlink import *; flower_superlink()"]
+        command = [sys.executable, "-c", START]
         command += ["--host", self.host, "--port", str(self.port), "--isolation", "process", *safety]
         command += ["--database", str(self.folder / "flower.db"), "--superexec-auth-secret-file", str(secret)]
         environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home")}
@@ -212,7 +218,6 @@ class SuperLink:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                preexec_fn=_die_with_parent,
                 start_new_session=True,
             )
         self._await()
@@ -251,14 +256,6 @@ class SuperLink:
             except subprocess.TimeoutExpired:
                 continue
         self.process.wait()
-
-
-def _die_with_parent() -> None:
-    """On Linux: be killed when the parent is, however that happens."""
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
 
 
 class FlowerGrid:

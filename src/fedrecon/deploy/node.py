@@ -47,6 +47,7 @@ class Node:
         self.memory = memory or Memory()
         self.plan: Plan | None = None
         self.holding: Holding | None = None
+        self.finished = False  # whether the run that it joined last is over
         self._evaluators: dict[str, Any] = {}
         self._sum: Any = None  # a secure sum that is under way: (what of, round, state of the client)
         self._stages = {
@@ -81,7 +82,7 @@ class Node:
     def _most(self) -> int:
         if self.plan is None:
             return MOST_BYTES + MOST_HEADER
-        largest = max(nbytes(self.plan.message_shapes), nbytes(self.plan.params_shapes), len(self.plan.bytes))
+        largest = max(nbytes(self.plan.message_shapes), nbytes(self.plan.params_shapes), len(self.plan.content))
         return largest + 2 * SLACK + 2**22  # a roster or a delivery of a secure sum may come along
 
     def _reply(self, message: Envelope, facts: dict[str, Any], body: bytes) -> bytes:
@@ -99,6 +100,7 @@ class Node:
             raise Failure("old_run", f"the run {message.run!r} is over for this node")
         if message.run != self.memory.run:
             self.memory.begin(message.run)
+        self.finished = False
         self._say(f"joined run {message.run} of plan {message.plan[:16]}")
         return {}, b""
 
@@ -200,6 +202,7 @@ class Node:
         if self.memory.folder is not None:
             save_model(self.memory.folder / "model", self.plan.config, params, self.plan.legend)
             self._say(f"training is over; the model is in {self.memory.folder / 'model'}")
+        self.finished = True
         return {}, b""
 
     # ---- secure sums ----

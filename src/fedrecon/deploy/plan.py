@@ -134,7 +134,7 @@ class Plan:
     # ---- as bytes ----
 
     @functools.cached_property
-    def bytes(self) -> bytes:
+    def content(self) -> bytes:
         """The plan as it is saved and sent."""
         lookups = self.algorithm.model.lookups
         values = {
@@ -152,7 +152,7 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """What stands for exactly this plan."""
-        return digest_of(self.bytes)
+        return digest_of(self.content)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
@@ -168,7 +168,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Save to a folder."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        write_bytes(Path(path) / FILE, self.bytes)
+        write_bytes(Path(path) / FILE, self.content)
 
     @classmethod
     def open(cls, path: str | Path) -> Plan:
@@ -227,7 +227,7 @@ def _from_bytes(data: bytes) -> Plan:
         raise PlanError(str(problem)) from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
         raise PlanError(f"this is no plan: {problem!r}") from None
-    if plan.bytes != data:
+    if plan.content != data:
         raise PlanError("the plan is not written as this version of fedrecon writes it; make it with this version")
     return plan
 

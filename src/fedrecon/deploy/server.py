@@ -34,6 +34,7 @@ from fedrecon.model import finish
 from fedrecon.wire import to_bytes
 
 ASK_AGAIN = 30.0  # seconds until a node that refused to join is asked again
+MOST_ROUNDS_OUT = 32  # rounds for which a node is not invited that let deadlines pass
 WAIT = 0.2  # seconds between two looks for nodes
 
 
@@ -172,6 +173,7 @@ class _Training:
         self._joining: dict[Any, int] = {}
         self._asked: dict[int, float] = {}  # when nodes were asked to join
         self._refused: dict[int, str] = {}
+        self._missed: dict[int, tuple[int, int]] = {}  # by node: deadlines missed in a row, not invited before round
         self.state = jax.tree.map(np.asarray, plan.algorithm.init(run_keys(plan.config.seed).init))
         self.history: list[dict[str, Any]] = []
         self.done = 0
@@ -194,7 +196,7 @@ class _Training:
         """Ask new nodes to join, hear those that were asked, and return who takes part now."""
         there, now = set(self.grid.nodes()), self.clock.monotonic()
         self.joined &= there
-        join = Envelope("join", self.plan.digest, self.run_id, self.done, {}, self.plan.bytes)
+        join = Envelope("join", self.plan.digest, self.run_id, self.done, {}, self.plan.content)
         for node in sorted(there - self.joined):
             if node not in self._asked or now - self._asked[node] >= ASK_AGAIN:
                 self._asked[node] = now
@@ -230,13 +232,19 @@ class _Training:
         return ready
 
     def _invite(self, ready: list[int], number: int, attempt: int) -> tuple[list[int], int]:
-        """Choose the nodes of a round, and how many of them are enough."""
+        """Choose the nodes of a round, and how many of them are enough.
+
+        Who let a deadline pass is left out for a while, longer each time, as long as there are enough others: a node
+        that died is listed for a minute.
+        """
+        there = [node for node in ready if self._missed.get(node, (0, 0))[1] <= number]
+        ready = there if len(there) >= self.least else ready
         wanted = self.pace.per_round
         if wanted is None or wanted >= len(ready):
             return ready, len(ready)
         invited = min(len(ready), math.ceil(wanted * self.pace.oversample))
         generator = np.random.default_rng([self.plan.config.seed, number, attempt])
-        return sorted(generator.choice(np.array(ready), invited, replace=False).tolist()), wanted
+        return sorted(ready[k] for k in generator.choice(len(ready), invited, replace=False)), wanted
 
     # ---- rounds ----
 
@@ -330,11 +338,17 @@ class _Training:
             if reason in ("not_joined", "old_run"):
                 self.joined.discard(node)
                 self._asked.pop(node, None)
+        if len(summed.nodes) < enough:  # the deadline closed it, not the first good replies
+            for node in summed.answers.late:
+                misses = self._missed.get(node, (0, 0))[0] + 1
+                self._missed[node] = (misses, question.round + 1 + min(2**misses, MOST_ROUNDS_OUT))
+        for node in summed.nodes:
+            self._missed.pop(node, None)
         return summed
 
     def evaluate(self, part: str) -> Evaluation | None:
         """Measure the parameters on the held-out users of every node; None if nobody could."""
-        ready = self.welcome()
+        ready = [node for node in self.welcome() if node not in self._missed]
         body = to_bytes(self.params())
         summed = self._sum(Question(self.run_id, self.done, part, body), ready, len(ready))
         if len(summed.nodes) < self.plan.least_nodes:
@@ -345,7 +359,7 @@ class _Training:
     def finish(self) -> None:
         """Give every node the model, for its owner."""
         asked = Envelope("finish", self.plan.digest, self.run_id, self.done, {}, to_bytes(self.params()))
-        nodes = self.welcome()
+        nodes = [node for node in self.welcome() if node not in self._missed]
         ask(
             self.grid,
             dict.fromkeys(nodes, pack(asked)),
