@@ -23,7 +23,9 @@ from pathlib import Path
 NODES, ROUNDS, KILLED_AFTER = 4, 20, 6
 LONGEST = 600  # seconds, whatever happens
 MODEL = "--model.dim 8 --model.biases --model.init-mean 3.5 --reconstruct.solver least-squares --reconstruct.ridge 2"
-TRAINING = f"--update.learning-rate 0.5 --rounds {ROUNDS} --evaluate-every 10 --data.min-ratings 2"
+TRAINING = (
+    f"--update.learning-rate 0.5 --server.learning-rate 5 --rounds {ROUNDS} --evaluate-every 10 --data.min-ratings 2"
+)
 
 
 def fedrecon(*words: str) -> list[str]:

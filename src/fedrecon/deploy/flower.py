@@ -24,11 +24,11 @@ OFFLINE = {  # Flower asks nobody, and installs nothing
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "FLWR_LOG_LEVEL": "WARNING",
 }
 RECORD, FIELD, TYPE = "fedrecon", "message", "query"  # where in Flower's messages ours are
 BUSY, IDLE, BUSY_FOR = 0.05, 0.5, 20.0  # seconds between a node's questions whether there is something for it
-PATIENCE = 120.0  # seconds that a SuperLink may take to start
+PATIENCE = 120.0  # seconds that a SuperLink may take to start, and to know a node
+AGAIN = 2.0  # seconds until a node that was refused, or cut off, tries again
 START = """\
 import contextlib, ctypes, signal
 with contextlib.suppress(OSError, AttributeError):
@@ -86,8 +86,8 @@ def quiet_flower() -> None:
         raise FlowerError(f"Flower is not installed ({problem}): pip install 'fedrecon[deploy]'") from None
     import logging
 
-    for name in ("flwr", "httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("flwr", "httpx", "httpcore"):  # what matters, we say ourselves
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 # ---- nodes ----
@@ -113,21 +113,47 @@ def run_node(
       say: is told when the connection stands.
     """
     quiet_flower()
-    from flwr.supernode.fleet_http_connection import http_request_response
+    from flwr.supernode import fleet_http_connection as fleet
 
+    fleet.flwr_exit = _refused  # type: ignore[assignment]  # it would end the process
     keys = None if key is None else _key_pair(key)
     certificates = None if authority is None else authority.read_bytes()
-    with http_request_response(server, authority is None, certificates, keys) as connection:
-        node_id, receive, send, _, _, pull, push, confirm = connection
-        say(f"connected to {server} as node {node_id}")
+    refused = 0.0  # seconds
+    while not stop():
+        try:
+            with fleet.http_request_response(server, authority is None, certificates, keys) as connection:
+                say(f"connected to {server} as node {connection[0]}")
+                refused = 0.0
+                _take_part(connection, handle, stop)
+        except FlowerError as problem:  # the server may not have registered the key yet
+            if refused >= PATIENCE:
+                raise FlowerError(
+                    f"{server} has refused this node for {PATIENCE:g} s: {problem} Does the server have the public "
+                    f"half of {key}? Is it a fedrecon server, with the same version of Flower?"
+                ) from None
+            say(f"{server} refuses this node, or is not ready: {problem} Trying again")
+        if not stop():
+            time.sleep(AGAIN)
+            refused += AGAIN
+
+
+def _refused(code: int, message: str | None = None, *args: Any, **options: Any) -> None:
+    """Take the place of Flower's way to end the process where a connection cannot be made."""
+    del args, options
+    raise FlowerError((message or f"Flower's code {code}").replace("\n", " ").strip() + ".")
+
+
+def _take_part(connection: Any, handle: Callable[[bytes], bytes], stop: Callable[[], bool]) -> None:
+    """Ask for messages and answer them as long as the connection stands."""
+    _, receive, send, _, _, pull, push, confirm = connection
+    active = time.monotonic()
+    while not stop():
+        found = receive()
+        if found is None:
+            time.sleep(BUSY if time.monotonic() - active < BUSY_FOR else IDLE)
+            continue
+        _answer(found, handle, send, pull, push, confirm)
         active = time.monotonic()
-        while not stop():
-            found = receive()
-            if found is None:
-                time.sleep(BUSY if time.monotonic() - active < BUSY_FOR else IDLE)
-                continue
-            _answer(found, handle, send, pull, push, confirm)
-            active = time.monotonic()
 
 
 def _answer(found: Any, handle: Any, send: Any, pull: Any, push: Any, confirm: Any) -> None:

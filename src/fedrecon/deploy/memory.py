@@ -11,7 +11,7 @@ from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
 
 FILE, VERSION = "node.json", 1
-MOST_TRIES = 5  # how often a node takes part in one and the same round: a server may be started again
+MOST_TRIES = 20  # how often a node takes part in one and the same round: a server may be started again
 
 
 class Memory:

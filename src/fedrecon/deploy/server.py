@@ -35,6 +35,7 @@ from fedrecon.wire import to_bytes
 
 ASK_AGAIN = 30.0  # seconds until a node that refused to join is asked again
 MOST_ROUNDS_OUT = 32  # rounds for which a node is not invited that let deadlines pass
+MOST_PAUSE = 60.0  # seconds between two tries of a round; they grow from one on
 WAIT = 0.2  # seconds between two looks for nodes
 
 
@@ -291,7 +292,7 @@ class _Training:
                     f"{number} rounds are done and saved; go on with --resume"
                 )
             self.say(f"round {number + 1}: {len(summed.nodes)} good replies, {self.least} are needed; once more")
-            self.clock.sleep(WAIT)
+            self.clock.sleep(min(2.0**attempt / 2, MOST_PAUSE))
         key = round_key(self.plan.config.seed, number)
         state, report = server_round(self.plan.algorithm, self.state, summed.parts, key)
         self.state, self.done = jax.tree.map(np.asarray, state), number + 1
