@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -217,6 +218,8 @@ class SuperLink:
         self.address = f"127.0.0.1:{port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
         self.secret = secrets.token_bytes(32)
         self.process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self.restarts = 0
 
     @property
     def certificates(self) -> bytes | None:
@@ -224,7 +227,20 @@ class SuperLink:
         return None if self.tls is None else self.tls.authority.read_bytes()
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, wait until it answers, and start it again whenever it dies."""
+        self._launch()
+        self._await()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        # Calls of Flower's grid wait for the SuperLink as long as it takes, so nobody else would notice.
+        while not self._stopping.wait(0.5):
+            if not self.alive():
+                self.restarts += 1
+                self._launch()
+                self._stopping.wait(5)
+
+    def _launch(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         secret = self.folder / "secret"
         secret.touch(mode=0o600)
@@ -246,7 +262,6 @@ class SuperLink:
                 env=environment,
                 start_new_session=True,
             )
-        self._await()
 
     def _await(self) -> None:
         import socket
@@ -269,6 +284,7 @@ class SuperLink:
 
     def stop(self) -> None:
         """End it, and whatever it started."""
+        self._stopping.set()
         if self.process is None:
             return
         for how in (signal.SIGTERM, signal.SIGKILL):
@@ -291,7 +307,7 @@ class FlowerGrid:
         """Use Flower's grid; with `known`, only nodes of these numbers exist for us, whoever else registered."""
         self._link, self._grid, self._known, self._say = link, grid, known, say
         self._node_of: dict[str, int] = {}  # by message
-        self._lost = 0
+        self._lost = self._restarts = 0
 
     def nodes(self) -> list[int]:
         """List the nodes that are there."""
@@ -332,10 +348,10 @@ class FlowerGrid:
         return found
 
     def _try(self, call: Callable[[], Any], otherwise: Any) -> Any:
-        """Call Flower; if its SuperLink has died, start it again."""
-        if not self._link.alive():
-            self._say("Flower's SuperLink has died; it is started again")
-            self._link.start()
+        """Call Flower, which may have other things to say than was hoped for."""
+        if self._link.restarts > self._restarts:
+            self._restarts = self._link.restarts
+            self._say("Flower's SuperLink had died, and was started again")
         try:
             return call()
         except Exception as problem:
