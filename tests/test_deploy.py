@@ -1,12 +1,26 @@
 """A deployed training: the same numbers as the simulation, whoever holds the data and whatever fails on the way."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 from deployed import config_of, deployed, files_of, grid_of, plan_of, simulated
-from fedrecon.app.config import Aggregate, Factorization, Reconstruct, Update
+from fedrecon.app.config import (
+    Aggregate,
+    Factorization,
+    NextWord,
+    Reconstruct,
+    Server,
+    TextConfig,
+    TextData,
+    Update,
+)
 from fedrecon.app.experiment import make_evaluator
+from fedrecon.data import Vocabulary
+from fedrecon.deploy import Plan
+from fedrecon.deploy.plan import make_plan
 
 CASES = {
     "by rows": config_of(),
@@ -26,7 +40,9 @@ def assert_close(found, expected, tolerance=1e-6):
         np.testing.assert_allclose(a, b, tolerance, tolerance)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "least squares" else pytest.mark.slow) for case in CASES]
+)
 def test_nodes_give_what_the_simulation_of_the_union_gives(case, files, tmp_path):
     union, parts = files
     plan = plan_of(CASES[case])
@@ -44,6 +60,7 @@ def test_nodes_give_what_the_simulation_of_the_union_gives(case, files, tmp_path
             np.testing.assert_allclose(outcome.test.quantiles[name][q], value, 0.025, 1e-4)
 
 
+@pytest.mark.slow
 def test_secure_sums_give_the_same_to_their_stated_error(files, tmp_path):
     union, parts = files
     plan = plan_of(secure=True, least_nodes=3)
@@ -51,3 +68,39 @@ def test_secure_sums_give_the_same_to_their_stated_error(files, tmp_path):
     run, _ = simulated(plan, union)
     assert_close(outcome.params, run.params, 2e-6)
     assert outcome.test.clients > 0
+
+
+TALK = ("the cat sat on the mat", "a dog ran", "the dog and the cat ran home", "on the mat a zebra sat", "go home now")
+
+
+def write_talk(path, people):
+    """Write sentences of some people, each with a word of their own that no vocabulary has."""
+    lines = [
+        {"client": f"p{i}", "text": f"{TALK[(i + k) % len(TALK)]} word{i}", "time": k}
+        for i in people
+        for k in range(3 + i % 3)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.slow
+def test_text_gives_what_the_simulation_of_the_union_gives(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
+    config = TextConfig(
+        data=TextData(source="", fractions=(0.8, 0.1, 0.1), max_sentences=6),
+        model=NextWord(vocabulary=12, oov_buckets=4, embedding=4, hidden=5, projection=4, max_words=8),
+        reconstruct=Reconstruct(learning_rate=0.5, steps=2, epochs=1, batch_size=4),
+        update=Update(learning_rate=0.5, steps=2, batch_size=4),
+        server=Server(learning_rate=1.0),
+        rounds=2,
+        evaluate_every=0,
+        seed=5,
+    )
+    words = ("the", "a", "cat", "dog", "on", "mat", "sat", "ran", "and", "home")
+    plan = Plan.from_bytes(make_plan(config, Vocabulary(words, 4)).content)
+    parts = [write_talk(tmp_path / f"node{k}.jsonl", range(k, 12, 2)) for k in range(2)]
+    outcome = deployed(plan, grid_of(parts), tmp_path / "run")
+    run, users = simulated(plan, write_talk(tmp_path / "union.jsonl", range(12)))
+    assert len(users.train) >= 6
+    assert_close(outcome.params, run.params)
