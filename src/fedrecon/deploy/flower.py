@@ -6,6 +6,7 @@ that stays in its process instead of one process for each message, and a server 
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -29,6 +30,7 @@ OFFLINE = {  # Flower asks nobody, and installs nothing
 RECORD, FIELD, TYPE = "fedrecon", "message", "query"  # where in Flower's messages ours are
 BUSY, IDLE, BUSY_FOR = 0.05, 0.5, 20.0  # seconds between a node's questions whether there is something for it
 PATIENCE = 120.0  # seconds that a SuperLink may take to start, and to know a node
+MOST_WAITING = 10_000  # replies that may be on their way
 AGAIN = 2.0  # seconds until a node that was refused, or cut off, tries again
 START = """\
 import contextlib, ctypes, signal
@@ -306,46 +308,56 @@ class FlowerGrid:
     def __init__(self, link: SuperLink, grid: Any, known: Collection[int] | None, say: Callable[[str], None]):
         """Use Flower's grid; with `known`, only nodes of these numbers exist for us, whoever else registered."""
         self._link, self._grid, self._known, self._say = link, grid, known, say
-        self._node_of: dict[str, int] = {}  # by message
-        self._lost = self._restarts = 0
+        self._numbers, self._restarts = itertools.count(), 0
+        self._outbox: dict[int, Any] = {}  # by ticket: messages that are not sent yet
+        self._sent: dict[str, tuple[int, int]] = {}  # by Flower's number of a message: its ticket and its node
+        self._failed: list[int] = []  # tickets of what could not be sent
 
     def nodes(self) -> list[int]:
         """List the nodes that are there."""
         found = self._try(self._grid.get_node_ids, [])
         return sorted(node for node in found if self._known is None or node in self._known)
 
-    def send(self, node: int, data: bytes, seconds: float) -> str:
-        """Send a message; what could not be sent has a ticket too, whose reply is an error."""
+    def send(self, node: int, data: bytes, seconds: float) -> int:
+        """Take a message; it leaves with all others at the next poll, so that equal ones travel once."""
         from flwr.app import ConfigRecord, Message, RecordDict
 
         content = RecordDict({RECORD: ConfigRecord({FIELD: data})})
-        message = Message(content, dst_node_id=node, message_type=TYPE, ttl=max(seconds, 1.0) + 60)
-        pushed = list(self._try(lambda: self._grid.push_messages([message]), []))
-        if not pushed or not pushed[0]:
-            self._lost += 1
-            return f"lost {self._lost}"
-        self._node_of[pushed[0]] = node
-        return pushed[0]
+        ticket = next(self._numbers)
+        self._outbox[ticket] = Message(content, dst_node_id=node, message_type=TYPE, ttl=max(seconds, 1.0) + 60)
+        return ticket
 
-    def poll(self, tickets: Collection[str]) -> Mapping[str, Reply]:
-        """Return the replies that are there."""
-        found = {ticket: Reply(None, "could not be sent") for ticket in tickets if ticket.startswith("lost ")}
-        waiting = [ticket for ticket in tickets if ticket in self._node_of]
-        if not waiting:
+    def poll(self, tickets: Collection[int]) -> Mapping[int, Reply]:
+        """Send what is to be sent, and return the replies that are there."""
+        self._flush()
+        waiting = set(tickets)
+        found = {ticket: Reply(None, "could not be sent") for ticket in self._failed if ticket in waiting}
+        self._failed = [ticket for ticket in self._failed if ticket not in waiting]
+        names = [name for name, (ticket, _) in self._sent.items() if ticket in waiting]
+        if not names:
             return found
-        for message in self._try(lambda: self._grid.pull_messages(waiting), []):
-            ticket = message.metadata.reply_to_message_id
-            node = self._node_of.pop(ticket, None)
+        for message in self._try(lambda: self._grid.pull_messages(names), []):
+            ticket, node = self._sent.pop(message.metadata.reply_to_message_id, (-1, -1))
             if message.has_error():
                 found[ticket] = Reply(None, f"Flower says {message.error.code}: {message.error.reason}"[:300])
             elif message.metadata.src_node_id != node:
                 found[ticket] = Reply(None, "another node answered")
             else:
                 found[ticket] = Reply(_data_of(message))
-        for ticket in set(self._node_of) - set(tickets):  # nobody waits for these any more
-            if len(self._node_of) > 10_000:
-                del self._node_of[ticket]
-        return found
+        return {ticket: reply for ticket, reply in found.items() if ticket in waiting}
+
+    def _flush(self) -> None:
+        if not self._outbox:
+            return
+        outbox, self._outbox = self._outbox, {}
+        pushed = list(self._try(lambda: self._grid.push_messages(list(outbox.values())), []))
+        for k, (ticket, message) in enumerate(outbox.items()):
+            if k < len(pushed) and pushed[k]:
+                self._sent[pushed[k]] = (ticket, message.metadata.dst_node_id)
+            else:
+                self._failed.append(ticket)
+        for name in list(self._sent)[:-MOST_WAITING]:  # nobody waits for the oldest any more
+            del self._sent[name]
 
     def _try(self, call: Callable[[], Any], otherwise: Any) -> Any:
         """Call Flower, which may have other things to say than was hoped for."""
