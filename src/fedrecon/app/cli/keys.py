@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ def run(args: Keys) -> int:
     """Make the keys and say where they belong."""
     from fedrecon.deploy import certificates
 
+    if importlib.util.find_spec("cryptography") is None:
+        raise ValueError("keys need the package cryptography: pip install 'fedrecon[deploy]'")
     if not (args.folder / "ca.crt").exists():
         print(f"{certificates.make_authority(args.folder)}: for everybody; its key stays here")
     if not (args.folder / "server.crt").exists():
