@@ -143,7 +143,7 @@ def run_node(
 def _refused(code: int, message: str | None = None, *args: Any, **options: Any) -> None:
     """Take the place of Flower's way to end the process where a connection cannot be made."""
     del args, options
-    raise FlowerError((message or f"Flower's code {code}").replace("\n", " ").strip() + ".")
+    raise FlowerError((message or f"Flower's code {code}").replace("\n", " ").strip().rstrip(".") + ".")
 
 
 def _take_part(connection: Any, handle: Callable[[bytes], bytes], stop: Callable[[], bool]) -> None:
