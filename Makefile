@@ -5,10 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-web test-browser pictures kill fuzz lint audit lock bench docs clean
+.PHONY: demo deploy-demo test test-slow test-web test-browser pictures kill fuzz lint audit lock bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
+
+# A server and four nodes on this machine, with TLS and keys made for it; one node is killed on the way.
+deploy-demo: .venv/deploy.stamp
+	$(BIN)/python -m fedrecon.deploy.demo --out deploy-demo
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
@@ -67,7 +71,7 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:
-	rm -rf .venv demo site build .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv demo deploy-demo site build .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -79,9 +83,13 @@ clean:
 	$(PIP) -e '.[datasets]'
 	touch $@
 
+.venv/deploy.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[deploy,datasets]'
+	touch $@
+
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[dev]'
-	touch $@ .venv/demo.stamp
+	touch $@ .venv/demo.stamp .venv/deploy.stamp
 
 .venv/browser.stamp: .venv/dev.stamp
 	$(PIP) playwright
