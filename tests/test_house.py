@@ -15,15 +15,17 @@ ROOT = Path(fr.__file__).parent
 # Each may import those before it, never those after. A folder is one place, but for the command line, which comes last.
 PLACES = """
 _version recipes trees printing progress keys split model upload disk clients cohort lookups solvers optimizers
-aggregate algorithm fitting kit algorithms engine hosts wire portable sampling evaluation training personalize
-explanation comparison models data completion preparation priors baselines ranking privacy app deploy device studies cli
-__init__ __main__
+privacy aggregate algorithm fitting kit algorithms engine hosts wire portable sampling spending evaluation
+training personalize explanation comparison models data completion preparation priors baselines ranking attacks
+app deploy device studies cli __init__ __main__
 """
 ORDER = PLACES.split()
 
 
 def place_of(module):
     parts = module.split(".")[1:] or ["__init__"]
+    if parts[0] == "privacy" and parts[-1] in ("spending", "leakage", "attacks", "canaries"):
+        return "spending" if parts[-1] == "spending" else "attacks"  # what runs algorithms comes after them
     return "cli" if parts[:2] == ["app", "cli"] else parts[0]
 
 

@@ -205,7 +205,7 @@ def test_the_sum_of_integers_is_the_mean_of_floats_to_the_rounding():
 def test_simulation_equals_the_protocol_bit_for_bit(noise):
     """What the simulator adds up is what the server of a secure sum gets, and it decodes it to the same model."""
     pytest.importorskip("cryptography")
-    from fedrecon.aggregate.secure import from_vector, to_vectors
+    from fedrecon.aggregate.ring_sums import from_vector, to_vectors
     from fedrecon.privacy.secure_sum import Dropouts, plan, rehearse, seeded
 
     options = {} if noise is None else {"noise_multiplier": noise, "per_round": 4, "least": 3}

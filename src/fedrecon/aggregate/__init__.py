@@ -11,7 +11,7 @@ from fedrecon.aggregate.averaging import finite as finite
 from fedrecon.aggregate.averaging import mean as mean
 from fedrecon.aggregate.averaging import weight_of as weight_of
 from fedrecon.aggregate.averaging import zero as zero
-from fedrecon.aggregate.private import private as private
-from fedrecon.aggregate.secure import secure as secure
+from fedrecon.aggregate.noised import private as private
+from fedrecon.aggregate.ring_sums import secure as secure
 from fedrecon.upload import Summand as Summand
 from fedrecon.upload import Total as Total

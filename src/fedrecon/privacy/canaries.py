@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedrecon.aggregate.private import private
+from fedrecon.aggregate.noised import private
 from fedrecon.algorithm import Algorithm
 from fedrecon.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon.clients import Clients

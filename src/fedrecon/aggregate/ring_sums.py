@@ -25,7 +25,7 @@ from jax import Array
 
 from fedrecon.aggregate.aggregator import Aggregator, Report, chain
 from fedrecon.aggregate.averaging import Weigh, all_finite, by_weight, clip, finite
-from fedrecon.aggregate.private import MARGIN
+from fedrecon.aggregate.noised import MARGIN
 from fedrecon.privacy.accounting import Release
 from fedrecon.privacy.noise import ShareOfNoise, share_of_noise
 from fedrecon.privacy.ring import Grid, grid, quantise, restore
