@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import jax  # reads its flags when it starts
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 gc.set_threshold(200_000, 100, 100)  # tracing makes many objects that live; looking through them took 4 % of the time
@@ -29,21 +30,98 @@ jax.config.update("jax_compilation_cache_dir", compiled)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-LONG = [
-    "examples",
-    "docs",
-    "next_word",
-    "studies",
-    "from_keras",
-    "train",
-    "lookups",
-    "engine",
-    "cli_text",
-    "text_study",
-]
+LONG = ["next_word", "from_keras", "train", "lookups", "engine", "cli", "cli_text", "trust", "device", "hosts"]
+
+# What takes longest runs with `make test-slow` and in CI, so that `make test` stays short. Whole files (""), or
+# tests of a file by the beginning of their names, parameters included.
+SLOW = {
+    "examples": [""],
+    "studies": [""],
+    "text_study": [""],
+    "docs": ["test_every_python_block_runs", "test_the_example_of_the_readme"],
+    "scale": [""],
+    "recipe": [""],
+    "titles": ["test_recommendations"],
+    "cli": [
+        "test_the_command_runs_as_a_process",
+        "test_the_demo",
+        "test_a_model_with_biases",
+        "test_few_users_train",
+        "test_a_run_is_not_resumed_on_other_data",
+    ],
+    "cli_text": [""],
+    "next_word": [
+        "test_only_local_embeddings",
+        "test_clients_side_by_side",
+        "test_everything_global",
+        "test_second_order",
+        "test_what_reconstruction_leaves_out",
+    ],
+    "auto_lookups": [
+        "test_found_lookups_change_nothing_but_the_time[adagrad",
+        "test_found_lookups_change_nothing_but_the_time[momentum",
+    ],
+    "lookups": ["test_declared_lookups_change_nothing_but_the_time[", "test_declared_lookups_change_nothing_in_joint"],
+    "engine": [
+        "test_neither_block_size_nor_device_count",
+        "test_the_number_of_devices",
+        "test_padding_never_changes_a_result[3",
+    ],
+    "from_flax": ["test_a_round_of_linen", "test_a_network_trains"],
+    "from_keras": [
+        "test_an_embedding_that_masks",
+        "test_a_round_of_a_sequential",
+        "test_a_round_of_a_subclassed",
+        "test_local_statistics",
+    ],
+    "from_equinox": ["test_a_round_with_adam", "test_local_statistics", "test_a_partial_batch"],
+    "models": ["test_implicit_feedback_keeps_lookups_sparse_and_exact"],
+    "update": ["test_second_order_with_lookups"],
+    "finetuning": ["test_finetuning_the_words"],
+    "adapter": ["test_what_is_random_follows"],
+    "text": ["test_memory_does_not_grow"],
+    "train": ["test_a_redrawn_split_resumes"],
+    "trust": [
+        "test_clients_with_a_single_example",
+        "test_a_run_goes_on_laid_out",
+        "test_rounds_that_learn_nothing",
+        "test_a_training_that_fails_says_so",
+        "test_damaged_metrics",
+        "test_the_old_run_is_there",
+    ],
+    "reading": ["test_commands_read_standard_input"],
+    "cli_privacy": [""],
+    "kill": [""],
+    "hosts": [
+        f"test_one_client_at_a_time_gives_what_the_simulator_gives[{case}]"
+        for case in (
+            "names",
+            "lookups as copies",
+            "whole tables",
+            "joint",
+            "second order",
+            "learned default",
+            "evidence",
+            "statistics",
+            "clipped",
+            "averaging",
+            "averaging with local parts",
+            "finetuning",
+            "ditto",
+        )
+    ]
+    + [
+        "test_gateways_that_add_up_their_clients_give_what_the_simulator_gives[" + case
+        for case in ("names", "averaging", "scaffold")
+    ],
+}
 
 
 def pytest_collection_modifyitems(items):
-    """Run the files that take longest first, so that processes which share the files out end together."""
+    """Mark what is slow, and run the files that take longest first, so that processes end together."""
     names = [f"test_{name}" for name in LONG]
+    for item in items:
+        beginnings = SLOW.get(item.path.stem.removeprefix("test_"), [])
+        if any(item.name.startswith(beginning) for beginning in beginnings):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
