@@ -5,10 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow kill fuzz lint audit lock bench docs clean
+.PHONY: demo deploy-demo test test-slow test-web test-browser pictures kill fuzz lint audit lock bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
+
+# A server and four nodes on this machine, with TLS and keys made for it; one node is killed on the way.
+deploy-demo: .venv/deploy.stamp
+	$(BIN)/python -m fedrecon.deploy.demo --out deploy-demo
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
@@ -23,6 +27,23 @@ kill: .venv/dev.stamp
 # Damaged files of every kind, longer than the tests try them.
 fuzz: .venv/dev.stamp
 	FEDRECON_FUZZ_CASES=$${FEDRECON_FUZZ_CASES:-3000} $(BIN)/python -m pytest -n 2 tests/test_fuzz*.py
+
+# The page: types by tsc, tests by node's own runner.
+test-web: build/web.stamp
+	cd tests/web && npx tsc -p tsconfig.json && node --test .
+
+# The page in the distribution's Chromium. Where there is none and we may, it is installed; else the tests say so.
+test-browser: .venv/browser.stamp build/web.stamp
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || [ "$$(id -u)" != 0 ] || \
+	  apt-get install -qq -y --no-install-recommends chromium
+	FEDRECON_AXE=tests/web/node_modules/axe-core/axe.min.js \
+	FEDRECON_ONNXRUNTIME_WEB=tests/web/node_modules/onnxruntime-web/dist \
+	  $(BIN)/python -m pytest tests/browser
+
+# The pictures of docs/device.md, from a whole demo.
+pictures: export FEDRECON_SCREENSHOTS = docs/figures/device
+pictures: export FEDRECON_RUN = demo
+pictures: demo test-browser
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -50,7 +71,7 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:
-	rm -rf .venv demo site build .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv demo deploy-demo site build .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -62,9 +83,23 @@ clean:
 	$(PIP) -e '.[datasets]'
 	touch $@
 
+.venv/deploy.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[deploy,datasets]'
+	touch $@
+
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[dev]'
-	touch $@ .venv/demo.stamp
+	touch $@ .venv/demo.stamp .venv/deploy.stamp
+
+.venv/browser.stamp: .venv/dev.stamp
+	$(PIP) playwright
+	touch $@
+
+# Where there is no npm, the tests that need its packages are skipped with a reason.
+build/web.stamp: tests/web/package.json
+	mkdir -p build
+	! command -v npm > /dev/null || (cd tests/web && npm install --no-audit --no-fund --silent)
+	touch $@
 
 .venv/docs.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[docs]'

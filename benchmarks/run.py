@@ -27,8 +27,11 @@ PARTS = {
     "population": ("10 thousand to 10 million clients", ["population.py"]),
     "text-step": ("next word: a training step", ["next_word.py", "step"]),
     "text-reconstruction": ("next word: reconstruction", ["next_word.py", "reconstruction"]),
+    "device": ("bundles for devices", ["device.py"]),
     "secure-sum": ("a secure sum", ["secure_sum.py"]),
-    "train": ("fedrecon train, start to saved model", ["train_command.py"]),
+    "train": ("fedrecon train with the paper's settings, start to saved model", ["train_command.py", "paper"]),
+    "train-default": ("fedrecon train without options, start to saved model", ["train_command.py", "default"]),
+    "serving": ("from ratings to recommendations", ["serving.py"]),
 }
 
 

@@ -23,7 +23,7 @@ def test_a_gradient_longer_than_its_limit_is_shortened_to_it():
 
 
 def test_a_limit_of_the_gradient_that_allows_no_step_is_refused():
-    with pytest.raises(ValueError, match=r"update.clip_norm is 0.0; give a norm above 0"):
+    with pytest.raises(ValueError, match=r"update.clip_norm is 0.0; it must be above 0"):
         Update(clip_norm=0.0)
 
 

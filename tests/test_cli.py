@@ -13,7 +13,18 @@ from safetensors.numpy import load_file
 from fedrecon.app.cli import COMMANDS, main
 from fedrecon.disk.sealed import write_sealed
 
-SMALL = ["--model.dim", "3", "--sampling.clients-per-round", "6", "--evaluate-every", "4", "--devices", "1"]
+SMALL = [
+    "--preset",
+    "paper",
+    "--model.dim",
+    "3",
+    "--sampling.clients-per-round",
+    "6",
+    "--evaluate-every",
+    "4",
+    "--devices",
+    "1",
+]
 SMALL += ["--data.fractions", "0.6", "0.2", "0.2", "--checkpoint-every", "3"]
 
 
@@ -82,11 +93,11 @@ def test_a_run_leaves_what_the_design_says(trained):
     assert facts["seed"] == 0
     assert set(facts["versions"]) == {"python", "jax", "numpy", "optax", "fedrecon"}
     assert facts["data"]["source"] == str(ratings)
-    assert facts["data"]["users"] == [12, 4, 4]
+    assert facts["data"]["users"] == [9, 4, 7]
     assert facts["started"] <= facts["ended"]
     assert facts["rounds"] == 8
     assert facts["interrupted"] is False
-    assert facts["test"]["clients"] == 4
+    assert facts["test"]["clients"] == 7
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [r["round"] for r in records if r["kind"] == "round"] == list(range(1, 9))
     assert [r["round"] for r in records if r["kind"] == "evaluation"] == [4, 8]
@@ -265,7 +276,7 @@ def test_evaluation_is_one_json_object(trained, capsys):
     assert main(["evaluate", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["protocol"] == "recon"
-    assert found["clients"] == 4
+    assert found["clients"] == 7
     assert found["diverged"] == 0
     assert set(found["micro"]) >= {"rmse", "accuracy"}
     assert set(found["macro"]) >= {"rmse", "accuracy"}
@@ -346,7 +357,7 @@ def test_column_names_are_options(trained, tmp_path, capsys):
 def test_the_demo_compares_and_recommends(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--rounds", "2"]) == 0
     out = capsys.readouterr().out
-    assert "the movie's mean rating" in out
+    assert "baseline: item + user bias" in out
     assert "without reconstruction" in out
     assert "10. " in out
     assert (tmp_path / "plots" / "learning_curve.png").exists()
@@ -358,7 +369,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["fly"], 2, "there is no command 'fly'; there are: train, evaluate"),
+        (["fly"], 2, "there is no command 'fly'; there are: train, tune, evaluate"),
         (["train"], 2, "DATA and --out are missing"),
         (["train", "synthetic"], 2, "--out is missing"),
         (["train", "synthetic", "--out", "run", "--ronds", "3"], 2, "no option --ronds; did you mean --rounds?"),
@@ -468,7 +479,7 @@ def test_the_command_runs_as_a_process_on_every_core(tmp_path):
     done = subprocess.run(
         [*command, "evaluate", str(tmp_path / "run"), "--json"], capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout)["clients"] == 4
+    assert json.loads(done.stdout)["clients"] == 7
     done = subprocess.run([*command, "evaluate", str(tmp_path / "gone")], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -181,16 +181,40 @@ def test_client_splits_are_disjoint_and_complete(sizes, shares, seed):
     ("shares", "counts"),
     [((0.8, 0.1, 0.1), [4832, 604, 604]), ((0.1, 0.2), [604, 1208]), ((1,), [6040]), ((0.5, 0.0), [3020, 0])],
 )
-def test_client_splits_have_the_expected_sizes(shares, counts):
-    assert [len(part) for part in make([1] * 6040).split_clients(*shares, seed=1)] == counts
+def test_client_splits_have_about_the_expected_sizes(shares, counts):
+    """Every client is drawn by itself: a size is binomial, and 5 standard deviations are never passed."""
+    found = [len(part) for part in make([1] * 6040).split_clients(*shares, seed=1)]
+    for size, expected in zip(found, counts, strict=True):
+        assert abs(size - expected) <= 5 * np.sqrt(expected * (1 - expected / 6040))
 
 
-def test_client_splits_depend_on_the_seed_only():
+def test_client_splits_depend_on_the_seed_and_on_names():
     clients = make([1] * 50)
-    first = clients.split_clients(0.5, seed=3)[0].names
+    first = clients.split_clients(0.5, seed=3)[0].names.tolist()
     np.random.seed(9)
-    assert (clients.split_clients(0.5, seed=3)[0].names == first).all()
-    assert not (clients.split_clients(0.5, seed=4)[0].names == first).all()
+    assert clients.split_clients(0.5, seed=3)[0].names.tolist() == first
+    assert clients.split_clients(0.5, seed=4)[0].names.tolist() != first
+
+
+@quick
+@given(st.permutations(range(12)), st.integers(1, 12), st.integers(0, 99))
+def test_who_trains_and_how_examples_are_shuffled_does_not_depend_on_who_else_is_there(order, some, seed):
+    clients = make([3] * 12)
+    others = clients.take(np.array(order)[:some])
+    everybody = set(clients.split_clients(0.5, seed=seed)[0].names.tolist())
+    assert set(others.split_clients(0.5, seed=seed)[0].names.tolist()) == everybody & set(others.names.tolist())
+    shuffled = clients.shuffle(seed)
+    for name, mine in zip(others.names, others.shuffle(seed), strict=True):
+        assert mine["x"].tolist() == shuffled[clients.index_of(name)]["x"].tolist()
+
+
+def test_a_client_is_who_it_is_called_whether_by_number_or_text():
+    numbers = Clients({"x": np.arange(3)}, [0, 1, 2], [1, 2, 3], np.array([7, 12, 100]))
+    texts = Clients({"x": np.arange(3)}, [0, 1, 2], [1, 2, 3], np.array(["12", "a longer name", "7"]))
+    np.testing.assert_array_equal(numbers.identities([0, 1]), texts.identities([2, 0]))
+    unnamed = Clients({"x": np.arange(3)}, [0, 1, 2], [1, 2, 3])
+    np.testing.assert_array_equal(unnamed.take(np.array([2, 0])).identities(), unnamed.identities([2, 0]))
+    assert len({tuple(words) for words in make([1] * 500).identities()}) == 500
 
 
 @pytest.mark.parametrize("shares", [(), (0.8, 0.3), (-0.1, 0.5)])

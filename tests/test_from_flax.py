@@ -168,7 +168,7 @@ def test_averaged_statistics_travel_with_the_global_parameters(net):
     model = net(state="averaged", local=())
     clients = clients_of(features(4, 1), features(4, 2))
     algorithm = fr.federated_averaging(model, update=descend(0.0, 4), server=optax.adam(0.1))
-    start = algorithm.init(jax.random.split(jax.random.key(0), 3)[0]).params
+    start = algorithm.params(algorithm.init(fr.run_keys(0).init))
     run = one_round(algorithm, clients)
     means = [hidden(start, features(4, seed)["x"]).mean(0) for seed in (1, 2)]
     np.testing.assert_allclose(statistics(run.params)[0], 0.01 * np.mean(means, 0), 1e-4, 1e-6)

@@ -210,10 +210,11 @@ def test_a_misspelt_declaration_is_named(lookups, message):
         check_lookups(model, model.init_global(key), model.init_local(key), {"item": jnp.array([1])})
 
 
-def test_an_unknown_table_is_named_when_the_algorithm_is_made():
+def test_an_unknown_table_is_named_when_the_algorithm_is_first_used():
     model = small_model(HONEST["brackets"])._replace(lookups={"tabel": "item"})
+    algorithm = fr.federated_reconstruction(model, reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0))
     with pytest.raises(ValueError, match="`lookups` names 'tabel'"):
-        fr.federated_reconstruction(model, reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0))
+        algorithm.method  # noqa: B018
 
 
 def test_ids_that_are_not_whole_numbers_are_named():

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedrecon.app.cli import main
 from fedrecon.data import DataError, load, load_ratings
 from fedrecon.data import sources as sources_module
 from fedrecon.data.ratings import text as text_module
@@ -321,3 +322,17 @@ def test_without_pyarrow_text_is_read_all_the_same(write, monkeypatch):
     found = load_ratings(write(text + "a,007,1,1\n"))
     assert found.fingerprint() == expected.fingerprint()
     assert found.names.tolist() == expected.names.tolist()
+
+
+def test_commands_read_standard_input(tmp_path, monkeypatch, capsys):
+    rows = [f"{user},{item},{1 + (user * item) % 5}" for user in range(30) for item in range(8) if (user + item) % 3]
+    path = tmp_path / "a.csv"
+    path.write_text("user,item,rating\n" + "\n".join(rows))
+    run = str(tmp_path / "run")
+    with path.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert main(["train", "-", "--out", run, "--rounds", "2", "--model.dim", "2"]) == 0
+    with path.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert main(["recommend", run, "--ratings", "-", "--user", "1", "-n", "1"]) == 0
+    assert "for user 1" in capsys.readouterr().out

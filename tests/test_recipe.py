@@ -92,3 +92,30 @@ def test_a_round_takes_the_gradient_of_the_reference(reference, clients):
     np.testing.assert_allclose(moved["evidence"]["user_embedding"], sums[1][:, :DIM], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(moved["evidence"]["user_bias"], sums[1][:, DIM], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(moved["shared"]["item_bias"], sums[2], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_going_both_ways_is_the_mean_of_going_each_way(clients, second_order):
+    """All sizes are even, so with the examples in reverse order support and query are exchanged."""
+    rows = np.concatenate([np.arange(a, b)[::-1] for a, b in zip(clients.starts, clients.ends, strict=True)])
+    turned = fr.Clients({n: c[rows] for n, c in clients.columns.items()}, clients.starts, clients.ends, clients.names)
+    model = fr.models.matrix_factorization(ITEMS, DIM, biases=True, init_scale=0.5, init_local_scale=0)
+    model = fr.models.implicit_feedback(model, ITEMS)
+
+    def learned(clients, **options):
+        algorithm = fr.federated_reconstruction(
+            model,
+            reconstruct=fr.least_squares(1.0),
+            update=fr.gradient_descent(optax.sgd(1.0), batch_size=10),
+            server=optax.sgd(0.1),
+            second_order=second_order,
+            **options,
+        )
+        run = fr.train(algorithm, clients, rounds=1, clients_per_round=4)
+        assert run.history[0]["clients"] == 4
+        return run.params
+
+    both, one, other = learned(clients, both_ways=True), learned(clients), learned(turned)
+    expected = jax.tree.map(lambda a, b: (a + b) / 2, one, other)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), both, expected)
+    assert not np.allclose(one["shared"]["item_embedding"], other["shared"]["item_embedding"])

@@ -49,7 +49,10 @@ def test_the_unit_of_the_ratings_does_not_matter():
 def test_predictions_stay_between_the_ends():
     clients = clients_of()
     algorithm = algorithm_of(clients, low=2.5, high=3.0)
-    params = {**algorithm.init(jax.random.key(0)).params, "item_bias": np.linspace(-3, 3, ITEMS).astype(np.float32)}
+    params = {
+        **algorithm.params(algorithm.init(jax.random.key(0))),
+        "item_bias": np.linspace(-3, 3, ITEMS).astype(np.float32),
+    }
     local = fr.reconstruct(algorithm, params, clients)
     found = np.asarray(algorithm.model.predict(params, jax.tree.map(lambda x: x[0], local), clients[0]))
     assert found.min() == 2.5

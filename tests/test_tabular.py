@@ -87,3 +87,18 @@ def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1" * 10)
     with pytest.raises(ValueError, match=r"cannot read .*a\.parquet"):
         fr.Clients.from_parquet(tmp_path / "a.parquet")
+
+
+def test_damage_to_saved_clients_is_found_when_they_are_opened(tmp_path):
+    clients = fr.Clients.from_columns({"x": np.arange(100.0)}, client=np.arange(100) % 7)
+    clients.save(tmp_path / "saved")
+    for file in sorted((tmp_path / "saved").glob("*.npy")):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ValueError, match=rf"{file.name} is damaged: its content is not what was written"):
+            fr.Clients.open(tmp_path / "saved")
+        file.write_bytes(content[:-1])
+        with pytest.raises(ValueError, match=rf"{file.name} is damaged: it has"):
+            fr.Clients.open(tmp_path / "saved")
+        file.write_bytes(content)
+    assert fr.Clients.open(tmp_path / "saved").fingerprint() == clients.fingerprint()

@@ -64,7 +64,7 @@ ENDLESS = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELEC
         ),
         ("DROP TABLE examples; CREATE VIRTUAL TABLE examples USING fts5(split_name, client_id)", "virtual table"),
         ("DROP TABLE examples", "no such table"),
-        ("UPDATE client_metadata SET num_examples = 'many'", "num_examples of client 'c1' is 'many', no count"),
+        ("UPDATE client_metadata SET num_examples = 'many'", "client 'c1' in client_metadata is 'many', no count"),
         ("UPDATE client_metadata SET num_examples = -3", "is '-3', no count"),
     ],
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_database_that_is_a_program_is_refused(tmp_path, change, message):
     connection.close()
     with bounded(20), pytest.raises(DataError, match=message) as error:
         prepare_stackoverflow(path, tmp_path / "corpus")
-    assert "a.sqlite" in str(error.value) or "client_metadata" in str(error.value)
+    assert "a.sqlite" in str(error.value)
 
 
 def test_what_becomes_far_too_large_is_not_unpacked(tmp_path, monkeypatch):

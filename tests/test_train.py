@@ -107,7 +107,7 @@ def test_a_round_reports_its_metrics_and_what_the_guards_did(whole):
     entry = of_kind(whole[0].history, "round")[0]
     assert entry.keys() == {
         *("kind", "round", "loss", "rmse", "accuracy", "weight"),
-        *("clients", "non_finite", "clipped", "zeroed", "invited", "too_small", "dropped", "skipped"),
+        *("clients", "non_finite", "invited", "too_small", "dropped", "skipped"),
     }
     assert entry["rmse"] == pytest.approx(entry["loss"] ** 0.5)
     assert entry["invited"] == 3

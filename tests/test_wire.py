@@ -99,7 +99,7 @@ def test_a_message_above_the_limit_is_not_read():
         (2**19).to_bytes(8, "little") + b"[" * 2**19,
         GOOD[:-1],
         GOOD + b"\0",
-        GOOD.replace(b'"version":"1"', b'"version":"7"'),
+        GOOD.replace(rb"\"version\": \"1\"", rb"\"version\": \"7\""),
         GOOD.replace(b"fedrecon-message", b"fedrecon-massage"),
     ],
 )

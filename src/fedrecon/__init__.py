@@ -3,7 +3,9 @@
 from fedrecon import aggregate as aggregate
 from fedrecon import baselines as baselines
 from fedrecon import data as data
+from fedrecon import device as device
 from fedrecon import models as models
+from fedrecon import optimizers as optimizers
 from fedrecon import preparation as preparation
 from fedrecon import ranking as ranking
 from fedrecon import split as split
@@ -18,6 +20,12 @@ from fedrecon.algorithms.federated_reconstruction import federated_reconstructio
 from fedrecon.algorithms.finetuning import then_finetune as then_finetune
 from fedrecon.algorithms.local_training import local_training as local_training
 from fedrecon.algorithms.scaffold import scaffold as scaffold
+from fedrecon.app.recommender import Recommended as Recommended
+from fedrecon.app.recommender import Recommender as Recommender
+from fedrecon.app.recommender import load as load
+from fedrecon.app.tuning import Trial as Trial
+from fedrecon.app.tuning import Tuned as Tuned
+from fedrecon.app.tuning import tune as tune
 from fedrecon.clients import Clients as Clients
 from fedrecon.cohort import Lengths as Lengths
 from fedrecon.comparison import Comparison as Comparison
@@ -52,8 +60,12 @@ from fedrecon.personalize import Recommendation as Recommendation
 from fedrecon.personalize import predict as predict
 from fedrecon.personalize import recommend as recommend
 from fedrecon.personalize import reconstruct as reconstruct
+from fedrecon.portable import Loaded as Loaded
+from fedrecon.portable import digest as digest
+from fedrecon.portable import save as save
 from fedrecon.privacy.leakage import Leakage as Leakage
 from fedrecon.privacy.leakage import leakage as leakage
+from fedrecon.recipes import RecipeError as RecipeError
 from fedrecon.sampling import Sampling as Sampling
 from fedrecon.solvers.descent import gradient_descent as gradient_descent
 from fedrecon.solvers.least_squares import least_squares as least_squares

@@ -133,6 +133,16 @@ class Evaluator:
           kept: what each client kept from training, clients first, where the protocol or algorithm wants it.
           progress: a progress display.
         """
+        return summarize(self.algorithm.model, self.protocol, self.sums(params, kept, progress=progress))
+
+    def sums(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> np.ndarray:
+        """Return each client's sums of loss and metrics, `(clients, metrics, 2)`: totals and weights.
+
+        Args:
+          params: global parameters.
+          kept: as for an evaluation.
+          progress: a progress display.
+        """
         if self.protocol == "standard" and self._has_local and not jax.tree.leaves(kept):
             raise ValueError(
                 "StandardEval measures local parameters kept from training; give them as `kept`, "
@@ -150,7 +160,7 @@ class Evaluator:
                 sums = np.asarray(self._run(shared, (self._packer.pack(order), _of(kept, order))))
                 found[order[order >= 0]] = sums[order >= 0]
                 advance(len(indices))
-        return summarize(self.algorithm.model, self.protocol, found)
+        return found
 
 
 def evaluate(
@@ -225,7 +235,13 @@ def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) ->
 
 
 def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
-    """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing."""
+    """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing.
+
+    Args:
+      algorithm: whose clients they are.
+      clients: all that may take part.
+      seed: of the run.
+    """
     if algorithm.method.keep is None:
         return ()
     keys = client_keys(jax.random.key(seed), clients.identities())

@@ -88,10 +88,10 @@ class Explanation:
                 f"(mean over {self.clients} clients)."
             )
         if self.noised:
-            otherwise = "" if self.sends_by_rows is None else f", instead of {_size(self.sends_by_rows)} by rows"
+            saved = "" if self.sends_by_rows is None else f", instead of {_size(self.sends_by_rows)} by rows"
             lines.append(
                 "Noise goes on every row, and rows would tell what a client has: for privacy against the server it "
-                f"sends all {_size(self.sends)}{otherwise}."
+                f"sends all {_size(self.sends)}{saved}."
             )
         return "\n".join(lines)
 

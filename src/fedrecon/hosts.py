@@ -150,7 +150,17 @@ def server_update(
 def server_round(
     algorithm: Algorithm, state: ServerState, uploads: Iterable[Upload | Total], key: Array | None = None
 ) -> tuple[ServerState, Report]:
-    """Take the uploads of a round at the server, and say what is known of the round (see `server_update`)."""
+    """Take the uploads of a round at the server, and say what is known of the round.
+
+    Args:
+      algorithm: what is trained.
+      state: of the server before the round.
+      uploads: of clients, or totals of gateways.
+      key: for what the aggregator draws at the server; from the system's entropy by default.
+
+    Returns:
+      The state after the round, and a report: counts, sums of metrics, whether the round was `skipped`.
+    """
     key = fresh_key() if key is None else key
     state = jax.tree.map(jnp.asarray, state)
     message = algorithm.message(state)

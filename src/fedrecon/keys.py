@@ -22,7 +22,11 @@ class RunKeys(NamedTuple):
 
 
 def run_keys(seed: int) -> RunKeys:
-    """Return the keys of a run."""
+    """Return the keys of a run.
+
+    Args:
+      seed: of the run.
+    """
     return RunKeys(*jax.random.split(jax.random.key(seed), 3))
 
 

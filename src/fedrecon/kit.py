@@ -17,6 +17,7 @@ from fedrecon.cohort import Needs as Needs
 from fedrecon.keys import client_keys as client_keys
 from fedrecon.model import Batch as Batch
 from fedrecon.model import Model as Model
+from fedrecon.recipes import recorded as recorded
 from fedrecon.solvers.descent import gradient_descent as gradient_descent
 from fedrecon.solvers.problem import Objective as Objective
 from fedrecon.solvers.problem import Problem as Problem
@@ -76,6 +77,7 @@ __all__ = [
     "mean_of_uploads",
     "query_only",
     "reconstruction",
+    "recorded",
     "settle",
     "shapes_of",
     "solve_local",

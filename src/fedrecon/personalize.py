@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
-from fedrecon.cohort import Needs, Packer
+from fedrecon.cohort import ABSENT, Needs, Packer, lengths_for
 from fedrecon.engine import compile_each, everywhere, layout
 from fedrecon.fitting import check_reconstruction
 from fedrecon.hosts import as_clients
@@ -20,9 +21,14 @@ from fedrecon.lookups.fit import features_used
 from fedrecon.model import Model
 from fedrecon.split import support_only
 
+SHORTEST = 16  # support examples there is room for, however few there are
+MOST_AT_ONCE = 4096  # clients that are packed together
+
 
 def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[str, Any], *, seed: int = 0) -> Any:
     """Rebuild local parameters from a client's own examples, all of them.
+
+    The first call compiles; later ones with the same algorithm, the very same value, and about as much data do not.
 
     Args:
       algorithm: whose reconstruction is run.
@@ -36,21 +42,63 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     if not isinstance(examples, Clients):
         alone = as_clients(examples)
         return jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, params, alone, seed=seed))
-    check_reconstruction(algorithm, examples)
-    # Features that only the loss of a query needs are in the data as well; those of the model are enough.
-    needs = Needs(support_only(), algorithm.method.support_limit, columns=features_used(algorithm.model, examples))
-    place = layout(model=algorithm.model)
-    order = place.arrange(np.arange(len(examples)), np.asarray(examples.sizes))
-    cohort = Packer(examples, needs).pack(order)
+    ready = _ready(algorithm)
+    needs = Needs(support_only(), algorithm.method.support_limit, columns=ready.features(examples))
+    needed = lengths_for(examples.max_size, needs)
+    packer = Packer(examples, needs, needed._replace(support=_rounded_up(needed.support, needs.support_limit)))
+    shared = everywhere((params, jax.random.key(seed)), ready.place)
+    parts = [
+        _some(ready, packer, examples, np.arange(begin, min(begin + MOST_AT_ONCE, len(examples))), shared)
+        for begin in range(0, max(1, len(examples)), MOST_AT_ONCE)
+    ]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
-    def block(shared: Any, part: Any) -> Any:
-        keys = client_keys(shared[1], part.identity)
-        return algorithm.method.reconstruct(shared[0], (), part.support, keys)
 
-    local = compile_each(block, place)(everywhere((params, jax.random.key(seed)), place), cohort)
-    back = np.empty(len(examples), np.int64)
-    back[order[order >= 0]] = np.flatnonzero(order >= 0)
+def _rounded_up(number: int, most: int | None = None) -> int:
+    """Return the next power of two, 16 at least, so that few lengths are compiled, but no more than `most`."""
+    rounded = max(SHORTEST, 1 << max(0, number - 1).bit_length())
+    return rounded if most is None else max(number, min(rounded, most))
+
+
+def _some(ready: _Ready, packer: Packer, examples: Clients, who: np.ndarray, shared: Any) -> Any:
+    """Rebuild local parameters of some clients, in their order."""
+    indices = np.full(_rounded_up(len(who)), ABSENT)
+    indices[: len(who)] = who
+    sizes = np.zeros(len(indices), np.int64)
+    sizes[: len(who)] = examples.sizes[who]
+    order = ready.place.arrange(indices, sizes)
+    local = ready.run(shared, packer.pack(order))
+    back = np.empty(len(who), np.int64)
+    back[order[order >= 0] - (who[0] if len(who) else 0)] = np.flatnonzero(order >= 0)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[back], local)
+
+
+class _Ready:
+    """What reconstruction by an algorithm needs, compiled once for every shape."""
+
+    def __init__(self, algorithm: Algorithm):
+        self._algorithm, self._features = algorithm, dict[Any, Sequence[str]]()
+        self.place = layout(model=algorithm.model)
+
+        def block(shared: Any, part: Any) -> Any:
+            keys = client_keys(shared[1], part.identity)
+            return algorithm.method.reconstruct(shared[0], (), part.support, keys)
+
+        self.run = compile_each(block, self.place)
+
+    def features(self, examples: Clients) -> Sequence[str]:
+        """Return the features that the model reads, after a check that it fits; both once for each kind of columns.
+
+        Features that only the loss of a query needs are in the data as well; those of the model are enough.
+        """
+        kind = tuple((name, column.dtype.str, column.shape[1:]) for name, column in examples.columns.items())
+        if kind not in self._features:
+            check_reconstruction(self._algorithm, examples)
+            self._features[kind] = features_used(self._algorithm.model, examples)
+        return self._features[kind]
+
+
+_ready = functools.lru_cache(maxsize=8)(_Ready)
 
 
 def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> np.ndarray:

@@ -17,6 +17,7 @@ from fedrecon.engine import Layout
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 from fedrecon.lookups.fit import features_used
 
+FEWEST = 50  # clients of a round where the population decides: fewer make noisy steps
 OVERFLOW = 1e-24  # the probability that Poisson sampling draws more clients than a round has places for
 
 
@@ -25,7 +26,7 @@ class Sampling:
     """Who takes part in a round.
 
     Attributes:
-      clients_per_round: how many clients' updates a round takes.
+      clients_per_round: how many clients' updates a round takes; None for a tenth of the population, 50 at least.
       oversample: invite this many times as many, and take the first that answer.
       drop_out: the share of invited clients that never answer.
       min_examples: clients with fewer examples do not answer either.
@@ -33,7 +34,7 @@ class Sampling:
         average only. Differential privacy counts on this. How many take part is itself private and not reported.
     """
 
-    clients_per_round: int = 100
+    clients_per_round: int | None = 100
     oversample: float = 1.0
     drop_out: float = 0.0
     min_examples: int = 1
@@ -41,7 +42,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.clients_per_round < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
+        number = 1 if self.clients_per_round is None else self.clients_per_round
+        if number < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
             raise ValueError(
                 "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
                 f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
@@ -51,13 +53,19 @@ class Sampling:
                 f"sampling has oversample {self.oversample} with poisson; who answers first would decide who takes part"
             )
 
+    def wanted(self, population: int) -> int:
+        """Return how many clients' updates a round takes of a population of this size."""
+        if self.clients_per_round is not None:
+            return self.clients_per_round
+        return max(1, min(population, max(FEWEST, round(population / 10))))
+
     def rate(self, clients: int) -> float:
         """Return the probability with which a client is drawn, unseen; 1 where none can be claimed.
 
         Args:
           clients: in the population.
         """
-        return min(self.clients_per_round / clients, 1.0) if self.poisson else 1.0
+        return min(self.wanted(clients) / clients, 1.0) if self.poisson else 1.0
 
     def capacity(self, clients: int) -> int:
         """Return how many places a round has.
@@ -68,7 +76,7 @@ class Sampling:
         Args:
           clients: in the population.
         """
-        return _places(clients, self.rate(clients)) if self.poisson else self.clients_per_round
+        return _places(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
 
     def overflow_delta(self, rounds: int) -> float:
         """Return what rounds with more clients than places add to delta, for any epsilon up to 13.

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedrecon.recipes import recorded
+
 Sizes = np.ndarray  # (clients,) how many examples each has
 Pair = tuple[np.ndarray, np.ndarray]  # for support and for query
 
@@ -29,6 +31,7 @@ class Split(NamedTuple):
     redrawn: bool = False
 
 
+@recorded
 def fraction(support: float, *, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
     """Give the first `support` share of a client's examples to support, the rest to query.
 
@@ -56,6 +59,7 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
     return Split(counts, lambda sizes: (np.zeros_like(sizes), counts(sizes)[0]), None, by)
 
 
+@recorded
 def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
     """Give the first half of a client's examples to support, the second half to query (see `fraction`).
 
@@ -67,6 +71,7 @@ def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> 
     return fraction(0.5, by=by, min_support=min_support, min_query=min_query)
 
 
+@recorded
 def at_most(support: int, split: Split) -> Split:
     """Split alike, but leave a client only the first `support` of its support examples; the query stays the same.
 
@@ -84,6 +89,7 @@ def at_most(support: int, split: Split) -> Split:
     return split._replace(counts=counts)
 
 
+@recorded
 def redrawn(split: Split) -> Split:
     """Split alike, but in training put a client's examples in a new random order in every round it takes part in.
 
@@ -98,6 +104,7 @@ def redrawn(split: Split) -> Split:
     return split._replace(redrawn=True)
 
 
+@recorded
 def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
     """Deal chunks of examples in turn: the first `chunk` to support, the next `chunk` to query, and so on.
 
@@ -119,6 +126,7 @@ def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
     return Split(counts, lambda sizes: (np.zeros_like(sizes), np.full_like(sizes, chunk)), pattern, by)
 
 
+@recorded
 def none(*, by: str | None = None) -> Split:
     """Let support and query both be all of a client's examples.
 
@@ -128,11 +136,13 @@ def none(*, by: str | None = None) -> Split:
     return Split(lambda sizes: (sizes, sizes), _both_from_start, None, by)
 
 
+@recorded
 def query_only() -> Split:
     """Give every example to query: for algorithms that reconstruct nothing."""
     return Split(lambda sizes: (np.zeros_like(sizes), sizes), _both_from_start)
 
 
+@recorded
 def support_only() -> Split:
     """Give every example to support: for serving a client rather than measuring on it."""
     return Split(lambda sizes: (sizes, np.zeros_like(sizes)), _both_from_start)

@@ -146,7 +146,7 @@ def train(
     stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
     interrupted = False
     with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
-        advance(done)
+        advance(done, "compiling" if done < rounds else "")
         try:
             evaluate_if_due()  # an interruption may have come between a round and its evaluation
             while loop.now.round < rounds:

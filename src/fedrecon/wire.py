@@ -16,6 +16,7 @@ from fedrecon.trees import flatten, unflatten
 from fedrecon.upload import ROW_CHUNK, RowChanges, Upload
 
 FORMAT, VERSION = "fedrecon-message", "1"
+ABOUT = "fedrecon"
 MOST_HEADER = 2**20  # bytes of a header that lists arrays
 MOST_BYTES = 2**31  # of a message, unless told otherwise
 SLACK = 2**16  # bytes by which a message may be larger than what is expected: its header
@@ -37,7 +38,8 @@ def to_bytes(value: Any) -> bytes:
     """
     trimmed = jax.tree.map(_trimmed, value, is_leaf=_is_rows)
     arrays = {path or "value": np.asarray(leaf, order="C") for path, leaf in flatten(trimmed)[0].items()}
-    return save(arrays, {"format": FORMAT, "version": VERSION, "kind": type(value).__name__})
+    about = {"format": FORMAT, "version": VERSION, "kind": type(value).__name__}
+    return save(arrays, {ABOUT: json.dumps(about)})  # one entry, since several would come in any order
 
 
 def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
@@ -88,9 +90,9 @@ def _check_header(data: bytes, kind: str) -> None:
     if not 0 < size <= min(MOST_HEADER, len(data) - 8):
         raise WireError(f"the message of {len(data)} bytes has no header; expected {FORMAT} {VERSION}")
     try:
-        told = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+        told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][ABOUT])
         format_, version, found = (told.get(name) for name in ("format", "version", "kind"))
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise WireError(f"the message has no header that can be read; expected {FORMAT} {VERSION}") from None
     if format_ != FORMAT or version != VERSION:
         raise WireError(f"the message is of format {format_!r} {version!r}; this version reads {FORMAT} {VERSION}")

@@ -9,6 +9,7 @@ import jax
 from jax import Array
 
 from fedrecon.privacy.accounting import Release
+from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, Summand, Total
 
 Report = dict[str, Array]  # what is known of a round beside the mean: counts, the weight, whether it was skipped
@@ -52,6 +53,7 @@ def stateless(
     return Aggregator(lambda parts: (), lambda state: (), encode_one, decode_one)
 
 
+@recorded
 def chain(*stages: Aggregator) -> Aggregator:
     """Put aggregators one after another: encoded in this order on the client, decoded in the opposite one.
 

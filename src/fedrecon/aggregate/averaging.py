@@ -12,11 +12,13 @@ from jax import Array
 
 from fedrecon.aggregate.aggregator import Aggregator, Report, chain, stateless
 from fedrecon.model import Model, metric_names
+from fedrecon.recipes import recorded
 from fedrecon.upload import Summand, Total, leave_out, map_values, values_of
 
 Weigh = Literal["examples", "uniform"] | Callable[[Array, Array], Array]
 
 
+@recorded
 def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm: float | None = None) -> Aggregator:
     """Average uploads.
 
@@ -38,6 +40,7 @@ def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm
     return chain(*stages, by_weight(weigh))
 
 
+@recorded
 def finite() -> Aggregator:
     """Exclude clients whose upload has any non-finite entry, and report them as `non_finite`."""
 
@@ -53,6 +56,7 @@ def finite() -> Aggregator:
     return stateless(encode)
 
 
+@recorded
 def clip(norm: float) -> Aggregator:
     """Scale uploads down to a norm over all their entries, and report how many were as `clipped`.
 
@@ -67,6 +71,7 @@ def clip(norm: float) -> Aggregator:
     return stateless(encode)
 
 
+@recorded
 def zero(norm: float) -> Aggregator:
     """Exclude clients whose upload has a norm above this, and report them as `zeroed`.
 
@@ -77,6 +82,7 @@ def zero(norm: float) -> Aggregator:
     return stateless(lambda summand: leave_out(summand, norms(summand) > norm, "zeroed"))
 
 
+@recorded
 def by_weight(weigh: Weigh = "examples") -> Aggregator:
     """Weigh uploads, and divide their sum by the sum of weights.
 
@@ -102,6 +108,7 @@ def by_weight(weigh: Weigh = "examples") -> Aggregator:
     return stateless(encode, decode)
 
 
+@recorded
 def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Array]:
     """Weigh clients by the weight that one of the model's metrics gives their query examples, such as tokens.
 

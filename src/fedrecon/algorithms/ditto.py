@@ -13,6 +13,7 @@ from jax import Array
 from fedrecon import kit
 
 
+@kit.recorded
 def ditto(
     model: kit.Model,
     *,

@@ -20,6 +20,7 @@ from fedrecon.algorithm import Algorithm, Method, averaged, init_server, step_ke
 from fedrecon.cohort import Cohort
 from fedrecon.keys import client_keys
 from fedrecon.model import Model
+from fedrecon.recipes import recorded
 from fedrecon.solvers.problem import Solver
 from fedrecon.solvers.reconstruction import reconstruction
 from fedrecon.solvers.statistics import settle
@@ -29,6 +30,7 @@ from fedrecon.trees import Params
 from fedrecon.upload import DELTA, Upload, against
 
 
+@recorded
 def federated_averaging(
     model: Model,
     *,

@@ -6,9 +6,11 @@ References:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -18,15 +20,17 @@ from fedrecon.algorithm import Algorithm, Method, Stages, averaged, init_server,
 from fedrecon.cohort import Cohort
 from fedrecon.keys import client_keys
 from fedrecon.model import Model
+from fedrecon.recipes import recorded
 from fedrecon.solvers.problem import Solver
 from fedrecon.solvers.reconstruction import reconstruction
 from fedrecon.solvers.update import Updater, differentiate_through, hold
 from fedrecon.split import Split
 from fedrecon.split import half as half_split
 from fedrecon.trees import Params
-from fedrecon.upload import DELTA, Upload
+from fedrecon.upload import DELTA, RowChanges, Upload, against
 
 
+@recorded
 def federated_reconstruction(
     model: Model,
     *,
@@ -36,6 +40,7 @@ def federated_reconstruction(
     split: Split | None = None,
     joint: bool = False,
     second_order: bool = False,
+    both_ways: bool = False,
     aggregate: Aggregator | None = None,
 ) -> Algorithm:
     """Train the global part of a model so that the local part is quick to reconstruct.
@@ -51,6 +56,8 @@ def federated_reconstruction(
       split: S; half and half by default.
       joint: let U move the local parameters too (they are still forgotten).
       second_order: let U differentiate through R. R is then run again in every step of U, so U wants few steps.
+      both_ways: let every client go twice, the second time with support and query exchanged, and send the mean of both
+        changes by examples. It learns from all of its examples in every round, at twice the cost.
       aggregate: weights, clipping; `aggregate.mean()` by default.
 
     Returns:
@@ -68,7 +75,7 @@ def federated_reconstruction(
         )
 
     def define(model: Model) -> Method:
-        updater = Updater(model, update, through_support=second_order)
+        updater = Updater(model, update, through_support=second_order or both_ways)
         rebuild = reconstruction(model, reconstruct)
 
         def reconstruct_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
@@ -92,15 +99,44 @@ def federated_reconstruction(
             predict = differentiate_through(model, reconstruct)
             return updater.run(params, cohort, predict, start, keys=of_u).upload, kept
 
+        def twice(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            one, kept = client(params, kept, cohort, key)
+            other, kept = client(params, kept, exchanged(cohort), key)
+            return together(one, other), kept
+
         return Method(
             init=lambda key: init_server(model, server, key),
-            client=client,
+            client=twice if both_ways else client,
             server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
             reconstruct=rebuild.run,
             needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
             check=rebuild.check,
             support_limit=reconstruct.limit,
-            stages=None if second_order else Stages(reconstruct_first, then_update),
+            stages=None if second_order or both_ways else Stages(reconstruct_first, then_update),
         )
 
     return Algorithm(model, define, aggregate or mean_of_uploads())
+
+
+def exchanged(cohort: Cohort) -> Cohort:
+    """Return a cohort whose support is query and the other way round; rows of both must be listed."""
+    return cohort._replace(
+        support=cohort.query, query=cohort.support, slots=cohort.support_slots, support_slots=cohort.slots
+    )
+
+
+def together(one: Upload, other: Upload) -> Upload:
+    """Join two uploads of the same clients into one, the mean of their changes by examples."""
+    examples = one.examples + other.examples
+    share = one.examples / jnp.maximum(examples, 1)  # (clients,)
+
+    def mean(a: Any, b: Any) -> Any:
+        if isinstance(a, RowChanges):  # of the same rows, since they are listed for both
+            return dataclasses.replace(a, values=mean(a.values, b.values))
+        weight = against(share, a)
+        return weight * a + (1 - weight) * b
+
+    parts = {
+        part: {path: mean(a, other.parts[part][path]) for path, a in some.items()} for part, some in one.parts.items()
+    }
+    return Upload(parts, examples, one.sums + other.sums)

@@ -12,10 +12,12 @@ from fedrecon.algorithm import Algorithm, Method, averaged, shapes_of
 from fedrecon.cohort import Examples
 from fedrecon.lookups.tables import lookup_groups
 from fedrecon.model import Batch, Model
+from fedrecon.recipes import recorded
 from fedrecon.solvers.problem import Objective, Problem, Solver
 from fedrecon.trees import Params, Which, flatten, matcher, unflatten
 
 
+@recorded
 def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*") -> Algorithm:
     """Finetune global parameters on a client's support, after its local parameters are rebuilt as before.
 

@@ -7,10 +7,12 @@ import optax
 from fedrecon.algorithm import Algorithm, shapes_of
 from fedrecon.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon.model import Model
+from fedrecon.recipes import recorded
 from fedrecon.solvers.problem import Solver
 from fedrecon.trees import flatten
 
 
+@recorded
 def local_training(model: Model, *, train: Solver) -> Algorithm:
     """Let every client train a whole model on its own support examples, and send nothing.
 

@@ -1,10 +1,6 @@
-"""SCAFFOLD: clients correct their steps by how their gradients differ from everybody's.
+"""SCAFFOLD (Karimireddy et al., Stochastic Controlled Averaging for Federated Learning, ICML 2020)."""
 
-References:
-  Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020.
-"""
-
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +9,10 @@ from jax import Array
 
 from fedrecon import kit
 
-CONTROL = "control"
+CONTROL = "control"  # the part of an upload beside `delta`
 
 
-class Scaffold(NamedTuple):
-    """The server's state, parameters and optimizer, or what it sends, parameters; and the mean control variate."""
-
-    trained: Any
-    control: kit.Params
-
-
+@kit.recorded
 def scaffold(
     model: kit.Model,
     *,
@@ -32,13 +22,13 @@ def scaffold(
     server: optax.GradientTransformation,
     epochs: int = 1,
 ) -> kit.Algorithm:
-    """Average what clients learn, with control variates against the drift of clients whose data differs.
+    """Average what clients learn, each corrected by how its gradients differ from everybody's.
 
     Args:
       model: with everything global. Every client keeps a control variate of its own, as large as that.
       learning_rate: of the clients' steps, which are plain SGD.
       batch_size: examples of a step.
-      num_clients: how many clients there are in all.
+      num_clients: how many there are in all.
       server: the optimizer that takes the negative mean change as a gradient.
       epochs: how often a client goes through its examples.
     """
@@ -46,41 +36,41 @@ def scaffold(
         raise ValueError("SCAFFOLD trains global parameters; the model has local ones: make it with everything global")
     update = kit.gradient_descent(optax.sgd(learning_rate), batch_size=batch_size, epochs=epochs)
 
-    def define(model: kit.Model) -> kit.Method:
-        def no_control(key: Array) -> kit.Params:
-            return optax.tree.zeros_like(model.init_global(key))
+    def nothing(key: Array) -> kit.Params:
+        return optax.tree.zeros_like(model.init_global(key))
 
+    def define(model: kit.Model) -> kit.Method:
         # The gradient of <control - own control, parameters> corrects every step.
         updater = kit.Updater(model, update, penalty=lambda params, pull: optax.tree.vdot(pull, params))
 
-        def client(message: Scaffold, own: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
-            pull = jax.tree.map(lambda c, mine: c - mine, message.control, own)  # (clients, ...)
-            updated = updater.run(message.trained, cohort, kit.hold(model), (), pull=pull)
+        def client(message: Any, own: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
+            params, control = message
+            pull = jax.tree.map(lambda c, mine: c - mine, control, own)  # (clients, ...)
+            updated = updater.run(params, cohort, kit.hold(model), (), pull=pull)
 
             def change(c: Array, delta: Array) -> Array:
                 steps = kit.against(updated.steps, delta)
                 return jnp.where(steps > 0, -c - delta / (learning_rate * jnp.maximum(steps, 1)), 0)
 
-            changes = jax.tree.map(change, kit.flatten(message.control)[0], updated.upload.delta)
+            changes = jax.tree.map(change, kit.flatten(control)[0], updated.upload.delta)
             own = jax.tree.map(jnp.add, own, kit.unflatten(kit.flatten(own)[1], changes))
             return updated.upload._replace(parts={**updated.upload.parts, CONTROL: changes}), own
 
-        def take(state: Scaffold, mean: kit.Parts, report: dict[str, Array]) -> Scaffold:
-            share = report["clients"] / num_clients
-            moved = kit.unflatten(kit.flatten(state.control)[1], mean[CONTROL])
-            control = jax.tree.map(lambda c, change: c + share * change, state.control, moved)
-            return Scaffold(kit.step_server(server, state.trained, mean[kit.DELTA]), control)
+        def take(state: Any, mean: kit.Parts, report: dict[str, Array]) -> Any:
+            moved = kit.unflatten(kit.flatten(state[1])[1], mean[CONTROL])
+            control = jax.tree.map(lambda c, change: c + report["clients"] / num_clients * change, state[1], moved)
+            return kit.step_server(server, state[0], mean[kit.DELTA]), control
 
         return kit.Method(
-            init=lambda key: Scaffold(kit.init_server(model, server, key), no_control(key)),
+            init=lambda key: (kit.init_server(model, server, key), nothing(key)),
             client=client,
             server=take,
             reconstruct=kit.reconstruction(model, None).run,
             needs=updater.needs(kit.query_only(), 1),
-            message=lambda state: Scaffold(state.trained.params, state.control),
-            params=lambda state: state.trained.params,
-            parts=lambda state: dict.fromkeys((kit.DELTA, CONTROL), kit.flatten(state.control)[0]),
-            keep=jax.vmap(no_control),
+            message=lambda state: (state[0].params, state[1]),
+            params=lambda state: state[0].params,
+            parts=lambda state: dict.fromkeys((kit.DELTA, CONTROL), kit.flatten(state[1])[0]),
+            keep=jax.vmap(nothing),
         )
 
     return kit.Algorithm(model, define, kit.mean_of_uploads("uniform"))

@@ -1,35 +1,105 @@
-"""The same model without reconstruction, and means as a model: rows of the demo beside those of `fr.baselines`."""
+"""What a model must beat, on the very same query: rows of tables beside it, and what to say if it does not."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import optax
 
+from fedrecon import baselines
 from fedrecon.algorithm import Algorithm
-from fedrecon.algorithms.federated_averaging import federated_averaging
-from fedrecon.app.build import build_algorithm, build_model
-from fedrecon.app.config import RatingsConfig, Reconstruct
-from fedrecon.model import Model
-from fedrecon.models import matrix_factorization
-from fedrecon.solvers.descent import gradient_descent
+from fedrecon.app.build import build_algorithm, build_model, build_split
+from fedrecon.app.config import Config, RatingsConfig, Reconstruct
+from fedrecon.app.saved import SavedModel
+from fedrecon.app.tasks import Users
+from fedrecon.clients import Clients
+from fedrecon.evaluation import Evaluation
+from fedrecon.preparation import Preparation, start
+
+Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
+MARGIN = 1e-6  # relative: what counts as equal
 
 
-def means_algorithm(num_items: int) -> Algorithm:
-    """Return an algorithm that predicts its parameters, one number an item: for evaluating means, not for training."""
-    ratings = matrix_factorization(num_items, 1)  # for its loss and metrics
-    model = Model(
-        init_global=lambda key: np.zeros(num_items, np.float32),
-        init_local=lambda key: (),
-        predict=lambda means, local, batch: means[batch["item"]],
-        loss=ratings.loss,
-        metrics=ratings.metrics,
+def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
+    """Measure the baselines on the query of a run's users, from its training users.
+
+    Args:
+      config: settings of the run.
+      users: of the run, as the model sees them.
+      part: which of them are measured: valid or test.
+      legend: the items.
+    """
+    measured = getattr(users, part)
+    if not isinstance(config, RatingsConfig) or not len(measured):
+        return {}
+    split = build_split(config.split.evaluate, config.split)
+    if not len(baselines.divided(measured, split).query.rating):
+        return {}
+    return baselines.measure(users.train, measured, split=split, num_items=len(legend)).table
+
+
+def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
+    """Measure the baselines that a saved model knows enough for, on the query of other clients.
+
+    Args:
+      model: of ratings, with its items' biases.
+      clients: as the model sees them.
+    """
+    config, items = model.config, model.legend
+    if not isinstance(config, RatingsConfig) or config.model.scale is None or items.liking is None:
+        return {}
+    known = baselines.divided(clients, build_split(config.split.evaluate, config.split))
+    if not len(known.query.rating):
+        return {}
+    zero = _preparation(model)
+    own = baselines.user_biases(zero, known.support, known.clients)
+    found = zero.item_bias[known.query.item] + own[known.query.client]
+    guesses = {"global mean": np.zeros(len(found)), "item + user bias": found}
+    return {name: baselines.errors(zero.restore(guess), known.query.rating) for name, guess in guesses.items()}
+
+
+def _preparation(model: SavedModel[Any]) -> Preparation:
+    """Return what round zero knew of biases, from what is saved; ratings are transformed already."""
+    scale, liking = model.config.model.scale, model.legend.liking
+    return start(len(model.legend))._replace(
+        mean=scale.mean,
+        deviation=scale.deviation,
+        low=scale.low,
+        high=scale.high,
+        item_bias=liking.bias,
+        noise=liking.user_ridge,
+        user_variance=1.0,
     )
-    return federated_averaging(model, update=gradient_descent(optax.sgd(0.0), batch_size=1), server=optax.sgd(0.0))
 
 
-def without_reconstruction(config: RatingsConfig, num_items: int) -> Algorithm:
+def with_baselines(found: Evaluation, table: Table) -> dict[str, Any]:
+    """Return the summary of an evaluation with the baselines in it, if there are any."""
+    return found.summary() | ({"baselines": {name: dict(row) for name, row in table.items()}} if table else {})
+
+
+def verdict(found: Evaluation, table: Table) -> str | None:
+    """Say that the model loses against a baseline and what to try; None if it does not.
+
+    Args:
+      found: how the model does.
+      table: how the baselines do on the same query.
+    """
+    if not table:
+        return None
+    best = min(table, key=lambda name: table[name]["rmse"])
+    ours, theirs = found.micro["rmse"], table[best]["rmse"]
+    if ours <= theirs * (1 + MARGIN):
+        return None
+    return (
+        f"the model loses against a baseline: {best!r} has RMSE {theirs:.4f}, the model {ours:.4f}. With few ratings a "
+        "user there may be nothing to learn beyond biases. Try --preset default if these are other settings, more "
+        "--rounds, fewer dimensions (--model.dim 4), a larger --model.prior, or fedrecon tune."
+    )
+
+
+def without_reconstruction(config: Config, num_items: int) -> Algorithm:
     """Return the same algorithm, but that local parameters stay as they were initialised."""
     model = build_model(config.model, num_items)
     return build_algorithm(dataclasses.replace(config, reconstruct=Reconstruct(steps=0)), model)

@@ -7,13 +7,14 @@ import optax
 from fedrecon import aggregate, split
 from fedrecon.algorithm import Algorithm
 from fedrecon.algorithms.federated_reconstruction import federated_reconstruction
-from fedrecon.app.config import Config, Reconstruct, Server, Split, Update
-from fedrecon.app.tasks.ratings import build_model as build_model
+from fedrecon.app.config import Config, RatingsConfig, Reconstruct, Server, Split, Update
+from fedrecon.app.tasks.factors import believing, ridges_of
+from fedrecon.app.tasks.factors import build_model as build_model
 from fedrecon.app.tasks.ratings import load_ratings as load_ratings
 from fedrecon.engine import Layout, layout
 from fedrecon.model import Model
 from fedrecon.solvers.descent import gradient_descent
-from fedrecon.solvers.least_squares import least_squares
+from fedrecon.solvers.least_squares import Ridge, least_squares
 from fedrecon.solvers.optimizers import adagrad, yogi
 from fedrecon.solvers.problem import Solver
 
@@ -26,20 +27,21 @@ def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransforma
     return known[name](learning_rate)
 
 
-def build_server(settings: Server) -> optax.GradientTransformation:
-    """Return the server's optimizer."""
+def build_server(settings: Server, rounds: int | None = None) -> optax.GradientTransformation:
+    """Return the server's optimizer, for a run of so many rounds."""
     optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
-    if settings.decay_rounds is None:
+    over = rounds if settings.decay_rounds == "all" else settings.decay_rounds
+    if not isinstance(over, int) or over < 1:
         return optimizer
-    return optax.chain(
-        optimizer, optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, settings.decay_rounds, alpha=0.02))
-    )
+    linear = settings.decay == "linear"
+    decay = optax.linear_schedule(1.0, 0.0, over) if linear else optax.cosine_decay_schedule(1.0, over, alpha=0.02)
+    return optax.chain(optimizer, optax.scale_by_schedule(decay))
 
 
-def build_reconstruction(settings: Reconstruct) -> Solver:
-    """Return R."""
+def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> Solver:
+    """Return R; with least squares it takes `ridge` in place of that of the settings, if there is one."""
     if settings.solver == "least-squares":
-        return least_squares(settings.ridge)
+        return least_squares(settings.ridge if ridge is None else ridge)
     return gradient_descent(
         build_optimizer(settings.optimizer, settings.learning_rate),
         batch_size=settings.batch_size,
@@ -78,23 +80,29 @@ def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
     return aggregate.chain(*stages, aggregate.adaptive_clip(settings.clip_quantile), aggregate.by_weight(weigh))
 
 
-def build_algorithm(config: Config, model: Model, aggregator: aggregate.Aggregator | None = None) -> Algorithm:
+def build_algorithm(
+    config: Config, model: Model, examples: int = 1, aggregator: aggregate.Aggregator | None = None
+) -> Algorithm:
     """Return Federated Reconstruction of a model with these settings.
 
     Args:
-      config: the settings.
+      config: the settings, those of a `Ready` for a model that begins with round zero.
       model: what is trained.
+      examples: how many all training clients have, which a prior is weighed against; nothing but training needs it.
       aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
     """
-    update = config.update
+    update, server, ridge = config.update, build_server(config.server, config.rounds), None
+    if isinstance(config, RatingsConfig):
+        server, ridge = believing(config.model, server, examples), ridges_of(config)
     return federated_reconstruction(
         model,
         split=build_split(config.split.train, config.split),
-        reconstruct=build_reconstruction(config.reconstruct),
+        reconstruct=build_reconstruction(config.reconstruct, ridge),
         update=build_update(update),
-        server=build_server(config.server),
+        server=server,
         joint=update.joint,
         second_order=update.second_order,
+        both_ways=update.both_ways,
         aggregate=build_aggregator(config, model) if aggregator is None else aggregator,
     )
 

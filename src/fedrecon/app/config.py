@@ -22,6 +22,7 @@ from fedrecon.app.settings import Server as Server
 from fedrecon.app.settings import Split as Split
 from fedrecon.app.settings import Update as Update
 from fedrecon.data.text.preparation import FRACTIONS, MAX_SENTENCES
+from fedrecon.preparation import TRAITS
 from fedrecon.sampling import Sampling as Sampling
 
 TaskName = Literal["ratings", "text"]
@@ -138,12 +139,15 @@ class Data(Source, Reading):
       items: a text file with the columns item and title, to call items by their titles.
       min_ratings: users with fewer ratings are left out.
       max_examples: at most this many ratings of a user are used, after shuffling; None for all.
+      transform: none takes ratings as they are; log1p takes log(1 + x), for counts; auto takes log1p where they look
+        like counts.
       shuffle_seed: seed of the order of each user's ratings; None keeps the order of the file.
     """
 
     items: str | None = None
     min_ratings: int = 1
     max_examples: int | None = 300
+    transform: Literal["none", "log1p", "auto"] = "none"
     shuffle_seed: int | None = 0
 
     def __post_init__(self) -> None:
@@ -156,6 +160,46 @@ class Data(Source, Reading):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What round zero found in the training users' ratings; saved with the model, never given.
+
+    Attributes:
+      transform: log1p if what is learned and predicted is log(1 + rating).
+      mean: of the ratings, transformed.
+      deviation: of the ratings, transformed.
+      low: no prediction is below.
+      high: no prediction is above.
+      standardized: whether the model works with mean 0 and deviation 1.
+      noise: the ridge on a user's embedding.
+      user_ridge: the ridge on a user's bias.
+      trait_ridges: the ridges on what a user makes of each trait of an item; none if the model has no traits.
+    """
+
+    transform: Literal["none", "log1p"] = "none"
+    mean: float = 0.0
+    deviation: float = 1.0
+    low: float
+    high: float
+    standardized: bool = False
+    noise: float = 1.0
+    user_ridge: float = 1.0
+    trait_ridges: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that a model can be built from it."""
+        numbers = (self.mean, self.low, self.high, *self.ridges)
+        if not all(map(math.isfinite, numbers)) or not self.low <= self.high or not min(self.ridges) > 0:
+            raise ValueError(f"scale is {self}; it must be finite, with deviation and ridges above 0")
+        if len(self.trait_ridges) not in (0, len(TRAITS)):
+            raise ValueError(f"scale.trait_ridges are {self.trait_ridges[:9]}; expected none or {len(TRAITS)}")
+
+    @property
+    def ridges(self) -> tuple[float, ...]:
+        """All that must be above 0."""
+        return (self.deviation, self.noise, self.user_ridge, *self.trait_ridges)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Factorization:
     """The model: a rating is the product of an item's embedding (global) and a user's (local).
 
@@ -165,6 +209,13 @@ class Factorization:
       init_mean: where the global mean starts; only with biases.
       learned_default: learn where reconstruction starts, which serves users with few ratings.
       implicit_feedback: let what a user rated, whatever the ratings, move where reconstruction starts.
+      round_zero: begin with the scale, the item biases (which stay as they are) and the ridges that follow from sums
+        over the training users; needs biases.
+      item_traits: let users differ in what they make of an item's bias and popularity; needs round-zero.
+      init_scale: embeddings start uniform between minus and plus this.
+      prior: the server's ridge on item embeddings, against the sum over all ratings; for adaptive server optimizers.
+      implicit_prior: the same for what implicit feedback learns.
+      least_ratings: recommend only items with so many ratings by training users.
     """
 
     dim: int = 50
@@ -172,17 +223,34 @@ class Factorization:
     init_mean: float = 0.0
     learned_default: bool = False
     implicit_feedback: bool = False
+    round_zero: bool = False
+    item_traits: bool = False
+    init_scale: float = 0.05
+    prior: float = 0.0
+    implicit_prior: float = 0.0
+    least_ratings: int = 1
+    scale: tyro.conf.Suppress[Scale | None] = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
         check_number("dim", self.dim, least=1, most=MOST_WIDTH)
+        for name in ("init_scale", "prior", "implicit_prior"):
+            check_number(f"model.{name}", getattr(self, name))
+        check_number("model.least_ratings", self.least_ratings, most=MOST_ROUNDS)
+        if self.round_zero and not self.biases:
+            raise ValueError("model.round_zero finds item biases, so it needs model.biases")
+        if self.item_traits and not self.round_zero:
+            raise ValueError("model.item_traits are found in round zero, so they need model.round_zero")
         if not math.isfinite(self.init_mean):
             raise ValueError(f"init_mean is {self.init_mean}; it must be a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RatingsConfig(Config):
-    """All settings of a run on ratings. The defaults are the paper's for MovieLens 1M."""
+    """All settings of a run on ratings.
+
+    The defaults here are the paper's for MovieLens 1M; `presets.PRESETS` has those of the command line.
+    """
 
     task: Annotated[Literal["ratings"], _TASKS] = "ratings"
     data: Data
@@ -298,13 +366,14 @@ class TextConfig(Config):
 CONFIGS: dict[str, type[Config]] = {"ratings": RatingsConfig, "text": TextConfig}
 
 
-def config_from_json(values: Any, source: str, task: str | None = None) -> Config:
+def config_from_json(values: Any, source: str, task: str | None = None, base: Config | None = None) -> Config:
     """Make all settings of a run from JSON.
 
     Args:
       values: an object as `to_json` returns, or part of one.
       source: where it comes from, for messages.
       task: the task if `values` names none; ratings by default, which is all that there was once.
+      base: what is not given is as here, if it is of the same task; else as the type's defaults.
 
     Raises:
       ConfigError: a setting is unknown, missing or of the wrong type; the message names it.
@@ -312,4 +381,4 @@ def config_from_json(values: Any, source: str, task: str | None = None) -> Confi
     found = values.get("task", task or "ratings") if isinstance(values, Mapping) else "ratings"
     if not isinstance(found, str) or found not in CONFIGS:
         raise ConfigError(f"{source}: task is {found!r}; expected one of {', '.join(CONFIGS)}")
-    return from_json(CONFIGS[found], values, source)
+    return from_json(CONFIGS[found], values, source, default=base if type(base) is CONFIGS[found] else None)

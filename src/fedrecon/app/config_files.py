@@ -53,6 +53,7 @@ def from_json(kind: type[T], values: Any, source: str, *, within: str = "", defa
         if dataclasses.is_dataclass(hints[name]):
             make = fields[name].default_factory
             group = None if make is dataclasses.MISSING else make()
+            group = group if default is None else getattr(default, name)
             found[name] = from_json(typing.cast(type, hints[name]), value, source, within=where, default=group)
         else:
             found[name] = _typed(hints[name], value, where, source)
@@ -74,6 +75,10 @@ def _typed(hint: Any, value: Any, where: str, source: str) -> Any:
         origin, choices = typing.get_origin(kind), typing.get_args(kind)
         if origin is Literal and isinstance(value, str) and value in choices:
             return value
+        if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            return from_json(typing.cast(type, kind), value, source, within=where)
+        if origin is tuple and choices[-1] is Ellipsis and isinstance(value, list | tuple):
+            return tuple(_typed(choices[0], x, where, source) for x in value)
         if origin is tuple and isinstance(value, list | tuple) and len(value) == len(choices):
             return tuple(_typed(one, x, where, source) for one, x in zip(choices, value, strict=True))
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -91,7 +96,9 @@ def _name(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_name(kind) for kind in inner)
     if origin is tuple:
-        return f"a list of {len(inner)} numbers"
+        return "a list of numbers" if inner[-1] is Ellipsis else f"a list of {len(inner)} numbers"
+    if dataclasses.is_dataclass(hint):
+        return "an object of settings"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     return names[hint]
 

@@ -17,6 +17,7 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
+from fedrecon.app.baselines import Table, beside, with_baselines
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
 from fedrecon.app.health import Watch, why_failed
@@ -55,6 +56,8 @@ class Outcome:
       evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
       left_out: counts of what was not read of the data.
+      described: whether what was read has been said already, with what was left out.
+      baselines: how the baselines do on the query of the test users; empty where there are none.
       failed: why the run is said to have failed; None if it went well.
     """
 
@@ -65,6 +68,8 @@ class Outcome:
     evaluator: Evaluator | None
     test: Evaluation | None
     left_out: Mapping[str, int]
+    baselines: Table
+    described: bool = False
     failed: str | None = None
 
 
@@ -107,23 +112,35 @@ def run_experiment(
         data = task.load(config, progress)
         facts = _facts(config, data.fingerprint(), earlier, made_by)
         check_fingerprint(folder, facts, earlier)
-        users, legend = task.divide(config, data, progress), task.legend(config, data)
-        model = task.build_model(config, legend)
-        protection = protect(config, model, len(users.train), earlier)
-        algorithm = build_algorithm(config, model, protection.aggregator)
+        users = task.divide(config, data, progress)
+        prepared = task.prepare(config, data, users, task.legend(config, data))
+        users = prepared.users
+        protection = protect(prepared.config, prepared.model, len(users.train), earlier)
+        algorithm = build_algorithm(prepared.config, prepared.model, users.train.num_examples, protection.aggregator)
         place = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
         facts["data"] |= {"left_out": {**data.skipped}}
         facts["layout"] = layout_facts(place)
-        facts["privacy"] = _promise(protection, algorithm, config, len(users.train))
-        for remark in say_promise(config, protection):
+        facts["privacy"] = _promise(protection, algorithm, prepared.config, len(users.train))
+        for remark in (*prepared.remarks, *say_promise(prepared.config, protection)):
             say(remark)
         _say_who_cannot_learn(config, task, users, say)
         if overwrite:
             folder.replace()
         folder.describe(facts)
         return _run(
-            _Ready(config, folder, task, users, legend, algorithm, place, facts, protection.ledger),
+            _Started(
+                prepared.config,
+                folder,
+                task,
+                users,
+                prepared.legend,
+                algorithm,
+                place,
+                facts,
+                bool(prepared.remarks),
+                protection.ledger,
+            ),
             data,
             progress,
             on_record,
@@ -131,7 +148,7 @@ def run_experiment(
         )
 
 
-class _Ready(NamedTuple):
+class _Started(NamedTuple):
     """A run that can start."""
 
     config: Config
@@ -142,12 +159,13 @@ class _Ready(NamedTuple):
     algorithm: Algorithm
     place: Layout
     facts: dict[str, Any]
+    described: bool
     ledger: Ledger | None
 
 
-def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
+def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
-    config, folder, task, users, legend, algorithm, place, facts, ledger = ready
+    config, folder, task, users, legend, algorithm, place, facts, described, ledger = ready
     evaluator = make_evaluator(config, algorithm, users, place)
     watch = Watch(config, task, say)
 
@@ -173,10 +191,12 @@ def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord |
     )
     failed = why_failed(run.history, task)
     model = save_model(folder.model_path, config, run.params, legend, failed)
-    test = None
+    test: Evaluation | None = None
+    table: Table = {}
     if not run.interrupted and len(users.test):
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
         test = on_test(run.params, progress=progress) if on_test else None
+        table = beside(config, users, "test", legend)
         if (found := why_failed(run.history, task, test)) != failed:
             failed = found
             model = save_model(folder.model_path, config, run.params, legend, failed)
@@ -189,12 +209,12 @@ def _run(ready: _Ready, data: Dataset, progress: Progress, on_record: OnRecord |
             "failed": failed,
             "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
             "stopped": run.stopped,
-            "test": test.summary() if test else None,
+            "test": with_baselines(test, table) if test else None,
         }
     )
     if not run.interrupted:
         folder.complete()
-    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, failed)
+    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, table, described, failed)
 
 
 def make_evaluator(

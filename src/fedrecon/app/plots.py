@@ -39,6 +39,11 @@ def learning_curve(
     left, right = figure.subplots(1, 2)
     _draw_loss(left, _column(rounds, "round"), _column(rounds, "loss"))
     _draw_evaluations(right, evaluations, measures)
+    write_figure(figure, path)
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Write a figure to a PNG file; its folder is made."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)

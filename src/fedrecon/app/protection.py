@@ -44,7 +44,7 @@ def protect(config: Config, model: Model, clients: int, earlier: dict[str, Any] 
       earlier: `run.json` of the run that goes on: its noise stays as it was, however many rounds are planned now.
     """
     settings, sampling = config.privacy, config.sampling
-    per_round = min(sampling.clients_per_round, clients)
+    per_round = min(sampling.wanted(clients), clients)
     if not settings.on:
         if not config.aggregate.secure:
             return Protection(build_aggregator(config, model))
@@ -53,6 +53,11 @@ def protect(config: Config, model: Model, clients: int, earlier: dict[str, Any] 
         weigh = build_weights(config, model)
         return Protection(aggregate.secure(config.aggregate.clip_norm, clients=most, weigh=weigh))
     assert settings.clip_norm is not None
+    if getattr(config.model, "round_zero", False):
+        raise ValueError(
+            "round zero reads sums over everybody's ratings, and those get no noise; with --privacy options use "
+            "--preset paper, which has no round zero"
+        )
     try:
         sampling_rate(clients, per_round)
         delta = default_delta(clients) if settings.delta is None else settings.delta

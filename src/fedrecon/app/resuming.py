@@ -61,6 +61,12 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
             f"the run in {folder.path} has other settings: {', '.join(changed)}; "
             "resume it with its own, or begin anew with --overwrite"
         )
+    if settings.rounds != config.rounds and config.server.decay_rounds == "all":
+        raise StorageError(
+            f"the run in {folder.path} brings its learning rate down over all of its {settings.rounds} rounds, so "
+            f"it cannot go on to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew "
+            "with --overwrite"
+        )
     if done is not None and done > config.rounds:
         raise StorageError(f"the run in {folder.path} is past round {config.rounds}: it has done {done}")
     if facts.get("version") != VERSION:

@@ -7,32 +7,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fedrecon.algorithm import client_keys
+from fedrecon.app.recommender import Recommender
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import Items
 from fedrecon.clients import Clients
 from fedrecon.completion import Suggestion, suggest
 from fedrecon.data import DataError, Vocabulary, personal_text, split_text
-from fedrecon.personalize import Recommendation, recommend, reconstruct
+from fedrecon.data.sources import is_readable, open_bytes
+from fedrecon.hosts import as_clients
+from fedrecon.personalize import Recommendation, reconstruct
 
 
-def recommend_items(model: SavedModel[Items], clients: Clients, n: int = 10) -> list[Recommendation]:
+def recommend_items(
+    model: SavedModel[Items], clients: Clients, n: int = 10, least_ratings: int | None = None
+) -> list[Recommendation]:
     """Rebuild every client's local parameters from all its ratings and recommend what it has not rated."""
-    algorithm = model.algorithm
-    everyone = reconstruct(algorithm, model.params, clients, seed=model.config.seed)
-    return [
-        recommend(
-            algorithm.model,
-            model.params,
-            jax.tree.map(lambda leaf, i=i: leaf[i], everyone),
-            num_items=len(model.legend),
-            rated=clients[i]["item"],
-            n=n,
-        )
-        for i in range(len(clients))
-    ]
+    return Recommender(model).recommend_numbers(clients, n, least_ratings)
 
 
 class Completion(NamedTuple):
@@ -85,8 +77,9 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
         raise DataError("the text has no words to rebuild anything from")
     limit = min(sentences, algorithm.method.support_limit or sentences)
     newest = {name: column[sentences - limit :] for name, column in mine.columns.items()}
-    rebuilt = reconstruct(algorithm, model.params, newest, seed=model.config.seed)
-    key = client_keys(jax.random.key(model.config.seed), jnp.zeros(1, jnp.int32))[0]  # as `reconstruct` begins
+    person = as_clients(newest)
+    rebuilt = jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, model.params, person, seed=model.config.seed))
+    key = client_keys(jax.random.key(model.config.seed), person.identities())[0]  # as `reconstruct` begins
     fresh = algorithm.model.init_local(key)
 
     def suggestions(words: list[str], local: Any) -> list[Suggestion]:
@@ -108,14 +101,16 @@ def _words_of(prompt: str, max_words: int) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """Read a file of plain text.
+    """Read a file of plain text, a pipe, or standard input as "-".
 
     Raises:
       DataError: it is not there, or is not UTF-8 text.
     """
-    if not path.is_file():
+    if not is_readable(path):
         raise DataError(f"{path} is not a file; expected plain text. Check the path.")
+    with open_bytes(path) as stream:
+        data = stream.read()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise DataError(f"{path} is not UTF-8 text ({problem.reason} at byte {problem.start})") from None

@@ -104,7 +104,8 @@ class Reconstruct:
       steps: at most this many steps; None for no limit.
       epochs: how often a client goes through its support.
       batch_size: examples of one step.
-      ridge: with least squares: the penalty on the squared distance from where the parameters start.
+      ridge: with least squares: the penalty on the squared distance from where the parameters start; after
+        --model.round-zero, a multiple of the penalties that it found.
     """
 
     solver: Literal["gradient-descent", "least-squares"] = "gradient-descent"
@@ -134,6 +135,7 @@ class Update:
       clip_norm: shorten the gradient of a step to this norm if it is longer; None leaves it as it is.
       joint: move the local parameters as well (they are forgotten all the same).
       second_order: differentiate through the reconstruction; slow, so use few steps.
+      both_ways: go twice, the second time with support and query exchanged, at twice the cost.
     """
 
     optimizer: Optimizer = "sgd"
@@ -144,6 +146,7 @@ class Update:
     clip_norm: float | None = None
     joint: bool = False
     second_order: bool = False
+    both_ways: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -159,17 +162,20 @@ class Server:
       optimizer: takes the negative mean update for a gradient; sgd at 1.0 is plain averaging; fedadagrad is Adagrad
         with accumulators from 0 instead of 0.1.
       learning_rate: its learning rate.
-      decay_rounds: bring the learning rate down to a fiftieth over so many rounds, along a cosine; None keeps it.
+      decay: how the learning rate comes down: along a cosine to a fiftieth, or linearly to nothing.
+      decay_rounds: over how many rounds; all for all rounds of the run; None keeps it as it is.
     """
 
     optimizer: ServerOptimizer = "sgd"
     learning_rate: float = 1.0
-    decay_rounds: int | None = None
+    decay: Literal["cosine", "linear"] = "cosine"
+    decay_rounds: int | Literal["all"] | None = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
         check_number("server.learning_rate", self.learning_rate)
-        check_number("server.decay_rounds", self.decay_rounds, least=1, most=MOST_ROUNDS, fails="or none at all")
+        if self.decay_rounds != "all":
+            check_number("server.decay_rounds", self.decay_rounds, least=1, most=MOST_ROUNDS, fails="or none at all")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from fedrecon.data.ratings.movielens import NAMES, movielens
 from fedrecon.data.ratings.summary import Summary
 from fedrecon.data.ratings.synthetic import synthetic_ratings
 from fedrecon.data.ratings.titles import load_titles, unique_labels
-from fedrecon.data.sources import is_readable
+from fedrecon.data.sources import is_readable as _is_readable
 from fedrecon.data.text.corpus import Corpus
 from fedrecon.data.text.files import load_text, prepare_text
 from fedrecon.data.text.sentences import PersonalText, Sentences, input_ids, personal_text, prompt_columns
@@ -60,7 +60,7 @@ def load(source: str | Path, **options: Any) -> Ratings:
         return synthetic_ratings(**options)
     if source in NAMES or path.is_dir() or (path.is_file() and path.suffix == ".zip"):
         return movielens(source, **options)
-    if not is_readable(path):
+    if not _is_readable(path):
         known = ", ".join((*NAMES, "synthetic"))
         raise DataError(f"{source} is neither a file nor a known data set; known names are: {known}.")
     return load_ratings(path, **options)

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.lib import format as npy
 
+from fedrecon.disk.digests import DamagedError, describe_files, verify_files
+
 Columns = Mapping[str, np.ndarray]
 
 FORMAT = "fedrecon-clients"
 VERSION = 1
 CLIENTS_PER_BLOCK = 16_384
+QUICK_BYTES = 1 << 24  # of a file that is read whenever a folder is opened
 
 
 class Totals(NamedTuple):
@@ -148,23 +151,38 @@ def write_manifest(
         "columns": {name: {"dtype": file.dtype.str, "shape": list(file.shape)} for name, file in columns.items()},
         "array_fields": sorted(arrays),
         "fields": {name: value for name, value in fields.items() if name not in arrays},
+        "files": describe_files(folder, sorted(file.name for file in folder.glob("*.npy"))),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read what a folder holds, or fail with a sentence if it is not one of ours."""
+def read_manifest(folder: Path, most_bytes: int | None = QUICK_BYTES) -> dict[str, Any]:
+    """Read what a folder holds, or fail with a sentence if it is not one of ours, or is damaged.
+
+    Files up to 16 MB are read and compared with the digests that were written; of larger ones only the size is, since
+    millions of clients are to open in milliseconds. Folders of earlier versions have no digests.
+
+    Args:
+      folder: the folder.
+      most_bytes: the largest file that is read; None reads all.
+    """
     if not (folder / "manifest.json").is_file():
         raise ValueError(f"{folder} is not a saved Clients folder: it has no manifest.json.")
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         kind, version = manifest["format"], manifest["version"]
-    except (ValueError, KeyError, TypeError):
+        version = int(version)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         kind, version = "unknown", 0
     if kind != FORMAT:
         raise ValueError(f"{folder} is not a saved Clients folder: its manifest.json is of another kind.")
     if version > VERSION:
         raise ValueError(f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it.")
+    if "files" in manifest:
+        try:
+            verify_files(folder, manifest["files"], most_bytes)
+        except DamagedError as problem:
+            raise DamagedError(f"{folder} is damaged or incomplete: {problem}") from None
     return manifest
 
 

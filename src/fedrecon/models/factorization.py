@@ -8,9 +8,11 @@ import numpy as np
 from jax import Array
 
 from fedrecon.model import Batch, Metric, Model, Weighted
+from fedrecon.recipes import recorded
 from fedrecon.trees import Params
 
 
+@recorded
 def matrix_factorization(
     num_items: int,
     dim: int = 50,

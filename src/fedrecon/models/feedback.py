@@ -11,9 +11,11 @@ from jax import Array
 from fedrecon.lookups.tables import prefixed
 from fedrecon.model import AUTO, Batch, Model
 from fedrecon.models.starts import state_within_shared, within_shared
+from fedrecon.recipes import recorded
 from fedrecon.trees import Params, Which, flatten, matcher, unflatten
 
 
+@recorded
 def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", moves: Which = "*") -> Model:
     """Let every id in a client's support add something learned to the start of its local parameters.
 

@@ -9,9 +9,11 @@ from jax import Array
 
 from fedrecon.lookups.tables import prefixed
 from fedrecon.model import AUTO, Batch, Model, Step, predict_in
+from fedrecon.recipes import recorded
 from fedrecon.trees import Params, path_name
 
 
+@recorded
 def client_table(model: Model, num_clients: int, *, feature: str = "client") -> Model:
     """Make every client's local parameters rows of global tables.
 

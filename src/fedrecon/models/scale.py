@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.model import Batch, Model, Step, Weighted, predict_in
+from fedrecon.recipes import recorded
 from fedrecon.trees import Params
 
 
+@recorded
 def standardized(
     model: Model,
     mean: float,

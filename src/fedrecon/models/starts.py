@@ -9,9 +9,11 @@ from jax import Array
 
 from fedrecon.lookups.tables import prefixed
 from fedrecon.model import Batch, Model, State
+from fedrecon.recipes import recorded
 from fedrecon.trees import Params
 
 
+@recorded
 def learned_default(model: Model) -> Model:
     """Make the starting point of reconstruction a global parameter.
 

@@ -15,6 +15,7 @@ from fedrecon.cohort import Examples
 from fedrecon.lookups.reach import reach, state_labels
 from fedrecon.lookups.tables import change_rows, merge_repeats
 from fedrecon.model import Batch, Step
+from fedrecon.recipes import recorded
 from fedrecon.solvers.batches import batch_places, number_of_batches, take_batch
 from fedrecon.solvers.growing import cut, phases, put_back
 from fedrecon.solvers.problem import Problem, Solution, Solver, no_sums
@@ -53,6 +54,7 @@ class Turn(NamedTuple):
     keys: Array | None
 
 
+@recorded
 def gradient_descent(
     optimizer: optax.GradientTransformation,
     *,

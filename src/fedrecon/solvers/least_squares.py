@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedrecon.lookups.tables import original_batch
 from fedrecon.model import Batch, Model, Step, measure, metric_names
+from fedrecon.recipes import recorded
 from fedrecon.solvers.problem import Objective, Problem, Solution, Solver
 from fedrecon.trees import Params, by_pattern, flatten, unflatten
 
@@ -20,6 +21,7 @@ Ridge = float | Mapping[str, Any]  # of everything, or by pattern; of a leaf one
 MOST_SOLVED_FOR = 2048  # least squares forms a square matrix of this side for every client
 
 
+@recorded
 def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
     """Solve a squared-error model that is linear in what is solved for, at once and exactly.
 

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedrecon.recipes import recorded
 
+
+@recorded
 def adagrad(learning_rate: float, eps: float = 1e-3, initial_accumulator: float = 0.0) -> optax.GradientTransformation:
     """Adagrad as federated optimization uses it: accumulators start at zero, `eps` is large and outside the root.
 
@@ -35,6 +38,7 @@ def adagrad(learning_rate: float, eps: float = 1e-3, initial_accumulator: float 
     return optax.GradientTransformation(init, update)
 
 
+@recorded
 def yogi(
     learning_rate: float,
     b1: float = 0.9,

@@ -14,11 +14,18 @@ from fedrecon._version import __version__
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
     "train": "train a model, of ratings or text, whose personal parameters never leave the clients",
+    "tune": "find settings for one's own ratings on validation users",
     "evaluate": "measure a trained model on clients it has never met",
     "recommend": "recommend items to the users of a ratings file",
     "complete": "suggest next words to a person, their own words among them",
+    "bundle": "write what reconstructs and predicts without Python or JAX, or check such a folder",
+    "page": "serve a bundle's page on this machine and open it in the browser",
     "demo": "train on real ratings, compare with baselines, recommend: under a minute",
     "privacy": "plan the noise that a privacy budget takes",
+    "plan": "agree on a training over several nodes that keep their data",
+    "keys": "make the keys and certificates of a server and its nodes",
+    "server": "train a plan over nodes, which keep their data",
+    "node": "take part in a server's training with a file that stays here",
     "reproduce": "run a study of the paper: its rows and figures, next to its numbers",
 }
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few

@@ -44,6 +44,7 @@ def parse(argv: Sequence[str]) -> Evaluate:
 
 def run(args: Evaluate) -> int:
     """Evaluate and print."""
+    from fedrecon.app.baselines import beside, beside_saved, with_baselines
     from fedrecon.app.build import build_layout
     from fedrecon.app.experiment import make_evaluator, users_of_run
     from fedrecon.app.health import evaluation_failed
@@ -71,16 +72,18 @@ def run(args: Evaluate) -> int:
         show.left_out(others.skipped)
         config, users = model.config, Users(others.clients, others.clients, others.clients)
         title, part = f"{task.people} of {file}", "test"
+    users = Users(*(task.view(model.config, part) for part in users))
     algorithm = model.algorithm
     evaluator = make_evaluator(config, algorithm, users, build_layout(config, algorithm.model), part)
     if evaluator is None:
         raise ValueError(f"the run in {args.run} has no {part} {task.people}")
     found = evaluator(model.params, progress=bars)
     failed = evaluation_failed(found, task.people)
+    table = beside(config, users, part, model.legend) if file is None else beside_saved(model, users.test)
     if args.json:
-        print(json.dumps(without_nan({**found.summary(), **({"failed": failed} if failed else {})})))
+        print(json.dumps(without_nan({**with_baselines(found, table), **({"failed": failed} if failed else {})})))
     else:
-        show.evaluation(title, found, task)
+        show.evaluation(title, found, task, table)
     if model.failed is not None:
         show.alarm(f"the training of {args.run} failed: {model.failed}")
     return 0 if failed is None and model.failed is None else FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ class Recommend:
       ratings: the users' own ratings, with item ids as in training.
       user: whom to recommend to, by the ids in the file; everybody in it by default.
       top: how many items.
+      least_ratings: recommend only items with so many ratings by training users; as in training by default.
+      items: a text file with the columns item and title, to call items by their titles.
       json: print one JSON object.
     """
 
@@ -33,6 +36,8 @@ class Recommend:
     ratings: Path
     user: tuple[str, ...] = ()
     top: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 10
+    least_ratings: int | None = None
+    items: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     data: Reading = field(default_factory=Reading)
 
@@ -47,11 +52,13 @@ def run(args: Recommend) -> int:
     from fedrecon.app.saved import open_for
     from fedrecon.app.serving import recommend_items
     from fedrecon.app.tasks import RATINGS
-    from fedrecon.app.tasks.ratings import read_ratings
+    from fedrecon.app.tasks.ratings import read_ratings, with_titles
 
     if args.top < 1:
         raise options.UsageError(f"--top is {args.top}; it must be at least 1")
     model = open_for(RATINGS, args.run)
+    if args.items is not None:
+        model = dataclasses.replace(model, legend=with_titles(model.legend, args.items))
     ratings = read_ratings(args.ratings, args.data, item_ids=model.legend.ids)
     show.left_out(ratings.skipped)
     if args.user:
@@ -61,7 +68,8 @@ def run(args: Recommend) -> int:
             raise ValueError(f"{args.ratings}: {problem.args[0]}") from None
     everyone: list[dict[str, Any]] = []
     assert ratings.names is not None  # a ratings file names its users
-    for name, size, found in zip(ratings.names, ratings.sizes, recommend_items(model, ratings, args.top), strict=True):
+    advice = recommend_items(model, ratings, args.top, args.least_ratings)
+    for name, size, found in zip(ratings.names, ratings.sizes, advice, strict=True):
         items = [
             {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}
             for k, score in zip(found.items, found.scores, strict=True)

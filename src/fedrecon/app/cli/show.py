@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fedrecon.printing import plain
 
 if TYPE_CHECKING:
+    from fedrecon.app.baselines import Table
     from fedrecon.app.tasks import Measure, Task
     from fedrecon.evaluation import Evaluation
 
@@ -45,8 +47,13 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], tex
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(shown)
 
 
-def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None:
-    """Print an evaluation: figures, and of whom they are. No figures if too many others diverged."""
+def evaluation(
+    title: str, found: Evaluation, task: Task[Any, Any, Any], baselines: Table = MappingProxyType({})
+) -> None:
+    """Print an evaluation: figures beside those of baselines, and of whom they are. No figures if too many others
+    diverged.
+    """
+    from fedrecon.app.baselines import verdict
     from fedrecon.app.health import evaluation_failed
 
     measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
@@ -61,6 +68,7 @@ def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None
 
     rows = [
         (f"over all {task.examples} (micro)", *figures(found.micro)),
+        *((f"  baseline: {name}", *figures(row)) for name, row in baselines.items()),
         (f"mean over {task.people} (macro)", *figures(found.macro)),
     ]
     rows += [
@@ -73,6 +81,8 @@ def evaluation(title: str, found: Evaluation, task: Task[Any, Any, Any]) -> None
     if small := len(found.per_client.get("loss", ())) - found.clients:
         told.append(f"{small} have too few {task.examples} to be measured")
     print(f"{measured}{of} {task.people}, {found.examples} query {task.examples}, {'; '.join(told)}")
+    if loses := verdict(found, baselines):
+        print(loses)
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:

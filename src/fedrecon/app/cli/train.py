@@ -13,6 +13,7 @@ import tyro
 
 from fedrecon.app.cli import FAILED, options, show
 from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
+from fedrecon.app.presets import PRESETS, Preset, base_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Train:
 
     Attributes:
       out: the folder for everything the run leaves: run.json, metrics.jsonl, checkpoint/, model/, plots/.
+      preset: settings to begin with; a config file and options override them. default suits ratings of any scale and
+        number, quick is the same in fewer rounds, paper is what the paper used for MovieLens 1M.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
       resume: go on with the run in the folder, to the same parameters as if it had never stopped.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
@@ -28,6 +31,7 @@ class Train:
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
     out: Path
+    preset: Preset | None = None
     config: Path | None = None
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -39,8 +43,8 @@ class TrainRatings(Train):
     """Train a recommender by Federated Reconstruction: item parameters are learned by the server, user parameters
     are rebuilt by every user from their own ratings and never leave them. With --task text: a model of the next word.
 
-    Ends by evaluating on test users, none of whom took part in training. The defaults are the paper's settings for
-    MovieLens 1M. Example: fedrecon train ratings.csv --out runs/mine --data.user userId --data.item movieId
+    Ends by evaluating on test users, none of whom took part in training, beside baselines. The defaults follow from the
+    data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine --data.user userId
     """
 
     settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
@@ -66,21 +70,24 @@ def parse(argv: Sequence[str]) -> Train:
     task, file = options.given("--task", argv), options.given("--config", argv)
     if task is not None and task not in COMMANDS:
         raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
-    default = _defaults(task, None if file is None else Path(file))
+    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
     command = COMMANDS[default.task]
     found = options.parse(command, "train", argv, default=command(settings=default, out=tyro.MISSING))
     return dataclasses.replace(found, typed=tuple(argv))
 
 
-def _defaults(task: str | None, file: Path | None) -> Config:
-    """Return the settings of the file or of the task; the data is MISSING where nothing names it."""
+def defaults(task: str | None, file: Path | None, preset: str | None) -> Config:
+    """Return the settings of the file or of the preset; the data is MISSING where nothing names it."""
     values = {} if file is None else read_config(file)
     named = isinstance(values.get("data"), dict) and "source" in values["data"]
     if not named and isinstance(values.setdefault("data", {}), dict):
         values["data"]["source"] = ""
     if task is not None and values.get("task", task) != task and values["task"] in CONFIGS:
         raise options.UsageError(f"--task is {task!r}, but the settings in {file} are for {values['task']!r}")
-    found = config_from_json(values, str(file), task)
+    if preset is not None and preset not in PRESETS:
+        raise options.UsageError(f"--preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
+    base = base_of(preset, values.get("task", task or "ratings"), values)
+    found = config_from_json(values, str(file), task, base)
     return found if named else dataclasses.replace(found, data=dataclasses.replace(found.data, source=tyro.MISSING))
 
 
@@ -104,7 +111,8 @@ def run(args: Train) -> int:
         on_record=lambda record: show.progress_of(record, task.measures),
         say=show.remark,
     )
-    show.left_out(found.left_out)
+    if not found.described:
+        show.left_out(found.left_out)
     learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
     if found.failed is not None:
         show.alarm(f"training {'fails' if found.run.interrupted else 'failed'}: {found.failed}")
@@ -119,7 +127,8 @@ def run(args: Train) -> int:
     if found.test is None:
         show.remark(f"there are no test {task.people} to evaluate on")
     else:
-        show.evaluation(f"{len(found.users.test)} test {task.people}, none seen in training", found.test, task)
+        title = f"{len(found.users.test)} test {task.people}, none seen in training"
+        show.evaluation(title, found.test, task, found.baselines)
     if found.run.ledger is not None:
         print(f"privacy: {found.run.ledger.summary()}")
         print(f"         {NOT_COVERED}")

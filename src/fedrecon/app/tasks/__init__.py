@@ -6,6 +6,7 @@ from fedrecon.app.config import Config
 from fedrecon.app.tasks.ratings import RATINGS as RATINGS
 from fedrecon.app.tasks.ratings import Items as Items
 from fedrecon.app.tasks.task import Measure as Measure
+from fedrecon.app.tasks.task import Ready as Ready
 from fedrecon.app.tasks.task import Task as Task
 from fedrecon.app.tasks.task import Users as Users
 from fedrecon.app.tasks.text import TEXT as TEXT

@@ -4,54 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedrecon.app.config import Data, Factorization, RatingsConfig, Reading
+from fedrecon.app.config import Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
+from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon.clients import rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
-from fedrecon.model import Model
-from fedrecon.models import implicit_feedback, learned_default, matrix_factorization
 from fedrecon.progress import Progress
-
-
-@dataclass(frozen=True, eq=False)
-class Items:
-    """What items are called.
-
-    Attributes:
-      ids: the original id of item k.
-      titles: the title of item k, or None.
-    """
-
-    ids: np.ndarray
-    titles: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        """Check that there is a title for every item, if there are titles."""
-        if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
-            raise ValueError("items and titles do not match")
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self.ids)
-
-    def title(self, k: int) -> str:
-        """Return the title of item `k`, or its original id where there is none."""
-        return str(self.ids[k] if self.titles is None else self.titles[k])
-
-
-def build_model(settings: Factorization, num_items: int) -> Model:
-    """Return the model."""
-    model = matrix_factorization(num_items, settings.dim, biases=settings.biases, init_mean=settings.init_mean)
-    model = learned_default(model) if settings.learned_default else model
-    return implicit_feedback(model, num_items) if settings.implicit_feedback else model
 
 
 def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:
@@ -65,11 +31,21 @@ def load_ratings(settings: Data) -> Ratings:
     ratings = _load(settings)
     if settings.items is None:
         return ratings
-    titles = load_titles(settings.items)
-    known = np.array([titles.get(str(own), str(own)) for own in ratings.item_ids.tolist()], dtype=str)
-    if not any(str(own) in titles for own in ratings.item_ids.tolist()):
-        raise DataError(f"{settings.items} has no title for any item of {settings.source}: are its ids the same?")
-    return dataclasses.replace(ratings, titles=known)
+    return dataclasses.replace(ratings, titles=_titles(settings.items, ratings.item_ids, settings.source))
+
+
+def _titles(file: str | Path, ids: np.ndarray, source: str) -> np.ndarray:
+    """Read the titles of items; those without one are called by their id."""
+    titles = load_titles(file)
+    if not any(str(own) in titles for own in ids.tolist()):
+        raise DataError(f"{file} has no title for any item of {source}: are its ids the same?")
+    return np.array([titles.get(str(own), str(own)) for own in ids.tolist()], dtype=str)
+
+
+def with_titles(items: Items, file: str | Path) -> Items:
+    """Return items with the titles of a file, each of which then stands for one item."""
+    titles = _titles(file, items.ids, "the model")
+    return dataclasses.replace(items, titles=np.array(unique_labels(titles.tolist(), items.ids.tolist())))
 
 
 def _load(settings: Data) -> Ratings:
@@ -100,10 +76,16 @@ def divide_users(ratings: Ratings, settings: Data) -> Users:
 
 
 def _items(config: RatingsConfig, ratings: Ratings) -> Items:
-    del config
+    # Of the people who train alone: whoever validates or tests leaves no trace in a saved model.
+    seen = divide_users(ratings, config.data).train
+    rows = rows_of(seen.starts, seen.ends)
+    items, values = np.asarray(seen.columns["item"])[rows], np.asarray(seen.columns["rating"])[rows]
     ids = np.asarray(ratings.item_ids)
     return Items(
-        ids, None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist()))
+        ids,
+        None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist())),
+        np.bincount(items, minlength=ratings.num_items),
+        (float(values.min()), float(values.max())) if len(values) else None,
     )
 
 
@@ -114,12 +96,26 @@ def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, pro
 
 
 def _describe(items: Items) -> dict[str, Any]:
-    return {"item_ids": items.ids.tolist(), "titles": None if items.titles is None else items.titles.tolist()}
+    return {
+        "item_ids": items.ids.tolist(),
+        "titles": None if items.titles is None else items.titles.tolist(),
+        "counts": None if items.counts is None else items.counts.tolist(),
+        "scale": None if items.scale is None else list(items.scale),
+        "liking": None if items.liking is None else items.liking.to_json(),
+    }
 
 
 def _recall(description: Mapping[str, Any]) -> Items:
     titles = description["titles"]
-    return Items(np.array(description["item_ids"]), None if titles is None else np.array(titles, dtype=str))
+    # Older models have none of these.
+    counts, scale, liking = (description.get(name) for name in ("counts", "scale", "liking"))
+    return Items(
+        np.array(description["item_ids"]),
+        None if titles is None else np.array(titles, dtype=str),
+        None if counts is None else np.array(counts, np.int64),
+        None if scale is None else (float(scale[0]), float(scale[1])),
+        None if liking is None else Liking.from_json(liking),
+    )
 
 
 RMSE = Measure("rmse", "RMSE")
@@ -137,6 +133,8 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     divide=lambda config, ratings, progress: divide_users(ratings, config.data),
     facts=lambda config, ratings: {"ratings": ratings.num_examples, "items": ratings.num_items},
     build_model=lambda config, items: build_model(config.model, len(items)),
+    prepare=prepare_ratings,
+    view=lambda config, clients: transformed(clients, config.model.scale.transform if config.model.scale else "none"),
     read=_read,
     describe=_describe,
     recall=_recall,

@@ -45,6 +45,24 @@ class Users(NamedTuple):
     test: Clients
 
 
+class Ready(NamedTuple):
+    """All that training needs, after a look at the training clients.
+
+    Attributes:
+      config: the settings, with what was found in the data; inference needs them as well.
+      users: the clients as the model sees them.
+      legend: what ids stand for.
+      model: as it starts.
+      remarks: what was read and what was decided from it, for people.
+    """
+
+    config: Any
+    users: Users
+    legend: Any
+    model: Model
+    remarks: tuple[str, ...] = ()
+
+
 class Dataset(Protocol):
     """Data as loaded, before it is divided."""
 
@@ -85,6 +103,8 @@ class Task(Generic[C, D, L]):
       divide: `(config, data, progress) -> users`.
       facts: `(config, data) -> what run.json says about the data`.
       build_model: `(config, legend) -> model`.
+      prepare: `(config, data, users, legend) -> Ready`, by sums over the training clients.
+      view: `(config, clients) -> clients` as the model sees them; `config` is that of a `Ready`.
       read: `(config, legend, path, reading, progress) -> the clients of another file`, with the same ids.
       describe: `legend -> JSON`.
       recall: `JSON -> legend`; raises KeyError, TypeError or ValueError if it is not one.
@@ -103,6 +123,8 @@ class Task(Generic[C, D, L]):
     divide: Callable[[C, D, Progress], Users]
     facts: Callable[[C, D], dict[str, Any]]
     build_model: Callable[[C, L], Model]
+    prepare: Callable[[C, D, Users, L], Ready]
+    view: Callable[[C, Clients], Clients]
     read: Callable[[C, L, Path, Reading, Progress], Read]
     describe: Callable[[L], dict[str, Any]]
     recall: Callable[[Mapping[str, Any]], L]

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedrecon.app.config import NextWord, Reading, TextConfig, TextData
 from fedrecon.app.config_files import changed
-from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Ready, Task, Users
 from fedrecon.clients import Clients
 from fedrecon.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
 from fedrecon.data.cache import cache_folder
@@ -69,9 +67,11 @@ def divide_corpus(config: TextConfig, corpus: Corpus, progress: Progress) -> Use
     """Divide the clients and return their sentences as examples."""
     if HELD_OUT in corpus.splits:
         everyone = corpus.train
-        order = np.random.default_rng(config.data.split_seed).permutation(len(everyone))
-        held_back = np.isin(order, np.arange(min(MOST_VALID, len(everyone) // 10)))
-        divided = (everyone.take(~held_back), everyone.take(held_back), corpus.split(HELD_OUT))
+        held_back = min(MOST_VALID / max(len(everyone), 1), 0.1)
+        divided = (
+            *everyone.split_clients(1 - held_back, held_back, seed=config.data.split_seed),
+            corpus.split(HELD_OUT),
+        )
     else:
         divided = (corpus.train, corpus.valid, corpus.test)
     parts = [part.at_least(config.data.min_sentences) for part in divided]
@@ -153,6 +153,8 @@ TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
     divide=divide_corpus,
     facts=_facts,
     build_model=lambda config, vocabulary: build_next_word(config.model, vocabulary),
+    prepare=lambda config, corpus, users, words: Ready(config, users, words, build_next_word(config.model, words)),
+    view=lambda config, clients: clients,
     read=read_corpus,
     describe=_describe,
     recall=_recall,

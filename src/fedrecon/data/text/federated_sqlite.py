@@ -119,12 +119,14 @@ def _check_table(connection: sqlite3.Connection, path: Path, table: str) -> None
         raise DataError(f"{path}: the column {computed[0]} of {table} is computed; expected plain columns.")
 
 
-def choose_clients(connection: sqlite3.Connection, numbers: Mapping[str, int], seed: int) -> dict[tuple[str, str], int]:
+def choose_clients(
+    connection: sqlite3.Connection, path: Path, numbers: Mapping[str, int], seed: int
+) -> dict[tuple[str, str], int]:
     """Return how many examples every client has that is taken, by its split and id in alphabetical order."""
     query = "SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?"
     chosen: dict[tuple[str, str], int] = {}
     for split in SPLITS:
-        sizes = {str(name): _count(name, size) for name, size in connection.execute(query, (split,))}
+        sizes = {str(name): _count(path, name, size) for name, size in connection.execute(query, (split,))}
         names = sorted(sizes)
         if split in numbers and numbers[split] < len(names):
             picked = np.random.default_rng(seed).permutation(len(names))[: numbers[split]]
@@ -133,11 +135,10 @@ def choose_clients(connection: sqlite3.Connection, numbers: Mapping[str, int], s
     return chosen
 
 
-def _count(client: object, size: object) -> int:
+def _count(path: Path, client: object, size: object) -> int:
     if not isinstance(size, int) or size < 0:
-        raise DataError(
-            f"client_metadata: num_examples of client {str(client)[:50]!r} is {str(size)[:50]!r}, no count."
-        )
+        whose = f"{path}: num_examples of client {str(client)[:50]!r}"
+        raise DataError(f"{whose} in client_metadata is {str(size)[:50]!r}, no count.")
     return size
 
 

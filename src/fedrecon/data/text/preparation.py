@@ -146,7 +146,8 @@ def _divide(keys: np.ndarray, plan: Plan) -> np.ndarray:
     if plan.fractions is None:
         return (_letters(keys)[:, 0] - ord("0")).astype(np.int8)
     everyone = np.arange(len(keys))
-    parts = Clients({"client": everyone}, everyone, everyone + 1).split_clients(*plan.fractions, seed=plan.seed)
+    clients = Clients({"client": everyone}, everyone, everyone + 1, _without_split(keys))
+    parts = clients.split_clients(*plan.fractions, seed=plan.seed)
     split_of = np.empty(len(keys), np.int8)
     for number, part in enumerate(parts):
         split_of[part.starts] = number

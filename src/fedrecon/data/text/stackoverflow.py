@@ -71,7 +71,7 @@ def prepare_stackoverflow(
     path = unpacked(Path(database), unpack, progress)
     with closing(connect(path)) as connection:
         try:
-            chosen = choose_clients(connection, clients or {}, seed)
+            chosen = choose_clients(connection, path, clients or {}, seed)
             posts = read_examples(connection, path, chosen, max_sentences, bad, progress)
             return prepare_corpus(posts, folder, plan, str(database), bad.skipped, progress)
         except UNREADABLE as problem:

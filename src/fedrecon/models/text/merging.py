@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,6 +13,17 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 Layer = Callable[[Any, Any], Any]  # (arrays with a batch axis, weights) -> arrays with a batch axis
+_plain: ContextVar[bool] = ContextVar("plain", default=False)
+
+
+@contextlib.contextmanager
+def plain_layers() -> Iterator[None]:
+    """Trace layers in their plain form, without loops of unknown length and orders: the form that is exported."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
 
 
 def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
@@ -52,7 +65,7 @@ def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
 
         @jax.custom_vjp
         def differentiable(batches: Any, weights: Any) -> Any:
-            return batched(batches, weights)
+            return simple(batches, weights) if _plain.get() else batched(batches, weights)
 
         # A function with a rule for vmap has no derivative of its own.
         differentiable.defvjp(

@@ -12,9 +12,11 @@ from jax import Array
 from fedrecon.model import Batch, Metric, Model, Weighted
 from fedrecon.models.text.lstm import lstm
 from fedrecon.models.text.softmax import Logits
+from fedrecon.recipes import recorded
 from fedrecon.trees import Params
 
 
+@recorded
 def next_word(
     vocabulary: int,
     oov_buckets: int = 1,

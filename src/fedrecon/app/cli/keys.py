@@ -1,0 +1,56 @@
+"""`fedrecon keys`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrecon.app.cli import options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Make keys for a deployment: an authority and a server's certificate, if the folder has none, and node keys.
+
+    Send ca.crt and its own key to every node; keep the rest. Example: fedrecon keys keys --host fed.example.org
+    --nodes north south
+
+    Attributes:
+      folder: where they go; node keys go to the folder nodes in it. Nothing that is there is replaced.
+      host: every name and address that nodes will know the server by.
+      nodes: names of nodes to make keys for.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    host: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+def parse(argv: Sequence[str]) -> Keys:
+    """Parse the options."""
+    return options.parse(Keys, "keys", argv)
+
+
+def run(args: Keys) -> int:
+    """Make the keys and say where they belong."""
+    from fedrecon.deploy import certificates
+
+    if importlib.util.find_spec("cryptography") is None:
+        raise ValueError("keys need the package cryptography: pip install 'fedrecon[deploy]'")
+    if not (args.folder / "ca.crt").exists():
+        print(f"{certificates.make_authority(args.folder)}: for everybody; its key stays here")
+    if not (args.folder / "server.crt").exists():
+        print(f"{certificates.make_server(args.folder, args.host)}: for the server, with server.key")
+    elif args.host:
+        raise options.UsageError(
+            f"{args.folder / 'server.crt'} exists, so there is no use for --host; move it and its key away first"
+        )
+    for name in args.nodes:
+        public = certificates.make_node(args.folder / "nodes", name)
+        print(f"{public}: for the server; {public.with_suffix('.key')} goes to {name}, by a safe way, and nowhere else")
+    return 0

@@ -1,0 +1,128 @@
+"""`fedrecon node`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from fedrecon.app.cli import options, show
+from fedrecon.app.config import Reading
+
+if TYPE_CHECKING:
+    from fedrecon.deploy.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunNode:
+    """Take part in a training with a file that stays here. Before anything is sent, the server's plan is shown, and
+    taken part in only if you accept it. Example: fedrecon node ratings.csv --server fed.example.org:8000 --ca ca.crt
+    --key north.key
+
+    Attributes:
+      source: this node's file: ratings or text, as the plan has it.
+      server: host and port of the server.
+      ca: the certificate of the authority that vouches for the server (ca.crt).
+      key: this node's private key.
+      min_examples: users with fewer examples do not take part; the plan's own least number counts if it is larger.
+      accept: the digest of the plan that you accept, or its first 16 characters or more, so that nobody is asked.
+      state: the folder where the node remembers what was accepted, and where the trained model goes; by default
+        the name of the file with .node behind it.
+      once: leave when the training is over, instead of waiting for another one.
+      insecure: no encryption, and the server is not known to be who it says. For trying out on one machine.
+      json: print a JSON object for everything that happens.
+      data: how a ratings file is read.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(name="FILE", metavar="FILE")]
+    server: str
+    ca: Path | None = None
+    key: Path | None = None
+    min_examples: int = 1
+    accept: str | None = None
+    state: Path | None = None
+    once: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    data: Reading = field(default_factory=Reading)
+
+
+def parse(argv: Sequence[str]) -> RunNode:
+    """Parse the options."""
+    args = options.parse(RunNode, "node", argv)
+    if args.insecure and (args.ca or args.key):
+        raise options.UsageError("--insecure has no use for --ca and --key; leave it out to be safe")
+    if not args.insecure and (args.ca is None or args.key is None):
+        raise options.UsageError("give --ca and --key, as fedrecon keys makes them, or --insecure for trying out")
+    return args
+
+
+def run(args: RunNode) -> int:
+    """Take part until told to stop."""
+    from fedrecon.deploy.flower import run_node
+    from fedrecon.deploy.holding import Holding, read_holding
+    from fedrecon.deploy.memory import Memory
+    from fedrecon.deploy.node import Node
+
+    for file in (args.source, args.ca, args.key):
+        if file is not None and not file.exists():
+            raise ValueError(f"{file} is not there; check the path")
+
+    def say(text: str) -> None:
+        if args.json:
+            print(json.dumps({"node": text}), flush=True)
+        else:
+            show.remark(text)
+
+    def read(plan: Plan) -> Holding:
+        found = read_holding(plan, args.source, args.data, args.min_examples)
+        counts = {part: len(users) for part, users in found.users._asdict().items()}
+        left = {what: count for what, count in found.skipped.items() if count}
+        say(f"{args.source}: {counts} {plan.task.people}" + (f"; left out: {left}" if left else ""))
+        return found
+
+    if args.insecure:
+        show.alarm("--insecure: nothing is encrypted, and anybody can pose as the server or read what is sent")
+    memory = Memory(args.state or args.source.with_name(args.source.name + ".node"))
+    node = Node(read, _asking(args, say), memory, say)
+    signal.signal(signal.SIGTERM, _interrupt)
+    run_node(
+        args.server,
+        node.handle,
+        authority=args.ca,
+        key=args.key,
+        stop=lambda: args.once and node.finished,
+        say=say,
+    )
+    return 0
+
+
+def _asking(args: RunNode, say: Callable[[str], None]) -> Callable[[Plan], bool]:
+    """Return how the owner is asked about a plan."""
+    from fedrecon.deploy.plan import describe, names
+
+    def accept(plan: Plan) -> bool:
+        if args.accept is not None:
+            agreed = names(plan.digest, args.accept)
+            if not agreed:
+                say(f"the server's plan is {plan.digest}; --accept names another")
+            return agreed
+        show.table("the server asks this node to take part in", ("", ""), describe(plan), texts=(0, 1))
+        if not sys.stdin.isatty():
+            say(f"nobody is here to accept this plan: start the node with --accept {plan.digest[:16]}")
+            return False
+        return input("Take part? [y/N] ").strip().lower() in ("y", "yes")
+
+    return accept
+
+
+def _interrupt(number: Any, frame: Any) -> None:
+    """Leave as with Ctrl-C, so that the server is told."""
+    del number, frame
+    raise KeyboardInterrupt

@@ -1,0 +1,73 @@
+"""`fedrecon page`."""
+
+from __future__ import annotations
+
+import tempfile
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrecon.app.cli import options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Serve the page of a model on this machine and open it in the browser: rate, or write, and see what the model
+    makes of it. Nothing that is entered leaves the browser.
+
+    Example: fedrecon page runs/small
+
+    Attributes:
+      run: the folder of a run or of a saved model, which is bundled first, or of a bundle.
+      port: where to serve; 0 takes one that is free.
+      open: open the browser.
+      onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, which the page needs.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    port: int = 0
+    open: bool = True
+    onnxruntime_web: Path | None = None
+
+
+def parse(argv: Sequence[str]) -> Page:
+    """Parse the options."""
+    return options.parse(Page, "page", argv)
+
+
+def run(args: Page) -> int:
+    """Serve until Ctrl-C."""
+    from fedrecon.device.page import serve
+    from fedrecon_device.files import MANIFEST
+
+    with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as place:
+        folder = args.run
+        if not (folder / MANIFEST).is_file():
+            from fedrecon.app.saved import open_model
+            from fedrecon.app.tasks import RATINGS
+            from fedrecon.device.saved import bundle_model
+
+            saved = open_model(folder)
+            needs_onnx = saved.task is not RATINGS  # a page of ratings computes in plain JavaScript
+            if needs_onnx and args.onnxruntime_web is None:
+                raise options.UsageError(
+                    "a page of text needs onnxruntime-web: npm install onnxruntime-web, "
+                    "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
+                )
+            folder = bundle_model(saved, Path(place) / "bundle", onnxruntime_web=args.onnxruntime_web, onnx=needs_onnx)
+        server = serve(folder, args.port)
+        address = f"http://localhost:{server.server_address[1]}/web/"
+        print(f"{address}   (Ctrl-C ends it)", flush=True)
+        if args.open:
+            webbrowser.open(address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            server.server_close()
+    return 0

@@ -1,0 +1,107 @@
+"""`fedrecon plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from fedrecon.app.cli import options, show
+from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakePlan:
+    """Make the plan of a training over several nodes.
+
+    Attributes:
+      out: the folder for the plan.
+      config: a JSON file of settings, or the run.json of a run; options given here override it.
+      share: the share of a node's users that train in a round.
+      least_users: a node sends sums of so many users, or nothing of anybody.
+      least_nodes: the server learns from sums of so many nodes or more.
+      secure: hide every node's sum from the server: it learns their total only. Needs --least-nodes 2 or more.
+    """
+
+    settings: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path
+    config: Path | None = None
+    share: float = 1.0
+    least_users: int = 1
+    least_nodes: int = 1
+    secure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRatings(MakePlan):
+    """Make the plan of a training over several nodes that have ratings: all that the server and they agree on. A plan
+    names no data; every node brings its own file. Example: fedrecon plan --items catalogue.csv --out plan
+
+    Attributes:
+      items: a CSV file with the column item and, if you like, title: the items that there are. Nodes leave out others.
+      item_column: header of the column with item ids.
+      title_column: header of the column with titles.
+    """
+
+    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+    items: Path
+    item_column: str = "item"
+    title_column: str = "title"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanText(MakePlan):
+    """Make the plan of a training over several nodes that have text: all that the server and they agree on. A plan
+    names no data; every node brings its own file. Example: fedrecon plan --task text --words words.txt --out plan
+
+    Attributes:
+      words: a text file with one word a line, the most used first: the vocabulary.
+    """
+
+    settings: Annotated[TextConfig, tyro.conf.arg(name="")]
+    words: Path
+
+
+COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "text": PlanText}
+
+
+def parse(argv: Sequence[str]) -> MakePlan:
+    """Parse the options, those of the task."""
+    task, file = options.given("--task", argv), options.given("--config", argv)
+    if task is not None and task not in COMMANDS:
+        raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
+    values = {} if file is None else read_config(Path(file))
+    data = values.setdefault("data", {})
+    if isinstance(data, dict):
+        data["source"] = ""
+    default = config_from_json(values, str(file), task)
+    assert default.task in CONFIGS
+    command = COMMANDS[default.task]
+    given = {"items" if command is PlanRatings else "words": tyro.MISSING}
+    return options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
+
+
+def run(args: MakePlan) -> int:
+    """Make the plan and say what it is."""
+    from fedrecon.deploy.catalogue import read_items, read_words
+    from fedrecon.deploy.plan import FILE, describe, make_plan
+
+    config = args.settings
+    if config.data.source:
+        raise options.UsageError(f"a plan names no data, but {config.data.source!r} was given; nodes bring their own")
+    if isinstance(args, PlanRatings):
+        legend: Any = read_items(args.items, args.item_column, args.title_column)
+    else:
+        assert isinstance(args, PlanText)
+        legend = read_words(args.words, config.model.vocabulary, config.model.oov_buckets)
+    names = ("share", "least_users", "least_nodes", "secure")
+    plan = make_plan(config, legend, **{name: getattr(args, name) for name in names})
+    if (args.out / FILE).exists() and (args.out / FILE).read_bytes() != plan.content:
+        raise ValueError(f"{args.out} holds another plan; use another folder")
+    plan.save(args.out)
+    show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
+    print(f"next: fedrecon server {args.out} --out RUN, and on every node: fedrecon node FILE --server HOST:PORT")
+    return 0

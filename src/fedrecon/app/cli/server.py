@@ -1,0 +1,192 @@
+"""`fedrecon server`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from fedrecon.app.cli import FAILED, options, show
+
+COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
+WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunServer:
+    """Train a plan over nodes that keep their data. Writes what fedrecon train writes. Example: fedrecon server plan
+    --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
+
+    Attributes:
+      plan: the folder of the plan.
+      out: the folder for everything the run leaves: run.json, metrics.jsonl, checkpoint/, model/, plots/.
+      listen: address and port for nodes.
+      keys: the folder that fedrecon keys made: server.crt, server.key, ca.crt and nodes/ are taken from there.
+      cert: the server's certificate, if it is elsewhere.
+      key: its private key, if it is elsewhere.
+      ca: the authority's certificate, if it is elsewhere.
+      nodes: the folder with public keys of the nodes that may take part, if it is elsewhere.
+      per_round: close a round at so many good replies; by default at those of all nodes that are there.
+      oversample: invite this many times as many nodes.
+      deadline: seconds after which a round is closed with the replies that there are.
+      stage_deadline: the same for each small message of a secure sum.
+      min_nodes: how many nodes must be there to begin a round, and have answered to end one.
+      wait: seconds to wait for so many nodes before giving up.
+      resume: go on with the run in the folder.
+      insecure: no encryption, and anybody may be a node. For trying out on one machine.
+      json: print a JSON object for every round and evaluation.
+    """
+
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+    out: Path
+    listen: str = "127.0.0.1:8000"
+    keys: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    nodes: Path | None = None
+    per_round: int | None = None
+    oversample: float = 1.3
+    deadline: float = 60.0
+    stage_deadline: float = 15.0
+    min_nodes: int = 2
+    wait: float = 600.0
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    typed: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+def parse(argv: Sequence[str]) -> RunServer:
+    """Parse the options."""
+    args = options.parse(RunServer, "server", argv)
+    given = [args.keys, args.cert, args.key, args.ca, args.nodes]
+    if args.insecure and any(given):
+        raise options.UsageError("--insecure has no use for keys and certificates; leave it out to be safe")
+    if not args.insecure and args.keys is None and None in given[1:]:
+        raise options.UsageError(
+            "give --keys, the folder that fedrecon keys makes (or --cert, --key, --ca and --nodes), or --insecure for "
+            "trying out"
+        )
+    object.__setattr__(args, "typed", tuple(argv))
+    return args
+
+
+def run(args: RunServer) -> int:
+    """Train over nodes and say how the model serves their held-out users."""
+    from fedrecon.app.plots import learning_curve
+    from fedrecon.deploy.flower import flower_grid
+    from fedrecon.deploy.plan import Plan
+    from fedrecon.deploy.server import NotEnoughNodes, Pace, serve
+    from fedrecon.disk.runs import RunFolder
+
+    plan = Plan.open(args.plan)
+    pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
+    tls, keys = _files(args)
+    if args.insecure:
+        show.alarm("--insecure: nothing is encrypted, and anybody who reaches this port can take part")
+    show.remark(f"plan {plan.digest}; on every node: fedrecon node FILE --server HOST:{args.listen.rpartition(':')[2]}")
+    folder, task = RunFolder(args.out), plan.task
+    signal.signal(signal.SIGTERM, _interrupt)
+    table = _Table(args.json)
+
+    def on_record(record: dict[str, Any]) -> None:
+        table.row(record)
+        if not args.json:
+            show.progress_of(record, task.measures)
+
+    beside = args.out.with_name(args.out.name + ".flower")
+    try:
+        with flower_grid(args.listen, beside, tls, keys, show.remark) as grid:
+            found = serve(plan, grid, folder, pace, resume=args.resume, on_record=on_record, say=show.remark)
+    except NotEnoughNodes as problem:
+        raise ValueError(str(problem)) from None
+    learning_curve(found.history, folder.plots_path / "learning_curve.png", task.curve)
+    if found.failed is not None:
+        show.alarm(f"training failed: {found.failed}")
+    if found.interrupted:
+        again = [word for word in args.typed if word != "--resume"]
+        show.remark(f"stopped after {found.rounds} of {plan.config.rounds} rounds; what was learned is in {args.out}")
+        show.remark(f"to go on: {shlex.join(['fedrecon', 'server', *again, '--resume'])}")
+        return 130
+    if args.json:
+        from fedrecon.disk.arrays import without_nan
+
+        test = None if found.test is None else found.test.summary()
+        print(json.dumps(without_nan({"kind": "test", "failed": found.failed, "test": test})), flush=True)
+    elif found.test is not None and found.test.clients:
+        show.evaluation(f"test {task.people} of all nodes, none seen in training", found.test, task)
+    if found.failed is not None:
+        return FAILED
+    if not args.json:
+        print(f"saved: {args.out} (model/ is all that is needed to serve)")
+        print(f"next:  fedrecon {task.serve.format(run=shlex.quote(str(args.out)))}")
+    return 0
+
+
+def _files(args: RunServer) -> tuple[Any, list[Path]]:
+    """Return certificates and the public keys of nodes; None and none of them if it is to be insecure."""
+    from fedrecon.deploy.flower import Tls
+
+    if args.insecure:
+        return None, []
+    base = args.keys or Path()
+    tls = Tls(args.cert or base / "server.crt", args.key or base / "server.key", args.ca or base / "ca.crt")
+    nodes = args.nodes or base / "nodes"
+    for file in (*tls, nodes):
+        if not file.exists():
+            raise ValueError(f"{file} is not there; make it with fedrecon keys")
+    found = sorted(nodes.glob("*.pub"))
+    if len(found) < args.min_nodes:
+        raise ValueError(f"{nodes} has {len(found)} public keys, and --min-nodes is {args.min_nodes}")
+    return tls, found
+
+
+class _Table:
+    """A table that grows by a line a round."""
+
+    def __init__(self, as_json: bool):
+        self._json, self._begun = as_json, False
+
+    def row(self, record: dict[str, Any]) -> None:
+        from fedrecon.disk.arrays import without_nan
+
+        if self._json:
+            print(json.dumps(without_nan(record)), flush=True)
+            return
+        if record["kind"] != "round":
+            return
+        if not self._begun:
+            self._print(COLUMNS)
+            self._begun = True
+        failed = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in record["failed"].items()) or "0"
+        self._print(
+            (
+                str(record["round"]),
+                str(record["invited"]),
+                str(record["answered"]),
+                str(record["late"]),
+                failed,
+                str(record.get("clients", "")),
+                f"{record['loss']:.4f}",
+                f"{record['seconds']:.2f}",
+                f"{record['bytes_sent'] / 1e6:.3f}",
+                f"{record['bytes_received'] / 1e6:.3f}",
+                "none",  # no noise is added, so nothing is promised
+            )
+        )
+
+    def _print(self, cells: Sequence[str]) -> None:
+        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
+
+
+def _interrupt(number: Any, frame: Any) -> None:
+    """Stop as with Ctrl-C, so that what was learned is saved."""
+    del number, frame
+    raise KeyboardInterrupt

@@ -1,0 +1,70 @@
+"""`fedrecon tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrecon.app.cli import options, show
+from fedrecon.app.cli.train import defaults
+from fedrecon.app.config import RatingsConfig
+from fedrecon.app.presets import Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Try settings on the validation users of a ratings file, and write the best of them as a config file.
+
+    The first trial has the settings as given. Test users are never looked at. Needs optuna: pip install
+    'fedrecon[tune]'. Example: fedrecon tune ratings.csv --budget 5m --out tuned
+
+    Attributes:
+      out: the folder for config.json, trials.json, report.md and a picture of what mattered.
+      budget: how long to try, such as 90s, 5m or 1h; at least one trial is finished.
+      trials: at most so many trials.
+      preset: settings to begin with.
+      config: a JSON file of settings to begin with; options given here override it.
+    """
+
+    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+    out: Path
+    budget: str = "5m"
+    trials: int | None = None
+    preset: Preset | None = None
+    config: Path | None = None
+
+
+def parse(argv: Sequence[str]) -> Tune:
+    """Parse the options."""
+    file = options.given("--config", argv)
+    task = options.given("--task", argv)
+    if task not in (None, "ratings"):
+        raise options.UsageError(f"--task is {task!r}; tuning is for ratings")
+    default = defaults("ratings", None if file is None else Path(file), options.given("--preset", argv))
+    assert isinstance(default, RatingsConfig)
+    return options.parse(Tune, "tune", argv, default=Tune(settings=default, out=tyro.MISSING))
+
+
+def run(args: Tune) -> int:
+    """Tune, and say what was found."""
+    from fedrecon.app.tuning import command_of, seconds_of, tune, what_mattered
+    from fedrecon.engine import start_devices
+
+    seconds_of(args.budget)
+    if args.trials is not None and args.trials < 1:
+        raise options.UsageError(f"--trials is {args.trials}; it must be at least 1")
+    start_devices(args.settings.devices)
+    found = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
+    rows = [("the best settings", f"{found.best.rmse:.4f}")]
+    rows += [("the settings to begin with", f"{found.trials[0].rmse:.4f}")]
+    rows += [(f"baseline: {name}", f"{row['rmse']:.4f}") for name, row in found.baselines.items()]
+    show.table("validation users, who chose the settings", ("", "RMSE"), rows)
+    if mattered := what_mattered(found):
+        print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
+    print(f"saved: {args.out} (report.md says what was tried)")
+    print(f"next:  {command_of(found, args.out)}")
+    return 0

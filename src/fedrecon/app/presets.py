@@ -1,0 +1,78 @@
+"""Presets: whole settings by name, for options and config files to build on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fedrecon.app.config import (
+    Config,
+    Data,
+    Factorization,
+    RatingsConfig,
+    Reconstruct,
+    Sampling,
+    Server,
+    Split,
+    TextConfig,
+    TextData,
+    Update,
+)
+
+Preset = Literal["default", "quick", "paper"]
+
+# One setting of constants for ratings of any scale and size. Round zero finds the scale, the item biases and the
+# ridges; what decides beside it is the prior on item embeddings: rows that few have rated would follow their noise.
+DEFAULT = RatingsConfig(
+    data=Data(source="", transform="auto"),
+    model=Factorization(
+        dim=16,
+        biases=True,
+        implicit_feedback=True,
+        round_zero=True,
+        item_traits=True,
+        init_scale=0.1732,
+        prior=200.0,
+        implicit_prior=2.0,
+        least_ratings=5,
+    ),
+    split=Split(train="redrawn-half"),
+    reconstruct=Reconstruct(solver="least-squares"),
+    update=Update(learning_rate=1.0, steps=1, batch_size=150, second_order=True),
+    server=Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all"),
+    sampling=Sampling(clients_per_round=None),
+    rounds=200,
+    evaluate_every=50,
+)
+
+PRESETS: Mapping[str, RatingsConfig] = {
+    "default": DEFAULT,
+    "quick": dataclasses.replace(DEFAULT, rounds=50, evaluate_every=25),
+    "paper": RatingsConfig(data=Data(source="")),
+}
+GROUPS = ("data", "model", "split", "reconstruct", "update", "server", "aggregate", "sampling", "rounds", "seed")
+
+
+def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
+    """Return the settings that options and a config file build on.
+
+    Args:
+      preset: what was asked for; None for `default`, unless the config file names everything, as a run's does: what a
+        run of an earlier version does not name was then as in `paper`.
+      task: ratings or text.
+      values: those of the config file, or none.
+
+    Raises:
+      ValueError: the task has no such preset.
+    """
+    if task == "text":
+        if preset not in (None, "default"):
+            raise ValueError(
+                f"--preset is {preset!r}, which is for ratings; fedrecon reproduce text --scale paper has the paper's "
+                "settings for text"
+            )
+        return TextConfig(data=TextData(source=""))
+    if preset is None:
+        preset = "paper" if all(name in values for name in GROUPS) else "default"
+    return PRESETS[preset]

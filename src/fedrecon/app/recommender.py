@@ -1,0 +1,201 @@
+"""A trained recommender in Python: reconstructs, predicts and recommends for one person or many, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.app.saved import SavedModel, open_for
+from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.clients import Clients, rows_of
+from fedrecon.model import Model, Step, predict_in
+from fedrecon.personalize import Recommendation, reconstruct
+from fedrecon.portable import DESCRIPTION as PORTABLE
+from fedrecon.portable import Loaded
+from fedrecon.portable import load as load_portable
+
+LEAST_AT_ONCE = 16
+PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together
+
+Person = Mapping[Any, float]  # {item id as in the training data: rating}
+
+
+class Recommended(NamedTuple):
+    """An item for a person.
+
+    Attributes:
+      item: its id, as in the training data.
+      title: what it is called; its id where it has no title.
+      rating: what the person is predicted to rate it, within the scale.
+    """
+
+    item: Any
+    title: str
+    rating: float
+
+
+class Recommender:
+    """A saved model of ratings, ready to serve."""
+
+    def __init__(self, saved: SavedModel[Items]):
+        """Serve with a model; nothing is compiled before it is needed."""
+        self.saved, self.items = saved, saved.legend
+        self._algorithm = saved.algorithm
+        self._params = jax.tree.map(jnp.asarray, saved.params)
+        self._numbers = {str(own): k for k, own in enumerate(self.items.ids.tolist())}
+        model, num_items = self._algorithm.model, len(self.items)
+
+        def scores(params: Any, local: Any) -> Any:
+            every = {"item": jnp.arange(num_items, dtype=jnp.int32)}
+            # As in training, not clipped: clipped predictions of the best items are all the same.
+            step = Step(jnp.ones(num_items, bool), None)
+            return jax.vmap(lambda mine: predict_in(model, params, mine, every, step).reshape(num_items))(local)
+
+        self._scores = jax.jit(scores)
+
+    def reconstruct(self, people: Person | Sequence[Person] | Clients) -> Any:
+        """Rebuild the local parameters of one person, or of many with the people first in every leaf.
+
+        Args:
+          people: `{item id: rating}` of one person, a list of them, or `Clients` with columns `item` (numbers of this
+            model's items) and `rating`. Items that the model does not know are left out.
+        """
+        local = reconstruct(self._algorithm, self._params, self._clients(people), seed=self.saved.config.seed)
+        return jax.tree.map(lambda leaf: leaf[0], local) if isinstance(people, Mapping) else local
+
+    def predict(self, people: Person | Sequence[Person] | Clients, items: Sequence[Any] | None = None) -> np.ndarray:
+        """Predict ratings, within the scale: `(items,)` for one person, `(people, items)` for many.
+
+        Args:
+          people: as for `reconstruct`.
+          items: ids of items; all that the model knows, in the order of `items.ids`, by default.
+        """
+        which = slice(None) if items is None else np.array([self._number(item) for item in items], np.int64)
+        clients = self._clients(people)
+        found = np.concatenate([self._shown(part)[:, which] for _, part in self._every_score(clients)])
+        return found[0] if isinstance(people, Mapping) else found
+
+    def recommend(
+        self, people: Person | Sequence[Person] | Clients, n: int = 10, *, least_ratings: int | None = None
+    ) -> Any:
+        """Recommend what people have not rated: a list of `Recommended` for one person, a list of lists for many.
+
+        Args:
+          people: as for `reconstruct`.
+          n: how many items; fewer come back if fewer are left.
+          least_ratings: only items with so many ratings by training users; as the model's settings say by default.
+        """
+        everyone = [
+            [
+                Recommended(self.items.ids[k].item(), self.items.title(k), float(score))
+                for k, score in zip(found.items, found.scores, strict=True)
+            ]
+            for found in self.recommend_numbers(self._clients(people), n, least_ratings)
+        ]
+        return everyone[0] if isinstance(people, Mapping) else everyone
+
+    def recommend_numbers(
+        self, clients: Clients, n: int = 10, least_ratings: int | None = None
+    ) -> list[Recommendation]:
+        """Recommend to clients, items by their numbers.
+
+        Of equal predictions the item with the lower number comes first.
+
+        Args:
+          clients: with columns `item` and `rating`.
+          n: how many items.
+          least_ratings: as for `recommend`.
+        """
+        if n < 1:
+            raise ValueError(f"`n` is {n}; it must be at least 1")
+        out = self._rarely_rated(least_ratings)
+        found = []
+        for part, scores in self._every_score(clients):
+            shown = self._shown(scores)
+            scores[:, out] = -np.inf
+            rows = rows_of(part.starts, part.ends)
+            scores[np.repeat(np.arange(len(part)), part.sizes), part.columns["item"][rows]] = -np.inf
+            scores[np.isnan(scores)] = -np.inf
+            found += [_best(mine, seen, n) for mine, seen in zip(scores, shown, strict=True)]
+        return found
+
+    # ---- inside ----
+
+    def _clients(self, people: Person | Sequence[Person] | Clients) -> Clients:
+        """Return people as clients that the model understands."""
+        if isinstance(people, Clients):
+            clients = people
+        else:
+            many = [people] if isinstance(people, Mapping) else list(people)
+            known = [{self._numbers[str(i)]: r for i, r in one.items() if str(i) in self._numbers} for one in many]
+            sizes = np.array([len(one) for one in known], np.int64)
+            ends = np.cumsum(sizes)
+            item = np.array([item for one in known for item in one], np.int32)
+            rating = np.array([rating for one in known for rating in one.values()], np.float32)
+            clients = Clients({"item": item, "rating": rating}, ends - sizes, ends)
+        if not np.isfinite(clients.columns["rating"]).all():
+            raise ValueError("some ratings are not finite numbers")
+        return self.saved.task.view(self.saved.config, clients)
+
+    def _number(self, item: Any) -> int:
+        if str(item) not in self._numbers:
+            raise ValueError(f"the model does not know the item {item!r}")
+        return self._numbers[str(item)]
+
+    def _every_score(self, clients: Clients) -> Any:
+        """Yield some clients after another, and their predictions for all items, neither clipped nor restored."""
+        for begin in range(0, len(clients), PEOPLE_AT_ONCE):
+            part = clients.take(np.arange(begin, min(begin + PEOPLE_AT_ONCE, len(clients))))
+            local = reconstruct(self._algorithm, self._params, part, seed=self.saved.config.seed)
+            room = max(LEAST_AT_ONCE, 1 << (len(part) - 1).bit_length())  # few sizes are compiled
+            padded = jax.tree.map(lambda x, room=room: np.concatenate([x, np.repeat(x[:1], room - len(x), 0)]), local)
+            yield part, np.array(self._scores(self._params, padded), np.float64)[: len(part)]
+
+    def _shown(self, scores: np.ndarray) -> np.ndarray:
+        """Return predictions within the scale, and as counts where the model has learned their logarithms."""
+        scale = self.saved.config.model.scale
+        if scale is None:
+            return scores.copy()
+        clipped = np.clip(scores, scale.low, scale.high)
+        return np.expm1(clipped) if scale.transform == "log1p" else clipped
+
+    def _rarely_rated(self, least: int | None) -> np.ndarray:
+        least = self.saved.config.model.least_ratings if least is None else least
+        counts = self.items.counts
+        return np.zeros(len(self.items), bool) if counts is None else counts < least
+
+
+def _best(scores: np.ndarray, shown: np.ndarray, n: int) -> Recommendation:
+    """Take the best, of equal ones those with lower numbers."""
+    near = np.arange(len(scores))
+    if n < len(scores):
+        near = np.flatnonzero(scores >= -np.partition(-scores, n - 1)[n - 1])
+    best = near[np.lexsort((near, -scores[near]))][:n]
+    best = best[np.isfinite(scores[best])]
+    return Recommendation(best, shown[best])
+
+
+@overload
+def load(folder: str | Path) -> Any: ...
+@overload
+def load(folder: str | Path, made: Model | Algorithm) -> Loaded: ...
+def load(folder: str | Path, made: Model | Algorithm | None = None) -> Any:
+    """Load what was trained: from a run, a `Recommender` ready to serve; from what `fr.save` wrote, a `Loaded`.
+
+    Args:
+      folder: of a run of ratings or its saved model, or one that `fr.save` made.
+      made: for the latter: the model or algorithm, where its code could not be written down. It gets the saved lookups.
+
+    Raises:
+      StorageError: there is nothing of the kind, it is damaged, its training failed, or it is not of ratings; the
+        message says what to do.
+    """
+    if made is not None or (Path(folder) / PORTABLE).exists():
+        return load_portable(folder, made)
+    return Recommender(open_for(RATINGS, folder))

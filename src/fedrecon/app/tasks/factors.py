@@ -1,0 +1,208 @@
+"""The model of ratings from its settings, and what round zero adds to them: scale, biases, ridges, traits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optax
+
+from fedrecon.app.config import Factorization, RatingsConfig, Scale
+from fedrecon.app.tasks.task import Ready, Users
+from fedrecon.clients import Clients, rows_of
+from fedrecon.data import Ratings
+from fedrecon.model import Model
+from fedrecon.models import implicit_feedback, learned_default, matrix_factorization, standardized
+from fedrecon.preparation import DEFAULT, Plan, Preparation, Transform, advance, answer, prepare, start
+from fedrecon.solvers.least_squares import Ridge
+from fedrecon.solvers.priors import keep_constant, with_prior
+
+DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
+
+
+@dataclass(frozen=True, eq=False)
+class Liking:
+    """What training users thought of the items, as sums over them tell: what a baseline needs.
+
+    Attributes:
+      bias: of item k, standardised and damped.
+      user_ridge: the ridge on a newcomer's bias beside it.
+    """
+
+    bias: np.ndarray
+    user_ridge: float
+
+    def __post_init__(self) -> None:
+        """Check that the numbers make sense."""
+        if not np.isfinite(self.bias).all() or not 0 < self.user_ridge < math.inf:
+            raise ValueError("biases of items are no numbers that make sense")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        return {"bias": np.round(self.bias, DIGITS).tolist(), "user_ridge": self.user_ridge}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Liking:
+        """Undo `to_json`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
+        return cls(np.asarray(values["bias"], np.float64), float(values["user_ridge"]))
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What items are called, and what training users thought of them.
+
+    Attributes:
+      ids: the original id of item k.
+      titles: the title of item k, or None.
+      counts: how many ratings item k was learned from, or None where that is not known.
+      scale: the lowest and the highest rating as they are in the data, or None.
+      liking: what training users thought of them, or None where that is not known.
+    """
+
+    ids: np.ndarray
+    titles: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    scale: tuple[float, float] | None = None
+    liking: Liking | None = None
+
+    def __post_init__(self) -> None:
+        """Check that there is a title, a count and a bias for every item, if there are any."""
+        if self.counts is not None and self.counts.shape != self.ids.shape:
+            raise ValueError("items and counts do not match")
+        if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
+            raise ValueError("items and titles do not match")
+        if self.liking is not None and self.liking.bias.shape != self.ids.shape:
+            raise ValueError("items and their biases do not match")
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.ids)
+
+    def title(self, k: int) -> str:
+        """Return the title of item `k`, or its original id where there is none."""
+        return str(self.ids[k] if self.titles is None else self.titles[k])
+
+
+# ---- the model ----
+
+
+def build_model(settings: Factorization, num_items: int, zero: Preparation | None = None) -> Model:
+    """Return the model.
+
+    Args:
+      settings: those of the model, with the scale that round zero found if there was one.
+      num_items: item ids are 0 to `num_items - 1`.
+      zero: what round zero found; only where the model is to be trained, later it is among the parameters.
+    """
+    scale = settings.scale if settings.scale is not None and settings.scale.standardized else None
+    traits = np.zeros((num_items, len(scale.trait_ridges))) if scale is not None and scale.trait_ridges else None
+    model = matrix_factorization(
+        num_items,
+        settings.dim,
+        biases=settings.biases,
+        init_scale=settings.init_scale,
+        init_mean=0.0 if scale else settings.init_mean,
+        init_local_scale=0.0 if scale else None,
+        init_item_bias=zero.item_bias if zero is not None and scale else None,
+        item_traits=zero.traits() if zero is not None and traits is not None else traits,
+    )
+    model = learned_default(model) if settings.learned_default else model
+    if settings.implicit_feedback:
+        moves = ("user_embedding", *(["user_bias"] if settings.biases else []))
+        model = implicit_feedback(model, num_items, moves=moves)
+    return standardized(model, scale.mean, scale.deviation, low=scale.low, high=scale.high) if scale else model
+
+
+def ridges_of(config: RatingsConfig) -> Ridge | None:
+    """Return the ridges that round zero found, times that of the settings; None if it found none."""
+    scale = config.model.scale
+    if scale is None or not scale.standardized:
+        return None
+    ridges: dict[str, Any] = {"user_bias": scale.user_ridge, "user_traits": np.array(scale.trait_ridges)}
+    if not scale.trait_ridges:
+        del ridges["user_traits"]
+    return {path: config.reconstruct.ridge * value for path, value in (ridges | {"*": scale.noise}).items()}
+
+
+def believing(
+    settings: Factorization, optimizer: optax.GradientTransformation, examples: int
+) -> optax.GradientTransformation:
+    """Give the server's optimizer the priors of the settings, and let it leave alone what round zero found."""
+    priors = {}
+    if settings.prior:
+        priors["*item_embedding"] = settings.prior
+    if settings.implicit_prior and settings.implicit_feedback:
+        priors["evidence/*"] = settings.implicit_prior
+    if priors:
+        optimizer = with_prior(optimizer, priors, examples=examples)
+    if settings.scale is None or not settings.scale.standardized:
+        return optimizer
+    found = ("*item_bias", "*mean", *(["*item_traits"] if settings.scale.trait_ridges else []))
+    return keep_constant(optimizer, found)
+
+
+# ---- round zero ----
+
+
+def transformed(clients: Clients, transform: str) -> Clients:
+    """Return clients with log(1 + rating) for ratings, if that is the transform; what is below 0 counts as 0."""
+    if transform == "none" or "rating" not in clients.columns:
+        return clients
+    logs = np.log1p(np.maximum(np.asarray(clients.columns["rating"], np.float32), 0))
+    return dataclasses.replace(clients, columns={**clients.columns, "rating": logs})
+
+
+def decide_transform(wanted: str, clients: Clients) -> Transform:
+    """Return the transform that settings name, or the one that suits these clients' ratings."""
+    rating = clients.columns["rating"][rows_of(clients.starts, clients.ends)]
+    first = start(1)
+    asked: Transform | None = None if wanted == "auto" else "log1p" if wanted == "log1p" else "none"
+    return advance(first, answer(first, np.zeros(len(rating), np.int64), rating), transform=asked).transform
+
+
+def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items: Items) -> Ready:
+    """Ask the training users for sums, and put what follows from them into settings, items and model."""
+    transform = decide_transform(config.data.transform, users.train)
+    users = Users(*(transformed(part, transform) for part in users))
+    zero = biases = prepare(users.train, len(items), plan=Plan(DEFAULT.biases, 0), transform="none")
+    if config.model.item_traits:
+        zero = prepare(users.train, len(items), transform="none")
+    scale = Scale(
+        transform=transform,
+        mean=zero.mean,
+        deviation=zero.deviation,
+        low=zero.low,
+        high=zero.high,
+        standardized=config.model.round_zero,
+        noise=zero.noise,
+        user_ridge=zero.user_ridge,
+        trait_ridges=tuple(map(float, zero.trait_ridge)) if config.model.item_traits else (),
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
+    items = dataclasses.replace(items, liking=Liking(biases.item_bias, biases.user_ridge))
+    model = build_model(config.model, len(items), zero)
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, scale)))
+
+
+def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, scale: Scale) -> list[str]:
+    """Say what was read, who does what, and what was decided from it."""
+    wanted, model = config.data.transform, config.model
+    train, valid, test = map(len, users)
+    said = [
+        ratings.describe().sentence(),
+        f"{train:,} users train, {valid:,} are for choosing settings, {test:,} are measured on in the end; "
+        f"{config.sampling.wanted(train):,} take part in each of {config.rounds} rounds.",
+    ]
+    if scale.transform == "log1p":
+        why = "these look like counts: log(1+x) is taken; --data.transform none leaves them" if wanted == "auto" else ""
+        said.append(f"{why or 'log(1+x) is taken'}. All errors are of log(1+x).")
+    if model.round_zero:
+        mean, spread = f"{scale.mean:.4g}", f"{scale.deviation:.4g}"
+        text = f"From sums over the training users: mean {mean}, deviation {spread}, and a bias of every item. "
+        text += f"Predictions stay between {scale.low:.4g} and {scale.high:.4g}. "
+        said.append(text + f"What is known of a user's bias beforehand counts as {scale.user_ridge:.2g} ratings.")
+    return said

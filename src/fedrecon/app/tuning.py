@@ -1,0 +1,347 @@
+"""Settings for one's own data, tried on validation users within a budget of time; test users are never looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrecon.app.baselines import Table, beside
+from fedrecon.app.build import build_algorithm, build_layout
+from fedrecon.app.config import RatingsConfig, to_json
+from fedrecon.app.experiment import make_evaluator
+from fedrecon.app.plots import write_figure
+from fedrecon.app.presets import DEFAULT
+from fedrecon.app.tasks import RATINGS, Users
+from fedrecon.data import Ratings
+from fedrecon.disk.arrays import write_bytes, write_json
+from fedrecon.disk.parts import held_study
+from fedrecon.printing import lay_out
+from fedrecon.progress import silent
+from fedrecon.training import train
+
+Say = Callable[[str], None]
+CHECKS = 4  # evaluations of a trial, after each of which it may be given up
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+# What is tried, by the path of the setting: values to choose from, or the ends of a range, searched in logarithms.
+SPACE: Mapping[str, Any] = {
+    "model.dim": (4, 8, 16, 32),
+    "model.prior": [20.0, 2000.0],
+    "model.implicit_prior": [0.2, 50.0],
+    "model.item_traits": (True, False),
+    "reconstruct.ridge": [0.3, 3.0],
+    "server.learning_rate": [0.003, 0.05],
+    "rounds": (100, 200, 400),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings that were tried.
+
+    Attributes:
+      values: `{path of the setting: value}`.
+      rmse: on the validation users after the last evaluation; infinite if it diverged.
+      finished: whether it was trained to its end; others were given up early.
+    """
+
+    values: Mapping[str, Any]
+    rmse: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning found.
+
+    Attributes:
+      config: the best settings.
+      trials: all that were tried; the first has the settings that tuning began with.
+      baselines: how the baselines do on the same query of the validation users.
+    """
+
+    config: RatingsConfig
+    trials: tuple[Trial, ...]
+    baselines: Table
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the smallest error, of those that were finished."""
+        return min((trial for trial in self.trials if trial.finished), key=lambda trial: trial.rmse)
+
+
+def seconds_of(budget: str) -> float:
+    """Return a time such as 90s, 5m or 1.5h in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
+    if found is None or not float(found[1]) > 0:
+        raise ValueError(f"the budget is {budget!r}; give a time such as 90s, 5m or 1h")
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def tune(
+    config: RatingsConfig | str,
+    *,
+    budget: str | float = "5m",
+    trials: int | None = None,
+    folder: str | Path | None = None,
+    say: Say = lambda text: None,
+) -> Tuned:
+    """Find settings for ratings by trying them on validation users.
+
+    The first trial has the settings as they are. Those that follow are proposed by optuna, and given up early if they
+    do worse than others did at the same point. The more is tried on few users, the more of the best is luck: the error
+    on test users, which `fedrecon train` says with the settings found, is the one to believe.
+
+    Args:
+      config: what to train on, or all settings to begin with.
+      budget: how long, as text or in seconds; at least one trial is finished.
+      trials: at most so many.
+      folder: where `config.json`, `trials.json`, `report.md` and a picture go; nothing is written by default.
+      say: called with a sentence on every trial.
+
+    Raises:
+      ImportError: optuna is not installed.
+    """
+    optuna = _optuna()
+    if isinstance(config, str):
+        config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
+    if not config.model.round_zero:
+        raise ValueError("tuning tries settings around --preset default, with model.round_zero; these have none of it")
+    length = seconds_of(budget) if isinstance(budget, str) else float(budget)
+    ratings = RATINGS.load(config, silent)
+    bench = _Bench(config, ratings, RATINGS.divide(config, ratings, silent), time.monotonic() + length)
+    if not len(bench.users.valid):
+        raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
+    for remark in bench.remarks():
+        say(remark)
+    study = optuna.create_study(
+        sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
+    )
+    study.enqueue_trial({path: _within(space, _get(config, path)) for path, space in SPACE.items()})
+
+    def objective(trial: Any) -> float:
+        values = {path: _suggest(trial, path, space) for path, space in SPACE.items()}
+        return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
+
+    def tell(study: Any, trial: Any) -> None:
+        say(_told(_trial(trial), trial.number, study.best_trial.number if _any_finished(study) else None))
+
+    study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
+    done = tuple(map(_trial, study.trials))
+    tuned = Tuned(config, done, bench.baselines())
+    tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is done[0] else tuned.best.values))
+    if folder is not None:
+        with held_study(Path(folder)):
+            write_tuned(tuned, Path(folder))
+    return tuned
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as problem:
+        raise ImportError(f"tuning needs optuna ({problem}); run: pip install 'fedrecon[tune]'") from problem
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+class _Bench:
+    """Data, and how settings do on it."""
+
+    def __init__(self, config: RatingsConfig, ratings: Ratings, users: Users, deadline: float):
+        self.config, self.ratings, self.users, self._deadline = config, ratings, users, deadline
+        self._finished = 0
+        self._items = RATINGS.legend(config, ratings)
+
+    def remarks(self) -> tuple[str, ...]:
+        """Say what was read."""
+        return RATINGS.prepare(self.config, self.ratings, self.users, self._items).remarks
+
+    def baselines(self) -> Table:
+        """Measure baselines on the validation users."""
+        ready = RATINGS.prepare(self.config, self.ratings, self.users, self._items)
+        return beside(self.config, ready.users, "valid", ready.legend)
+
+    def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
+        """Train with some settings and return the error on the validation users, or give up."""
+        config = _with(self.config, values)
+        ready = RATINGS.prepare(config, self.ratings, self.users, self._items)
+        algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
+        place = build_layout(config, algorithm.model)
+
+        def watch(record: dict[str, Any]) -> None:
+            if record["kind"] != "evaluation" or record["round"] == config.rounds:
+                return
+            trial.report(_rmse(record), round(CHECKS * record["round"] / config.rounds))
+            if trial.should_prune() or (self._finished and time.monotonic() > self._deadline):
+                raise pruned
+
+        run = train(
+            algorithm,
+            ready.users.train,
+            rounds=config.rounds,
+            sampling=config.sampling,
+            valid=make_evaluator(config, algorithm, ready.users, place),
+            evaluate_every=max(1, config.rounds // CHECKS),
+            seed=config.seed,
+            place=place,
+            on_record=watch,
+        )
+        if run.interrupted:
+            raise KeyboardInterrupt
+        self._finished += 1
+        return _rmse(run.history[-1])
+
+
+def _rmse(record: Mapping[str, Any]) -> float:
+    rmse = record["micro"]["rmse"]
+    return rmse if record["diverged"] == 0 and math.isfinite(rmse) else math.inf
+
+
+def _suggest(trial: Any, path: str, space: Any) -> Any:
+    if isinstance(space, tuple):
+        return trial.suggest_categorical(path, space)
+    return trial.suggest_float(path, *space, log=True)
+
+
+def _trial(trial: Any) -> Trial:
+    finished = trial.state.name == "COMPLETE"
+    last = list(trial.intermediate_values.values())[-1:] or [math.inf]
+    return Trial(trial.params, trial.value if finished else last[0], finished)
+
+
+def _any_finished(study: Any) -> bool:
+    return any(trial.state.name == "COMPLETE" for trial in study.trials)
+
+
+def _told(trial: Trial, number: int, best: int | None) -> str:
+    what = in_words(trial.values) if number else "the settings to begin with"
+    ending = ", the best so far" if number == best else "" if trial.finished else ", given up"
+    return f"trial {number + 1}: RMSE {trial.rmse:.4f}{ending} ({what})"
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Write settings as options have them."""
+    return ", ".join(f"{path.replace('_', '-')} {_short(value)}" for path, value in values.items())
+
+
+def _short(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:.3g}"
+
+
+def _within(space: Any, value: Any) -> Any:
+    """Return a value, or the nearest that may be tried."""
+    if isinstance(space, list):
+        return min(max(value, space[0]), space[1])
+    return value if value in space else min(space, key=lambda one: abs(one - value))
+
+
+def _get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _with(config: RatingsConfig, values: Mapping[str, Any]) -> RatingsConfig:
+    """Return settings with others at some paths."""
+    groups: dict[str, dict[str, Any]] = {}
+    alone = {}
+    for path, value in values.items():
+        group, _, name = path.rpartition(".")
+        if group:
+            groups.setdefault(group, {})[name] = value
+        else:
+            alone[name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **some) for group, some in groups.items()}
+    return dataclasses.replace(config, **changed, **alone)
+
+
+# ---- what it leaves ----
+
+
+def what_mattered(tuned: Tuned) -> dict[str, float]:
+    """Return how strongly each setting goes with the error, from 0 to 1, the strongest first.
+
+    It is the absolute rank correlation over the finished trials; a hint, not a proof.
+    """
+    done = [trial for trial in tuned.trials if trial.finished and math.isfinite(trial.rmse)]
+    if len(done) < 4:
+        return {}
+    error = _ranks([trial.rmse for trial in done])
+    found = {path: abs(_correlation(_ranks([trial.values[path] for trial in done]), error)) for path in SPACE}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _ranks(values: list[Any]) -> np.ndarray:
+    """Return ranks, the mean of them where values are equal."""
+    numbers = np.array(values, float)
+    return np.array([(np.sum(numbers < x) + np.sum(numbers <= x)) / 2 for x in numbers])
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else 0.0
+
+
+def command_of(tuned: Tuned, folder: Path) -> str:
+    """Return the command that trains with the settings found."""
+    return shlex.join(["fedrecon", "train", "--config", str(folder / "config.json"), "--out", "runs/tuned"])
+
+
+def write_tuned(tuned: Tuned, folder: Path) -> None:
+    """Write settings, trials, a report and a picture of what mattered."""
+    write_bytes(folder / "config.json", (json.dumps(to_json(tuned.config), indent=2) + "\n").encode())
+    trials = [dataclasses.asdict(trial) for trial in tuned.trials]
+    write_json(folder / "trials.json", [one | {"rmse": _or_none(one["rmse"])} for one in trials])
+    _draw(tuned, folder / "what_mattered.png")
+    write_bytes(folder / "report.md", report(tuned, folder).encode())
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def report(tuned: Tuned, folder: Path) -> str:
+    """Say what was tried and found."""
+    best, first = tuned.best, tuned.trials[0]
+    rows = [["the best settings", f"{best.rmse:.4f}"], ["the settings to begin with", f"{first.rmse:.4f}"]]
+    rows += [[f"baseline: {name}", f"{row['rmse']:.4f}"] for name, row in tuned.baselines.items()]
+    lines = ["# Tuning", "", f"Data: {tuned.config.data.source}. RMSE on validation users:", "", "```text"]
+    lines += [*lay_out([["", "RMSE"], *rows], right=True), "```", ""]
+    lines += [f"Best: {in_words(best.values)}.", "", f"Train with them: `{command_of(tuned, folder)}`", ""]
+    lines += ["They were chosen on these users, so the error on test users is likely to be larger.", ""]
+    if mattered := what_mattered(tuned):
+        told = ", ".join(f"{path.replace('_', '-')} {value:.2f}" for path, value in mattered.items())
+        lines += [f"What went with the error (rank correlation): {told}.", "", "![](what_mattered.png)", ""]
+    done = sum(trial.finished for trial in tuned.trials)
+    lines += [f"{len(tuned.trials)} trials, {done} of them finished; `trials.json` has all of them.", ""]
+    return "\n".join(lines)
+
+
+def _draw(tuned: Tuned, path: Path) -> None:
+    """Draw the error against every setting."""
+    from matplotlib.figure import Figure
+
+    done = [trial for trial in tuned.trials if math.isfinite(trial.rmse)]
+    columns = math.ceil(len(SPACE) / 2)
+    figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
+    figure.suptitle("RMSE on validation users; hollow: given up early")
+    for axes, (name, space) in zip(figure.subplots(2, columns).flat, SPACE.items(), strict=False):
+        axes.set(xlabel=name.replace("_", "-"))
+        axes.grid(alpha=0.25)
+        if isinstance(space, list):
+            axes.set_xscale("log")
+        for trial in done:
+            face = "tab:blue" if trial.finished else "none"
+            axes.scatter([float(trial.values[name])], [trial.rmse], facecolors=face, edgecolors="tab:blue")
+    write_figure(figure, path)

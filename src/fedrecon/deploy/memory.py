@@ -1,0 +1,76 @@
+"""What a node remembers between messages and between starts: what it accepted, and which rounds it has seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedrecon.deploy.plan import Promises
+from fedrecon.disk.arrays import write_bytes
+from fedrecon.disk.errors import StorageError
+
+FILE, VERSION = "node.json", 1
+MOST_TRIES = 20  # how often a node takes part in one and the same round: a server may be started again
+
+
+class Memory:
+    """A node's memory, in a folder or, without one, as long as the process lives."""
+
+    def __init__(self, folder: Path | None = None):
+        """Read what is in the folder."""
+        self.folder = folder
+        self.accepted: str | None = None  # the digest of a plan
+        self.promises: Promises | None = None
+        self.run: str | None = None
+        self.ended: list[str] = []  # runs before this one
+        self.round, self.tries = -1, 0
+        if folder is not None and (folder / FILE).exists():
+            self._read(folder / FILE)
+
+    def accept(self, digest: str, promises: Promises) -> None:
+        """Remember that a plan was accepted."""
+        self.accepted, self.promises = digest, promises
+        self._write()
+
+    def begin(self, run: str) -> None:
+        """Remember that a run has begun."""
+        if self.run is not None:
+            self.ended = [*self.ended, self.run][-1000:]
+        self.run, self.round, self.tries = run, -1, 0
+        self._write()
+
+    def see(self, number: int) -> None:
+        """Remember a round before anything of it is sent."""
+        self.tries = self.tries + 1 if number == self.round else 1
+        self.round = number
+        self._write()
+
+    def _write(self) -> None:
+        if self.folder is None:
+            return
+        values = {
+            "version": VERSION,
+            "accepted": self.accepted,
+            "promises": None if self.promises is None else self.promises._asdict(),
+            "run": self.run,
+            "ended": self.ended,
+            "round": self.round,
+            "tries": self.tries,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_bytes(self.folder / FILE, (json.dumps(values, indent=1) + "\n").encode(), mode=0o600)
+
+    def _read(self, file: Path) -> None:
+        try:
+            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            if values["version"] != VERSION:
+                raise ValueError(f"version {values['version']}")
+            self.accepted, self.run, self.ended = values["accepted"], values["run"], list(values["ended"])
+            self.promises = None if values["promises"] is None else Promises(**values["promises"])
+            self.round, self.tries = int(values["round"]), int(values["tries"])
+        except (ValueError, KeyError, TypeError) as problem:
+            raise StorageError(
+                f"{file} is damaged ({problem}), so it is not known what this node accepted; look at it, and remove "
+                "it to accept a plan anew"
+            ) from None

@@ -1,0 +1,95 @@
+"""Messages between server and nodes: a small header that says which plan, run and round, and a body of bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MAGIC = b"FRD1"
+MOST_HEADER = 2**14
+_START = struct.Struct(">4sI")
+OK, REFUSED = "ok", "refused"
+
+
+class Failure(Exception):
+    """Something that a node or the server does not go along with.
+
+    Attributes:
+      reason: one word, by which failures are counted.
+      why: a sentence.
+    """
+
+    def __init__(self, reason: str, why: str):
+        """Say the reason and why."""
+        super().__init__(why)
+        self.reason, self.why = reason, why
+
+
+class Envelope(NamedTuple):
+    """A message.
+
+    Attributes:
+      kind: what is asked for, or how it went.
+      plan: the digest of the plan.
+      run: which training of this plan.
+      round: which round of it, from 0.
+      facts: small things that depend on the kind.
+      body: bytes that depend on the kind.
+    """
+
+    kind: str
+    plan: str
+    run: str
+    round: int
+    facts: Mapping[str, Any] = {}
+    body: bytes = b""
+
+
+def pack(message: Envelope) -> bytes:
+    """Write a message."""
+    values = {**message._asdict(), "facts": dict(message.facts)}
+    del values["body"]
+    header = json.dumps(values).encode()
+    return _START.pack(MAGIC, len(header)) + header + message.body
+
+
+def unpack(data: Any, most: int) -> Envelope:
+    """Read a message that may be anything.
+
+    Args:
+      data: the bytes.
+      most: how many of them are accepted.
+
+    Raises:
+      Failure: it is too large, or no message.
+    """
+    if not isinstance(data, bytes):
+        raise Failure("garbage", f"a message is bytes, not {type(data).__name__}")
+    if len(data) > most:
+        raise Failure("too_large", f"a message of {len(data)} bytes; at most {most} are accepted")
+    if len(data) < _START.size:
+        raise Failure("garbage", f"{len(data)} bytes are no message")
+    magic, size = _START.unpack_from(data)
+    if magic != MAGIC or not 0 < size <= min(MOST_HEADER, len(data) - _START.size):
+        raise Failure("garbage", "the message does not begin as one")
+    try:
+        values = json.loads(data[_START.size : _START.size + size])
+    except (ValueError, RecursionError):
+        raise Failure("garbage", "the header of the message cannot be read") from None
+    kinds = {"kind": str, "plan": str, "run": str, "round": int, "facts": dict}
+    if not isinstance(values, dict) or set(values) != set(kinds):
+        raise Failure("garbage", "the header of the message is none")
+    for name, kind in kinds.items():
+        if type(values[name]) is not kind:
+            raise Failure("garbage", f"{name!r} of the message is a {type(values[name]).__name__}")
+    if not 0 <= values["round"] < 2**32:
+        raise Failure("garbage", "the round of the message is none")
+    return Envelope(**values, body=data[_START.size + size :])
+
+
+def refusal(message: Envelope | None, failure: Failure) -> bytes:
+    """Write the reply of somebody who does not go along."""
+    plan, run, number = (message.plan, message.run, message.round) if message else ("", "", 0)
+    return pack(Envelope(REFUSED, plan, run, number, {"reason": failure.reason, "why": failure.why[:2000]}))

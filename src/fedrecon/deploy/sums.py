@@ -1,0 +1,116 @@
+"""A sum over nodes, open or secure: the only thing that the server ever asks them for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fedrecon.deploy.asking import Answers, ask, open_reply, read_tree
+from fedrecon.deploy.grid import Clock, Grid
+from fedrecon.deploy.messages import Envelope, pack
+from fedrecon.deploy.node import TRAIN, shapes_of, two_in_one
+from fedrecon.deploy.plan import Plan
+
+
+class Question(NamedTuple):
+    """What is summed: of which run and round, with which parameters."""
+
+    run: str
+    round: int
+    of: str  # training, or the part of the users that is measured
+    body: bytes
+
+
+class Summed(NamedTuple):
+    """Parts whose sum is the result (one, if it was secure), who is in it, and how asking went."""
+
+    parts: list[Any]
+    nodes: list[int]
+    answers: Answers
+
+
+def open_sum(
+    plan: Plan, grid: Grid, question: Question, nodes: Sequence[int], *, enough: int, seconds: float, clock: Clock
+) -> Summed:
+    """Ask nodes for their sums, which the server sees."""
+    kind, facts = (TRAIN, {}) if question.of == TRAIN else ("evaluate", {"part": question.of})
+    asked = Envelope(kind, plan.digest, question.run, question.round, facts, question.body)
+    data, like = pack(asked), shapes_of(plan, question.of)
+    answers = ask(
+        grid,
+        dict.fromkeys(nodes, data),
+        lambda node, reply: read_tree(reply, asked, like),
+        enough=enough,
+        seconds=seconds,
+        clock=clock,
+    )
+    there = sorted(answers.good)
+    return Summed([answers.good[node] for node in there], there, answers)
+
+
+def secure_sum_of(
+    plan: Plan,
+    grid: Grid,
+    question: Question,
+    nodes: Sequence[int],
+    *,
+    stage_seconds: float,
+    seconds: float,
+    clock: Clock,
+) -> Summed:
+    """Ask nodes for masked sums in four messages; nodes may leave between any two of them."""
+    from fedrecon.deploy.secret import BITS, from_integers, length_of
+    from fedrecon.privacy import secure_sum
+
+    like = shapes_of(plan, question.of)
+    nodes = list(nodes)[: plan.most_nodes]
+    cohort, so_far = len(nodes), Answers()
+    least = max(plan.least_nodes, cohort // 2 + 1)
+    if cohort < least:
+        return Summed([], [], Answers(failed=dict.fromkeys(nodes, "secure_sum")))
+    length = length_of(like)
+    terms = secure_sum.plan(cohort, length, bits=BITS, round=question.round, circle=cohort, threshold=least)
+    number = {node: k for k, node in enumerate(sorted(nodes))}
+    node_of = {k: node for node, k in number.items()}
+    most = 8 * length + 2**16 + 256 * cohort
+
+    def stage(kind: str, bodies: dict[int, bytes], wait: float, facts: Callable[[int], dict[str, Any]]) -> Any:
+        nonlocal so_far
+        envelopes = {
+            node_of[k]: Envelope(kind, plan.digest, question.run, question.round, facts(k), body)
+            for k, body in bodies.items()
+        }
+        answers = ask(
+            grid,
+            {node: pack(envelope) for node, envelope in envelopes.items()},
+            lambda node, reply: open_reply(reply, envelopes[node], most),
+            enough=len(envelopes),
+            seconds=wait,
+            clock=clock,
+        )
+        answers.take_over(so_far)
+        so_far = answers
+        return [(number[node], body) for node, body in sorted(answers.good.items())]
+
+    def nothing(k: int) -> dict[str, Any]:
+        return {}
+
+    try:
+        hellos = stage(
+            "advertise",
+            dict.fromkeys(node_of, terms.to_bytes()),
+            stage_seconds,
+            lambda k: {"of": question.of, "me": k},
+        )
+        state, rosters = secure_sum.introduce(terms, hellos)
+        state, deliveries = secure_sum.deliver(state, stage("share", rosters, stage_seconds, nothing))
+        bodies = {k: two_in_one(delivery, question.body) for k, delivery in deliveries.items()}
+        state, requests = secure_sum.collect(state, stage("mask", bodies, seconds, nothing))
+        found = secure_sum.total(state, stage("unmask", requests, stage_seconds, nothing))
+    except secure_sum.SecureSumError:
+        gone = {node: "secure_sum" for node in nodes if node not in so_far.failed and node not in so_far.late}
+        return Summed([], [], Answers({}, {**so_far.failed, **gone}, so_far.late, so_far.sent, so_far.received))
+    for k, why in found.refused.items():
+        del why
+        so_far.failed[node_of[k]] = "garbage"
+    return Summed([from_integers(plan, found.total, like)], [node_of[k] for k in found.clients], so_far)

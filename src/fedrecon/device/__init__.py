@@ -1,0 +1,5 @@
+"""Bundles for devices and browsers: the private part of a model rebuilt where the person is."""
+
+from fedrecon.device.exporting import Legend as Legend
+from fedrecon.device.making import bundle as bundle
+from fedrecon.device.onnx_graphs import ExportError as ExportError

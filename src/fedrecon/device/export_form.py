@@ -1,0 +1,69 @@
+"""The form of an algorithm that is exported: reconstruction of one client from a given start, and predictions.
+
+This is the only file here that knows how algorithms and models are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.cohort import Examples
+from fedrecon.hosts import as_clients
+from fedrecon.keys import client_keys
+from fedrecon.model import Batch
+from fedrecon.models.text.merging import plain_layers
+from fedrecon.trees import Params
+
+
+class Form(NamedTuple):
+    """What runs on a device.
+
+    Attributes:
+      reconstruct: `(global, start, columns of (N, ...), count) -> local`; a model's evidence is added to the start.
+      predict: `(global, local, columns) -> array`.
+      start: where reconstruction starts: the learned default, or fresh parameters as those of a single client.
+      limit: how many examples reconstruction can use; None for no limit.
+      evidence: whether the support moves the start.
+    """
+
+    reconstruct: Callable[[Params, Params, Batch, Array], Params]
+    predict: Callable[[Params, Params, Batch], Array]
+    start: Params
+    limit: int | None
+    evidence: bool
+
+
+def export_form(algorithm: Algorithm, params: Params, seed: int) -> Form:
+    """Return the form of an algorithm that is exported.
+
+    Args:
+      algorithm: whose reconstruction it is.
+      params: global parameters.
+      seed: of the start, where it is not learned: the start of the only client in `fr.reconstruct(..., seed=seed)`.
+    """
+    model = algorithm.model
+    alone = as_clients({"any": np.zeros(1)})
+    key = client_keys(jax.random.key(seed), jnp.asarray(alone.identities()))[0]
+    start = model.init_local(key) if model.default_local is None else model.default_local(params)
+
+    def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
+        # A key cannot be given to a device that draws other numbers; so the start is given instead.
+        given = algorithm.define(model._replace(init_local=lambda key: start, default_local=None))
+        support = Examples({name: column[None] for name, column in columns.items()}, count[None])
+        unused_keys = jnp.zeros((1, 2), jnp.uint32)
+        with plain_layers():
+            return jax.tree.map(lambda leaf: leaf[0], given.reconstruct(params, (), support, unused_keys))
+
+    def predict(params: Params, local: Params, columns: Batch) -> Array:
+        with plain_layers():
+            found: Any = model.predict(params, local, columns)
+            return found.values() if hasattr(found, "values") else found  # logits are kept as a product
+
+    return Form(reconstruct, predict, start, algorithm.method.support_limit, model.evidence is not None)

@@ -1,0 +1,291 @@
+"""Compiled functions in plain operations: what an exporter can translate is evaluated from a trace, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend import core
+
+Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]  # (equation, values) -> values
+
+
+def inlined(function: Callable[..., Any], *like: Any) -> Callable[..., list[Any]]:
+    """Return a function of flat arrays that does what `function` does, without calls, custom rules or barriers.
+
+    jax2onnx replaces functions of jax.numpy while it traces, which breaks under `jax.grad`; so we trace first, and give
+    it a function that only evaluates the trace.
+
+    Args:
+      function: of pytrees of arrays.
+      *like: arguments, or their shapes.
+    """
+    traced = _without_unused(jax.make_jaxpr(function)(*like))
+    leaves = jax.tree.leaves(like)
+    plain = _without_unused(jax.make_jaxpr(lambda *values: evaluate(traced.jaxpr, traced.consts, values))(*leaves))
+
+    def flat(*values: Any) -> list[Any]:
+        return core.jaxpr_as_fun(plain)(*values)
+
+    return flat
+
+
+def used_inputs(function: Callable[..., Any], shapes: Mapping[str, Any]) -> list[str]:
+    """Return the names of those inputs that the results of a function of a mapping depend on."""
+    from jax.interpreters import partial_eval
+
+    closed = jax.make_jaxpr(lambda values: function(dict(zip(shapes, values, strict=True))))(list(shapes.values()))
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return [name for name, wanted in zip(shapes, used, strict=True) if wanted]
+
+
+def _without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Leave out what no result depends on: sums of metrics, say."""
+    from jax.interpreters import partial_eval
+
+    wanted = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr, replacing what `RULES` has a rule for."""
+    known: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else known[atom]
+
+    known.update(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, values, strict=True))
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        rule = RULES.get(equation.primitive.name, _as_it_is)
+        known.update(zip(equation.outvars, rule(equation, inputs), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _as_it_is(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    found = equation.primitive.bind(*values, **equation.params)
+    return found if equation.primitive.multiple_results else [found]
+
+
+def _closed(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    return evaluate(jaxpr.jaxpr, jaxpr.consts, values)
+
+
+def _call(name: str) -> Rule:
+    """Inline a call whose function is the parameter `name`."""
+
+    def rule(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+        jaxpr = equation.params[name]
+        return _closed(jaxpr, values) if hasattr(jaxpr, "consts") else evaluate(jaxpr, (), values)
+
+    return rule
+
+
+def _identity(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    del equation
+    return values
+
+
+def _while(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+    split = equation.params["cond_nconsts"]
+    of_cond, of_body = values[:split], values[split : split + equation.params["body_nconsts"]]
+    start = tuple(values[split + len(of_body) :])
+    return lax.while_loop(
+        lambda carry: _closed(cond, (*of_cond, *carry))[0],
+        lambda carry: tuple(_closed(body, (*of_body, *carry))),
+        start,
+    )
+
+
+def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Write a scan as a loop over indices: of any direction, with no stacked inputs."""
+    params = equation.params
+    consts, carries, length = params["num_consts"], params["num_carry"], params["length"]
+    held, start, stacked = values[:consts], values[consts : consts + carries], values[consts + carries :]
+    shapes = [atom.aval for atom in equation.outvars[carries:]]
+
+    def step(done: Array, carry: Any) -> Any:
+        state, outputs = carry
+        t = length - 1 - done if params["reverse"] else done
+        now = [lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in stacked]
+        found = _closed(params["jaxpr"], (*held, *state, *now))
+        new = [_put(old, x, t) for old, x in zip(outputs, found[carries:], strict=True)]
+        return found[:carries], new
+
+    outputs = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    if not length:
+        return [*start, *outputs]
+    state, outputs = _loop(length, step, (list(start), outputs))
+    return [*state, *outputs]
+
+
+def _loop(steps: int, step: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """Do what `lax.fori_loop` does, and always as a loop with a condition: the one kind that exporters know well."""
+    start = (jnp.int32(0), carry)
+    return lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, step(c[0], c[1])), start)[1]
+
+
+def _put(values: Array, new: Array, t: Array) -> Array:
+    """Replace row `t`, by a mask: exporters translate that everywhere, inside loops too."""
+    here = (jnp.arange(values.shape[0]) == t).reshape(-1, *[1] * new.ndim)
+    return jnp.where(here, new[None], values)
+
+
+def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    branches = [lambda *args, jaxpr=jaxpr: tuple(_closed(jaxpr, args)) for jaxpr in equation.params["branches"]]
+    return lax.switch(values[0].astype(jnp.int32), branches, *values[1:])
+
+
+def _custom_vjp(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    for name in ("call_jaxpr", "fun_jaxpr"):
+        if name in equation.params:
+            return _call(name)(equation, values)
+    raise ValueError(f"unknown form of {equation.primitive.name}: {sorted(equation.params)}")
+
+
+def _linear_solve(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Solve a linear system by elimination with masks in place of indices.
+
+    The matrix is what the equation's product makes of unit vectors, which is exact. Without pivots this is right for
+    positive definite matrices, which least squares has; whatever else comes along is found by comparing with JAX.
+    """
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    of_product, right = values[: lengths.matvec], values[sum(lengths) :]
+    if len(right) != 1:
+        raise ValueError(f"{equation.primitive.name} with {len(right)} right sides")
+    vector = right[0]  # (..., size)
+    size = vector.shape[-1]
+
+    def column(unit: Array) -> Array:
+        return _closed(jaxprs.matvec, (*of_product, jnp.broadcast_to(unit, vector.shape)))[0]
+
+    matrix = jax.vmap(column, out_axes=-1)(jnp.eye(size, dtype=vector.dtype))
+    return [eliminated(matrix, vector)]
+
+
+def eliminated(matrix: Array, vector: Array) -> Array:
+    """Solve positive definite systems of `(..., size, size)` by elimination, reading rows and columns by masks."""
+    size = vector.shape[-1]
+    system = jnp.concatenate([matrix, vector[..., None]], -1)
+
+    def eliminate(k: Array, system: Array) -> Array:
+        row_mask = (jnp.arange(size) == k).astype(system.dtype)
+        column_mask = (jnp.arange(size + 1) == k).astype(system.dtype)
+        row = jnp.sum(system * row_mask[:, None], -2)  # (..., size + 1)
+        column = jnp.sum(system * column_mask, -1)  # (..., size)
+        row = row / jnp.sum(row * column_mask, -1, keepdims=True)
+        rest = system - column[..., None] * row[..., None, :]
+        return rest * (1 - row_mask)[:, None] + row[..., None, :] * row_mask[:, None]
+
+    return _loop(size, eliminate, system)[..., -1]
+
+
+def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Add rows at indices as a product with one-hot vectors: what the gradient of reading rows comes to.
+
+    Indices outside the table match no row, and add nothing, as JAX has it for gradients.
+    """
+    operand, indices, updates = values
+    numbers = equation.params["dimension_numbers"]
+    batching = tuple(numbers.operand_batching_dims)
+    one_axis = len(numbers.scatter_dims_to_operand_dims) == 1 == len(numbers.inserted_window_dims)
+    alone = all(operand.shape[axis] == 1 for axis in batching)
+    if not one_axis or not alone or numbers.scatter_dims_to_operand_dims != numbers.inserted_window_dims:
+        return _as_it_is(equation, values)
+    axis = numbers.scatter_dims_to_operand_dims[0]
+    rows, places = operand.shape[axis], indices.reshape(-1)
+    first = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
+    flat = jnp.transpose(updates, (*first, *numbers.update_window_dims)).reshape(len(places), -1)
+    hot = (places[:, None] == jnp.arange(rows, dtype=places.dtype)).astype(updates.dtype)
+    summed = hot.T @ flat  # (rows, what else there is of a row)
+    rest = [size for dim, size in enumerate(operand.shape) if dim != axis and dim not in batching]
+    moved = jnp.moveaxis(summed.reshape(rows, *rest), 0, axis - sum(dim < axis for dim in batching))
+    return [operand + moved.reshape(operand.shape)]
+
+
+def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Write reading slices that are whole but in one dimension as reading rows, whatever their form."""
+    operand, indices = values
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    sizes, mapped = params["slice_sizes"], numbers.start_index_map
+    single = [axis for axis in mapped if sizes[axis] == 1 != operand.shape[axis]]
+    whole = all(sizes[axis] == operand.shape[axis] for axis in range(operand.ndim) if axis not in single)
+    known = params["mode"] in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    if len(mapped) == 1 or len(single) != 1 or not whole or not known or numbers.operand_batching_dims:
+        return _as_it_is(equation, values)
+    axis = single[0]
+    places = indices[..., mapped.index(axis)]
+    rows = jnp.moveaxis(operand, axis, 0)
+    read = lax.GatherDimensionNumbers(tuple(range(places.ndim, places.ndim + operand.ndim - 1)), (0,), (0,))
+    found = lax.gather(rows, places[..., None], read, (1, *rows.shape[1:]), mode=params["mode"])
+    kept = [size for dim, size in enumerate(sizes) if dim not in numbers.collapsed_slice_dims]
+    found = found.reshape(*places.shape, *kept)
+    order, others = {}, iter(range(places.ndim))
+    for dim in range(found.ndim):
+        order[dim] = places.ndim + numbers.offset_dims.index(dim) if dim in numbers.offset_dims else next(others)
+    return [jnp.transpose(found, [order[dim] for dim in range(found.ndim)])]
+
+
+def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Write a product over one dimension as a plain one of matrices: last of the left, first of the right.
+
+    The exporter guesses which side is transposed from sizes, and guesses wrong where one of them is 1.
+    """
+    left, right = values
+    ((over_left, over_right), batches) = equation.params["dimension_numbers"]
+    if any(batches) or len(over_left) != 1 or left.ndim != 2 or right.ndim != 2:
+        return _as_it_is(equation, values)
+    left = left.T if over_left[0] == 0 else left
+    right = right.T if over_right[0] == 1 else right
+    params = {**equation.params, "dimension_numbers": (((1,), (0,)), ((), ()))}
+    return [equation.primitive.bind(left, right, **params)]
+
+
+MOST_BELOW = 256  # places of which every pair is looked at
+
+
+def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Take running maxima of whole numbers over all earlier places at once: ONNX Runtime pools floats only."""
+    (x,) = values
+    axis, length = equation.params["axis"], x.shape[equation.params["axis"]]
+    if not jnp.issubdtype(x.dtype, jnp.integer) or length > MOST_BELOW:
+        return _as_it_is(equation, values)
+    at = jnp.arange(length)
+    earlier = at[:, None] <= at if equation.params["reverse"] else at[:, None] >= at
+    last = jnp.moveaxis(x, axis, -1)
+    lowest = jnp.iinfo(x.dtype).min
+    found = jnp.max(jnp.where(earlier, last[..., None, :], lowest), -1)
+    return [jnp.moveaxis(found, -1, axis)]
+
+
+RULES: dict[str, Rule] = {
+    "cummax": _cummax,
+    "dot_general": _dot,
+    "gather": _gather,
+    "scatter-add": _scatter_add,
+    "scatter_add": _scatter_add,
+    "jit": _call("jaxpr"),
+    "pjit": _call("jaxpr"),
+    "closed_call": _call("call_jaxpr"),
+    "core_call": _call("call_jaxpr"),
+    "remat2": _call("jaxpr"),
+    "checkpoint": _call("jaxpr"),
+    "custom_jvp_call": _call("call_jaxpr"),
+    "custom_vjp_call": _custom_vjp,
+    "custom_vjp_call_jaxpr": _custom_vjp,
+    "custom_vmap_call": _call("call"),
+    "custom_linear_solve": _linear_solve,
+    "optimization_barrier": _identity,
+    "stop_gradient": _identity,
+    "copy": _identity,
+    "copy_p": _identity,
+    "while": _while,
+    "scan": _scan,
+    "cond": _cond,
+}

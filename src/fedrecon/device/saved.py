@@ -1,0 +1,146 @@
+"""From a saved model to a bundle for devices: what its ids stand for, the solver's settings, the page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrecon.app.saved import SavedModel
+from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.data import Vocabulary, personal_text, unique_labels
+from fedrecon.data.text.sentences import prompt_columns
+from fedrecon.device.exporting import Legend
+from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
+from fedrecon.device.page import page_files
+from fedrecon.device.tables import Quantisation
+from fedrecon.device.vectors import made_up_ratings
+
+LEAST_COUNT = 5  # ratings that an item needs to be recommended
+
+
+def bundle_model(
+    saved: SavedModel[Any],
+    out: str | Path,
+    *,
+    most: int = MOST_EXAMPLES,
+    quantise: Quantisation | None = None,
+    least_count: int = LEAST_COUNT,
+    onnxruntime_web: Path | None = None,
+    onnx: bool = True,
+    replace: bool = False,
+) -> Path:
+    """Write the bundle of a saved model, with its page.
+
+    Args:
+      saved: the model.
+      out: the folder to write.
+      most: how many examples of a person a device uses, the newest ones.
+      quantise: store tables in `int8` or `float16`; None keeps float32.
+      least_count: items with fewer ratings in training are not recommended, where that is known.
+      onnxruntime_web: the folder `dist` of the npm package, for a page of text.
+      onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
+      replace: whether a folder that is there is replaced.
+    """
+    if saved.task is RATINGS:
+        _check_transform(saved)
+        legend = ratings_legend(saved.legend, least_count, _roles(saved))
+        like = made_up_ratings(len(saved.legend), saved.legend.scale, most)
+        ask = {"item": np.arange(min(20, len(saved.legend)), dtype=np.int32)}
+    else:
+        words: Vocabulary = saved.legend
+        legend = text_legend(words, saved.config.model.max_words)
+        like = personal_text(_made_up_text(words), words, saved.config.model.max_words).columns
+        ask = prompt_columns(list(words.words[:3]), words, saved.config.model.max_words)[0]
+    return bundle(
+        saved.algorithm,
+        saved.params,
+        out,
+        like=like,
+        ask=ask,
+        most=most,
+        seed=saved.config.seed,
+        quantise=quantise,
+        settings=_settings(saved),
+        legend=legend,
+        web=partial(page_files, vendor=onnxruntime_web),
+        onnx=onnx,
+        replace=replace,
+    )
+
+
+def _check_transform(saved: SavedModel[Items]) -> None:
+    scale = saved.config.model.scale
+    if scale is not None and scale.transform != "none":
+        raise ValueError(
+            "the model has learned log(1+x) of counts, which devices do not know; train it with --data.transform none"
+        )
+
+
+def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
+    """Return what whoever reconstructs without ONNX must know: the solver's settings, and what round zero found."""
+    settings = asdict(saved.config.reconstruct)
+    scale = saved.config.model.scale if saved.task is RATINGS else None
+    if scale is None or not scale.standardized:
+        return settings
+    ridge = saved.config.reconstruct.ridge
+    return settings | {
+        "ridges": {
+            "bias": ridge * scale.user_ridge,
+            "embedding": ridge * scale.noise,
+            "traits": [ridge * value for value in scale.trait_ridges],
+        },
+        "standard": {name: getattr(scale, name) for name in ("mean", "deviation", "low", "high")},
+    }
+
+
+def ratings_legend(items: Items, least_count: int, roles: dict[str, str]) -> Legend:
+    """Return what a bundle says about items."""
+    titles = None if items.titles is None else [str(title) for title in items.titles]
+    content = {
+        "ids": _short(items.ids.tolist()),
+        "labels": None if titles is None else unique_labels(titles, items.ids.tolist()),
+        "counts": None if items.counts is None else items.counts.tolist(),
+    }
+    return Legend("ratings", {ITEMS: content}, items.scale, least_count, roles)
+
+
+def _short(ids: list[Any]) -> Any:
+    """Write ids that are numbers in a row as the first and their number."""
+    if all(isinstance(one, int) for one in ids) and ids == list(range(ids[0], ids[0] + len(ids))):
+        return {"first": ids[0], "count": len(ids)}
+    return ids
+
+
+def _roles(saved: SavedModel[Items]) -> dict[str, str]:
+    """Return where the tables of a factorization are, by what they are."""
+    from fedrecon.trees import flatten
+
+    found = {}
+    for path in flatten(saved.params)[0]:
+        role = "/".join(part for part in path.split("/") if part != "shared")
+        found[role] = path
+    return found
+
+
+def text_legend(vocabulary: Vocabulary, max_words: int) -> Legend:
+    """Return what a bundle says about words."""
+    content = {"words": list(vocabulary.words), "buckets": vocabulary.buckets, "max_words": max_words}
+    return Legend("text", {WORDS: content})
+
+
+def _made_up_text(vocabulary: Vocabulary) -> str:
+    """Return sentences that nobody wrote, of the vocabulary's words and of words outside it."""
+    known = [word for word in vocabulary.words if word.isalpha()][:200] or ["a"]
+    draw = np.random.default_rng(0)
+    lines = []
+    for _ in range(64):
+        words = [
+            str(draw.choice(known)) if draw.random() < 0.8 else f"zz{draw.integers(40)}q"
+            for _ in range(draw.integers(2, 12))
+        ]
+        lines.append(" ".join(words))
+    return "\n".join(lines)

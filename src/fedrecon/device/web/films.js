@@ -1,0 +1,148 @@
+// Ratings: find and rate, see what is recommended and why.
+// @ts-check
+
+import { clipped, find, fold, nearest, rank } from "./ranking.js";
+import { factorization, predictAll, reconstruct } from "./solvers.js";
+import * as store from "./store.js";
+import { counted, element, say, stars } from "./widgets.js";
+
+/** @typedef {import("./bundle.js").Bundle} Bundle */
+
+const SHOWN = 8, MORE = 10;
+
+/**
+ * Show the page of a ratings model.
+ * @param {Bundle} bundle
+ * @param {{onChange: () => void}} page
+ */
+export async function showFilms(bundle, { onChange }) {
+  const items = await bundle.json("items.json");
+  const ids = Array.isArray(items.ids)
+    ? items.ids
+    : Array.from({ length: items.ids.count }, (_, k) => items.ids.first + k);
+  /** @type {string[]} */
+  const labels = items.labels ?? ids.map(String);
+  /** @type {number[] | null} */
+  const counts = items.counts;
+  const index = new Map(ids.map((/** @type {number | string} */ id, /** @type {number} */ k) => [id, k]));
+  const folded = labels.map(fold);
+  const model = factorization(bundle);
+  const { scale, least_count: least, examples } = bundle.manifest;
+  const often = counts === null ? [] : rank(counts, 200);
+  let top = MORE;
+
+  const search = /** @type {HTMLInputElement} */ (document.getElementById("search"));
+  const results = /** @type {HTMLElement} */ (document.getElementById("results"));
+  const found = /** @type {HTMLElement} */ (document.getElementById("found"));
+  const rated = /** @type {HTMLElement} */ (document.getElementById("rated"));
+  const best = /** @type {HTMLElement} */ (document.getElementById("best"));
+  const more = /** @type {HTMLButtonElement} */ (document.getElementById("more"));
+
+  /** @returns {[number, number][]} item and rating, oldest first; ids that this model does not know are left out */
+  const ratings = () =>
+    store
+      .kept(/** @type {[number | string, number][]} */ ([]))
+      .filter(([id]) => index.has(id))
+      .map(([id, rating]) => [/** @type {number} */ (index.get(id)), rating]);
+
+  /** @param {number} item @param {number | null} rating */
+  const rate = (item, rating) => {
+    const others = store.kept(/** @type {[number | string, number][]} */ ([])).filter(([id]) => id !== ids[item]);
+    store.keep(rating === null ? others : [...others, [ids[item], rating]]);
+    top = MORE;
+    showRated();
+    showBest();
+    say(rating === null ? `${labels[item]}: rating removed` : `${labels[item]}: ${rating}. Recommendations changed.`);
+    onChange();
+  };
+
+  /** @param {number} item @param {number | null} rating @param {string} place */
+  const row = (item, rating, place) => {
+    const line = element("li", { class: "film" });
+    line.append(element("span", { class: "title", text: labels[item] }));
+    line.append(stars(`${place}-${item}`, labels[item], scale, rating, (value) => rate(item, value)));
+    if (place === "rated") {
+      const remove = element("button", { class: "remove", text: "×", type: "button" });
+      remove.setAttribute("aria-label", `Remove the rating of ${labels[item]}`);
+      remove.addEventListener("click", () => {
+        rate(item, null);
+        search.focus();
+      });
+      line.append(remove);
+    }
+    return line;
+  };
+
+  const showResults = () => {
+    const query = search.value.trim();
+    const known = new Map(ratings());
+    const chosen = query ? find(folded, query, counts, SHOWN) : often.filter((k) => !known.has(k)).slice(0, SHOWN);
+    results.replaceChildren(...chosen.map((item) => row(item, known.get(item) ?? null, "found")));
+    found.textContent = query
+      ? chosen.length === 0 ? `Nothing is called “${query}”.` : `Found for “${query}”`
+      : often.length ? "Often rated" : "Search for something you know";
+  };
+
+  const showRated = () => {
+    const mine = ratings().reverse();
+    rated.replaceChildren(...mine.map(([item, rating]) => row(item, rating, "rated")));
+    const heading = /** @type {HTMLElement} */ (document.getElementById("rated-heading"));
+    heading.textContent = mine.length === 0 ? "Your ratings" : `Your ratings (${mine.length})`;
+    /** @type {HTMLElement} */ (document.getElementById("rated-none")).hidden = mine.length > 0;
+  };
+
+  const showBest = () => {
+    const mine = ratings();
+    const newest = mine.slice(-examples.most);
+    const begun = performance.now();
+    const local = reconstruct(model, newest.map(([item]) => item), newest.map(([, rating]) => rating));
+    const scores = predictAll(model, local);
+    const took = performance.now() - begun;
+    const leftOut = mine.map(([item]) => item);
+    const chosen = rank(scores, top, { leftOut, counts, least });
+    const mean = mine.reduce((sum, [, rating]) => sum + rating, 0) / Math.max(1, mine.length);
+    const liked = mine.filter(([, rating]) => rating >= mean).map(([item]) => item);
+    best.replaceChildren(...(mine.length ? chosen.map((item) => recommendation(item, scores[item], liked)) : []));
+    /** @type {HTMLElement} */ (document.getElementById("best-none")).hidden = mine.length > 0;
+    more.hidden = mine.length === 0 || chosen.length < top;
+    Object.assign(globalThis, { fedrecon: { local: Array.from(local), scores, best: chosen, took } }); // for tests
+  };
+
+  /** @param {number} item @param {number} score @param {number[]} among */
+  const recommendation = (item, score, among) => {
+    const shown = clipped(score, scale);
+    const line = element("li", { class: "advice" });
+    const [low, high] = scale ?? [Math.min(0, shown), Math.max(1, shown)];
+    const meter = element("meter", { min: String(low), max: String(high), value: String(shown) });
+    meter.setAttribute("aria-label", `predicted rating of ${labels[item]}`);
+    meter.textContent = shown.toFixed(1);
+    line.append(element("span", { class: "title", text: labels[item] }));
+    line.append(element("span", { class: "score", text: shown.toFixed(1) }), meter);
+    const near = nearest(model.embedding, model.dim, item, among);
+    if (near.length) {
+      const known = new Map(ratings());
+      const names = near.map((k) => `${labels[k]} (${known.get(k)})`).join(", ");
+      line.append(element("span", { class: "why", text: `near what you like: ${names}` }));
+    }
+    return line;
+  };
+
+  search.addEventListener("input", showResults);
+  search.form?.addEventListener("submit", (event) => event.preventDefault());
+  more.addEventListener("click", () => {
+    top += MORE;
+    const before = best.children.length;
+    showBest();
+    /** @type {HTMLElement | undefined} */ (best.children[before])?.focus();
+    say(`${best.children.length} recommendations`);
+  });
+  const show = () => {
+    showResults();
+    showRated();
+    showBest();
+  };
+  show();
+  /** @type {HTMLElement} */ (document.getElementById("ratings")).hidden = false;
+  /** @type {HTMLElement} */ (document.getElementById("parts")).hidden = false;
+  return { show, describe: () => counted(ratings().length, "rating") };
+}

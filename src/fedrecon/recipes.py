@@ -1,0 +1,158 @@
+"""Recipes: which factory made a model, a solver or an algorithm, and with what settings, so that it can travel.
+
+What a factory returns is a handful of functions, which cannot be written to a file. But a factory marked with
+`recorded` remembers its arguments, and whoever has the same version of fedrecon can call it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FREE = {"lookups"}  # what may be replaced in a model afterwards: it is saved beside the recipe
+DEEPEST = 32  # how far recipes may be nested
+
+
+class RecipeError(ValueError):
+    """Something was not made by a recorded factory, or a recipe cannot be followed."""
+
+
+class _Made(NamedTuple):
+    make: str
+    arguments: dict[str, Any]
+    fields: dict[str, Any]  # what was made, to notice what was replaced
+
+
+FACTORIES: dict[str, Callable[..., Any]] = {}
+# By a function of what was made; several things may share it, such as a split and the same one redrawn.
+_made: weakref.WeakKeyDictionary[Any, list[_Made]] = weakref.WeakKeyDictionary()
+
+
+def recorded(factory: Callable[P, T]) -> Callable[P, T]:
+    """Let a factory remember what it was called with, so that `recipe_of` can tell."""
+    signature = inspect.signature(factory)
+    name = f"optax.{factory.__name__}" if factory.__module__.startswith("optax.") else factory.__name__
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> T:
+        made = factory(*args, **kwargs)
+        anchor = _anchor(made)
+        if anchor is not None:
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            others = [other for other in _made.get(anchor, []) if other.fields != _fields(made)]
+            _made[anchor] = [*others, _Made(name, arguments, _fields(made))]
+        return made
+
+    FACTORIES[name] = make
+    return make
+
+
+def recipe_of(made: Any, what: str = "it") -> dict[str, Any]:
+    """Return how something was made, as JSON has it: `{"make": factory, "settings": {...}}`.
+
+    Args:
+      made: by a factory of fedrecon: a model, solver, optimizer, split, aggregator or algorithm.
+      what: how to call it in a message.
+
+    Raises:
+      RecipeError: it was made by hand, or changed afterwards; the message says what to do.
+    """
+    candidates = [] if (anchor := _anchor(made)) is None else _made.get(anchor, [])
+    if not candidates:
+        raise RecipeError(
+            f"{what} was not made by a factory of fedrecon, so it cannot be written down: use one "
+            "(optimizers are in fr.optimizers), or give the same thing again when loading"
+        )
+    now = _fields(made)
+    found = next((one for one in candidates if one.fields == now), None)
+    if found is None:
+        nearest = candidates[-1]
+        changed = next(name for name, value in now.items() if nearest.fields.get(name) != value)
+        raise RecipeError(f"{what} was changed after {nearest.make} made it: {changed} is another")
+    settings = {name: _describe(value, f"`{name}` of {found.make}") for name, value in found.arguments.items()}
+    return {"make": found.make, "settings": settings}
+
+
+def follow(recipe: Any, depth: int = 0) -> Any:
+    """Make again what a recipe describes. Only recorded factories are called.
+
+    Raises:
+      RecipeError: it is no recipe, or names something that this version of fedrecon does not know.
+    """
+    if depth > DEEPEST:
+        raise RecipeError("the recipe is nested too deeply")
+    if isinstance(recipe, list):
+        return tuple(follow(item, depth + 1) for item in recipe)
+    if not isinstance(recipe, dict):
+        return recipe
+    if set(recipe) == {"mapping"}:
+        return {name: follow(value, depth + 1) for name, value in recipe["mapping"].items()}
+    if set(recipe) == {"array", "dtype"}:
+        return np.asarray(recipe["array"], np.dtype(str(recipe["dtype"])))
+    if set(recipe) != {"make", "settings"} or recipe["make"] not in FACTORIES:
+        raise RecipeError(f"the recipe wants {str(recipe.get('make'))[:60]!r}, which this version does not know")
+    factory = FACTORIES[recipe["make"]]
+    settings = {name: follow(value, depth + 1) for name, value in recipe["settings"].items()}
+    several = [p.name for p in inspect.signature(factory).parameters.values() if p.kind is p.VAR_POSITIONAL]
+    positional = [item for name in several for item in settings.pop(name, ())]
+    try:
+        return factory(*positional, **settings)
+    except TypeError as problem:
+        raise RecipeError(f"the recipe for {recipe['make']} cannot be followed: {problem}") from None
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of a JSON value, the same however its objects are ordered."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _describe(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) or hasattr(value, "__jax_array__") or type(value).__name__ == "ArrayImpl":
+        array = np.asarray(value)
+        return {"array": array.tolist(), "dtype": array.dtype.name}
+    if _anchor(value) is not None and not isinstance(value, Mapping):
+        return recipe_of(value, what)
+    if isinstance(value, Mapping):
+        return {"mapping": {str(name): _describe(inner, what) for name, inner in value.items()}}
+    if isinstance(value, Sequence):
+        return [_describe(inner, what) for inner in value]
+    return recipe_of(value, what)
+
+
+def _anchor(made: Any) -> types.FunctionType | None:
+    """Return a function that belongs to what was made and to nothing else: one that its factory defined."""
+    candidates = [made] if isinstance(made, types.FunctionType) else list(_values(made).values())
+    own = [f for f in candidates if isinstance(f, types.FunctionType) and "<locals>" in f.__qualname__]
+    return own[0] if own else None
+
+
+def _values(made: Any) -> dict[str, Any]:
+    if hasattr(made, "_asdict"):
+        return made._asdict()
+    return {name: getattr(made, name) for name in getattr(type(made), "__dataclass_fields__", {})}
+
+
+def _fields(made: Any) -> dict[str, Any]:
+    """Return what identifies the fields of something: plain values as they are, anything else by identity."""
+
+    def identity(value: Any) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return tuple(_fields(value).items()) if hasattr(value, "_asdict") else id(value)
+
+    return {name: identity(value) for name, value in _values(made).items() if name not in FREE}

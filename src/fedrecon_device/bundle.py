@@ -1,0 +1,164 @@
+"""An open bundle: its tables, graphs and legend, read once and checked as they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrecon_device.errors import BundleError
+from fedrecon_device.files import read_checked, read_manifest
+from fedrecon_device.graphs import Graph
+from fedrecon_device.tensors import GLOBAL, START, as_float32, read_tensors
+
+TABLES, ITEMS, WORDS = "global.safetensors", "items.json", "words.json"
+
+
+class Bundle:
+    """What a device needs to reconstruct and predict, from a folder that `fedrecon bundle` made."""
+
+    def __init__(self, folder: str | Path):
+        """Open a bundle; each of its files is read when it is needed first, and compared with its digest.
+
+        Args:
+          folder: where it is.
+
+        Raises:
+          BundleError: it is damaged or hostile, or of a version that this runtime does not read.
+        """
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        try:
+            self.task: str = self.manifest["task"]
+            self.most: int = self.manifest["examples"]["most"]
+            self.columns: dict[str, dict[str, Any]] = self.manifest["examples"]["columns"]
+            self.scale: list[float] | None = self.manifest["scale"]
+            self.least_count: int = self.manifest["least_count"]
+            self.warm_start: bool = self.manifest["reconstruct"]["warm_start"]
+            self.model_digest: str = self.manifest["files"][TABLES]["sha256"]
+        except (KeyError, TypeError) as problem:
+            raise BundleError(f"{self.folder}: its manifest lacks {problem}") from None
+
+    def read_json(self, name: str) -> Any:
+        """Read one of its JSON files."""
+        try:
+            return json.loads(read_checked(self.folder, self.manifest, name))
+        except BundleError:
+            raise
+        except (ValueError, RecursionError):
+            raise BundleError(f"{self.folder / name} is not valid JSON") from None
+
+    @cached_property
+    def _tensors(self) -> dict[str, np.ndarray]:
+        return read_tensors(read_checked(self.folder, self.manifest, TABLES), TABLES)
+
+    @cached_property
+    def tables(self) -> dict[str, np.ndarray]:
+        """The global parameters by path, in float32."""
+        return as_float32(self._tensors, GLOBAL)
+
+    @cached_property
+    def start(self) -> dict[str, np.ndarray]:
+        """Where the local parameters start, by path."""
+        return as_float32(self._tensors, START)
+
+    @cached_property
+    def items(self) -> Items:
+        """What the items of a ratings model are called."""
+        return Items(self.read_json(ITEMS))
+
+    def graph(self, name: str) -> Graph:
+        """Return a graph, `reconstruct` or `predict`.
+
+        Raises:
+          BundleError: the bundle has none; the message says why.
+        """
+        if name not in self._graphs:
+            about = self.manifest["graphs"].get(name)
+            if not about or "file" not in about:
+                why = (about or {}).get("missing", "it was not exported")
+                raise BundleError(f"{self.folder} has no {name} graph: {why}")
+            data = read_checked(self.folder, self.manifest, about["file"])
+            self._graphs[name] = Graph(about["file"], data, about)
+        return self._graphs[name]
+
+    @cached_property
+    def _graphs(self) -> dict[str, Graph]:
+        return {}
+
+    def reconstruct(
+        self, columns: Mapping[str, Any], start: Mapping[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Reconstruct local parameters from examples, of which the last `most` count.
+
+        Args:
+          columns: one array a feature, all of one length, oldest example first.
+          start: local parameters to go on from; the bundle's own start by default.
+
+        Returns:
+          The local parameters by path.
+        """
+        padded, count = self._padded(columns)
+        inputs = {f"example/{name}": column for name, column in padded.items()}
+        inputs |= {f"global/{path}": table for path, table in self.tables.items()}
+        inputs |= {f"start/{path}": leaf for path, leaf in (start or self.start).items()}
+        found = self.graph("reconstruct").run({**inputs, "count": np.int32(count)})
+        return {name.removeprefix("local/"): value for name, value in found.items()}
+
+    def _padded(self, columns: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
+        """Pad examples to the length that the graph takes; of more, the newest count."""
+        lengths = {name: len(columns[name]) for name in self.columns if name in columns}
+        if set(lengths) != set(self.columns) or len(set(lengths.values())) > 1:
+            raise BundleError(f"examples need {list(self.columns)} of one length; given were {lengths}")
+        count = min(self.most, next(iter(lengths.values())))
+        padded = {}
+        for name, about in self.columns.items():
+            column = np.zeros((self.most, *about["shape"]), about["dtype"])
+            column[:count] = np.asarray(columns[name])[len(columns[name]) - count :]
+            padded[name] = column
+        return padded, count
+
+    def predict(self, local: Mapping[str, np.ndarray], columns: Mapping[str, Any]) -> np.ndarray:
+        """Predict for some examples, with local parameters.
+
+        Args:
+          local: as `reconstruct` returns them.
+          columns: the features that predictions read, one array each.
+        """
+        inputs = {f"example/{name}": column for name, column in columns.items()}
+        inputs |= {f"global/{path}": table for path, table in self.tables.items()}
+        inputs |= {f"local/{path}": leaf for path, leaf in local.items()}
+        return self.graph("predict").run(inputs)["prediction"]
+
+
+class Items:
+    """What items are called: their ids in the data, labels of which no two are equal, and how often each was rated."""
+
+    def __init__(self, content: Mapping[str, Any]):
+        """Read the content of items.json."""
+        try:
+            self.ids: list[int | str] = _listed(content["ids"])
+            self.labels: list[str] = [str(k) for k in self.ids] if content["labels"] is None else content["labels"]
+            counts = content["counts"]
+        except (KeyError, TypeError) as problem:
+            raise BundleError(f"{ITEMS} is damaged: {problem!r}") from None
+        self.counts = None if counts is None else np.asarray(counts, np.int64)
+        sizes = {len(self.ids), len(self.labels), len(self.ids) if self.counts is None else len(self.counts)}
+        if len(sizes) != 1:
+            raise BundleError(f"{ITEMS} has {len(self.ids)} ids, {len(self.labels)} labels and other counts")
+        self.index = {one: k for k, one in enumerate(self.ids)}
+
+    def __len__(self) -> int:
+        """Return how many items there are."""
+        return len(self.ids)
+
+
+def _listed(ids: Any) -> list[int | str]:
+    """Return ids, which may be given as a range: the first, and how many."""
+    if isinstance(ids, Mapping):
+        return list(range(ids["first"], ids["first"] + min(ids["count"], 1 << 24)))
+    return list(ids)

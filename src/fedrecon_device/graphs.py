@@ -1,0 +1,90 @@
+"""Graphs: ONNX Runtime sessions with named inputs, which stop when they take too long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedrecon_device.errors import BundleError
+
+SECONDS = 60.0  # that one run may take
+DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(int32)": "int32",
+    "tensor(int64)": "int64",
+    "tensor(int16)": "int16",
+    "tensor(bool)": "bool",
+}
+
+
+class Graph:
+    """One graph of a bundle, ready to run."""
+
+    def __init__(self, name: str, data: bytes, about: Mapping[str, Any]):
+        """Load a graph and compare its inputs and outputs with what the manifest says.
+
+        Args:
+          name: of the file, for messages.
+          data: the graph.
+          about: its entry in the manifest.
+        """
+        import onnxruntime  # takes longer to import than all the rest
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.use_deterministic_compute = True
+        self.name, self._options = name, onnxruntime.RunOptions
+        try:
+            self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        except Exception as problem:  # onnxruntime has no common type of its errors
+            raise BundleError(f"{name}: ONNX Runtime refuses it: {_first_line(problem)}") from None
+        self.inputs = {
+            one.name: (DTYPES.get(one.type, one.type), list(one.shape)) for one in self._session.get_inputs()
+        }
+        outputs = [one.name for one in self._session.get_outputs()]
+        promised = {one["name"]: (one["dtype"], one["shape"]) for one in about["inputs"]}
+        if self.inputs != promised:
+            raise BundleError(f"{name} takes {self.inputs}; the manifest says {promised}")
+        if outputs != [one["name"] for one in about["outputs"]]:
+            raise BundleError(f"{name} gives {outputs}; the manifest says {[one['name'] for one in about['outputs']]}")
+        self.outputs = outputs
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Run it.
+
+        Args:
+          inputs: by name; more than it takes may be given.
+
+        Raises:
+          BundleError: an input is missing or of another shape, the graph fails, or it takes more than a minute.
+        """
+        feed = {}
+        for name, (dtype, shape) in self.inputs.items():
+            if name not in inputs:
+                raise BundleError(f"{self.name} needs the input {name!r}")
+            feed[name] = np.ascontiguousarray(inputs[name], dtype)  # of a scalar this makes one dimension
+            feed[name] = feed[name].reshape(np.shape(inputs[name]))
+            fits = len(shape) == feed[name].ndim and all(
+                want == have or not isinstance(want, int) for want, have in zip(shape, feed[name].shape, strict=True)
+            )
+            if not fits:
+                raise BundleError(f"{self.name}: {name!r} has shape {list(feed[name].shape)}; expected {shape}")
+        how = self._options()
+        stop = threading.Timer(SECONDS, setattr, (how, "terminate", True))
+        stop.daemon = True
+        stop.start()
+        try:
+            found = self._session.run(None, feed, how)
+        except Exception as problem:
+            raise BundleError(f"{self.name}: it fails in ONNX Runtime: {_first_line(problem)}") from None
+        finally:
+            stop.cancel()
+        return dict(zip(self.outputs, found, strict=True))
+
+
+def _first_line(problem: Exception) -> str:
+    return next(iter(str(problem).strip().splitlines()), type(problem).__name__)[:300]

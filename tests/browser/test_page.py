@@ -1,0 +1,303 @@
+"""The page in a real browser: what it computes, keeps, forgets, sends, and how people with other devices find it.
+
+Runs by `make test-browser`: Chromium of the system, driven by playwright. Screenshots go to docs/figures/device if
+FEDRECON_SCREENSHOTS names that folder.
+"""
+
+import dataclasses
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import fedrecon as fr
+from fedrecon.app.cli.demo import SETTINGS
+from fedrecon.app.saved import open_model
+from fedrecon.device.page import serve
+from fedrecon.device.saved import bundle_model
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+if CHROMIUM is None:
+    pytest.skip("there is no Chromium on this machine; install the distribution's", allow_module_level=True)
+
+AXE = os.environ.get("FEDRECON_AXE")  # axe.min.js of the npm package axe-core
+ORT_WEB = os.environ.get("FEDRECON_ONNXRUNTIME_WEB")  # the folder dist of the npm package onnxruntime-web
+PICTURES = os.environ.get("FEDRECON_SCREENSHOTS")
+RATED = {"Matrix, The": 5, "Toy Story": 4, "Pulp Fiction": 5, "Jurassic Park": 2, "Fargo": 4}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model of real films: that of an earlier demo if FEDRECON_RUN names it, or a short training."""
+    from fedrecon.app.experiment import run_experiment
+
+    if os.environ.get("FEDRECON_RUN"):
+        return open_model(os.environ["FEDRECON_RUN"])
+    folder = fr.RunFolder(tmp_path_factory.mktemp("run"))
+    run_experiment(dataclasses.replace(SETTINGS, rounds=100, evaluate_every=0), folder)
+    return open_model(folder.path)
+
+
+@pytest.fixture(scope="module")
+def address(saved, tmp_path_factory):
+    folder = bundle_model(saved, tmp_path_factory.mktemp("bundle") / "films", most=100, quantise="int8", onnx=False)
+    for _, found in served(folder):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def writing(tmp_path_factory):
+    """A bundle of a small model of text, and where its page is."""
+    from device_models import text_bundle
+
+    if ORT_WEB is None:
+        pytest.skip("FEDRECON_ONNXRUNTIME_WEB does not name onnxruntime-web; make test-browser sets it")
+    folder = tmp_path_factory.mktemp("bundle") / "text"
+    text_bundle(folder, vendor=Path(ORT_WEB))
+    yield from served(folder)
+
+
+def served(folder):
+    server = serve(folder)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder, f"http://localhost:{server.server_address[1]}/web/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as running:
+        found = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def context(browser):
+    found = browser.new_context(viewport={"width": 1180, "height": 900}, color_scheme="light")
+    yield found
+    found.close()
+
+
+def opened(context, address):
+    """Open the page and wait until it is ready, offline too; `wait_for_function` is not allowed by its policy."""
+    page = context.new_page()
+    page.set_default_timeout(5000)
+    page.problems = []
+    page.on("pageerror", lambda problem: page.problems.append(str(problem)))
+    page.on("console", lambda said: page.problems.append(said.text) if said.type == "error" else None)
+    page.goto(address)
+    ready(page)
+    return page
+
+
+def ready(page):
+    for _ in range(200):
+        state = page.evaluate("document.documentElement.dataset.ready ?? ''")
+        if state:
+            assert state == "yes", page.inner_text("#loading")
+            return
+        time.sleep(0.05)
+    raise AssertionError("the page does not become ready")
+
+
+def rate(page, title, stars):
+    page.fill("#search", title)
+    row = page.locator("#results li", has=page.get_by_text(title, exact=True))
+    row.locator("label").nth(stars - 1).click()
+
+
+def rate_all(page):
+    for title, stars in RATED.items():
+        rate(page, title, stars)
+    page.fill("#search", "")
+
+
+def picture(page, name, **options):
+    if PICTURES:
+        Path(PICTURES).mkdir(parents=True, exist_ok=True)
+        page.mouse.move(0, 0)
+        page.evaluate("document.activeElement?.closest('dialog') ?? document.activeElement?.blur()")
+        page.screenshot(path=f"{PICTURES}/{name}.png", **options)
+        with Image.open(f"{PICTURES}/{name}.png") as found:  # fewer colours are a third of the bytes
+            found.quantize(64).save(f"{PICTURES}/{name}.png", optimize=True)
+
+
+def test_five_ratings_give_the_parameters_scores_and_order_that_python_gives(saved, context, address):
+    from fedrecon.device.tables import packed, unpacked
+    from fedrecon.trees import flatten, unflatten
+
+    page = opened(context, address)
+    rate_all(page)
+    picture(page, "films")
+    found = page.evaluate("({...fedrecon, scores: Array.from(fedrecon.scores)})")
+
+    leaves, structure = flatten(saved.params)
+    params = unflatten(structure, unpacked(packed(leaves, "int8")))
+    titles = saved.legend.titles.tolist()
+    items = np.array([titles.index(title) for title in RATED], np.int32)
+    mine = fr.reconstruct(
+        saved.algorithm,
+        params,
+        {"item": items, "rating": np.array(list(RATED.values()), np.float32)},
+        seed=saved.config.seed,
+    )
+    local = [mine["user_bias"].item(), *mine["user_embedding"].tolist()]
+    assert found["local"] == pytest.approx(local, abs=1e-5)
+    scores = fr.predict(saved.algorithm.model, params, mine, {"item": np.arange(len(titles))})
+    assert found["scores"] == pytest.approx(scores.tolist(), abs=1e-5)
+    wanted = [k for k in np.argsort(-scores, kind="stable") if saved.legend.counts[k] >= 5 and k not in items]
+    assert found["best"] == wanted[:10]
+    shown = page.locator("#best .title").all_inner_texts()
+    assert shown[0].startswith(titles[wanted[0]])
+    assert all(0.5 <= float(text) <= 5 for text in page.locator("#best .score").all_inner_texts())
+    assert "near what you like" in page.inner_text("#best li")
+    assert page.problems == []
+
+
+def test_ratings_change_recommendations_survive_a_reload_and_are_gone_when_forgotten(context, address):
+    page = opened(context, address)
+    assert page.locator("#best li").count() == 0
+    rate(page, "Toy Story", 5)
+    before = page.locator("#best .title").all_inner_texts()
+    rate(page, "Toy Story", 1)
+    after = page.locator("#best .title").all_inner_texts()
+    assert before != after
+    assert page.inner_text("#kept-what").startswith("1 rating,")
+    page.reload()
+    ready(page)
+    assert page.locator("#best .title").all_inner_texts() == after
+    page.click("#forget")
+    picture(page, "forget")
+    page.click("#really .danger")
+    assert page.inner_text("#kept-what") == "nothing"
+    assert page.locator("#best li").count() == 0
+    assert page.evaluate("localStorage.length") == 0
+    page.reload()
+    ready(page)
+    assert page.inner_text("#kept-what") == "nothing"
+
+
+def test_nothing_is_requested_after_loading_and_it_works_without_a_network(context, address):
+    page = opened(context, address)
+    requests = []
+    context.on("request", lambda request: requests.append(request.url))
+    rate_all(page)
+    page.click("#more")
+    assert requests == []
+    refused = page.evaluate("fetch('https://example.org/').then(() => 'sent', () => 'refused')")
+    assert refused == "refused"
+    context.set_offline(True)
+    page.reload()
+    ready(page)
+    assert page.locator("#rated li").count() == len(RATED)
+    rate(page, "Alien", 5)
+    assert page.locator("#rated li").count() == len(RATED) + 1
+    assert [url for url in requests if not url.startswith(address.removesuffix("web/"))] == []
+
+
+def test_keyboard_alone_is_enough_to_search_rate_and_remove(context, address):
+    page = opened(context, address)
+    page.focus("#search")
+    page.keyboard.type("casablanca")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    assert page.locator("#rated li").count() == 1
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#rated input:checked").get_attribute("value") == "3"
+    assert "Casablanca" in page.inner_text("#said")
+    page.locator("#rated .remove").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#rated li").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_of_it_in_its_width(browser, address, scheme):
+    phone = browser.new_context(
+        viewport={"width": 390, "height": 844},
+        device_scale_factor=1,
+        is_mobile=True,
+        has_touch=True,
+        color_scheme=scheme,
+    )
+    page = opened(phone, address)
+    rate_all(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    if scheme == "dark":
+        picture(page, "phone-dark")
+    page.evaluate("document.getElementById('best-heading').scrollIntoView()")
+    if scheme == "light":
+        picture(page, "phone-light-best")
+    box = page.locator("#results label").first.bounding_box()
+    assert box["height"] >= 24
+    assert box["width"] >= 24  # the least size of a target, WCAG 2.2
+    phone.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(browser, address, scheme):
+    if AXE is None:
+        pytest.skip("FEDRECON_AXE does not name axe.min.js; make test-browser sets it")
+    context = browser.new_context(viewport={"width": 1180, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    page = opened(context, address)
+    rate_all(page)
+    if scheme == "dark":
+        picture(page, "films-dark")
+    page.add_script_tag(path=AXE)
+    found = page.evaluate("axe.run().then((found) => found.violations)")
+    assert [(one["id"], one["impact"], one["nodes"][0]["html"]) for one in found] == []
+    context.close()
+
+
+def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(context, writing, tmp_path):
+    from fedrecon_device import Personal
+
+    folder, address = writing
+    text = "The zebra-fish ate my sandwich. I told you so!\nWe met Kwame at the station"
+    page = opened(context, address)
+    requests = []
+    context.on("request", lambda request: requests.append(request.url))
+    page.fill("#text", text)
+    page.click("#learn")
+    until(page, "document.getElementById('learned').textContent.startsWith('Rebuilt')")
+    page.fill("#text", "we met")
+    until(page, "fedrecon.words?.length === 5")
+    page.wait_for_timeout(600)
+    picture(page, "writing")
+    found = page.evaluate("fedrecon")
+
+    person = Personal(folder, tmp_path / "me.json")
+    person.add(text=text)
+    local = person.refresh()["oov_embedding"]
+    assert found["local"]["oov_embedding"] == pytest.approx(local.reshape(-1).tolist(), abs=1e-5)
+    expected = person.complete("we met", 5)
+    assert [one["word"] for one in found["words"]] == [one.word for one in expected]
+    assert [one["personal"] for one in found["words"]] == [one.personal for one in expected]
+    assert [one["probability"] for one in found["words"]] == pytest.approx(
+        [one.probability for one in expected], abs=1e-5
+    )
+    assert any(one.personal for one in expected)
+    assert requests == []
+    context.set_offline(True)
+    page.reload()
+    ready(page)
+    assert page.inner_text("#kept-what").startswith("3 sentences")
+    assert page.problems == []
+
+
+def until(page, condition):
+    for _ in range(200):
+        if page.evaluate(condition):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"never: {condition}")

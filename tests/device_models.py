@@ -1,0 +1,148 @@
+"""Small trained-looking models for the tests of bundles, and what JAX makes of a person's examples."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+
+import fedrecon as fr
+from fedrecon.device import Legend, bundle
+from fedrecon.device.vectors import made_up_ratings
+
+ITEMS, MOST = 200, 12
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "adam": lambda: optax.adam(0.1),
+}
+DESCENT = {"learning_rate": 0.1, "batch_size": 5, "epochs": 3, "steps": 8}
+
+
+def factorization(*, biases=True, default=False, feedback=False):
+    model = fr.models.matrix_factorization(ITEMS, 6, biases=biases)
+    model = fr.models.learned_default(model) if default else model
+    return fr.models.implicit_feedback(model, ITEMS) if feedback else model
+
+
+def solver_of(name):
+    if name == "least-squares":
+        return fr.least_squares(1.5), {"solver": name, "ridge": 1.5}
+    descent = fr.gradient_descent(OPTIMIZERS[name](), batch_size=5, epochs=3, steps=8)
+    return descent, {"solver": "gradient-descent", "optimizer": name, **DESCENT}
+
+
+def algorithm_of(model, reconstruct):
+    update = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
+    return fr.federated_reconstruction(model, reconstruct=reconstruct, update=update, server=optax.sgd(1.0))
+
+
+def trained(model, seed=0):
+    """Parameters as large as trained ones, drawn from a seed."""
+    draw = np.random.default_rng(seed)
+    shapes = jax.eval_shape(model.init_global, jax.random.key(0))
+    return jax.tree.map(lambda leaf: draw.normal(0, 0.4, leaf.shape).astype(np.float32), shapes)
+
+
+def roles_of(params):
+    from fedrecon.trees import flatten
+
+    return {"/".join(part for part in path.split("/") if part != "shared"): path for path in flatten(params)[0]}
+
+
+def ratings_bundle(out, model, name, *, quantise=None, params=None, **more):
+    """Bundle a ratings model with a solver; return its algorithm and parameters too."""
+    solver, settings = solver_of(name)
+    algorithm, params = algorithm_of(model, solver), trained(model) if params is None else params
+    items = {
+        "ids": list(range(100, 100 + ITEMS)),
+        "labels": [f"film {k}" for k in range(ITEMS)],
+        "counts": list(range(ITEMS)),
+    }
+    bundle(
+        algorithm,
+        params,
+        out,
+        like=made_up_ratings(ITEMS, (1, 5), MOST),
+        ask={"item": np.arange(7, dtype=np.int32)},
+        most=MOST,
+        settings=settings,
+        quantise=quantise,
+        legend=Legend("ratings", {"items.json": items}, (1.0, 5.0), 3, roles_of(params)),
+        replace=True,
+        **more,
+    )
+    return algorithm, params
+
+
+def newest(columns, most=MOST):
+    return {name: np.asarray(column)[-most:] for name, column in columns.items()}
+
+
+WORDS = [
+    *[
+        "the",
+        "a",
+        "i",
+        "you",
+        "we",
+        "my",
+        "it",
+        "is",
+        "so",
+        "at",
+        "to",
+        "in",
+        "and",
+        "on",
+        "of",
+        "met",
+        "told",
+        "ate",
+        "was",
+        "with",
+    ],
+    ".",
+    "!",
+    "station",
+    "house",
+]
+
+
+def text_algorithm(most_steps=6):
+    model = fr.models.next_word(len(WORDS), 5, embedding=6, hidden=8, projection=7)
+    solver = fr.gradient_descent(optax.sgd(1.0), batch_size=4, steps=most_steps)
+    return algorithm_of(model, solver), {
+        "solver": "gradient-descent",
+        "optimizer": "sgd",
+        "learning_rate": 1.0,
+        "batch_size": 4,
+        "epochs": 1,
+        "steps": most_steps,
+    }
+
+
+def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
+    """Bundle a small model of text; return its algorithm, parameters and vocabulary."""
+    from fedrecon.data import Vocabulary, personal_text
+    from fedrecon.data.text.sentences import prompt_columns
+    from fedrecon.device.page import page_files
+
+    algorithm, settings = text_algorithm()
+    params, vocabulary = trained(algorithm.model), Vocabulary(tuple(WORDS), 5)
+    params["output"]["bias"][-5:] += 2  # buckets are likely, so that a person's own words are among the first
+    like = personal_text("the xylophone is in my house\nwe ate quinoa\nit was so !", vocabulary, max_words).columns
+    bundle(
+        algorithm,
+        params,
+        out,
+        like=like,
+        ask=prompt_columns("we met", vocabulary, max_words)[0],
+        most=most,
+        settings=settings,
+        legend=Legend("text", {"words.json": {"words": WORDS, "buckets": 5, "max_words": max_words}}),
+        web=functools.partial(page_files, vendor=vendor) if page else None,
+        replace=True,
+    )
+    return algorithm, params, vocabulary

@@ -1,0 +1,166 @@
+"""What the page must compute as Python does: shared test vectors, written by `python tests/device_vectors.py`."""
+
+import base64
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import device_models
+import fedrecon as fr
+from device_models import algorithm_of, solver_of, trained
+from fedrecon.data import Vocabulary, personal_text, split_text
+from fedrecon.data.text.sentences import prompt_columns
+from fedrecon.data.text.words import word_hash
+from fedrecon.device.export_form import export_form
+from fedrecon.device.tables import packed, tables_file, unpacked
+from fedrecon.trees import flatten
+from fedrecon_device.ranking import clipped, nearest, rank
+from fedrecon_device.words import Vocabulary as DeviceVocabulary
+
+FILE = Path(__file__).parent / "web" / "vectors.json"
+TEXTS = [
+    "",
+    "Hello, World! How are you?   Fine...",
+    'It\'s a well-known fact... but no. Really?! YES!!! "Quoted." Next (one.) two',
+    "see https://example.org/a?b=c. and www.test.com, ok",
+    "caf\u00e9 cafe\u0301 \u2018single\u2019 \u201cdouble\u201d na\u00efve \u00dcBER stra\u00dfe"
+    " \u0130stanbul \u03a3\u03af\u03c3\u03c5\u03c6\u03bf\u03c2",
+    "line one\nline two\r\nline three\x0bfour\x1cfive\x85six\u2028seven",
+    "tab\there\u00a0nbsp\u3000wide\u2009thin",
+    "emoji \U0001f600\U0001f600 and \U0001f1e9\U0001f1ea 100% $5.00 a@b.c x_y --- -- ....",
+    "zero\u200bwidth soft\u00adhyphen \ufeffbom \ud800",
+    "\u65e5\u672c\u8a9e\u306e\u6587\u3002\u6b21 \u0430\u0431\u0432 \u05e9\u05dc\u05d5\u05dd e\u0301\u0301",
+    "Mr. Smith went. to 3.14 e.g. this... And that",
+]
+HASHED = [
+    "",
+    "a",
+    "the",
+    "zebra-fish",
+    "caf\u00e9",
+    "\u65e5\u672c\u8a9e",
+    "\U0001f600",
+    "x" * 127,
+    "y" * 128,
+    "z" * 129,
+    "w" * 300,
+]
+
+
+def numbers(values):
+    return [float(f"{value:.9g}") for value in np.asarray(values, np.float32).reshape(-1)]
+
+
+def words_of():
+    vocabulary, length = Vocabulary(tuple(device_models.WORDS), 5), 7
+    device = DeviceVocabulary(device_models.WORDS, 5, length)
+    text = "The zebra-fish ate my sandwich. I told you so, again and again and again!\nWe met Kwame and Kwame."
+    mine = personal_text(text, vocabulary, length)
+    logits = np.random.default_rng(0).normal(0, 2, vocabulary.num_ids).astype(np.float32)
+    logits[vocabulary.first_oov :] += 3
+    suggested = device.suggest(logits, mine.words, 12)
+    prompt, place = prompt_columns("we met the", vocabulary, length)
+    return {
+        "vocabulary": {"words": device_models.WORDS, "buckets": 5, "max_words": length},
+        "text": text,
+        "columns": {name: column.reshape(-1).tolist() for name, column in mine.columns.items()},
+        "own": {str(bucket): words for bucket, words in mine.words.items()},
+        "prompt": {"text": "we met the", "place": place, **{n: c.reshape(-1).tolist() for n, c in prompt.items()}},
+        "logits": numbers(logits),
+        "suggested": [
+            {"word": one.word, "probability": one.probability, "personal": one.personal} for one in suggested
+        ],
+    }
+
+
+def ranking_of():
+    draw = np.random.default_rng(1)
+    cases = []
+    for n in (1, 4, 20):
+        scores = draw.integers(0, 4, 12).astype(np.float32)
+        counts, left_out = draw.integers(0, 6, 12), draw.integers(0, 12, 3).tolist()
+        found = rank(scores, n, left_out=left_out, counts=counts, least=2).tolist()
+        cases.append(
+            {"scores": numbers(scores), "n": n, "left_out": left_out, "counts": counts.tolist(), "found": found}
+        )
+    table = draw.normal(size=(8, 3)).astype(np.float32)
+    near = [{"item": k, "found": nearest(table, k, [0, 1, 2, 3, 4], 3)} for k in range(8)]
+    clips = [{"score": s, "clipped": clipped(np.float64(s), (0.5, 5)).item()} for s in (-1.0, 0.5, 3.25, 7.2)]
+    return {"ranked": cases, "table": numbers(table), "nearest": near, "clipped": clips}
+
+
+def solved():
+    cases = []
+    kinds = [("least-squares", {}), ("least-squares", {"default": True, "feedback": True}), ("sgd", {"biases": False})]
+    kinds += [("momentum", {"default": True}), ("adagrad", {"feedback": True}), ("adam", {})]
+    for name, parts in kinds:
+        model = small(**parts)
+        solver, settings = solver_of(name)
+        algorithm, params = algorithm_of(model, solver), trained(model, seed=3)
+        form = export_form(algorithm, params, 0)
+        start, run = jax.tree.map(np.asarray, form.start), jax.jit(form.reconstruct)
+        for count in (0, 1, 7, 12):
+            draw = np.random.default_rng(count)
+            columns = {
+                "item": draw.integers(0, 12, count).astype(np.int32),
+                "rating": draw.integers(1, 6, count).astype(np.float32),
+            }
+            full = {name: np.resize(np.append(column, 0), 12).astype(column.dtype) for name, column in columns.items()}
+            local = jax.tree.map(np.asarray, run(params, form.start, full, jnp.int32(count)))
+            scores = fr.predict(model, params, local, {"item": np.arange(12)})
+            cases.append(
+                {
+                    "solver": name,
+                    "parts": parts,
+                    "settings": settings,
+                    "roles": device_models.roles_of(params),
+                    "tables": {
+                        path: {"data": numbers(leaf), "shape": list(np.shape(leaf))}
+                        for path, leaf in flatten(params)[0].items()
+                    },
+                    "start": {
+                        path: {"data": numbers(leaf), "shape": list(np.shape(leaf))} for path, leaf in start.items()
+                    },
+                    "items": columns["item"].tolist(),
+                    "ratings": columns["rating"].tolist(),
+                    "local": {path: numbers(leaf) for path, leaf in local.items()},
+                    "scores": numbers(scores),
+                }
+            )
+    return cases
+
+
+def small(*, biases=True, default=False, feedback=False):
+    model = fr.models.matrix_factorization(12, 3, biases=biases)
+    model = fr.models.learned_default(model) if default else model
+    return fr.models.implicit_feedback(model, 12) if feedback else model
+
+
+def tables_of():
+    params = {"table": np.random.default_rng(2).normal(size=(200, 6)).astype(np.float32), "mean": np.float32(3.5)}
+    params["table"][7] = 0
+    found = {}
+    for kind in ("int8", "float16", None):
+        stored = packed(params, kind)
+        file = tables_file(stored, {"own": np.arange(3, dtype=np.float32)})
+        found[str(kind)] = {"file": base64.b64encode(file).decode(), "table": numbers(unpacked(stored)["table"][:20])}
+    return found
+
+
+def vectors():
+    """Return all vectors."""
+    return {
+        "texts": [{"text": text, "sentences": split_text(text)} for text in TEXTS],
+        "hashes": [{"word": word, "hash": word_hash(word)} for word in HASHED],
+        "words": words_of(),
+        "ranking": ranking_of(),
+        "solved": solved(),
+        "tables": tables_of(),
+    }
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(vectors(), indent=None, separators=(",", ":")) + "\n")

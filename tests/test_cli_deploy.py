@@ -1,0 +1,132 @@
+"""The commands of a deployment: plans and keys are made, wrong use ends with a sentence, example files are sound."""
+
+import ssl
+import stat
+from pathlib import Path
+
+import pytest
+
+from deployed import files_of, node_of
+from fedrecon.app.cli import main, node, server
+from fedrecon.deploy.certificates import KeyExists, make_node
+from fedrecon.deploy.messages import Envelope, pack, unpack
+from fedrecon.deploy.plan import Plan, names
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "deploy"
+
+
+def test_a_plan_numbers_items_by_their_ids_whatever_the_order_of_the_file(tmp_path, capsys):
+    for name, lines in {"a": ["20,Brazil", "3,Alien"], "b": ["3,Alien", "20,Brazil"]}.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(["item,title", *lines]) + "\n")
+        assert (
+            main(["plan", "--items", f"{tmp_path}/{name}.csv", "--out", f"{tmp_path}/{name}", "--model.dim", "2"]) == 0
+        )
+    first, second = (Plan.open(tmp_path / name) for name in "ab")
+    assert first.digest == second.digest
+    assert first.legend.ids.tolist() == [3, 20]
+    assert first.legend.titles.tolist() == ["Alien", "Brazil"]
+    assert first.config.data.source == ""
+    shown = capsys.readouterr().out
+    assert first.digest in shown
+    assert "no differential privacy is promised" in shown
+
+
+def test_a_plan_of_text_takes_the_first_words(tmp_path):
+    (tmp_path / "words.txt").write_text("the\nof\nand\nrare\n")
+    words = ["plan", "--task", "text", "--words", f"{tmp_path}/words.txt", "--out", f"{tmp_path}/plan"]
+    assert main([*words, "--model.vocabulary", "3"]) == 0
+    assert Plan.open(tmp_path / "plan").legend.words == ("the", "of", "and")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["plan", "--items", "none.csv", "--out", "p"], "none.csv: No such file"),
+        (["plan", "data.csv", "--items", "items.csv", "--out", "p"], "a plan names no data"),
+        (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
+        (["plan", "--items", "items.csv", "--out", "p", "--secure"], "a secure sum of one node hides nothing"),
+        (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "share of users in a round is 2"),
+        (["server", "none", "--out", "run", "--insecure"], "none holds no plan"),
+        (["server", "none", "--out", "run"], "give --keys"),
+        (["node", "x.csv", "--server", "a:1"], "give --ca and --key"),
+        (["node", "x.csv", "--server", "a:1", "--insecure", "--key", "k"], "--insecure has no use for"),
+        (["node", "x.csv", "--server", "a:1", "--insecure"], "x.csv is not there"),
+        (["keys", "k", "--nodes", "../x"], "a node cannot be called '../x'"),
+    ],
+)
+def test_wrong_use_ends_with_a_sentence(words, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("items.csv").write_text("item\n1\n2\n")
+    assert main(words) in (1, 2)
+    assert sentence in capsys.readouterr().err
+
+
+def test_keys_are_made_once_and_only_their_owner_reads_them(tmp_path):
+    assert main(["keys", str(tmp_path), "--host", "fed.example.org", "--nodes", "north", "south"]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert sorted(path.name for path in before) == sorted(
+        ["ca.crt", "ca.key", "server.crt", "server.key", "north.key", "north.pub", "south.key", "south.pub"]
+    )
+    for path in before:
+        open_to_others = stat.S_IMODE(path.stat().st_mode) & 0o077
+        assert bool(open_to_others) == (path.suffix != ".key")
+    assert main(["keys", str(tmp_path), "--nodes", "west"]) == 0
+    assert all(path.read_bytes() == content for path, content in before.items())
+    with pytest.raises(KeyExists, match="never replaced"):
+        make_node(tmp_path / "nodes", "north")
+
+
+def test_the_certificate_is_good_for_its_names_and_no_others(tmp_path):
+    """A handshake in memory, as Python's own TLS sees it."""
+    main(["keys", str(tmp_path), "--host", "fed.example.org"])
+    accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    accepting.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    calling = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+
+    def shake(name):
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = calling.wrap_bio(to_client, to_server, server_hostname=name)
+        listener = accepting.wrap_bio(to_server, to_client, server_side=True)
+        for _ in range(4):
+            for side in (client, listener):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+        return client.version()
+
+    for name in ("fed.example.org", "localhost", "127.0.0.1"):
+        assert shake(name) == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake("other.example.org")
+
+
+def test_a_node_in_a_script_accepts_the_named_plan_only(tmp_path, capsys):
+    _, parts = files_of(tmp_path)
+    (tmp_path / "items.csv").write_text("item\n" + "\n".join(map(str, range(100, 112))) + "\n")
+    main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
+    plan = Plan.open(tmp_path / "plan")
+    assert names(plan.digest, plan.digest[:16].upper())
+    join = pack(Envelope("join", plan.digest, "run", 0, {}, plan.content))
+    for accept, kind in ((plan.digest[:20], "ok"), ("0" * 64, "refused"), (None, "refused")):
+        words = [str(parts[0]), "--server", "a:1", "--insecure", *(["--accept", accept] if accept else [])]
+        asking = node._asking(node.parse(words), print)
+        assert unpack(node_of(parts[0], accept=asking).handle(join), 2**20).kind == kind
+    assert f"--accept {plan.digest[:16]}" in capsys.readouterr().out
+
+
+def test_commands_of_the_example_files_are_understood(monkeypatch):
+    monkeypatch.setenv("ACCEPT", "0" * 64)
+    found = []
+    for file in sorted(EXAMPLES.iterdir()):
+        text = file.read_text().replace("\\\n", " ")
+        text = text.replace("${SERVER}", "host:8000").replace("${ACCEPT}", "0" * 64)
+        for line in text.splitlines():
+            start = line.strip()
+            if start.startswith("ExecStart="):
+                found.append(start.split()[1:])
+            elif start.startswith("command: "):
+                found.append(start.removeprefix("command: ").split())
+    assert len(found) == 6
+    for command, *words in found:
+        {"server": server, "node": node}[command].parse(words)

@@ -1,0 +1,221 @@
+"""Training without options: presets, round zero saved with the model, counts, baselines, recommendations to trust."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fedrecon as fr
+from fedrecon.app.baselines import beside_saved, verdict
+from fedrecon.app.cli import main
+from fedrecon.app.cli.train import parse
+from fedrecon.app.config import Data, RatingsConfig, TextConfig, TextData, config_from_json, to_json
+from fedrecon.app.presets import PRESETS
+from fedrecon.app.saved import open_model
+from fedrecon.evaluation import Evaluation
+
+SMALL = ["--model.dim", "2", "--rounds", "4", "--evaluate-every", "0", "--devices", "1"]
+
+
+def write(path, users=40, items=15, seed=0):
+    """Write counts: long-tailed, more for some users and items than for others; item 14 is had by one user."""
+    rng = np.random.default_rng(seed)
+    busy, popular = rng.normal(0, 0.7, users), rng.normal(0, 0.7, items)
+    lines = ["user,item,rating"]
+    for user in range(users):
+        for item in rng.choice(items - 1, 10, replace=False):
+            lines.append(f"u{user},{item},{int(np.exp(1.5 + busy[user] + popular[item] + rng.normal(0, 0.5)))}")
+    path.write_text("\n".join([*lines, f"u0,{items - 1},5000"]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("defaults")
+    counts = write(folder / "counts.csv")
+    assert main(["train", str(counts), "--out", str(folder / "run"), *SMALL]) == 0
+    return counts, folder / "run"
+
+
+# ---- presets ----
+
+
+def test_the_paper_is_a_preset_and_no_longer_the_default():
+    settings = parse(["x.csv", "--out", "y", "--preset", "paper"]).settings
+    assert settings == RatingsConfig(data=Data(source="x.csv"))
+    assert parse(["x.csv", "--out", "y"]).settings.model.round_zero
+    assert parse(["x.csv", "--out", "y", "--preset", "quick"]).settings.rounds == PRESETS["quick"].rounds
+
+
+def test_text_has_its_own_defaults_and_no_presets():
+    assert parse(["x", "--task", "text", "--out", "y"]).settings == TextConfig(data=TextData(source="x"))
+    with pytest.raises(ValueError, match="reproduce text --scale paper"):
+        parse(["x", "--task", "text", "--out", "y", "--preset", "paper"])
+
+
+def test_a_config_file_builds_on_the_defaults_and_a_run_on_nothing(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"model": {"dim": 3}}))
+    settings = parse(["x.csv", "--out", "y", "--config", str(file)]).settings
+    assert (settings.model.dim, settings.model.round_zero) == (3, True)
+
+    earlier = to_json(RatingsConfig(data=Data(source="x.csv")))
+    del earlier["model"]["round_zero"]  # as a version without it has written it
+    file.write_text(json.dumps({"config": earlier}))
+    assert not parse(["--out", "y", "--config", str(file)]).settings.model.round_zero
+
+
+def test_settings_of_round_zero_survive_json():
+    for preset in PRESETS.values():
+        assert config_from_json(json.loads(json.dumps(to_json(preset))), "file") == preset
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.no-biases"], "model.round_zero finds item biases"),
+        (["--model.no-round-zero"], "model.item_traits are found in round zero"),
+        (["--preset", "fast"], "must be one of default, quick, paper"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(options, message, capsys):
+    assert main(["train", "x.csv", "--out", "y", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- a run on counts ----
+
+
+def test_what_was_read_and_decided_is_said(trained, tmp_path, capsys):
+    counts, _ = trained
+    capsys.readouterr()
+    assert main(["train", str(counts), "--out", str(tmp_path / "run"), *SMALL, "--rounds", "1"]) == 0
+    said = capsys.readouterr().err
+    assert "40 users rated 15 items 401 times" in said
+    assert "these look like counts: log(1+x) is taken; --data.transform none leaves them" in said
+    assert "users train" in said
+
+
+def test_what_round_zero_found_is_saved_with_the_model(trained):
+    counts, run = trained
+    ratings = fr.data.load(counts).shuffle(0).cap(300)
+    train = ratings.split_clients(0.8, 0.1, 0.1, seed=0)[0]
+    zero = fr.preparation.prepare(train, 15)
+    assert zero.transform == "log1p"
+    model = open_model(run)
+    scale = model.config.model.scale
+    assert (scale.transform, scale.mean, scale.noise) == (
+        "log1p",
+        pytest.approx(zero.mean, rel=1e-5),
+        pytest.approx(zero.noise, rel=1e-4),
+    )
+    np.testing.assert_allclose(scale.trait_ridges, zero.trait_ridge, rtol=1e-3)
+    np.testing.assert_allclose(model.params["shared"]["item_bias"], zero.item_bias, atol=1e-4)
+    np.testing.assert_allclose(model.params["shared"]["item_traits"], zero.traits(), atol=1e-3)
+    np.testing.assert_array_equal(model.legend.counts, zero.item_count)
+
+
+def test_a_model_is_rebuilt_from_its_folder(trained, capsys):
+    _, run = trained
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((run / "run.json").read_text())["test"]
+    assert set(found["baselines"]) == {"global mean", "item mean", "item + user bias"}
+
+
+def test_a_model_alone_knows_the_baselines_of_the_run(trained):
+    counts, run = trained
+    model = open_model(run)
+    test = fr.data.load(counts).shuffle(0).cap(300).split_clients(0.8, 0.1, 0.1, seed=0)[2]
+    alone = beside_saved(model, model.task.view(model.config, test))
+    whole = json.loads((run / "run.json").read_text())["test"]["baselines"]
+    for name in ("global mean", "item + user bias"):
+        assert alone[name]["rmse"] == pytest.approx(whole[name]["rmse"], rel=1e-4)
+
+
+def test_a_run_whose_rate_comes_down_over_all_rounds_goes_on_to_no_others(trained, capsys):
+    counts, run = trained
+    again = ["train", str(counts), "--out", str(run), *SMALL, "--resume"]
+    assert main([*again, "--rounds", "8"]) == 1
+    assert "over all of its 4 rounds" in capsys.readouterr().err
+
+
+def test_a_model_that_loses_is_told_so():
+    def with_rmse(value):
+        return Evaluation("recon", 1, 0, 2, {"rmse": value}, {}, {}, {})
+
+    table = {"global mean": {"rmse": 2.0}, "item + user bias": {"rmse": 1.0}}
+    assert verdict(with_rmse(0.9), table) is None
+    assert "'item + user bias' has RMSE 1.0000, the model 1.1000" in verdict(with_rmse(1.1), table)
+    assert verdict(with_rmse(9.0), {}) is None
+
+
+# ---- recommendations ----
+
+
+def test_recommendations_stay_in_the_scale_and_need_ratings(trained):
+    model = fr.load(trained[1])
+    person = {0: 3, 1: 900000, 2: 2, "unheard of": 1}
+    found = model.recommend(person, 15)
+    assert {one.item for one in found} == set(range(3, 14))  # item 14 has a single rating
+    high = np.expm1(model.saved.config.model.scale.high)
+    assert all(0 <= one.rating <= high * 1.0001 for one in found)
+    assert 14 in {one.item for one in model.recommend(person, 15, least_ratings=0)}
+
+
+def test_many_people_get_what_each_gets_alone(trained):
+    model = fr.load(trained[1])
+    people = [{0: 3, 1: 5}, {}, {k: k + 1.0 for k in range(9)}]
+    together = model.predict(people)
+    assert together.shape == (3, 15)
+    for person, row in zip(people, together, strict=True):
+        np.testing.assert_allclose(model.predict(person), row, rtol=1e-4)
+    np.testing.assert_allclose(model.predict(people[0], [7, 2]), together[0, [7, 2]], rtol=1e-4)
+    for person, found in zip(people, model.recommend(people, 3), strict=True):
+        assert [one.item for one in found] == [one.item for one in model.recommend(person, 3)]
+
+
+def test_predictions_are_those_of_the_library(trained):
+    model = fr.load(trained[1])
+    saved, person = model.saved, {0: 3.0, 1: 5.0, 4: 20.0}
+    columns = {"item": np.array([0, 1, 4], np.int32), "rating": np.log1p(np.array([3, 5, 20], np.float32))}
+    local = fr.reconstruct(saved.algorithm, saved.params, columns, seed=saved.config.seed)
+    expected = fr.predict(saved.algorithm.model, saved.params, local, {"item": np.arange(15, dtype=np.int32)})
+    np.testing.assert_allclose(model.predict(person), np.expm1(expected), rtol=1e-3)
+
+
+def test_an_unknown_item_is_named(trained):
+    with pytest.raises(ValueError, match="does not know the item 'x'"):
+        fr.load(trained[1]).predict({0: 1.0}, ["x"])
+
+
+def test_items_have_the_titles_of_a_file(trained, tmp_path, capsys):
+    counts, run = trained
+    (tmp_path / "titles.csv").write_text("item,title\n3,Heat\n4,Heat\n")
+    capsys.readouterr()
+    argv = ["recommend", str(run), "--ratings", str(counts), "--user", "u1", "-n", "15", "--json"]
+    assert main([*argv, "--items", str(tmp_path / "titles.csv")]) == 0
+    found = json.loads(capsys.readouterr().out)["users"][0]["recommendations"]
+    titles = [one["title"] for one in found]
+    assert len(set(titles)) == len(titles)
+    assert all("Heat" in one["title"] for one in found if one["item"] in (3, 4))
+
+
+# ---- compiled once ----
+
+
+def test_reconstruction_is_compiled_once_for_lengths_alike(trained):
+    from fedrecon import personalize
+
+    saved = open_model(trained[1])
+    algorithm, params = saved.algorithm, saved.params
+
+    def person(n):
+        return {"item": np.arange(n, dtype=np.int32), "rating": np.ones(n, np.float32)}
+
+    fr.reconstruct(algorithm, params, person(5))
+    before = personalize._ready(algorithm).run._cache_size()
+    for n in (6, 7, 8):
+        fr.reconstruct(algorithm, params, person(n))
+    assert personalize._ready(algorithm).run._cache_size() == before

@@ -1,0 +1,116 @@
+"""Text on devices: the words of training, bundles of the next word, suggestions with a person's own words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedrecon as fr
+from fedrecon.data import Vocabulary, personal_text
+from fedrecon.data.text import words as training_words
+from fedrecon.data.text.sentences import prompt_columns
+from fedrecon_device import words as device_words
+
+KNOWN = ["the", "a", "i", "you", "we", "my", "it", "is", "so", "at", "to", "in", "met"]
+WRITTEN = st.text(
+    st.one_of(st.sampled_from(" .,!?'\"-\n\u2026\u2019\x85\x1c\u2028\xad\u200b"), st.characters(codec="utf-8")),
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(WRITTEN)
+def test_text_is_split_on_a_device_as_in_training(text):
+    assert device_words.split_text(text) == training_words.split_text(text)
+
+
+@given(st.text(max_size=20))
+def test_words_have_the_bucket_of_training(word):
+    assert device_words.word_hash(word) == training_words.word_hash(word)
+
+
+@settings(max_examples=100, deadline=None)
+@given(WRITTEN, st.integers(1, 6))
+def test_sentences_and_prompts_look_to_a_device_as_to_training(text, max_words):
+    training, device = Vocabulary(tuple(KNOWN), 3), device_words.Vocabulary(KNOWN, 3, max_words)
+    mine, sentences = personal_text(text, training, max_words), device_words.split_text(text)
+    for name, column in device.columns(sentences).items():
+        assert np.array_equal(column, mine.columns[name])
+    assert device.own_words(sentences) == mine.words
+    (ours, place), (theirs, expected) = device.prompt(text), prompt_columns(text, training, max_words)
+    assert place == expected
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+# ---- bundles ----
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
+    from device_models import text_bundle
+
+    out = tmp_path_factory.mktemp("text") / "bundle"
+    return out, *text_bundle(out, page=False)
+
+
+def reconstructed(algorithm, params, columns, most=10):
+    """Reconstruct with JAX from the newest examples, padded to one shape so that it is compiled once."""
+    from fedrecon.device.export_form import export_form
+
+    if "run" not in MADE:
+        MADE["form"] = export_form(algorithm, params, 0)
+        MADE["run"] = jax.jit(MADE["form"].reconstruct)
+    count = min(most, len(columns["word"]))
+    padded = {}
+    for name, column in columns.items():
+        padded[name] = np.zeros((most, column.shape[1]), np.int32)
+        padded[name][:count] = column[len(column) - count :]
+    return MADE["run"](params, MADE["form"].start, padded, jnp.int32(count))
+
+
+MADE = {}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["the", "we", "met", "so", "zebra", "yak", "gnu", "emu"]), min_size=1, max_size=9),
+        max_size=13,
+    )
+)
+def test_a_text_bundle_reconstructs_and_suggests_what_jax_does(made, tmp_path_factory, sentences):
+    from fedrecon_device import Personal
+
+    folder, algorithm, params, vocabulary = made
+    text = "\n".join(map(" ".join, sentences))
+    person = Personal(folder, tmp_path_factory.mktemp("me") / "me.json")
+    person.add(text=text)
+    mine = personal_text(text, vocabulary, 7)
+    expected = reconstructed(algorithm, params, mine.columns)
+    local = person.refresh()
+    assert np.max(np.abs(local["oov_embedding"] - expected["oov_embedding"])) <= 1e-5
+    ours = person.complete("we met the", 6)
+    theirs = fr.suggest(algorithm.model, params, expected, "we met the", vocabulary, own=mine.words, n=6, max_words=7)
+    assert [one.probability for one in ours] == pytest.approx([one.probability for one in theirs], abs=1e-5)
+    assert {one.word for one in ours} == {one.word for one in theirs}
+
+
+def test_the_exported_form_of_text_is_the_one_that_serves(made):
+    _, algorithm, params, vocabulary = made
+    mine = personal_text("we met the zebra\nso is the yak\nmy emu", vocabulary, 7).columns
+    expected = fr.reconstruct(algorithm, params, mine)["oov_embedding"]
+    assert np.max(np.abs(reconstructed(algorithm, params, mine)["oov_embedding"] - expected)) <= 1e-5
+
+
+def test_a_text_bundle_says_what_it_needs(made, tmp_path):
+    from fedrecon_device import Personal
+
+    person = Personal(made[0], tmp_path / "me.json")
+    with pytest.raises(ValueError, match="give `text`"):
+        person.add(item=[1], rating=[2])
+    with pytest.raises(ValueError, match="recommends nothing"):
+        person.recommend()
+    assert person.bundle.warm_start

@@ -1,0 +1,240 @@
+"""The page's files, the server for this machine, the commands, and what a saved model knows about its items."""
+
+import dataclasses
+import http.client
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import device_vectors
+from fedrecon.app.cli import main
+from fedrecon.app.config import Factorization
+from fedrecon.app.saved import open_model, save_model
+from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.device.page import page_files, policy, serve
+from fedrecon.device.saved import ratings_legend
+from fedrecon_device.files import manifest_bytes
+
+ROOT = Path(__file__).parent.parent
+
+
+def fake_bundle(folder, task="ratings"):
+    """A bundle with nothing but a page: what a server needs."""
+    manifest = {"format": "fedrecon-bundle", "version": 1, "task": task, "files": {}}
+    pages = page_files(manifest)
+    for name, data in pages.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    from fedrecon.device.making import _entries
+
+    (folder / "manifest.json").write_bytes(manifest_bytes({**manifest, "files": _entries(pages)}))
+    return pages
+
+
+def test_the_shared_vectors_are_what_python_computes():
+    saved, now = json.loads(device_vectors.FILE.read_text()), json.loads(json.dumps(device_vectors.vectors()))
+    compare(saved, now, "vectors")
+
+
+def compare(saved, now, where):
+    assert type(saved) is type(now), where
+    if isinstance(now, dict):
+        assert saved.keys() == now.keys(), where
+        for name in now:
+            compare(saved[name], now[name], f"{where}/{name}")
+    elif isinstance(now, list) and now and isinstance(now[0], float):
+        assert saved == pytest.approx(now, abs=1e-5), where
+    elif isinstance(now, list):
+        assert len(saved) == len(now), where
+        for k, one in enumerate(now):
+            compare(saved[k], one, f"{where}/{k}")
+    elif isinstance(now, float):
+        assert saved == pytest.approx(now, abs=1e-5), where
+    else:
+        assert saved == now, where
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
+def test_the_pages_own_tests_pass():
+    found = subprocess.run(["node", "--test", "tests/web/"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def test_the_page_is_small_and_asks_nobody_else():
+    pages = page_files({"task": "ratings", "files": {}})
+    assert sum(map(len, pages.values())) < 100_000
+    for name, data in pages.items():
+        assert not re.search(rb"https?://", data), name
+        assert b"@POLICY@" not in data
+        assert b"@FILES@" not in data
+
+
+def test_the_service_worker_keeps_all_that_the_page_reads_and_changes_with_the_model():
+    tables = {"global.safetensors": {"bytes": 1, "sha256": "a"}, "items.json": {"bytes": 1, "sha256": "b"}}
+    pages = page_files({"task": "ratings", "files": tables})
+    worker = pages["web/sw.js"].decode()
+    names = set(re.findall(r'"([\w./-]+\.(?:js|html|css|json|safetensors))"', worker))
+    assert names >= {*tables, *pages} - {"web/sw.js"}
+    other = page_files({"task": "ratings", "files": {**tables, "items.json": {"bytes": 1, "sha256": "c"}}})
+    assert other["web/sw.js"] != pages["web/sw.js"]
+    assert page_files({"task": "ratings", "files": tables}) == pages
+
+
+def test_only_text_may_run_webassembly():
+    assert "wasm" not in policy({"task": "ratings"})
+    assert "'wasm-unsafe-eval'" in policy({"task": "text"})
+
+
+def test_text_needs_all_of_onnxruntime_web(tmp_path):
+    with pytest.raises(FileNotFoundError, match="ort"):
+        page_files({"task": "text", "files": {}}, vendor=tmp_path)
+
+
+@pytest.fixture
+def server(tmp_path):
+    fake_bundle(tmp_path)
+    (tmp_path / "secret.txt").write_text("not in the manifest")
+    found = serve(tmp_path)
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def get(server, path, host="localhost"):
+    port = server.server_address[1]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path, headers={"Host": f"{host}:{port}"})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, body
+
+
+def a_run(folder):
+    """A saved model of three films."""
+    config = dataclasses.replace(RATINGS.untrained, model=Factorization(dim=3))
+    legend = Items(np.array([5, 7, 9]), np.array(["A", "B", "A"]), np.array([9, 1, 8]), (1.0, 5.0))
+    params = {"item_embedding": np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)}
+    save_model(folder / "model", config, params, legend)
+    return folder
+
+
+def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path):
+    code = (
+        "import sys; sys.modules['jax2onnx'] = sys.modules['onnxruntime'] = None; "  # as if they were not installed
+        "from fedrecon.app.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-u", "-c", code, "page", str(a_run(tmp_path / "run")), "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            address = re.search(r"http://localhost:(\d+)/web/", running.stdout.readline())
+            connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=10)
+            connection.request("GET", "/items.json", headers={"Host": f"localhost:{address[1]}"})
+            assert json.loads(connection.getresponse().read())["labels"] == ["A [5]", "B", "A [9]"]
+            connection.close()
+        finally:
+            running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 0
+
+
+def test_the_server_gives_the_page_under_a_strict_policy(server):
+    answer, body = get(server, "/web/")
+    assert answer.status == 200
+    assert b"<h1>" in body
+    assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert get(server, "/")[0].headers["Location"] == "/web/"
+    assert get(server, "/web/app.js")[0].headers["Content-Type"].startswith("text/javascript")
+
+
+@pytest.mark.parametrize("path", ["/secret.txt", "/../secret.txt", "/web/../secret.txt", "/%2e%2e/x", "/web/no.js"])
+def test_the_server_gives_nothing_but_files_of_the_manifest(server, path):
+    answer, body = get(server, path)
+    assert answer.status == 404
+    assert b"not in the manifest" not in body
+
+
+def test_another_name_that_leads_to_this_machine_is_turned_away(server):
+    assert get(server, "/web/", host="evil.example")[0].status == 403
+
+
+def test_a_folder_without_a_page_is_refused_in_a_sentence(tmp_path, capsys):
+    assert main(["page", str(tmp_path)]) == 1
+    assert "holds no model" in capsys.readouterr().err
+
+
+# ---- the commands ----
+
+
+def test_bundle_check_says_what_is_wrong(tmp_path, capsys):
+    assert main(["bundle", "check", str(tmp_path)]) == 1
+    assert "manifest.json is missing" in capsys.readouterr().err
+    assert main(["bundle", "check"]) == 2
+
+
+def test_bundle_does_not_overwrite_unless_it_is_told_to(tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    assert main(["bundle", str(tmp_path), "--out", str(tmp_path / "there")]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
+    pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
+    a_run(tmp_path / "run")
+    assert main(["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "b"), "--examples", "4"]) == 0
+    assert main(["bundle", "check", str(tmp_path / "b")]) == 0
+    assert "6 test vectors" in capsys.readouterr().out
+    items = json.loads((tmp_path / "b" / "items.json").read_text())
+    assert items == {"ids": [5, 7, 9], "labels": ["A [5]", "B", "A [9]"], "counts": [9, 1, 8]}
+    manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    assert manifest["scale"] == [1.0, 5.0]
+    assert manifest["least_count"] == 5
+
+
+# ---- what a saved model knows about its items ----
+
+
+def test_a_saved_model_knows_how_often_items_were_rated_and_the_scale(tmp_path):
+    legend = Items(np.array([5, 7]), None, np.array([2, 0]), (0.5, 5.0))
+    params = {"item_embedding": np.zeros((2, 50), np.float32)}
+    save_model(tmp_path / "model", RATINGS.untrained, params, legend)
+    found = open_model(tmp_path).legend
+    assert found.counts.tolist() == [2, 0]
+    assert found.scale == (0.5, 5.0)
+
+
+def test_counts_are_of_the_people_who_train_alone():
+    from fedrecon.app.config import Data, RatingsConfig
+    from fedrecon.app.tasks.ratings import divide_users, load_ratings
+
+    config = RatingsConfig(data=Data(source="synthetic"))
+    ratings = load_ratings(config.data)
+    legend = RATINGS.legend(config, ratings)
+    expected = np.zeros(ratings.num_items, np.int64)
+    for columns in divide_users(ratings, config.data).train:
+        np.add.at(expected, columns["item"], 1)
+    assert legend.counts.tolist() == expected.tolist()
+    assert legend.counts.sum() < ratings.num_examples
+
+
+def test_a_model_saved_before_there_were_counts_still_opens(tmp_path):
+    recalled = RATINGS.recall({"item_ids": [3, 7], "titles": None})
+    assert recalled.counts is None
+    assert recalled.scale is None
+    assert ratings_legend(recalled, 5, {}).files["items.json"]["counts"] is None
+
+
+def test_ids_in_a_row_are_written_short():
+    assert ratings_legend(Items(np.arange(10, 20)), 0, {}).files["items.json"]["ids"] == {"first": 10, "count": 10}

@@ -1,0 +1,90 @@
+"""Tuning: what it tries, what it leaves, and that the settings it finds can be trained with."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import fedrecon as fr
+from fedrecon.app.cli import main
+from fedrecon.app.cli.train import parse
+from fedrecon.app.config import Data, RatingsConfig
+from fedrecon.app.tuning import SPACE, Trial, Tuned, seconds_of, what_mattered
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """Return a folder with a ratings file, and what two trials on it left in `tuned`."""
+    folder = tmp_path_factory.mktemp("tuning")
+    rng = np.random.default_rng(0)
+    rows = [f"{u},{i},{rng.integers(1, 6)}" for u in range(30) for i in rng.choice(12, 8, replace=False)]
+    (folder / "ratings.csv").write_text("\n".join(["user,item,rating", *rows]) + "\n")
+    options = ["--trials", "2", "--budget", "2m", "--rounds", "4", "--devices", "1", "--model.dim", "4"]
+    options += ["--data.fractions", "0.6", "0.2", "0.2"]
+    assert main(["tune", str(folder / "ratings.csv"), "--out", str(folder / "tuned"), *options]) == 0
+    return folder
+
+
+def test_tuning_leaves_settings_trials_a_report_and_a_picture(tuned):
+    trials = json.loads((tuned / "tuned" / "trials.json").read_text())
+    assert len(trials) == 2
+    assert set(trials[0]["values"]) == set(SPACE)
+    assert trials[0]["finished"]
+    report = (tuned / "tuned" / "report.md").read_text()
+    assert "fedrecon train --config" in report
+    assert "baseline: item + user bias" in report
+    assert (tuned / "tuned" / "what_mattered.png").stat().st_size > 1000
+
+
+def test_the_settings_found_are_a_config_file(tuned):
+    settings = parse(["--config", str(tuned / "tuned" / "config.json"), "--out", "x"]).settings
+    assert settings.data.source == str(tuned / "ratings.csv")
+    trials = json.loads((tuned / "tuned" / "trials.json").read_text())
+    best = min((one for one in trials if one["finished"]), key=lambda one: one["rmse"])
+    if best is not trials[0]:  # the first has settings outside of what is tried: 4 rounds
+        assert settings.model.prior == best["values"]["model.prior"]
+    else:
+        assert (settings.model.dim, settings.rounds) == (4, 4)
+
+
+def test_the_first_trial_is_what_training_measures(tuned):
+    first = json.loads((tuned / "tuned" / "trials.json").read_text())[0]
+    options = ["--rounds", "4", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
+    assert main(["train", str(tuned / "ratings.csv"), "--out", str(tuned / "run"), *options]) == 0
+    last = json.loads((tuned / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["micro"]["rmse"] == pytest.approx(first["rmse"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("20", 20)])
+def test_budgets_have_units(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "m", "5 minutes", "-1s"])
+def test_a_budget_that_is_no_time_is_refused(text):
+    with pytest.raises(ValueError, match="such as 90s, 5m or 1h"):
+        seconds_of(text)
+
+
+def test_settings_of_another_kind_are_not_tuned():
+    with pytest.raises(ValueError, match="around --preset default"):
+        fr.tune(RatingsConfig(data=Data(source="x.csv")))
+
+
+def test_what_goes_with_the_error_is_found():
+    """The error follows the prior and nothing else; given-up trials and those that diverged say nothing."""
+    rng = np.random.default_rng(0)
+
+    def values(prior):
+        drawn = {path: rng.choice(len(space)) + 1.0 for path, space in SPACE.items()}
+        return drawn | {"model.prior": prior}
+
+    trials = [Trial(values(2.0**k), 1 + k, finished=True) for k in range(30)]
+    trials += [Trial(values(9e9), 0.1, finished=False), Trial(values(9e9), math.inf, finished=True)]
+    tuned = Tuned(RatingsConfig(data=Data(source="x")), tuple(trials), {})
+    found = what_mattered(tuned)
+    assert next(iter(found)) == "model.prior"
+    assert found["model.prior"] == pytest.approx(1.0)
+    assert max(value for path, value in found.items() if path != "model.prior") < 0.7
+    assert tuned.best is trials[0]
