@@ -254,7 +254,14 @@ def test_a_secure_plan_has_no_open_sums(files):
 # ---- secure sums ----
 
 
-@pytest.mark.parametrize(("stage", "counted"), [("share", {0, 1}), ("mask", {0, 1}), ("unmask", {0, 1, 2})])
+@pytest.mark.parametrize(
+    ("stage", "counted"),
+    [
+        pytest.param("share", {0, 1}, marks=pytest.mark.slow),
+        ("mask", {0, 1}),
+        pytest.param("unmask", {0, 1, 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_secure_sum_survives_a_node_lost_between_messages(stage, counted, files, tmp_path):
     """Whose masked sum arrived is counted, once, also if it left right after."""
     _, parts = files
@@ -295,7 +302,7 @@ def joined(files):
     return node, good
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_no_message_makes_a_node_or_the_server_fail(joined, data):
     """Bytes changed, cut, repeated or invented: a node answers with a refusal or a sum, the server counts a failure."""
