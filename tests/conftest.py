@@ -51,23 +51,32 @@ SLOW = {
     ],
     "cli_text": [""],
     "next_word": [
-        "test_only_local_embeddings",
-        "test_clients_side_by_side",
+        "test_only_local",
+        "test_clients",
         "test_everything_global",
-        "test_second_order",
-        "test_what_reconstruction_leaves_out",
+        "test_second",
+        "test_what_recon",
+        "test_a_part",
+        "test_cross",
     ],
-    "auto_lookups": [
-        "test_found_lookups_change_nothing_but_the_time[adagrad",
-        "test_found_lookups_change_nothing_but_the_time[momentum",
+    "auto_lookups": ["test_found_lookups", "test_dropout_and_averaged", "test_a_loss_sees", "test_evidence_is_traced"],
+    "lookups": [
+        "test_reach_is_as_little_as_is_exact[l",
+        "test_declared_lookups_change_nothing_but_the_time[",
+        "test_declared_lookups_change_nothing_in_joint",
     ],
-    "lookups": ["test_declared_lookups_change_nothing_but_the_time[", "test_declared_lookups_change_nothing_in_joint"],
     "engine": [
         "test_neither_block_size_nor_device_count",
         "test_the_number_of_devices",
         "test_padding_never_changes_a_result[3",
     ],
-    "from_flax": ["test_a_round_of_linen", "test_a_network_trains"],
+    "from_flax": [
+        "test_a_round_of_linen",
+        "test_a_network_trains",
+        "test_averaged",
+        "test_local_statistics",
+        "test_attention",
+    ],
     "from_keras": [
         "test_an_embedding_that_masks",
         "test_a_round_of_a_sequential",
@@ -76,11 +85,11 @@ SLOW = {
     ],
     "from_equinox": ["test_a_round_with_adam", "test_local_statistics", "test_a_partial_batch"],
     "models": ["test_implicit_feedback_keeps_lookups_sparse_and_exact"],
-    "update": ["test_second_order_with_lookups"],
+    "update": ["test_second_order_with_lookups", "test_items_rated_in_support_alone"],
     "finetuning": ["test_finetuning_the_words"],
-    "adapter": ["test_what_is_random_follows"],
+    "adapter": ["test_what_is_random", "test_a_round_of_a_plain_function", "test_what_is_local_is_said_by"],
     "text": ["test_memory_does_not_grow"],
-    "train": ["test_a_redrawn_split_resumes"],
+    "train": ["test_a_redrawn_split_resumes", "test_a_killed_run", "test_a_resumed_run_ends", "test_ctrl_c"],
     "trust": [
         "test_clients_with_a_single_example",
         "test_a_run_goes_on_laid_out",
@@ -91,28 +100,31 @@ SLOW = {
     ],
     "reading": ["test_commands_read_standard_input"],
     "cli_privacy": [""],
+    "private_runs": [""],
+    "private": ["test_simulation_equals_the_protocol", "test_one_poisoned_client"],
+    "leakage": ["test_any_model", "test_a_split_that_is_drawn"],
+    "deploy": ["test_nodes_give"],
+    "deploy_faults": ["test_a_secure_sum_survives", "test_bad_replies"],
+    "lstm": ["test_second_derivatives", "test_gradients", "test_sentences_in_tiles"],
+    "defaults": [""],
+    "tuning": [""],
+    "device_bundle": ["test_a_bundle_reconstructs"],
+    "device_text": [""],
+    "device_web": ["test_the_page_of_a_ratings_run", "test_the_shared_vectors"],
+    "device_inlining": ["test_a_rewritten_function"],
+    "compare": [""],
+    "local": ["test_descent_goes_through"],
     "kill": [""],
     "hosts": [
-        f"test_one_client_at_a_time_gives_what_the_simulator_gives[{case}]"
-        for case in (
-            "names",
-            "lookups as copies",
-            "whole tables",
-            "joint",
-            "second order",
-            "learned default",
-            "evidence",
-            "statistics",
-            "clipped",
-            "averaging",
-            "averaging with local parts",
-            "finetuning",
-            "ditto",
-        )
-    ]
-    + [
-        "test_gateways_that_add_up_their_clients_give_what_the_simulator_gives[" + case
-        for case in ("names", "averaging", "scaffold")
+        *(
+            f"test_one_client_at_a_time_gives_what_the_simulator_gives[{case}"
+            for case in (
+                *("names", "lookups as", "dense", "whole", "joint", "second", "learned", "evidence", "least", "random"),
+                *("statistics", "clipped", "averaging", "finetuning", "ditto"),
+            )
+        ),
+        "test_gateways_that_add_up_their_clients",
+        "test_nothing_local",
     ],
 }
 
