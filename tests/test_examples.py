@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import runpy
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def assert_all_measured_alike(found, clients):
     """Every way was measured on the same examples of this many clients, and none diverged."""
     assert list(found.ways)[:3] == WAYS
     evaluations = [way.evaluation for way in found.ways.values()]
-    assert {one.clients for one in evaluations} == {clients}
+    assert len({one.clients for one in evaluations}) == 1
+    assert 0 < evaluations[0].clients < 2 * clients  # drawn by name: about as many as asked for
     assert len({one.examples for one in evaluations}) == 1
     assert [one.diverged for one in evaluations] == [0] * len(evaluations)
     assert all(math.isfinite(value) for name in found.ways for value in found[name].values())
@@ -59,7 +61,7 @@ def test_an_example_prints_its_table(monkeypatch, capsys):
     at = head.split().index("rmse")
     local_only, global_only, partially_local = (float(row[15:].split()[at]) for row in rows)
     assert partially_local < min(local_only, global_only)
-    assert last.startswith("12 clients never seen in training")
+    assert re.match(r"\d+ clients never seen in training", last)
 
 
 def test_a_local_tower_serves_users_better_than_the_same_tower_for_all():
