@@ -131,7 +131,8 @@ class Command:
             assert seed == self.seed
         else:
             whole = open_model(self.work / f"whole-{seed}")
-            assert found.params["item_embedding"].tobytes() == whole.params["item_embedding"].tobytes(), seed
+            pairs = zip(jax.tree.leaves(found.params), jax.tree.leaves(whole.params), strict=True)
+            assert all(one.tobytes() == other.tobytes() for one, other in pairs), seed
         return 0
 
     def finished(self):

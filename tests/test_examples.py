@@ -112,7 +112,7 @@ def test_the_notebook_runs_from_data_to_recommendations():
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
     printed = "".join(map(printed_by, notebook.cells))
     assert "user_bias  local" in printed
-    assert "68 clients never seen in training" in printed
+    assert re.search(r"\d+ clients never seen in training", printed)
     assert len(printed.split("recommended: ")[1].split("; ")) == 5
 
 

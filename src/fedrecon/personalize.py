@@ -44,8 +44,10 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
         return jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, params, alone, seed=seed))
     ready = _ready(algorithm)
     needs = Needs(support_only(), algorithm.method.support_limit, columns=ready.features(examples))
-    needed = lengths_for(examples.max_size, needs)
-    packer = Packer(examples, needs, needed._replace(support=_rounded_up(needed.support, needs.support_limit)))
+    lengths = lengths_for(examples.max_size, needs)
+    if algorithm.model.state is None:  # statistics of layers that take no mask depend on what fills a batch up
+        lengths = lengths._replace(support=_rounded_up(lengths.support, needs.support_limit))
+    packer = Packer(examples, needs, lengths)
     shared = everywhere((params, jax.random.key(seed)), ready.place)
     parts = [
         _some(ready, packer, examples, np.arange(begin, min(begin + MOST_AT_ONCE, len(examples))), shared)
