@@ -42,7 +42,7 @@ class Rounds:
         from fedrecon.sampling import Cohorts, Sampling
 
         self.place = fr.layout(block, devices, model=algorithm.model)
-        self.cohorts = Cohorts(algorithm, ratings, Sampling(clients), self.place, jax.random.key(0), ROUNDS_AT_ONCE)
+        self.cohorts = Cohorts(algorithm, ratings, Sampling(clients), self.place, fr.run_keys(0), ROUNDS_AT_ONCE)
         self.prepared = [self.cohorts.prepare(k * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE) for k in range(calls)]
         self.run_rounds = fr.engine.compile_rounds(algorithm, self.place)
         self.state = fr.engine.everywhere(algorithm.init(jax.random.key(1)), self.place)
@@ -75,7 +75,7 @@ class CRounds:
 
         from c_loop import CLoop
 
-        table = np.asarray(jax.tree.leaves(rounds.state.params)[0])
+        table = np.asarray(jax.tree.leaves(rounds.state.method.params)[0])
         self.loop = CLoop(table, batch=BATCH, most_steps=STEPS, rate_reconstruct=0.1, rate_update=0.5)
         self.columns = (np.ascontiguousarray(ratings.columns["item"]), np.ascontiguousarray(ratings.columns["rating"]))
         self.calls, steps = [], []
