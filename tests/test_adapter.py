@@ -400,6 +400,7 @@ def centred_model(state, local="b"):
         centred,
         {"w": jnp.float32(1), "b": jnp.float32(0)},
         init_state={"mean": jnp.float32(5)},
+        momentum=MOMENTUM,
         local=local,
         inputs="x",
         label="y",
@@ -589,3 +590,17 @@ def test_the_spec_s_linear_model_gives_the_spec_s_round_as_a_function():
     run = one_round(algorithm, a_and_b())
     assert_close(run.params, {"w": np.float32(1.2)})
     assert run.history[0]["loss"] == pytest.approx(9.36, rel=1e-5)
+
+
+def test_the_momentum_of_a_function_s_state_is_checked():
+    def model(momentum):
+        return fr.models.from_function(
+            centred, {"w": jnp.float32(1), "b": jnp.float32(0)}, init_state={"mean": jnp.float32(5)},
+            momentum=momentum, local="b", inputs="x", label="y", loss="mse",
+        )  # fmt: skip
+
+    assert model({"mean": 0.5}).state.momenta == {"mean": 0.5}
+    with pytest.raises(ValueError, match="names 'means' .did you mean 'mean'..* is no state"):
+        model({"means": 0.5})
+    with pytest.raises(ValueError, match="of 'mean' is 1; it must be at least 0 and below 1"):
+        model(1)

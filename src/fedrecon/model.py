@@ -44,11 +44,15 @@ class State(NamedTuple):
       local: paths of local leaves. They are set from the support examples after R.
       advance: `(global, local, batch, mask) -> ({path: new value}, {path: new value})`, of those global and local
         leaves after one more batch.
+      momenta: of the local leaves that are moving averages, the momentum by path: `advance` makes
+        `momentum * old + (1 - momentum) * batch` of them. Without it, how slowly a layer moves would show in what
+        support sets.
     """
 
     shared: tuple[str, ...]
     local: tuple[str, ...]
     advance: Callable[[Params, Params, Batch, Array], tuple[dict[str, Array], dict[str, Array]]]
+    momenta: Mapping[str, float] = {}
 
 
 class Model(NamedTuple):

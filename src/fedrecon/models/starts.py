@@ -65,4 +65,4 @@ def state_within_shared(state: State | None) -> State | None:
         shared, mine = known.advance(params["shared"], local, batch, mask)
         return {f"shared/{path}": value for path, value in shared.items()}, mine
 
-    return State(tuple(f"shared/{path}" for path in known.shared), known.local, advance)
+    return State(tuple(f"shared/{path}" for path in known.shared), known.local, advance, known.momenta)

@@ -13,15 +13,14 @@ from fedrecon.solvers.batches import fold_batches
 from fedrecon.trees import Params, flatten, unflatten
 
 SETTLE_BATCH = 64  # examples that statistics are taken over at once: of more, the mean over such batches
-FAR = 2.0**20  # a value of a running statistic so far from a batch's that the momentum can be read off
 
 
 def settle(model: Model, params: Params, local: Params, examples: Examples) -> Params:
     """Set the local state of several clients from their examples.
 
-    A leaf that is a moving average becomes the mean, over batches of `SETTLE_BATCH` examples, of what the batches are
-    averaged with: how slowly the layer would have moved there from its first value does not matter. Any other leaf
-    becomes the mean of what single batches make of it. Without examples the state stays as it is.
+    A moving average (`State.momenta`) becomes the mean of the batches' own values, over batches of `SETTLE_BATCH`
+    examples: neither its first value nor its momentum matters. Any other leaf becomes the mean of what single batches
+    make of it. Without examples the state stays as it is.
 
     Args:
       model: whose state it is.
@@ -53,25 +52,12 @@ def settle(model: Model, params: Params, local: Params, examples: Examples) -> P
 def _of_batch(state: State, params: Params, local: Params, batch: Batch, mask: Array) -> dict[str, Array]:
     """Return what one batch says that one client's local state is.
 
-    Whether a leaf is a moving average, and how slow a one, is found out by asking: from three old values a moving
-    average comes to three new ones on a line. What does not depend on the old values is computed once, since XLA merges
-    equal computations.
+    A moving average starts from 0 here, so that `1 - momentum` times the batch's value is all that it becomes.
     """
     leaves, structure = flatten(local)
-
-    def advance(fill: float | None) -> dict[str, Array]:
-        filled = {} if fill is None else {path: jnp.full_like(leaves[path], fill) for path in state.local}
-        return state.advance(params, unflatten(structure, {**leaves, **filled}), batch, mask)[1]
-
-    now, zero, far = advance(None), advance(0.0), advance(FAR)
-    found = {}
-    for path in state.local:
-        momentum = (far[path] - zero[path]) / FAR
-        line = zero[path] + momentum * leaves[path]
-        close = jnp.abs(now[path] - line) <= 1e-3 * (jnp.abs(now[path]) + jnp.abs(leaves[path])) + 1e-6
-        average = jnp.all(close & (momentum < 1 - 1e-6) & (momentum > -1e-6))
-        found[path] = jnp.where(average, zero[path] / jnp.where(average, 1 - momentum, 1), now[path])
-    return found
+    empty = {path: jnp.zeros_like(leaves[path]) for path in state.momenta}
+    found = state.advance(params, unflatten(structure, {**leaves, **empty}), batch, mask)[1]
+    return {path: value / (1 - state.momenta.get(path, 0.0)) for path, value in found.items()}
 
 
 def advance_shared(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.model import Model
-from fedrecon.models.adapters.network import Arrays, Mode, Network, Options, adapt, need
+from fedrecon.models.adapters.network import Arrays, Mode, Network, Options, adapt, moving, need
 from fedrecon.trees import flatten, path_name, unflatten
 
 
@@ -80,12 +80,31 @@ def from_equinox(
     def locate(layer: Any) -> list[str] | None:
         return _locate(given, layer) if isinstance(layer, eqx.Module) else None
 
-    return adapt(Network(start, run, "key" in names, locate), **options)
+    return adapt(Network(start, run, "key" in names, locate, _momenta(eqx, fixed_module, fixed_state)), **options)
 
 
 def _numbered(state: Any) -> list[tuple[str, Any]]:
     """Name the leaves of an Equinox state, whose places have no names of their own."""
     return [(f"state/{number}", leaf) for number, leaf in enumerate(jax.tree.leaves(state))]
+
+
+def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
+    """Name the momentum of each statistic that is a moving average.
+
+    With `mode="ema"` the first batch sets statistics as they are, and the flag that says which batch is the first is
+    no float, so it stays as it was given: from then on, or never, they are moving averages.
+    """
+
+    def is_norm(node: Any) -> bool:
+        return isinstance(node, eqx.nn.BatchNorm)
+
+    momenta = {}
+    for layer in filter(is_norm, jax.tree.leaves(module, is_leaf=is_norm)):
+        if layer.mode == "ema" and bool(state.get(layer.ema_first_time_index)):
+            continue
+        index = layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
+        momenta |= {id(leaf): layer.momentum for leaf in jax.tree.leaves(state.get(index))}
+    return moving({name: momenta[id(leaf)] for name, leaf in _numbered(state) if id(leaf) in momenta})
 
 
 def _put_leaves(state: Any, leaves: Arrays) -> Any:

@@ -26,6 +26,7 @@ from fedrecon.models.adapters.network import (
     check_options,
     feed,
     mode_arguments,
+    moving,
     need,
     over_examples,
 )
@@ -67,9 +68,13 @@ def _linen(module: Any, example: Batch | None, options: Options) -> Network:
     off = mode_arguments(type(module).__call__, Mode())
     structures: dict[str, Any] = {}
     drops: list[bool] = []  # of each layer that was called, whether it may
+    momenta: dict[str, float] = {}
 
     def first_call(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-        drops.append(_may_drop(context.module))
+        layer = context.module
+        drops.append(_may_drop(layer))
+        if isinstance(layer, linen.BatchNorm):
+            momenta.update({"/".join(("batch_stats", *layer.path, name)): layer.momentum for name in ("mean", "var")})
         return _in_linen_mode(linen, Mode(), call, args, kwargs, context)
 
     def init(key: Array) -> tuple[Arrays, Arrays]:
@@ -100,7 +105,7 @@ def _linen(module: Any, example: Batch | None, options: Options) -> Network:
         return [path for path in paths if layer.name in path.split("/")[:-1]]
 
     jax.eval_shape(init, jax.random.key(0))
-    return Network(init, apply, bool(off) or any(drops), locate)
+    return Network(init, apply, bool(off) or any(drops), locate, moving(momenta))
 
 
 def _is_number(x: Any) -> bool:
@@ -208,7 +213,9 @@ def _nnx(module: Any) -> Network:
         places = [_name(path) for path, node in nnx.iter_modules(fixed) if node is layer]
         return [f"{place}/{path}" for place in places for path in _by_path(nnx.state(layer, nnx.Param))]
 
-    return Network(values, apply, random, locate)
+    norms = [(path, layer) for path, layer in nnx.iter_modules(fixed) if isinstance(layer, nnx.BatchNorm)]
+    momenta = {_name((*path, name)): layer.momentum for path, layer in norms for name in ("mean", "var")}
+    return Network(values, apply, random, locate, moving(momenta))
 
 
 def _name(path: tuple) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 from jax import Array
 
 from fedrecon.model import Model
 from fedrecon.models.adapters.network import Arrays, Mode, Network, Options, adapt, mode_arguments
+from fedrecon.models.adapters.selection import near_miss
 from fedrecon.trees import Params, flatten, unflatten
 
 
@@ -18,6 +19,7 @@ def from_function(
     init: Callable[[Array], Params] | Params,
     *,
     init_state: Params | None = None,
+    momentum: float | Mapping[str, float] = {},
     **options: Unpack[Options],
 ) -> Model:
     """Make a partially local model of a plain function.
@@ -31,6 +33,8 @@ def from_function(
         outputs and the new state.
       init: `key -> params`, any pytree; or the parameters themselves, where every client then starts the same.
       init_state: state that is not trained, such as running statistics; see `state`.
+      momentum: of state that is a moving average, `momentum * old + (1 - momentum) * batch`: one number for all of it,
+        or one for each path. State that is not named here becomes what single batches make of it.
       **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`.
     """
     make = init if callable(init) else lambda key: init
@@ -50,4 +54,10 @@ def from_function(
         outputs, new = apply(whole, unflatten(structures["state"], state), *inputs, **named, **more)
         return outputs, flatten(new)[0]
 
-    return adapt(Network(start, run, random="key" in names), **options)
+    momenta = momentum if isinstance(momentum, Mapping) else dict.fromkeys(flatten(init_state)[0], momentum)
+    for path, value in momenta.items():
+        if path not in flatten(init_state)[0]:
+            raise ValueError(f"`momentum` names {path!r}{near_miss(path, flatten(init_state)[0])}, which is no state")
+        if not 0 <= value < 1:
+            raise ValueError(f"`momentum` of {path!r} is {value}; it must be at least 0 and below 1")
+    return adapt(Network(start, run, random="key" in names, momenta=momenta), **options)

@@ -25,6 +25,7 @@ from fedrecon.models.adapters.network import (
     both,
     check_options,
     feed,
+    moving,
     need,
     over_examples,
 )
@@ -73,8 +74,8 @@ def _network(keras: Any, model: Any) -> Network:
     if len(named_variables) != len(model.weights):
         raise ValueError("two weights of the Keras model have the same path; give their layers different names")
     # Statistics and the like; a frozen layer's are constants, as all its weights are.
-    moving = {id(v) for layer in layers if layer.trainable for v in layer._non_trainable_variables}
-    state = {path: v for path, v in named_variables.items() if id(v) in moving}
+    untrained = {id(v) for layer in layers if layer.trainable for v in layer._non_trainable_variables}
+    state = {path: v for path, v in named_variables.items() if id(v) in untrained}
     frozen = {path: v for path, v in named_variables.items() if not v.trainable and path not in state}
     params = {path: v for path, v in named_variables.items() if path not in state and path not in frozen}
     seeds = [variable for variable in model.variables if variable.name == SEED]
@@ -109,7 +110,10 @@ def _network(keras: Any, model: Any) -> Network:
         wanted = {id(variable) for variable in layer.weights}
         return [path for path, variable in params.items() if id(variable) in wanted]
 
-    return Network(init, apply, bool(seeds), locate)
+    norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+    momenta = {id(v): layer.momentum for layer in norms for v in (layer.moving_mean, layer.moving_variance)}
+    averages = {path: momenta[id(variable)] for path, variable in state.items() if id(variable) in momenta}
+    return Network(init, apply, bool(seeds), locate, moving(averages))
 
 
 def _path(model: Any, variable: Any) -> str:

@@ -46,12 +46,14 @@ class Network(NamedTuple):
       apply: `(parameters, state, inputs, named inputs, mode) -> (outputs, state)`.
       random: whether anything in it may want a key.
       locate: `layer -> paths of its parameters`, None for what is not a layer.
+      momenta: of the state that is a moving average, the momentum by path, at least 0 and below 1.
     """
 
     init: Callable[[Array], tuple[Arrays, Arrays]]
     apply: Callable[[Arrays, Arrays, tuple, dict[str, Any], Mode], tuple[Any, Arrays]]
     random: bool = False
     locate: Locate = lambda layer: None
+    momenta: Mapping[str, float] = {}
 
 
 class Options(TypedDict, total=False):
@@ -111,6 +113,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     averaged = tuple(sorted(floats)) if treatment == "averaged" else ()
     rebuilt = tuple(sorted(floats)) if treatment == "local" else ()
     live = bool(averaged or rebuilt)
+    momenta = {path: network.momenta[path] for path in rebuilt if path in network.momenta}
     constants = _constants(network, parts.frozen, set(state_shapes) - set(averaged) - set(rebuilt))
 
     def run(shared: Params, own: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
@@ -142,7 +145,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         metrics=make_metrics(options.get("metrics", ()), label, weight),
         lookups=options.get("lookups", AUTO),
         fit=fit if live or network.random else None,
-        state=State(averaged, rebuilt, advance) if live else None,
+        state=State(averaged, rebuilt, advance, momenta) if live else None,
         frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
     )
 
@@ -237,6 +240,11 @@ def mode_arguments(call: Callable[..., Any], mode: Mode) -> dict[str, Any]:
         "use_running_average": not mode.statistics,
     }
     return {name: words[name] for name in inspect.signature(call).parameters if name in words}
+
+
+def moving(momenta: Mapping[str, Any]) -> dict[str, float]:
+    """Leave out layers whose statistics never move, as those of momentum 1."""
+    return {path: float(momentum) for path, momentum in momenta.items() if 0 <= momentum < 1}
 
 
 def over_examples(mask: Array | None, x: Array) -> Array | None:
