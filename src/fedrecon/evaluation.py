@@ -16,9 +16,8 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
 from fedrecon.engine import Layout, compile_each, everywhere, layout
-from fedrecon.fitting import check_reconstruction
+from fedrecon.fitting import check_reconstruction, features_of
 from fedrecon.keys import client_keys
-from fedrecon.lookups.fit import features_used
 from fedrecon.model import Model, finish, metric_names
 from fedrecon.progress import Progress, silent
 from fedrecon.solvers.problem import Objective, measure_all
@@ -96,7 +95,7 @@ class Evaluator:
         self._split = query_only() if protocol == "standard" else split or half()
         self._key = jax.random.key(seed)
         self._place = place or layout(model=algorithm.model)
-        used = features_used(algorithm.model, clients)
+        used = features_of(algorithm, clients)
         self._needs = Needs(self._split, algorithm.method.support_limit, columns=used)
         numbers = sum(math.prod(clients.columns[name].shape[1:]) for name in used)
         self._batch_size = batch_size or int(np.clip(NUMBERS_AT_ONCE // max(numbers, 1), 16, 64))

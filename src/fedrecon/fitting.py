@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
-from fedrecon.lookups.fit import PROBED, check_tables, known_lookups, stand_ins
+from fedrecon.lookups.fit import PROBED, check_tables, features_used, known_lookups, stand_ins
 from fedrecon.lookups.tracing import by_rows
 from fedrecon.model import AUTO
 
@@ -40,10 +41,43 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     """Fail with a sentence if the model, the algorithm and the data do not fit together."""
     if clients.num_examples == 0:
         raise ValueError("the clients have no examples")
-    check_tables(algorithm.model, clients)
-    check_reconstruction(algorithm, clients)
+    found = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
+    check_tables(algorithm.model, clients, *found)
+    algorithm.method.check(*found, jnp.ones(PROBED, bool))
+    _known(algorithm).reconstructs.add(_kind(clients))
 
 
 def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
     """Fail with a sentence if the algorithm cannot reconstruct this model's local parameters."""
-    algorithm.method.check(*stand_ins(algorithm.model, clients), jnp.ones(PROBED, bool))
+    known = _known(algorithm)
+    if _kind(clients) not in known.reconstructs:
+        found = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
+        algorithm.method.check(*found, jnp.ones(PROBED, bool))
+        known.reconstructs.add(_kind(clients))
+
+
+def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
+    """List the features that the algorithm's model reads; see `features_used`."""
+    features, kind = _known(algorithm).features, _kind(clients)
+    if kind not in features:
+        features[kind] = features_used(algorithm.model, clients)
+    return features[kind]
+
+
+_Kind = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type and shape of each column
+
+
+class _Known(NamedTuple):
+    """What was found out about an algorithm, for each kind of columns: finding out traces the model."""
+
+    features: dict[_Kind, list[str]]
+    reconstructs: set[_Kind]
+
+
+@functools.lru_cache(maxsize=64)
+def _known(algorithm: Algorithm) -> _Known:
+    return _Known({}, set())
+
+
+def _kind(clients: Clients) -> _Kind:
+    return tuple((name, column.dtype.str, column.shape[1:]) for name, column in clients.columns.items())

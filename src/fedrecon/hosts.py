@@ -18,8 +18,8 @@ from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, Message, ServerState, encode, finish_round, summand_shapes
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Lengths, Needs, Packer, redraw
+from fedrecon.fitting import features_of
 from fedrecon.keys import client_keys, fresh_key, words_of
-from fedrecon.lookups.fit import features_used
 from fedrecon.model import metric_names
 from fedrecon.upload import Total, Upload, add, no_total
 
@@ -224,7 +224,7 @@ def _needs(algorithm: Algorithm, specification: Specification) -> Needs:
     """Find out once what a method must be given of data with these columns."""
     columns = {name: np.zeros((0, *shape), dtype) for name, dtype, shape in specification}
     nobody = Clients(columns, np.zeros(0, int), np.zeros(0, int))
-    return algorithm.method.needs._replace(columns=features_used(algorithm.model, nobody))
+    return algorithm.method.needs._replace(columns=features_of(algorithm, nobody))
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,9 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Needs, Packer, lengths_for
 from fedrecon.engine import compile_each, everywhere, layout
-from fedrecon.fitting import check_reconstruction
+from fedrecon.fitting import check_reconstruction, features_of
 from fedrecon.hosts import as_clients
 from fedrecon.keys import client_keys
-from fedrecon.lookups.fit import features_used
 from fedrecon.model import Model
 from fedrecon.split import support_only
 
@@ -43,7 +42,8 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
         alone = as_clients(examples)
         return jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, params, alone, seed=seed))
     ready = _ready(algorithm)
-    needs = Needs(support_only(), algorithm.method.support_limit, columns=ready.features(examples))
+    check_reconstruction(algorithm, examples)
+    needs = Needs(support_only(), algorithm.method.support_limit, columns=features_of(algorithm, examples))
     lengths = lengths_for(examples.max_size, needs)
     if algorithm.model.state is None:  # statistics of layers that take no mask depend on what fills a batch up
         lengths = lengths._replace(support=_rounded_up(lengths.support, needs.support_limit))
@@ -79,7 +79,6 @@ class _Ready:
     """What reconstruction by an algorithm needs, compiled once for every shape."""
 
     def __init__(self, algorithm: Algorithm):
-        self._algorithm, self._features = algorithm, dict[Any, Sequence[str]]()
         self.place = layout(model=algorithm.model)
 
         def block(shared: Any, part: Any) -> Any:
@@ -87,17 +86,6 @@ class _Ready:
             return algorithm.method.reconstruct(shared[0], (), part.support, keys)
 
         self.run = compile_each(block, self.place)
-
-    def features(self, examples: Clients) -> Sequence[str]:
-        """Return the features that the model reads, after a check that it fits; both once for each kind of columns.
-
-        Features that only the loss of a query needs are in the data as well; those of the model are enough.
-        """
-        kind = tuple((name, column.dtype.str, column.shape[1:]) for name, column in examples.columns.items())
-        if kind not in self._features:
-            check_reconstruction(self._algorithm, examples)
-            self._features[kind] = features_used(self._algorithm.model, examples)
-        return self._features[kind]
 
 
 _ready = functools.lru_cache(maxsize=8)(_Ready)

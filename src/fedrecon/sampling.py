@@ -14,8 +14,8 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Packer, redraw
 from fedrecon.engine import Layout
+from fedrecon.fitting import features_of
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
-from fedrecon.lookups.fit import features_used
 
 FEWEST = 50  # clients of a round where the population decides: fewer make noisy steps
 OVERFLOW = 1e-24  # the probability that Poisson sampling draws more clients than a round has places for
@@ -156,7 +156,7 @@ class Cohorts:
         """Prepare `at_once` rounds at a time, always that many so that nothing is compiled twice."""
         self._clients, self._sampling, self._place, self._at_once = clients, sampling, place, at_once
         self._sampling_words, self._client_words = words_of(keys.sampling), words_of(keys.clients)
-        needs = algorithm.method.needs._replace(columns=features_used(algorithm.model, clients))
+        needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
         self._packer = Packer(clients, needs)
 
     def prepare(self, first: int, number: int) -> Prepared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,14 +71,20 @@ def features_used(model: Model, clients: Clients) -> list[str]:
     return [name for name in clients.columns if name in asked]
 
 
-def check_tables(model: Model, clients: Clients) -> None:
-    """Fail with a sentence if the model's declared lookups do not fit the model or the data."""
+def check_tables(model: Model, clients: Clients, params: Any, local: Any, batch: Mapping[str, Any]) -> None:
+    """Fail with a sentence if the model's declared lookups do not fit the model or the data.
+
+    Args:
+      model: whose lookups are checked.
+      clients: the data.
+      params, local, batch: what `stand_ins` gives for them.
+    """
     for path, features in lookup_groups(model).items():
         for feature in features:
             kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
             if not np.issubdtype(kind, np.integer):
                 raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {kind}, not ids")
-    check_lookups(model, *stand_ins(model, clients))
+    check_lookups(model, params, local, batch)
 
 
 def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
@@ -102,9 +108,8 @@ def _in_range(ids: np.ndarray, rows: int) -> bool:
     return ids.size > RANGE_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
 
 
-def stand_ins(model: Model, clients: Clients) -> tuple[Any, Any, dict[str, Any]]:
+def stand_ins(model: Model, clients: Clients, used: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
     """Return noise for parameters and a real batch with just the features that the model uses."""
-    used = features_used(model, clients)
     batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
     params, local = (noise_like(shapes) for shapes in _shapes(model))
     return params, local, batch

@@ -12,9 +12,9 @@ import numpy as np
 from fedrecon.algorithm import Algorithm, Message
 from fedrecon.clients import Clients
 from fedrecon.cohort import Cohort, Lengths, Packer, redraw
+from fedrecon.fitting import features_of
 from fedrecon.hosts import client_update
 from fedrecon.keys import client_keys, words_of
-from fedrecon.lookups.fit import features_used
 from fedrecon.lookups.tables import lookup_groups
 from fedrecon.split import query_only
 from fedrecon.trees import flatten, unflatten
@@ -90,7 +90,7 @@ def observe(
 
 def _cohort(algorithm: Algorithm, clients: Clients, key: Any) -> Cohort:
     """Pack clients as `client_update` does, so that a split that is drawn anew in every round is that of the round."""
-    needs = algorithm.method.needs._replace(columns=features_used(algorithm.model, clients))
+    needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
     draws = np.full(len(clients), redraw(words_of(key)))
     return Packer(clients, needs).pack(np.arange(len(clients)), draws)
 
@@ -181,7 +181,7 @@ class RatingAttack:
         self._levels = np.unique(clients.columns[rating])
         self._clients = clients
         needs = algorithm.method.needs
-        self._needs = needs._replace(split=query_only(), columns=features_used(algorithm.model, clients))
+        self._needs = needs._replace(split=query_only(), columns=features_of(algorithm, clients))
         self._packer = Packer(clients, self._needs)
 
     @property

@@ -98,7 +98,7 @@ def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
     def is_norm(node: Any) -> bool:
         return isinstance(node, eqx.nn.BatchNorm)
 
-    momenta = {}
+    momenta: dict[int, float] = {}
     for layer in filter(is_norm, jax.tree.leaves(module, is_leaf=is_norm)):
         if layer.mode == "ema" and bool(state.get(layer.ema_first_time_index)):
             continue
