@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo deploy-demo test test-slow test-web test-browser pictures kill fuzz lint audit lock bench docs clean
+.PHONY: demo deploy-demo check test test-quick test-slow test-web test-browser pictures kill fuzz lint audit lock bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -16,6 +16,13 @@ deploy-demo: .venv/deploy.stamp
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
+# While working: lint, types and the tests that compile little, in less than a minute.
+check: .venv/dev.stamp
+	@$(MAKE) --no-print-directory -j 2 lint test-quick
+
+test-quick: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' @tests/quick.txt
 
 test-slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m slow
