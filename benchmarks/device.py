@@ -2,7 +2,7 @@
 
     python benchmarks/device.py --data synthetic --json figures.json
 
-Sizes are exact. Times are of this machine as it is now; where Chromium or playwright is missing that row says so.
+Sizes are exact. Times depend on the machine. If Chromium or playwright is missing, its row says so.
 """
 
 import argparse

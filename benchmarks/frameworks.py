@@ -1,4 +1,4 @@
-"""W1 with matrix factorization written in Keras and in Flax, nothing declared, against the model that comes with us."""
+"""W1 with matrix factorization in Keras and in Flax, without declared lookups, against the built-in model."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The next word model at the paper's size: a training step against PyTorch's and against its products, and blocks."""
+"""The next word model at the paper's size: a training step against PyTorch and its matrix products, and blocks."""
 
 import argparse
 import json

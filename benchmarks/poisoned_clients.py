@@ -1,4 +1,4 @@
-"""How many hostile clients of a hundred it takes to spoil a model, averaged and clipped to the median norm.
+"""How many hostile clients out of a hundred spoil a model, with a plain mean and with clipping to the median norm.
 
 python benchmarks/poisoned_clients.py
 """

@@ -1,4 +1,4 @@
-"""The recipe for ratings in plain numpy, gradients in closed form: what the library's own runs are compared with.
+"""The default training of ratings in plain numpy, with gradients in closed form, as a reference for the library's runs.
 
 python benchmarks/recipe_reference.py movielens-small
 python benchmarks/recipe_reference.py ml-1m.zip --optimizer diagonal --seeds 3

@@ -1,11 +1,11 @@
 """Measure speed and memory: `python benchmarks/run.py`, or `make bench`.
 
-    python benchmarks/run.py                          # everything, on data made up for it
+    python benchmarks/run.py                          # everything, on synthetic data
     python benchmarks/run.py --data ml-1m.zip         # the same on MovieLens 1M
     python benchmarks/run.py --only rounds devices    # some of it
 
-Every part runs in a process of its own, one after another. What is compared is compared within one process and in
-turn, as ratios, since machines are noisy.
+Every part runs in its own process, one after another. Things that are compared run in turn in one process, and the
+result is a ratio, since machines are noisy.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Digits seen through different cameras, in Flax Linen: everything is shared but BatchNorm, as in FedBN.
+"""Digits seen through different cameras, in Flax Linen: everything is global except BatchNorm, as in FedBN.
 
 Every client's images have their own contrast and brightness, and half of the clients see negatives. The layers are
-learned by all; each client has BatchNorm's scale and bias, and the statistics of its own images.
+global. BatchNorm's scale, bias and statistics are local.
 
     pip install '.[examples,flax]'
     python examples/digits_local_batchnorm.py
@@ -58,13 +58,13 @@ def main(rounds: int = 100, clients: int = 60, negatives: float = 0.5, seed: int
         return fr.models.from_flax(Net(), example=data, local=local, **what)
 
     print(fr.explain(model("BatchNorm*"), data), "\n")
-    rebuild, update, server = descend(0.3, epochs=10), descend(0.3, epochs=2), optax.sgd(1.0)
-    split = fr.split.redrawn(fr.split.half())  # with so few images, other ones are support in every round
+    reconstruct, update, server = descend(0.3, epochs=10), descend(0.3, epochs=2), optax.sgd(1.0)
+    split = fr.split.redrawn(fr.split.half())  # there are so few images that support is drawn again in every round
     ways = {
         "local only": fr.local_training(model("*"), train=descend(0.3, epochs=20)),
         "global only": fr.federated_averaging(model(()), update=descend(0.1, epochs=2), server=server),
         "partially local": fr.federated_reconstruction(
-            model("BatchNorm*"), reconstruct=rebuild, update=update, server=server, split=split
+            model("BatchNorm*"), reconstruct=reconstruct, update=update, server=server, split=split
         ),
     }
     return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)

@@ -1,7 +1,7 @@
-"""Digits with skewed labels, as a plain JAX function: a body that all share, a head for each client's own classes.
+"""Digits with skewed labels, as a plain JAX function: the body is global, the head is local.
 
-Every client has images of only two of the ten digits, and not the same two. Telling ten digits apart in noisy images is
-harder than telling two apart, which a local head learns to do; `--noise 0` leaves little to gain.
+Every client has images of only two of the ten digits, and not the same two. In noisy images it is harder to tell ten
+digits apart than two, and a local head only has to tell two apart. With `--noise 0` there is little to gain.
 
     pip install '.[examples]'
     python examples/digits_local_head.py
@@ -63,13 +63,13 @@ def main(rounds: int = 150, clients: int = 90, classes: int = 2, noise: float = 
         data = {"inputs": "pixels", "loss": "cross_entropy", "metrics": ["accuracy"]}
         return fr.models.from_function(logits, init, local=local, **data)
 
-    rebuild, update, server = descend(0.3, epochs=10), descend(0.3, epochs=2), optax.sgd(1.0)
-    split = fr.split.redrawn(fr.split.half())  # with so few images, other ones are support in every round
+    reconstruct, update, server = descend(0.3, epochs=10), descend(0.3, epochs=2), optax.sgd(1.0)
+    split = fr.split.redrawn(fr.split.half())  # there are so few images that support is drawn again in every round
     ways = {
         "local only": fr.local_training(model("*"), train=descend(0.3, epochs=20)),
         "global only": fr.federated_averaging(model(()), update=update, server=server),
         "partially local": fr.federated_reconstruction(
-            model("head"), reconstruct=rebuild, update=update, server=server, split=split
+            model("head"), reconstruct=reconstruct, update=update, server=server, split=split
         ),
     }
     return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)

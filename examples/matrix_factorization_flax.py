@@ -1,7 +1,7 @@
 """Matrix factorization in Flax NNX: ratings of movies by people who took no part in training.
 
-Items are embeddings that all share; the user is a linear layer of one output, which stays with the user. Ratings are
-linear in it, so that it is found at once, by least squares, rather than step by step.
+Item embeddings are global. The user is a linear layer with one output, and is local. Predictions are linear in it, so
+least squares solves for it exactly, without gradient steps.
 
     pip install '.[flax,datasets]'
     python examples/matrix_factorization_flax.py
@@ -16,7 +16,7 @@ from flax import nnx
 import fedrecon as fr
 
 dim = 8  # of the embeddings
-mean = 3.5  # where every prediction starts
+mean = 3.5  # what predictions start from
 
 
 class Factorization(nnx.Module):

@@ -1,6 +1,6 @@
 """Matrix factorization in Keras: ratings of movies by people who took no part in training.
 
-Items are an Embedding that all share; the user is a Dense layer of one output, which stays with the user.
+Item embeddings are global. The user is a Dense layer with one output, and is local.
 
     pip install '.[keras,datasets]'
     python examples/matrix_factorization_keras.py
@@ -19,8 +19,8 @@ import fedrecon as fr
 
 dim = 8  # of the embeddings
 batch_size = 5
-most_steps = 50  # of a client in a round, or in rebuilding its part
-mean = 3.5  # where every prediction starts
+most_steps = 50  # of a client, in U and in R
+mean = 3.5  # what predictions start from
 
 
 def build(num_items: int) -> keras.Model:

@@ -1,8 +1,8 @@
-"""A small Transformer with LoRA adapters, in Flax NNX: the language is everybody's, the adapters are each client's own.
+"""A small Transformer with LoRA adapters, in Flax NNX: the Transformer is global, the adapters are local.
 
-Made data: all speak by one grammar, in which the next notion depends on the last two. A notion has three words, and
-every client always uses the same one. The grammar takes many clients to learn; the words are learned from eight
-sentences, by adapters of rank 2 on attention and output.
+The data is made up. All clients share one grammar, in which the next notion depends on the last two. A notion has three
+words, and each client always uses the same one of them. It takes many clients to learn the grammar. Eight sentences are
+enough to learn a client's words, by adapters of rank 2 on attention and output.
 
     pip install '.[flax]'
     python examples/transformer_adapters.py  # --rounds 100 --rank 1
@@ -23,7 +23,7 @@ vocabulary, width, heads = notions * synonyms, 24, 2
 
 
 class Transformer(nnx.Module):
-    """One causal layer of attention and one of neurons, between embeddings and logits."""
+    """One causal attention layer and one dense layer, between embeddings and logits."""
 
     def __init__(self, rank: int, rngs: nnx.Rngs):
         plain = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -43,7 +43,7 @@ class Transformer(nnx.Module):
 
 
 def speak(clients: int, seed: int) -> fr.Clients:
-    """Let clients speak by one grammar, each with words of its own."""
+    """Draw sentences from one grammar, with each client's own choice of words."""
     rng = np.random.default_rng(seed)
     grammar = rng.integers(0, notions, (notions, notions))
     said = rng.integers(0, notions, (clients, sentences, length + 1))
@@ -65,8 +65,8 @@ def main(rounds: int = 250, clients: int = 200, rank: int = 2, seed: int = 0) ->
 
     descend = functools.partial(fr.gradient_descent, batch_size=8)
     server, split = optax.adam(0.02), fr.split.redrawn(fr.split.half())
-    rebuild, update = descend(optax.adam(0.03), epochs=10), descend(optax.sgd(0.3))
-    adapted = {"reconstruct": rebuild, "update": update, "server": server, "split": split}
+    reconstruct, update = descend(optax.adam(0.03), epochs=10), descend(optax.sgd(0.3))
+    adapted = {"reconstruct": reconstruct, "update": update, "server": server, "split": split}
     ways = {
         "local only": fr.local_training(model("*"), train=descend(optax.adam(0.01), epochs=20)),
         "global only": fr.federated_averaging(model(()), update=update, server=server),

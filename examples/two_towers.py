@@ -1,7 +1,7 @@
-"""A neural recommender with two towers, in Equinox: the item tower is everybody's, the user tower stays at home.
+"""A neural recommender with two towers, in Equinox: the item tower is global, the user tower is local.
 
-The item tower sees which movie it is, its genres and its year. The user tower sees what only the user's device need
-know, here when the rating is given, and is rebuilt from the user's own ratings. Where it starts can be learned, too.
+The item tower sees the movie, its genres and its year. The user tower sees what only the user's device needs to know,
+here the time of the rating. It is reconstructed from the user's own ratings, and its start can be learned.
 
     pip install '.[equinox,datasets]'
     python examples/two_towers.py  # --rounds 50 --clients 200
@@ -22,7 +22,7 @@ dim, hidden = 8, 16  # a tower makes `dim` numbers and one more, a bias
 
 
 class TwoTowers(eqx.Module):
-    """Rate a movie at a time: the product of what the towers make of the two."""
+    """Predict the rating of a movie at a time: the product of the outputs of the two towers."""
 
     items: eqx.nn.Embedding
     item: eqx.nn.MLP
