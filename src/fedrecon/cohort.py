@@ -16,6 +16,7 @@ from fedrecon.upload import ROW_CHUNK
 
 ABSENT = -1  # the index that stands for an empty slot of a cohort
 SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
+NAMES_HASHED = 2**17  # up to this many clients, names are hashed once instead of at every packing
 
 
 class Examples(NamedTuple):
@@ -113,6 +114,7 @@ class Packer:
         self._columns = {name: clients.columns[name] for name in names}
         self.support_length, self.query_length = lengths or lengths_for(clients.max_size, needs)
         self._scratch = np.empty(0, np.int32)
+        self._identities = clients.identities() if 0 < len(clients) <= NAMES_HASHED else None
 
     def pack(self, indices: np.ndarray, draws: np.ndarray | None = None) -> Cohort:
         """Pack clients.
@@ -125,7 +127,7 @@ class Packer:
         safe = np.where(here, indices, 0)
         starts = np.where(here, self._clients.starts[safe], 0)
         sizes = np.where(here, self._clients.ends[safe], 0) - starts
-        identity = self._clients.identities(safe) if len(self._clients) else np.zeros((len(safe), 2), np.uint32)
+        identity = self._identity(safe)
         ordered = self._ordered(starts, sizes, mixed(as_number(identity), 0 if draws is None else draws))
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
         support, query = (
@@ -141,6 +143,11 @@ class Packer:
             cohort.slots.update(found[2])
             cohort.support_slots.update(found[3])
         return cohort
+
+    def _identity(self, indices: np.ndarray) -> np.ndarray:
+        if len(self._clients) == 0:
+            return np.zeros((len(indices), 2), np.uint32)
+        return self._clients.identities(indices) if self._identities is None else self._identities[indices]
 
     def _ordered(self, starts: np.ndarray, sizes: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
         """List the rows of all examples of the clients in the split's order; None if that is the stored order."""
@@ -158,12 +165,15 @@ class Packer:
 
     def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> _Side:
         counts = np.minimum(counts, length)
-        owner, j = _ragged(counts)
         pattern = self._needs.split.pattern
-        source = begins[owner] + (j if pattern is None else pattern(np.arange(length))[j])
+        if pattern is None:
+            source = _counted_from(begins, counts)
+        else:
+            owner, j = _ragged(counts)
+            source = begins[owner] + pattern(np.arange(length))[j]
         source = source if ordered is None else ordered[source]
-        columns = {name: column[source] for name, column in self._columns.items()}
-        return _Side(columns, counts, length, owner, owner * length + j)
+        columns = {name: np.take(column, source, axis=0) for name, column in self._columns.items()}
+        return _Side(columns, counts, length, _counted_from(np.arange(len(counts)) * length, counts))
 
     def _list_rows(
         self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side
@@ -177,12 +187,12 @@ class Packer:
             raise ValueError(f"feature {'/'.join(features)} holds id {bad}; the table has rows 0 to {table_rows - 1}")
         capacity = min(sum(i.shape[1] * side.length for i, side in zip(ids, sides, strict=True)), table_rows)
         capacity += -capacity % ROW_CHUNK
-        owner = np.concatenate([np.repeat(s.owner, i.shape[1]) for s, i in zip(sides, ids, strict=True)])
+        counts = [side.counts * i.shape[1] for side, i in zip(sides, ids, strict=True)]
         if support is None:
-            rows, num_rows, slot = self._number(flat, owner, len(query.counts), table_rows, capacity)
+            rows, num_rows, slot = self._number(flat, counts[0], table_rows, capacity)
         else:
-            order = np.argsort(owner, kind="stable")
-            rows, num_rows, in_order = self._number(flat[order], owner[order], len(query.counts), table_rows, capacity)
+            order = np.argsort(np.concatenate([_owners(c) for c in counts]), kind="stable")
+            rows, num_rows, in_order = self._number(flat[order], counts[0] + counts[1], table_rows, capacity)
             slot = np.empty_like(in_order)
             slot[order] = in_order
         slots, stop = [], 0
@@ -192,33 +202,35 @@ class Packer:
         return rows, num_rows, slots[0], slots[1] if support is not None else {}
 
     def _number(
-        self, flat: np.ndarray, owner: np.ndarray, clients: int, table_rows: int, capacity: int
+        self, flat: np.ndarray, counts: np.ndarray, table_rows: int, capacity: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Number each client's distinct ids from 0 in order of first use; `owner` ascends.
+        """Number each client's distinct ids from 0 in order of first use, given `counts[i]` ids of each client i.
 
         A table indexed by (client, id) records where an id was first seen: two passes over the ids and no sort.
         It is never cleared, since only entries written in the same call are read. Clients share the table in groups
         small enough for it to stay in cache; one at a time if a single client's part is larger.
         """
+        clients = len(counts)
         group = max(1, min(clients, SCRATCH_ENTRIES // table_rows))
         if self._scratch.size < group * table_rows:
             self._scratch = np.empty(group * table_rows, np.int32)
-        first = np.empty(flat.size, np.int64)
-        key = owner % group * table_rows + flat
-        bounds = np.searchsorted(owner, np.arange(0, clients + group, group))
+        key = np.repeat(np.arange(clients) % group * table_rows, counts) + flat
+        seen = np.arange(flat.size, dtype=np.int32)
+        first = np.empty(flat.size, np.int32)
+        bounds = np.append(0, np.cumsum(counts))[np.append(np.arange(0, clients, group), clients)]
         for begin, end in itertools.pairwise(bounds):
             here = key[begin:end]
-            position = np.arange(begin, end, dtype=np.int32)
-            self._scratch[here[::-1]] = position[::-1]  # if a key repeats, the last write wins: its first position
+            self._scratch[here[::-1]] = seen[begin:end][::-1]  # if a key repeats, the last write wins: its first use
             first[begin:end] = self._scratch[here]
-        new = first == np.arange(flat.size)
-        rank = np.cumsum(new)
-        new_owner = owner[new]
-        num_rows = np.bincount(new_owner, minlength=clients)
-        rank -= (np.cumsum(num_rows) - num_rows + 1)[owner]
-        rows = np.zeros(clients * capacity, np.int32)
-        rows[new_owner * capacity + rank[new]] = flat[new]
-        return rows.reshape(clients, capacity), num_rows.astype(np.int32), rank[first].astype(np.int32)
+        new = first == seen
+        if new.all():  # no client has an id twice, as in most data
+            rank = _counted_from(np.zeros(clients, np.int64), counts)
+            rows, num_rows = _spread(flat, counts, capacity), counts
+        else:
+            num_rows = np.bincount(_owners(counts)[new], minlength=clients)
+            rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
+            rows = _spread(flat[new], num_rows, capacity)
+        return rows.astype(np.int32, copy=False), num_rows.astype(np.int32), rank.astype(np.int32)
 
 
 class _Side(NamedTuple):
@@ -227,8 +239,7 @@ class _Side(NamedTuple):
     columns: dict[str, np.ndarray]
     counts: np.ndarray
     length: int
-    owner: np.ndarray  # (examples,) which client of the cohort an example belongs to
-    place: np.ndarray  # (examples,) its position in `(clients * length,)`
+    places: np.ndarray  # (examples,) position of each in `(clients * length,)`
 
     def flat(self, feature: str) -> np.ndarray:
         values = self.columns[feature]
@@ -236,10 +247,7 @@ class _Side(NamedTuple):
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """Arrange values of `(examples, ...)` as `(clients, length, ...)`, padded with zeros."""
-        clients = len(self.counts)
-        laid = np.zeros((clients * self.length, *values.shape[1:]), values.dtype)
-        laid[self.place] = values
-        return laid.reshape(clients, self.length, *values.shape[1:])
+        return _spread(values, self.counts, self.length, self.places)
 
     def examples(self) -> Examples:
         columns = {name: self.spread(values) for name, values in self.columns.items()}
@@ -255,10 +263,28 @@ def _by_feature(side: _Side, slot: np.ndarray, features: Sequence[str]) -> dict[
     return slots
 
 
+def _spread(values: np.ndarray, counts: np.ndarray, length: int, places: np.ndarray | None = None) -> np.ndarray:
+    """Arrange `(values, ...)`, `counts[i]` of each client i, as `(clients, length, ...)`, padded with zeros."""
+    places = _counted_from(np.arange(len(counts)) * length, counts) if places is None else places
+    laid = np.zeros((len(counts) * length, *values.shape[1:]), values.dtype)
+    laid[places] = values
+    return laid.reshape(len(counts), length, *values.shape[1:])
+
+
+def _owners(counts: np.ndarray) -> np.ndarray:
+    """Return i `counts[i]` times, for each i."""
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def _counted_from(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Count `begins[i]`, `begins[i] + 1`, ... `counts[i]` times, for each i."""
+    before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(begins - before, counts)
+
+
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Enumerate the `counts[i]` examples of each client i: the client of each, and its number within the client."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    return _owners(counts), _counted_from(np.zeros(len(counts), np.int64), counts)
 
 
 def redraw(words: np.ndarray) -> np.ndarray:

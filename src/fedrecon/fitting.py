@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
-from fedrecon.lookups.fit import PROBED, check_tables, features_used, known_lookups, stand_ins
+from fedrecon.lookups.fit import PROBED, features_used, known_lookups, stand_ins
+from fedrecon.lookups.tables import check_lookups
 from fedrecon.lookups.tracing import by_rows
 from fedrecon.model import AUTO
 
@@ -47,7 +48,7 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     if clients.num_examples == 0:
         raise ValueError("the clients have no examples")
     found = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
-    check_tables(algorithm.model, clients, *found)
+    check_lookups(algorithm.model, *found)
     algorithm.method.check(*found, jnp.ones(PROBED, bool))
     _known(algorithm).reconstructs.add(_kind(clients))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon.clients import Clients
-from fedrecon.lookups.tables import check_lookups, lookup_groups, noise_like
+from fedrecon.lookups.tables import lookup_groups, noise_like
 from fedrecon.lookups.tracing import Reads, find_reads
 from fedrecon.model import Model, Step, measure, predict_in
 from fedrecon.trees import flatten
@@ -45,9 +45,10 @@ def features_used(model: Model, clients: Clients) -> list[str]:
     """List the features that the model's predictions, loss and metrics read, in the order the clients have them.
 
     Raises:
-      ValueError: if the model reads a feature that the clients do not have, or if loss or predictions have a shape
-        that does not fit the examples.
+      ValueError: if the model reads a feature that the clients do not have, if a feature that a declared lookup reads
+        holds no ids, or if loss or predictions have a shape that does not fit the examples.
     """
+    _check_ids(model, clients)
     asked: set[str] = set()
     batch = probe(clients)
     key = jax.random.key(0)
@@ -71,20 +72,12 @@ def features_used(model: Model, clients: Clients) -> list[str]:
     return [name for name in clients.columns if name in asked]
 
 
-def check_tables(model: Model, clients: Clients, params: Any, local: Any, batch: Mapping[str, Any]) -> None:
-    """Fail with a sentence if the model's declared lookups do not fit the model or the data.
-
-    Args:
-      model: whose lookups are checked.
-      clients: the data.
-      params, local, batch: what `stand_ins` gives for them.
-    """
+def _check_ids(model: Model, clients: Clients) -> None:
     for path, features in lookup_groups(model).items():
         for feature in features:
             kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
             if not np.issubdtype(kind, np.integer):
                 raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {kind}, not ids")
-    check_lookups(model, params, local, batch)
 
 
 def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
