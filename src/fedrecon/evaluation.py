@@ -152,7 +152,7 @@ class Evaluator:
                 "or use protocol='recon'"
             )
         shared = everywhere((params, self._key), self._place)
-        all_sums = np.zeros((len(self.clients), len(metric_names(self.algorithm.model)), 2), np.float64)
+        found = np.zeros((len(self.clients), len(metric_names(self.algorithm.model)), 2), np.float64)
         with progress("evaluating", len(self.clients)) as advance:
             for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
                 indices = np.arange(begin, min(begin + CLIENTS_AT_ONCE, len(self.clients)))
@@ -161,9 +161,9 @@ class Evaluator:
                 sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
                 order = self._place.arrange(padded, sizes)
                 sums = np.asarray(self._run(shared, (self._packer.pack(order), _of(kept, order))))
-                all_sums[order[order >= 0]] = sums[order >= 0]
+                found[order[order >= 0]] = sums[order >= 0]
                 advance(len(indices))
-        return all_sums
+        return found
 
 
 def evaluate(
