@@ -64,7 +64,7 @@ def test_tables_read_by_rows_are_named_with_their_feature_and_others_with_the_re
     assert parts["bias"].features == ()
     assert parts["bias"].note == "it is used whole, by mul"
     assert parts["user"].note == "starts the same for every client"
-    assert parts["mean"].note == "rebuilt from support"
+    assert parts["mean"].note == "set from support"
 
 
 def test_bytes_are_those_of_what_is_global():
@@ -86,7 +86,7 @@ def test_of_an_algorithm_only_rows_of_query_examples_are_sent():
 def test_an_optimizer_that_moves_every_row_leaves_tables_dense():
     report = fr.explain(algorithm(model(), optax.adamw(0.1)), clients())
     (items,) = (part for part in report.parts if part.path == "items")
-    assert (items.features, items.note) == ((), "its optimizer must see the whole of it")
+    assert (items.features, items.note) == ((), "its optimizer needs all of it")
     assert report.receives_by_rows is None
 
 
@@ -123,9 +123,9 @@ def test_it_reads_as_a_table():
     assert text.splitlines()[0].split() == ["parameter", "part", "shape", "size", "read"]
     assert "items      global        (40, 5)  800 B  by rows at item" in text
     assert "A client receives 840 B a round, sends 840 B, and keeps 20 B to itself." in text
-    assert "By rows it need receive 112 B and sends 112 B (mean over 2 clients)." in text
+    assert "Row-wise it would receive 112 B and send 112 B (mean over 2 clients)." in text
 
 
 def test_a_learned_default_is_where_local_parameters_start():
     parts = fr.explain(fr.models.learned_default(linear())).parts
-    assert parts[-1].note == "starts where it is learned to start"
+    assert parts[-1].note == "starts at a learned default"

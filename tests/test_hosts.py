@@ -225,14 +225,14 @@ def test_making_an_algorithm_computes_nothing():
 
 def test_a_round_without_uploads_is_refused():
     algorithm = recon()
-    with pytest.raises(ValueError, match="there are no uploads"):
+    with pytest.raises(ValueError, match="`uploads` is empty"):
         fr.server_update(algorithm, algorithm.init(jax.random.key(0)), [])
 
 
 def test_clients_that_keep_something_must_be_given_it():
     algorithm, clients = CASES["averaging with local parts"]
     message = algorithm.message(algorithm.init(jax.random.key(0)))
-    with pytest.raises(ValueError, match="keep something from round to round: give it as `kept`"):
+    with pytest.raises(ValueError, match="keep something from round to round; pass it as `kept`"):
         fr.client_update(algorithm, message, clients, fr.round_key(0, 0))
 
 

@@ -107,7 +107,7 @@ def test_decided_lookups_travel_with_a_model_of_ones_own(tmp_path):
         fr.digest(own)
     decided = fr.decide_lookups(own, clients)
     fr.save(tmp_path / "it", decided, own.model.init_global(jax.random.key(0)))
-    with pytest.raises(StorageError, match="is not saved, so give it too"):
+    with pytest.raises(StorageError, match="does not say how to make its"):
         fr.load(tmp_path / "it")
     there = fr.load(tmp_path / "it", own).made
     assert there.method.needs.groups == decided.method.needs.groups != {}
@@ -117,7 +117,7 @@ def test_decided_lookups_travel_with_a_model_of_ones_own(tmp_path):
 def test_what_was_changed_by_hand_is_not_passed_off_as_made(tmp_path):
     model = factorization()
     changed = model._replace(loss=lambda predictions, batch: (predictions, predictions))
-    with pytest.raises(fr.RecipeError, match="changed after learned_default made it: loss is another"):
+    with pytest.raises(fr.RecipeError, match="changed after learned_default made it: `loss` was replaced"):
         recipe_of(changed)
     with pytest.raises(fr.RecipeError, match="`server` of federated_reconstruction was not made by a factory"):
         recipe_of(algorithm(server=optax.sgd(0.1)))

@@ -71,7 +71,7 @@ def full(shape, value, dtype):
     [
         (with_table(ids=full((3, ROW_CHUNK), 50, np.int32)), "names a row outside of 0 to 49"),
         (with_table(ids=full((3, ROW_CHUNK), -1, np.int32)), "names a row outside of 0 to 49"),
-        (with_table(values=np.ones((3, ROW_CHUNK, 2), np.float32)), "has numbers beyond the rows that it counts"),
+        (with_table(values=np.ones((3, ROW_CHUNK, 2), np.float32)), "has values that are not zero in its padding"),
         (with_table(values=np.zeros((3, ROW_CHUNK, 3), np.float32)), r"'parts/delta/table/values' is float32\(3"),
         (upload()._replace(examples=np.ones(2, np.float32)), "is of 3 clients, 'examples' of 2"),
         (upload()._replace(sums=np.ones((3, 1, 2), np.float32)), "'sums' is float32"),

@@ -1,4 +1,4 @@
-"""Partially local federated learning: train the shared part of a model, rebuild the private part on the client."""
+"""Partially local federated learning: train the global part of a model, reconstruct the local part on each client."""
 
 from fedrecon import aggregate as aggregate
 from fedrecon import baselines as baselines

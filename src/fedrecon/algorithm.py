@@ -1,4 +1,4 @@
-"""What a federated algorithm is: a model, a method of training it, an aggregator; and one round's end at the server."""
+"""The types of a federated algorithm (model, method, aggregator), and how the server finishes a round."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ from fedrecon.model import Batch, Model
 from fedrecon.trees import Params, flatten, unflatten
 from fedrecon.upload import DELTA, Parts, Summand, Total, Upload, summand_of
 
-ENCODING = 3  # what a client's key is folded with for the aggregator; R and U have 1 and 2
+ENCODING = 3  # folded into a client's key for what the aggregator draws; R and U fold in 1 and 2
 
 
 class Trained(NamedTuple):
-    """What a server with an optimizer keeps: the global parameters and the optimizer's state."""
+    """The state of a method whose server has an optimizer: the global parameters and the optimizer's state."""
 
     params: Params
     optimizer: Any
 
 
 class ServerState(NamedTuple):
-    """All that the server keeps from round to round: of the method, any pytree, and of the aggregator."""
+    """All that the server keeps from round to round: the method's state (any pytree) and the aggregator's."""
 
     method: Any
     aggregator: Any
 
 
 class Message(NamedTuple):
-    """All that goes down to the clients of a round, to every client the same."""
+    """All that the server sends in a round. Every client gets the same message."""
 
     method: Any
     aggregator: Any
 
 
-# (message, kept or held, cohort, key) -> (Upload, kept)
+# (message, kept or what `Stages.prepare` returned, cohort, key) -> (Upload, kept)
 Client = Callable[[Any, Any, Cohort, Array], tuple[Upload, Any]]
 
 
 class Stages(NamedTuple):
-    """A client function in two parts, where the first pays in larger blocks than the second.
+    """A client function in two stages, of which the first can run on larger blocks of clients.
 
     Attributes:
-      prepare: `(message, kept, cohort, key) -> held`, clients first: what needs no copies of the global parameters.
-      finish: `(message, held, cohort, key) -> (Upload, kept)`: the rest.
+      prepare: `(message, kept, cohort, key) -> prepared`, clients first: the work for which all clients share the
+        global parameters.
+      finish: `(message, prepared, cohort, key) -> (Upload, kept)`: the work for which each client has its own copy.
     """
 
     prepare: Callable[[Any, Any, Cohort, Array], Any]
@@ -61,24 +62,25 @@ class Stages(NamedTuple):
 
 
 class Method(NamedTuple):
-    """What a method does with one model. All functions are pure and can be compiled.
+    """A training method, defined for one model. All functions are pure and can be compiled.
 
-    Functions of clients work on a block of clients at once, clients first in every leaf of all but the message. One
-    client alone is a block of one.
+    Functions that run on clients take a block of clients: every leaf has the clients in its first dimension, except in
+    the message, which is the same for all. A single client is a block of one.
 
     Attributes:
       init: `key -> state`, any pytree.
       client: `(message, kept, cohort, key) -> (Upload, kept)`; `key` is the round's (see `keys.client_keys`).
-      server: `(state, mean, report) -> state`, given the decoded parts of the uploads, `{part: {path: array}}`.
+      server: `(state, mean, report) -> state`; `mean` holds the decoded parts of the uploads, `{part: {path: array}}`.
       reconstruct: `(global, kept, support, keys) -> local`, for use after training.
-      needs: what `client` must be given of a client's data.
+      needs: which parts of a client's data `client` needs.
       message: `state -> message`, any pytree; the global parameters by default.
       params: `state -> global parameters`.
-      parts: `state -> parts`, the shapes of what uploads add up to; `delta`, like the parameters, by default.
-      keep: `keys -> kept`, what clients keep from round to round before their first one; None if they keep nothing.
+      parts: `state -> parts`, arrays in the shapes that uploads add up to. By default one part, `delta`, in the shapes
+        of the global parameters.
+      keep: `keys -> kept`, what clients keep before their first round; None if they keep nothing between rounds.
       check: `(global, local, batch, mask)` of one client; raises if the model does not fit the method.
       support_limit: how many support examples `reconstruct` can use; None for no limit.
-      stages: the two parts of `client`, `finish` after `prepare`; None where it cannot be divided.
+      stages: `client` as two stages, `prepare` and then `finish`; None if it cannot be divided.
     """
 
     init: Callable[[Array], Any]
@@ -97,14 +99,14 @@ class Method(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Algorithm:
-    """A federated algorithm: what is trained, how, and how uploads become one.
+    """A federated algorithm: a model, a training method and an aggregator.
 
-    Nothing is computed or compiled before it is first used. Algorithms are compared by identity.
+    Nothing is computed or compiled before first use. Algorithms are compared by identity.
 
     Attributes:
       model: what is trained.
-      define: `model -> Method`, the method for this model or for the same one with its lookups decided.
-      aggregator: from uploads to what the method's server takes.
+      define: `model -> Method`. It is also called with the same model once the model's lookups are decided.
+      aggregator: turns uploads into the mean that the method's server takes.
     """
 
     model: Model
@@ -117,28 +119,40 @@ class Algorithm:
         return self.define(self.model)
 
     def init(self, key: Array) -> ServerState:
-        """Return the server's state before the first round."""
+        """Return the server's state before the first round.
+
+        Args:
+          key: a JAX key, for the initial global parameters.
+        """
         state = self.method.init(key)
         return ServerState(state, self.aggregator.init(self.method.parts(state)))
 
     def message(self, state: ServerState) -> Message:
-        """Return what goes down to the clients of a round."""
+        """Return what the server sends to the clients of a round.
+
+        Args:
+          state: of the server.
+        """
         return Message(self.method.message(state.method), self.aggregator.message(state.aggregator))
 
     def params(self, state: ServerState) -> Params:
-        """Return the global parameters of a state."""
+        """Return the global parameters.
+
+        Args:
+          state: of the server.
+        """
         return self.method.params(state.method)
 
     def has_local(self) -> bool:
-        """Say whether clients have any local parameters."""
+        """Return whether clients have local parameters."""
         return bool(jax.tree.leaves(shapes_of(self.model.init_local)))
 
 
 def encode(algorithm: Algorithm, message: Message, upload: Upload, keys: Array) -> Summand:
-    """Return what clients add to the sum.
+    """Encode uploads as what the clients add to the sum.
 
     Args:
-      algorithm: whose aggregator encodes.
+      algorithm: its aggregator does the encoding.
       message: of the round.
       upload: of several clients.
       keys: of these clients.
@@ -148,7 +162,13 @@ def encode(algorithm: Algorithm, message: Message, upload: Upload, keys: Array) 
 
 
 def summand_shapes(algorithm: Algorithm, state: ServerState, metrics: int) -> Any:
-    """Return the shapes of what one client adds to the sum, all parts whole."""
+    """Return the shapes of what one client adds to the sum, all parts whole.
+
+    Args:
+      algorithm: what is trained.
+      state: of the server.
+      metrics: how many metrics the model has, the loss included.
+    """
     parts = {
         name: {path: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for path, leaf in part.items()}
         for name, part in algorithm.method.parts(state.method).items()
@@ -161,33 +181,42 @@ def summand_shapes(algorithm: Algorithm, state: ServerState, metrics: int) -> An
 
 
 def finish_round(algorithm: Algorithm, state: ServerState, total: Total, key: Array) -> tuple[ServerState, Report]:
-    """End a round at the server: decode the sum and take a step, or leave everything as it was.
+    """Finish a round on the server: decode the sum and take a step. A skipped round leaves the method's state alone.
 
     Args:
       algorithm: what is trained.
       state: of the server before the round.
       total: the sum of what clients added.
-      key: for what the aggregator draws at the server.
+      key: for what the aggregator draws on the server.
 
     Returns:
-      The new state, and what is known of the round: counts, sums of metrics, whether it was `skipped`.
+      The new state, and a report on the round: counts, sums of metrics, whether it was `skipped`.
     """
     scalars = dict(total.scalars)
-    mean, aggregator, told = algorithm.aggregator.decode(state.aggregator, total, key)
-    skipped = told.get("skipped", ~all_finite(mean.parts))
-    report = {**scalars, **told, "skipped": skipped}
+    mean, aggregator, decoded = algorithm.aggregator.decode(state.aggregator, total, key)
+    skipped = decoded.get("skipped", ~all_finite(mean.parts))
+    report = {**scalars, **decoded, "skipped": skipped}
     new = algorithm.method.server(state.method, mean.parts, report)
     method = jax.tree.map(lambda a, b: jnp.where(skipped, b, a), new, state.method)
     return ServerState(method, aggregator), report
 
 
 def shapes_of(init: Callable[[Array], Params]) -> Any:
-    """Return the shapes of parameters without computing them, and without starting JAX's devices."""
+    """Return the shapes of parameters without computing them or starting JAX's devices.
+
+    Args:
+      init: `key -> parameters`, such as a model's `init_global`.
+    """
     return jax.eval_shape(lambda: init(jax.random.key(0)))
 
 
 def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
-    """Derive from clients' keys those of the steps of R and of U; None for a model whose steps are not random."""
+    """Derive clients' keys for the steps of R and for those of U; None for a model whose steps are not random.
+
+    Args:
+      model: only models with a `fit` have random steps.
+      keys: of the clients.
+    """
     if model.fit is None:
         return None, None
     fold = jax.vmap(jax.random.fold_in, (0, None))
@@ -195,12 +224,22 @@ def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
 
 
 def averaged(model: Model) -> tuple[str, ...]:
-    """Return the paths of global leaves that the server averages as they are: the global state."""
+    """Return the paths of the global state: leaves that the server averages without its optimizer.
+
+    Args:
+      model: what is trained.
+    """
     return () if model.state is None else model.state.shared
 
 
 def init_server(model: Model, server: optax.GradientTransformation, key: Array) -> Trained:
-    """Initialise the global parameters and the server's optimizer."""
+    """Initialise the global parameters and the server's optimizer.
+
+    Args:
+      model: what is trained.
+      server: the optimizer.
+      key: for the initial parameters.
+    """
     params = model.init_global(key)
     return Trained(params, server.init(params))
 
@@ -208,14 +247,14 @@ def init_server(model: Model, server: optax.GradientTransformation, key: Array) 
 def step_server(
     server: optax.GradientTransformation, state: Trained, mean: Mapping[str, Array], as_is: Collection[str] = ()
 ) -> Trained:
-    """Give the negative mean change to the server's optimizer.
+    """Take a server step, with the negative mean change as the optimizer's gradient.
 
     Args:
       server: the optimizer.
       state: parameters and the optimizer's state.
       mean: the mean change by path.
-      as_is: paths of leaves that change by the mean itself: an optimizer made for gradients could make a variance
-        negative.
+      as_is: paths of leaves to which the mean change is added without the optimizer. An optimizer could make a running
+        variance negative.
     """
     structure = flatten(state.params)[1]
     gradient = {path: jnp.zeros_like(delta) if path in as_is else -delta for path, delta in mean.items()}

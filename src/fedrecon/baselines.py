@@ -1,7 +1,7 @@
-"""What a model of ratings must beat, on the very same users and query examples that `evaluate` measures on.
+"""Baselines that a model of ratings should beat, on the same users and query examples that `evaluate` measures on.
 
-Means and biases need no personal model worth the name; the factor models are trained where all data is in one place.
-All of them get to know a new user from the same support examples as a model under test does.
+Means and biases come first; the factor models are trained centrally, on all data in one place. Like the model under
+test, a baseline sees only a new user's support examples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PADDED_ENTRIES = 2**20  # of a block of groups that is solved at once
 
 
 class Examples(NamedTuple):
-    """Ratings one after another: whose, of what, and how much."""
+    """Ratings one after another: the client, the item and the rating of each."""
 
     client: np.ndarray
     item: np.ndarray
@@ -38,7 +38,7 @@ class Examples(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Clients' examples in two: what is known of them, and what is asked."""
+    """Clients' examples divided into support, which a baseline may use, and query, which it must predict."""
 
     clients: int
     support: Examples
@@ -47,7 +47,7 @@ class Known(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Baselines:
-    """How the baselines do on the query examples of clients.
+    """Results of the baselines on the query examples of clients.
 
     Attributes:
       clients: how many clients were measured.
@@ -133,7 +133,7 @@ def divided(clients: Clients, split: Split) -> Known:
 
     Args:
       clients: with columns `item` and `rating`.
-      split: what is support and what is query.
+      split: how examples become support and query.
     """
     packer = Packer(clients, Needs(split, columns=("item", "rating")))
     sides: tuple[list[Examples], list[Examples]] = ([], [])
@@ -151,7 +151,7 @@ def divided(clients: Clients, split: Split) -> Known:
 
 # ---- means and biases ----
 
-Predict = Callable[[Known], np.ndarray]  # what is known of clients -> predictions of their query examples
+Predict = Callable[[Known], np.ndarray]  # clients' examples -> predictions for the query ones
 Fit = Callable[[Preparation, Clients, Split], Predict]
 
 
@@ -191,17 +191,17 @@ def _biases(prepared: Preparation, train: Clients, split: Split) -> Predict:
 
     def predict(known: Known) -> np.ndarray:
         mine = user_biases(prepared, known.support, known.clients)
-        found = prepared.item_bias[known.query.item] + mine[known.query.client]
-        return prepared.mean + prepared.deviation * found
+        standardized = prepared.item_bias[known.query.item] + mine[known.query.client]
+        return prepared.mean + prepared.deviation * standardized
 
     return predict
 
 
 def user_biases(prepared: Preparation, examples: Examples, clients: int) -> np.ndarray:
-    """Return every client's bias from its examples, standardised and damped.
+    """Return every client's bias: the mean residual of its standardised ratings, damped by the ridge.
 
     Args:
-      prepared: what round zero found.
+      prepared: the result of round zero.
       examples: of the clients.
       clients: how many there are.
     """
@@ -210,11 +210,11 @@ def user_biases(prepared: Preparation, examples: Examples, clients: int) -> np.n
     return np.bincount(examples.client, residual, clients) / (count + prepared.user_ridge)
 
 
-# ---- factor models, trained where all data is ----
+# ---- factor models, trained centrally ----
 
 
 def _svd(prepared: Preparation, train: Clients, split: Split) -> Predict:
-    """Item factors from the singular vectors of what biases leave over; a newcomer's by ridge regression."""
+    """Fit item factors as singular vectors of the residuals of the biases, and new users by ridge regression."""
 
     def candidates(part: Clients) -> Iterator[_Factors]:
         items = _singular_items(prepared, part, DIM)
@@ -224,7 +224,7 @@ def _svd(prepared: Preparation, train: Clients, split: Split) -> Predict:
 
 
 def _als(prepared: Preparation, train: Clients, split: Split) -> Predict:
-    """Alternating least squares on what item biases leave over, users' biases among their factors."""
+    """Fit the residuals of the item biases by alternating least squares; a user's bias is one of its factors."""
 
     def candidates(part: Clients) -> Iterator[_Factors]:
         return (_Factors(_alternate(prepared, part, ridge, DIM), ridge) for ridge in ALS_RIDGES)
@@ -233,7 +233,7 @@ def _als(prepared: Preparation, train: Clients, split: Split) -> Predict:
 
 
 class _Factors(NamedTuple):
-    """Item factors `(items, dim)` and the ridge that newcomers are fitted with."""
+    """Item factors `(items, dim)` and the ridge that new users are fitted with."""
 
     items: np.ndarray
     ridge: float
@@ -242,7 +242,7 @@ class _Factors(NamedTuple):
 def _chosen(
     candidates: Callable[[Clients], Iterator[_Factors]], prepared: Preparation, train: Clients, split: Split
 ) -> Predict:
-    """Take the candidate that is best on clients held out of training, fitted to all of them again."""
+    """Choose the candidate that is best on held-out training clients, and fit it again to all training clients."""
     part, rest = train.split_clients(1 - HELD_OUT, HELD_OUT, seed=0)
     if not len(part) or not len(rest):
         part, rest = train, train
@@ -255,7 +255,7 @@ def _chosen(
 
 
 def _newcomers(prepared: Preparation, factors: _Factors, known: Known) -> np.ndarray:
-    """Predict with item factors: bias and factors of each client by one ridge regression on support."""
+    """Predict for new users: a ridge regression on support gives each client's bias and factors."""
     mine = _users(prepared, factors, known.support, known.clients)
     found = np.einsum("nd,nd->n", _with_one(factors.items, known.query.item), mine[known.query.client])
     return prepared.mean + prepared.deviation * (prepared.item_bias[known.query.item] + found)

@@ -1,8 +1,8 @@
-"""Clients: columns of examples and where each client's begin and end, in memory or memory-mapped.
+"""Clients: columns of examples and the range of rows that belongs to each client, in memory or memory-mapped.
 
 A client is a range of rows. Subsets of clients and parts of clients are other ranges over the same columns,
 so they cost two integers a client and copy nothing. A saved folder opens by mapping its files: a million
-clients take no memory until they are touched.
+clients take no memory until they are read.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from fedrecon.disk.folders import whole_folder
 from fedrecon.disk.tabular import frame_columns, read_csv_column, read_parquet
 from fedrecon.keys import as_number, as_words, mixed, name_hashes
 
-FINGERPRINT_EXAMPLES = 1 << 20  # data up to this size is hashed whole, larger data by a sample of about this size
+FINGERPRINT_EXAMPLES = 1 << 20  # up to this size all data is hashed, beyond it a sample of about this size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,10 +44,10 @@ class Clients:
       columns: arrays with one row per example; all have the same first dimension. May be memory-mapped.
       starts: first row of each client.
       ends: one past the last row of each client.
-      names: original id of each client, a number or text; None where a client's place is its name. What is random for a
-        client, and whether it trains or validates, follows from its name.
-      totals: number of examples and size of the largest client where they are known. Whoever passes them
-        vouches for the ranges too; without them the ranges are checked, which reads `starts` and `ends` once.
+      names: original id of each client, a number or text; None if clients are named by their index. Everything random
+        for a client, and whether it trains or validates, follows from its name.
+      totals: number of examples and size of the largest client, if known. Whoever passes them guarantees that the
+        ranges are valid; without them the ranges are checked, which reads `starts` and `ends` once.
     """
 
     columns: Columns
@@ -76,7 +76,7 @@ class Clients:
             raise ValueError(f"every client needs 0 <= start <= end <= {rows}, the number of rows.")
 
     def __repr__(self) -> str:
-        """Describe in one line; never print the columns."""
+        """Describe the clients in one line, without their data."""
         columns = ", ".join(f"{name} {values.dtype}" for name, values in self.columns.items())
         return f"{type(self).__name__}({len(self)} clients, {self.num_examples} examples: {columns})"
 
@@ -137,12 +137,12 @@ class Clients:
     def from_columns(cls, columns: Mapping[str, Any], client: Any, **fields: Any) -> Self:
         """Group rows by client.
 
-        Clients come in ascending order of id, a client's rows in their given order. Rows that come in that
-        order already are not copied.
+        Clients come in ascending order of id, a client's rows in the order given. Rows that are already in that
+        order are not copied.
 
         Args:
           columns: name to array, one row per example.
-          client: the client id of each row, or the name of the column that holds it (which is then left out).
+          client: the client id of each row, or the name of the column that holds it (which is then dropped).
           **fields: further fields of a subclass.
 
         Returns:
@@ -181,8 +181,8 @@ class Clients:
           path: the file.
           client: header of the column with client ids.
           columns: header to dtype of the columns wanted; None takes all, each as integers, floats or text,
-            whichever is the first to fit.
-          delimiter: what separates fields.
+            whichever fits first.
+          delimiter: the character between fields.
         """
         with open(path, encoding="utf-8-sig") as file:
             header = [name.strip().strip('"') for name in file.readline().rstrip("\n").split(delimiter)]
@@ -251,7 +251,7 @@ class Clients:
     # ---- on disk ----
 
     def save(self, path: str | Path) -> None:
-        """Write these clients, and only what they hold, to a folder that `open` can map.
+        """Write these clients, and no other rows of the columns, to a folder that `open` can map.
 
         Args:
           path: the folder; must not exist yet. It appears under this name only when it is complete.
@@ -271,7 +271,7 @@ class Clients:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Map a folder written by `save` or `from_generator`; nothing is read but its manifest.
+        """Map a folder written by `save` or `from_generator`; columns are read only when they are used.
 
         Args:
           path: the folder.
@@ -302,7 +302,11 @@ class Clients:
     # ---- views ----
 
     def take(self, indices: Any) -> Self:
-        """Return the clients at these indices (or where a boolean mask is true), sharing the columns."""
+        """Return some of the clients, sharing the columns.
+
+        Args:
+          indices: of the clients, or a boolean mask with one entry per client.
+        """
         indices = np.asarray(indices)
         if indices.dtype == bool:
             if len(indices) != len(self):
@@ -316,7 +320,7 @@ class Clients:
         return dataclasses.replace(self, starts=self.starts[indices], ends=self.ends[indices], names=names, totals=None)
 
     def identities(self, indices: Any = None) -> np.ndarray:
-        """Say who clients are: two 32-bit words each, a hash of the name, wherever a client is stored.
+        """Return the identity of clients: a hash of the name as two 32-bit words, wherever a client is stored.
 
         Args:
           indices: of the clients; all by default.
@@ -326,11 +330,19 @@ class Clients:
         return as_words(name_hashes(np.asarray(indices if self.names is None else self.names[indices])))
 
     def at_least(self, n: int) -> Self:
-        """Return the clients that have at least `n` examples, sharing the columns."""
+        """Return the clients that have at least `n` examples, sharing the columns.
+
+        Args:
+          n: the least number of examples.
+        """
         return self.take(np.flatnonzero(self.sizes >= n))
 
     def cap(self, n: int) -> Self:
-        """Return all clients with their first `n` examples, sharing the columns."""
+        """Return all clients with their first `n` examples, sharing the columns.
+
+        Args:
+          n: the largest number of examples that a client keeps.
+        """
         if n < 0:
             raise ValueError(f"`n` is the number of examples to keep and must not be negative, but is {n}.")
         return dataclasses.replace(self, ends=np.minimum(self.ends, self.starts + n), totals=None)
@@ -338,12 +350,12 @@ class Clients:
     def split_clients(self, *fractions: float, seed: int) -> tuple[Self, ...]:
         """Divide the clients at random into disjoint groups; every group keeps the stored order.
 
-        Where a client goes follows from the seed and its name alone, so that many places that each have some of the
-        clients decide alike. The groups therefore have about the size asked for, not exactly.
+        A client's group follows from the seed and its name alone, so machines that each have some of the clients agree
+        on it. The sizes of the groups are therefore approximate.
 
         Args:
           *fractions: share of each group. Together at most 1; if they are 1, no client is left out.
-          seed: decides who goes where.
+          seed: decides which client goes to which group.
 
         Returns:
           One `Clients` per fraction, sharing the columns.
@@ -354,7 +366,7 @@ class Clients:
         return tuple(self.take(np.flatnonzero((drawn >= start) & (drawn < end))) for start, end in pairwise(edges))
 
     def split_time(self, *fractions: float, column: str = "time") -> tuple[Self, ...]:
-        """Divide every client's examples by time: the first fraction, the next, ...; ties in stored order.
+        """Divide every client's examples by time: the earliest fraction, the next, and so on. Ties keep stored order.
 
         Args:
           *fractions: share of each part. Together at most 1; if they are 1, no example is left out.
@@ -374,14 +386,17 @@ class Clients:
         """Return the same clients with each one's examples in a random order, as a copy in memory.
 
         A client's order follows from the seed and its name.
+
+        Args:
+          seed: decides the order.
         """
         owner = np.repeat(np.arange(len(self)), self.sizes)
-        place = np.arange(len(owner)) - (np.cumsum(self.sizes) - self.sizes)[owner]
-        whose = mixed(as_number(self.identities()), seed)
-        return self._reordered_by(lambda rows: mixed(place.astype(np.uint64), whose[owner]))
+        number = np.arange(len(owner)) - (np.cumsum(self.sizes) - self.sizes)[owner]  # of the example in its client
+        salt = mixed(as_number(self.identities()), seed)
+        return self._reordered_by(lambda rows: mixed(number.astype(np.uint64), salt[owner]))
 
     def _reordered_by(self, keys: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """Copy the examples, each client's sorted (stably) by `keys(rows)`."""
+        """Copy the examples, those of each client sorted (stably) by `keys(rows)`."""
         rows = rows_of(self.starts, self.ends)
         owner = np.repeat(np.arange(len(self)), self.sizes)
         rows = rows[np.lexsort((keys(rows), owner))]
@@ -392,7 +407,7 @@ class Clients:
     def fingerprint(self) -> str:
         """Return a short digest of the content, the same in memory and on disk.
 
-        Up to about a million examples are hashed whole. Of more, 4,096 clients at even distances are, each
+        Up to about a million examples, all data is hashed. Of larger data, 4,096 evenly spaced clients are hashed, each
         with its first 256 examples: enough to tell data sets apart, not to notice every single edit.
         """
         sample = self

@@ -1,4 +1,4 @@
-"""A round's clients packed into arrays: who is in it, their support and query, the rows they touch."""
+"""Cohorts: the clients of a round packed into arrays, with their support, their query and the rows they touch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedrecon.keys import as_number, mixed
 from fedrecon.split import Split
 from fedrecon.upload import ROW_CHUNK
 
-ABSENT = -1  # the index of a place in a cohort that no client fills
+ABSENT = -1  # the index that stands for an empty slot of a cohort
 SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
-NAMES_HASHED = 2**17  # clients of a population, at most, whose names are hashed once instead of at every packing
+NAMES_HASHED = 2**17  # up to this many clients, names are hashed once instead of at every packing
 
 
 class Examples(NamedTuple):
-    """Examples of several clients: features of `(clients, examples, ...)` and how many each client has."""
+    """Examples of several clients: features of `(clients, examples, ...)`, and how many of them are a client's own."""
 
     columns: Mapping[str, Any]
     count: Any  # (clients,)
@@ -30,14 +30,14 @@ class Cohort(NamedTuple):
     """Clients ready to run. Every leaf has the clients in its first dimension.
 
     Attributes:
-      client: the index of each client in its population; `ABSENT` where nobody is.
-      identity: `(clients, 2)` words that say who each client is, wherever it is packed or stored.
-      support: what reconstruction sees.
-      query: what updates or measurements see.
-      rows: for every group of lookup tables, the ids of the rows a client touches, `(clients, rows)`.
-      num_rows: how many of those count, `(clients,)`.
-      slots: for every feature that indexes lookup tables, where in `rows` each query example's ids are.
-      support_slots: the same for support examples, where they are wanted too.
+      client: `(clients,)` the index of each client in its population; `ABSENT` for an empty slot.
+      identity: `(clients, 2)` a hash of each client's name, the same wherever the client is packed or stored.
+      support: the examples that reconstruction sees.
+      query: the examples that global parameters are updated or measured on.
+      rows: for every group of lookup tables, `(clients, rows)` the ids of the rows that a client touches.
+      num_rows: `(clients,)` how many of those rows are in use.
+      slots: for every feature that indexes lookup tables, the position in `rows` of each query example's ids.
+      support_slots: the same for support examples; empty unless `Needs.support_rows` is set.
     """
 
     client: Any
@@ -51,14 +51,14 @@ class Cohort(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What must be packed of a client's data.
+    """Which parts of a client's data to pack.
 
     Attributes:
       split: how examples become support and query.
       support_limit: support examples after this many are never used; None for no limit.
       query_limit: the same for query.
-      groups: lookup tables to list rows of, as `{group: (number of rows, features)}`.
-      support_rows: whether rows touched by support alone are listed too.
+      groups: lookup tables whose rows are listed, as `{group: (number of rows, features)}`.
+      support_rows: whether rows that only support examples touch are listed too.
       columns: the features to pack; None for all.
     """
 
@@ -71,14 +71,19 @@ class Needs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """How many support and query examples arrays have room for, whoever is packed into them."""
+    """How many support and query examples of a client the arrays have room for."""
 
     support: int
     query: int
 
 
 def lengths_for(largest: int, needs: Needs) -> Lengths:
-    """Return the lengths that clients of up to `largest` examples need."""
+    """Return the lengths that clients need.
+
+    Args:
+      largest: the number of examples of the largest client.
+      needs: how its examples are split, and how many of them are used.
+    """
     support, query = needs.split.counts(np.arange(largest + 1))
     return Lengths(
         max(1, _limited(int(support.max()), needs.support_limit)), max(1, _limited(int(query.max()), needs.query_limit))
@@ -88,12 +93,19 @@ def lengths_for(largest: int, needs: Needs) -> Lengths:
 class Packer:
     """Packs clients of one population into cohorts of one shape.
 
-    The shape follows from the population and from `needs`, never from who is in a cohort, so that whatever runs on
-    cohorts is compiled once. Hosts that have different clients give the same `lengths` to run one program.
+    The shape follows from the population and from `needs`, never from which clients are in a cohort, so code that runs
+    on cohorts is compiled once. Hosts with different clients pass the same `lengths` to run the same program.
     """
 
     def __init__(self, clients: Clients, needs: Needs, lengths: Lengths | None = None):
-        """Prepare to pack `clients`; what exceeds given `lengths` is left out, the last examples first."""
+        """Prepare to pack clients.
+
+        Args:
+          clients: the population.
+          needs: which parts of their data to pack.
+          lengths: room for support and query examples; a client's last examples are left out if they do not fit. By
+            default there is room for the largest client.
+        """
         self._clients, self._needs = clients, needs
         names = list(clients.columns) if needs.columns is None else list(needs.columns)
         for name in names:
@@ -108,8 +120,8 @@ class Packer:
         """Pack clients.
 
         Args:
-          indices: of the clients, in the order they are packed in; `ABSENT` leaves a place empty.
-          draws: for each of them a number that a redrawn split's order depends on, with who the client is.
+          indices: of the clients, in the order to pack them; `ABSENT` leaves a slot empty.
+          draws: for each client a number from which, with its identity, a redrawn split draws its order.
         """
         split, here = self._needs.split, indices >= 0
         safe = np.where(here, indices, 0)
@@ -138,7 +150,7 @@ class Packer:
         return self._clients.identities(indices) if self._identities is None else self._identities[indices]
 
     def _ordered(self, starts: np.ndarray, sizes: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
-        """List all examples of the clients in the split's order; None where that is the stored order."""
+        """List the rows of all examples of the clients in the split's order; None if that is the stored order."""
         by = self._needs.split.by
         if self._needs.split.redrawn:
             owner, j = _ragged(sizes)
@@ -194,9 +206,9 @@ class Packer:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number each client's distinct ids from 0 in order of first use, given `counts[i]` ids of each client i.
 
-        A table indexed by (client, id) remembers where an id was first seen: two passes over the ids and no sort.
-        It is never cleared, since only entries written in the same call are read. Clients go through it in groups
-        that keep it in cache, or small enough where a single client's part is not.
+        A table indexed by (client, id) records where an id was first seen: two passes over the ids and no sort.
+        It is never cleared, since only entries written in the same call are read. Clients share the table in groups
+        small enough for it to stay in cache; one at a time if a single client's part is larger.
         """
         clients = len(counts)
         group = max(1, min(clients, SCRATCH_ENTRIES // table_rows))
@@ -208,10 +220,10 @@ class Packer:
         bounds = np.append(0, np.cumsum(counts))[np.append(np.arange(0, clients, group), clients)]
         for begin, end in itertools.pairwise(bounds):
             here = key[begin:end]
-            self._scratch[here[::-1]] = seen[begin:end][::-1]  # where a key repeats, the last write wins: the first use
+            self._scratch[here[::-1]] = seen[begin:end][::-1]  # if a key repeats, the last write wins: its first use
             first[begin:end] = self._scratch[here]
         new = first == seen
-        if new.all():  # nobody has an id twice, as in most data
+        if new.all():  # no client has an id twice, as in most data
             rank = _counted_from(np.zeros(clients, np.int64), counts)
             rows, num_rows = _spread(flat, counts, capacity), counts
         else:
@@ -227,14 +239,14 @@ class _Side(NamedTuple):
     columns: dict[str, np.ndarray]
     counts: np.ndarray
     length: int
-    places: np.ndarray  # where each example goes when clients are laid out in `length` places each
+    places: np.ndarray  # (examples,) position of each in `(clients * length,)`
 
     def flat(self, feature: str) -> np.ndarray:
         values = self.columns[feature]
         return values.reshape(len(values), math.prod(values.shape[1:]))
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Lay values of `(examples, ...)` out as `(clients, length, ...)`."""
+        """Arrange values of `(examples, ...)` as `(clients, length, ...)`, padded with zeros."""
         return _spread(values, self.counts, self.length, self.places)
 
     def examples(self) -> Examples:
@@ -243,16 +255,16 @@ class _Side(NamedTuple):
 
 
 def _by_feature(side: _Side, slot: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
-    found, start = {}, 0
+    slots, start = {}, 0
     for feature in features:
         stop = start + side.flat(feature).shape[1]
-        found[feature] = side.spread(slot[:, start:stop].reshape(side.columns[feature].shape))
+        slots[feature] = side.spread(slot[:, start:stop].reshape(side.columns[feature].shape))
         start = stop
-    return found
+    return slots
 
 
 def _spread(values: np.ndarray, counts: np.ndarray, length: int, places: np.ndarray | None = None) -> np.ndarray:
-    """Lay out `counts[i]` values of each client i, `(values, ...)`, as `(clients, length, ...)`, zeros after them."""
+    """Arrange `(values, ...)`, `counts[i]` of each client i, as `(clients, length, ...)`, padded with zeros."""
     places = _counted_from(np.arange(len(counts)) * length, counts) if places is None else places
     laid = np.zeros((len(counts) * length, *values.shape[1:]), values.dtype)
     laid[places] = values
@@ -271,12 +283,16 @@ def _counted_from(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Enumerate `counts[i]` things of each client i: the clients, and the number within the client."""
+    """Enumerate the `counts[i]` examples of each client i: the client of each, and its number within the client."""
     return _owners(counts), _counted_from(np.zeros(len(counts), np.int64), counts)
 
 
 def redraw(words: np.ndarray) -> np.ndarray:
-    """Return the number that redrawn splits of a round depend on, given the words of the round's key."""
+    """Return the number from which a round's redrawn splits draw their order.
+
+    Args:
+      words: of the round's key (`keys.words_of`).
+    """
     return as_number(words)
 
 
@@ -290,11 +306,11 @@ def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) ->
     Args:
       indices: of the clients, `ABSENT` allowed.
       sizes: how much work each client is.
-      devices: among how many devices the cohort is divided, in equal consecutive parts.
+      devices: how many devices share the cohort, in equal consecutive parts.
       block: how many clients run side by side.
 
     Returns:
-      The indices in order, filled up with `ABSENT` to a multiple of `devices * block`.
+      The indices in order, padded with `ABSENT` to a multiple of `devices * block`.
     """
     work = np.where(indices >= 0, sizes, -1)
     ranked = indices[np.lexsort((indices, -work))]
@@ -302,5 +318,5 @@ def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) ->
     blocks = np.concatenate([ranked, np.full(short, ABSENT, ranked.dtype)]).reshape(-1, block)
     turn = np.arange(len(blocks))
     lap, seat = np.divmod(turn, devices)
-    device = np.where(lap % 2 == 0, seat, devices - 1 - seat)  # to and fro, so that nobody always gets the longest
+    device = np.where(lap % 2 == 0, seat, devices - 1 - seat)  # back and forth, so no device always gets the largest
     return blocks[np.lexsort((turn, device))].reshape(-1)

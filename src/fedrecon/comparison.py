@@ -1,4 +1,4 @@
-"""Several ways of training, compared on the same clients that none of them has seen."""
+"""Compare algorithms: train each of them, and evaluate all on the same unseen clients."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fedrecon.training import Run, train
 
 
 class Way(NamedTuple):
-    """What one way of training came to.
+    """The result of one algorithm in a comparison.
 
     Attributes:
       algorithm: what was trained.
-      run: its training; no rounds where the model has nothing global.
-      evaluation: of the clients never seen.
-      sent: bytes that a client sends in a round: of tables that are read by rows, those rows.
+      run: its training; without rounds if the model has nothing global.
+      evaluation: on the unseen clients.
+      sent: bytes that a client sends in a round; of tables that are read by rows, only the client's rows count.
     """
 
     algorithm: Algorithm
@@ -37,25 +37,25 @@ class Way(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Ways of training side by side; `print` it for a table.
+    """Algorithms side by side; `print` it for a table.
 
     Attributes:
-      ways: each by its name.
+      ways: the result of each algorithm, by name.
     """
 
     ways: dict[str, Way]
 
     def __getitem__(self, name: str) -> dict[str, float]:
-        """Return the metrics of one way, over all query examples together."""
+        """Return the metrics of one algorithm, over all query examples together."""
         return self.ways[name].evaluation.micro
 
     def __str__(self) -> str:
-        """Lay the metrics out as a table: means over query examples, and what a client sends in a round."""
+        """Return a table of metrics (means over query examples) and of what a client sends in a round."""
         metrics = list(dict.fromkeys(metric for way in self.ways.values() for metric in way.evaluation.micro))
         rows = [["", *metrics, "sent a round"]]
         for name, way in self.ways.items():
-            found = way.evaluation.micro
-            cells = [f"{found[metric]:.3f}" if metric in found else "" for metric in metrics]
+            means = way.evaluation.micro
+            cells = [f"{means[metric]:.3f}" if metric in means else "" for metric in metrics]
             diverged = way.evaluation.diverged
             rows.append([name, *cells, f"{way.sent:,.0f} B", *([f"({diverged} diverged)"] if diverged else [])])
         clients, examples = (
@@ -79,21 +79,21 @@ def compare(
     place: Layout | None = None,
     progress: Progress = silent,
 ) -> Comparison:
-    """Train every algorithm on the same clients and evaluate all on the same query examples of unseen clients.
+    """Train every algorithm on the same clients, and evaluate all on the same query examples of unseen clients.
 
-    An algorithm may rebuild what is local from an unseen client's support examples; one whose model has nothing local
-    never reads them. One whose model has nothing global has nothing to train, and runs no rounds.
+    An algorithm may reconstruct local parameters from an unseen client's support examples. If its model has nothing
+    local, it never reads them. If its model has nothing global, there is nothing to train, and it runs no rounds.
 
     Args:
-      algorithms: by the names that they have in the table.
-      clients: take part in training.
-      unseen: clients to measure on, who took no part.
-      rounds: rounds of training, of each.
-      clients_per_round: how many clients take part in a round; all where there are fewer.
+      algorithms: by name; the table has the names.
+      clients: the clients to train on.
+      unseen: the clients to measure on. They take no part in training.
+      rounds: rounds of training, of each algorithm.
+      clients_per_round: how many clients take part in a round; all of them if there are fewer.
       split: support and query of unseen clients; half and half by default, whatever training does.
       valid: clients to evaluate on during training, for curves; see the histories of the runs.
-      evaluate_every: evaluate on `valid` after every so many rounds.
-      seed: of everything random.
+      evaluate_every: evaluate on `valid` every this many rounds.
+      seed: for everything random.
       place: where clients run.
       progress: a progress display.
 
@@ -101,9 +101,9 @@ def compare(
       A `Comparison`.
 
     Raises:
-      ValueError: if an unseen client is among those who train; that is noticed where both are views of the same data,
-        as `split_clients` makes them.
-      KeyboardInterrupt: on Ctrl-C, in whichever way's training.
+      ValueError: if an unseen client also trains. This is only noticed if both are views of the same data, as those
+        that `split_clients` returns.
+      KeyboardInterrupt: on Ctrl-C, while any of the algorithms trains.
     """
     if not algorithms:
         raise ValueError("`algorithms` is empty; give at least one, by name")
@@ -128,14 +128,14 @@ def compare(
         )
         if run.interrupted:
             raise KeyboardInterrupt
-        found = evaluate(algorithm, run.params, unseen, split=split, seed=seed, place=place, progress=progress)
+        evaluation = evaluate(algorithm, run.params, unseen, split=split, seed=seed, place=place, progress=progress)
         by_rows = explained.sends_by_rows
-        ways[name] = Way(algorithm, run, found, explained.sends if by_rows is None else by_rows)
+        ways[name] = Way(algorithm, run, evaluation, explained.sends if by_rows is None else by_rows)
     return Comparison(ways)
 
 
 def _check_apart(clients: Clients, others: Clients, argument: str) -> None:
-    """Fail if some of the others train too: as far as can be seen, which is where both are views of the same data."""
+    """Fail if some of the others also train. This is only known if both are views of the same data."""
     if not any(ours is theirs for ours in clients.columns.values() for theirs in others.columns.values()):
         return
     both = np.intersect1d(rows_of(clients.starts, clients.ends), rows_of(others.starts, others.ends)).size > 0

@@ -1,4 +1,4 @@
-"""Next words for one person: what a model suggests after the beginning of a sentence, with that person's own words."""
+"""Next-word suggestions for one person, that person's own words included."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Suggestion(NamedTuple):
 
     Attributes:
       word: the word.
-      probability: among everything that may come next, the end of the sentence and unknown words included.
-      personal: whether it is a word of the person's own, outside the vocabulary.
+      probability: that it comes next. The end of the sentence and unknown words have their share too.
+      personal: whether it is one of the person's own words, outside the vocabulary.
     """
 
     word: str
@@ -40,18 +40,18 @@ def suggest(
 ) -> list[Suggestion]:
     """Suggest the `n` most probable next words.
 
-    The model gives a probability to every bucket of words outside the vocabulary. Which words that may be is known to
-    the person alone, from their own text: the probability is shared out among these by how often they use each.
+    The model gives a probability to every bucket of words outside the vocabulary. Only the person's own text tells
+    which words these are: the bucket's probability is divided among them by how often the person uses each.
 
     Args:
       model: predicts the next word, as `models.next_word` does.
       params: global parameters.
       local: the person's local parameters.
-      prompt: the beginning of a sentence, as text or as words; its last words count if it is too long.
+      prompt: the beginning of a sentence, as text or as words; if it is too long, only its last words are used.
       vocabulary: of the model.
-      own: by bucket, how often the person uses each of their own words in it, as `data.personal_text` finds them.
-      n: how many; fewer come back if there are fewer words.
-      max_words: of a sentence, as the model was trained.
+      own: by bucket, how often the person uses each of their own words in it, as `data.personal_text` returns them.
+      n: how many suggestions; fewer if there are not enough words.
+      max_words: the longest sentence that the model was trained on.
 
     Returns:
       Suggestions, most probable first.

@@ -1,4 +1,4 @@
-"""A cohort through the client function: blocks of clients side by side, one after another, on every device."""
+"""The simulator's rounds: every device runs its clients in blocks, side by side within a block."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from fedrecon.trees import flatten
 from fedrecon.upload import Total, add, no_total
 
 AXIS = "clients"
-BLOCK_BYTES = 2**20  # what a block's copies of global parameters may take by default: about a core's cache
+BLOCK_BYTES = 2**20  # for a block's copies of global parameters by default: about a core's cache
 MOST_IN_BLOCK = 10
-SHARING_BYTES = 2**24  # what local parameters may take in a block that shares the global ones
+SHARING_BYTES = 2**24  # for the local parameters of a block that shares the global ones
 MOST_SHARING = 16
-MOST_DEVICES = 64  # that a CPU may be divided into, unless it has more cores
+MOST_DEVICES = 64  # on a CPU, unless it has more cores
 
 
 def start_devices(devices: int | None = None) -> None:
-    """Start JAX with so many devices on a CPU, by default one for every core.
+    """Start JAX with several devices on a CPU.
 
-    Only the first use of JAX in a process decides: call this before anything else. Where JAX has started already
-    nothing changes, and `layout` refuses more devices than there are.
+    The number is fixed at the first use of JAX in a process, so call this before anything else. If JAX has already
+    started, nothing changes, and `layout` refuses more devices than there are.
 
     Args:
-      devices: how many; None for one a core.
+      devices: how many; None for one per core.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = cores if devices is None else devices
     if not 1 <= number <= max(MOST_DEVICES, cores):
-        raise ValueError(f"devices is {number}; from 1 to {max(MOST_DEVICES, cores)} are possible here")
-    # Where JAX has started, this is an error, and too late.
+        raise ValueError(f"`devices` is {number}; it must be between 1 and {max(MOST_DEVICES, cores)} on this machine")
+    # Once JAX has started this raises an error, and it is too late to change the number.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
 
 
 class Layout(NamedTuple):
-    """Where clients run.
+    """On which devices and in what blocks clients run.
 
     Attributes:
-      mesh: the devices, in one axis.
+      mesh: the devices, along one axis.
       block: how many clients run side by side on a device, each with its own copy of the global parameters.
-      sharing: how many at most run side by side while they share the global parameters; a multiple of `block`.
+      sharing: at most how many run side by side while they share the global parameters; a multiple of `block`.
     """
 
     mesh: Mesh
@@ -68,14 +68,22 @@ class Layout(NamedTuple):
         return int(self.mesh.devices.size)
 
     def arrange(self, indices: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Put clients in the order in which this layout runs them best (see `cohort.arrange`)."""
+        """Put clients in the order in which this layout runs them best (see `cohort.arrange`).
+
+        Args:
+          indices: of the clients, `ABSENT` allowed.
+          sizes: how much work each client is.
+        """
         on_device = -(-len(indices) // (self.devices * self.block)) * self.block
         return arrange(indices, sizes, self.devices, self.wide(on_device))
 
     def wide(self, clients: int) -> int:
-        """Return how many of a device's clients run side by side where they share the global parameters.
+        """Return how many of a device's clients run side by side while they share the global parameters.
 
-        As few blocks as `sharing` allows, all of one size: the last would otherwise be mostly padding.
+        They form as few blocks as `sharing` allows, all of the same size, so that the last one is not mostly padding.
+
+        Args:
+          clients: how many the device has.
         """
         blocks = -(-clients // self.sharing)
         return -(-clients // (blocks * self.block)) * self.block if blocks else self.block
@@ -84,18 +92,18 @@ class Layout(NamedTuple):
 def layout(
     block: int | None = None, devices: int | None = None, *, sharing: int | None = None, model: Model | None = None
 ) -> Layout:
-    """Choose where clients run.
+    """Choose on which devices and in what blocks clients run.
 
-    A large model whose clients run one by one while each trains its own copy still reconstructs many local parts side
-    by side: there the clients share the global parameters, and each product serves all of them.
+    Clients of a large model train one by one, since each needs its own copy of the global parameters. They still
+    reconstruct side by side, since reconstruction shares the global parameters among clients.
 
     Args:
-      block: clients side by side; by default as many as keep their copies of the model's dense global parameters
-        in a core's cache, at most `MOST_IN_BLOCK`.
+      block: clients side by side, each with its own copy. By default as many as fit their copies of the model's dense
+        global parameters into a core's cache, at most `MOST_IN_BLOCK`.
       devices: how many of the devices that JAX sees; all by default.
-      sharing: clients side by side where they share the global parameters, a multiple of `block`. By default as given
-        for `block`; where the model decides that, up to `MOST_SHARING` as long as their local parameters are small.
-      model: the model whose size decides the defaults.
+      sharing: clients side by side that share the global parameters, a multiple of `block`. By default the same as
+        `block` if that is given; else up to `MOST_SHARING`, as long as their local parameters are small.
+      model: its size decides the defaults.
     """
     available = jax.devices()
     if devices is not None and not 1 <= devices <= len(available):
@@ -117,7 +125,7 @@ def layout(
 
 
 def _default_blocks(model: Model) -> tuple[int, int]:
-    """Return `block` and `sharing` for a model's size: both the same unless copies are what keeps blocks small."""
+    """Return `block` and `sharing` for a model's size. They differ only if copies keep `block` small."""
     shapes = flatten(shapes_of(model.init_global))[0]
     lookups = lookup_groups(model)
     dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
@@ -139,13 +147,17 @@ Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState
 
 @functools.lru_cache(maxsize=4)
 def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
-    """Compile the rounds of an algorithm, once for the same algorithm (the very same value) and place.
+    """Compile the rounds of an algorithm, once for each algorithm (by identity) and layout.
+
+    Args:
+      algorithm: what is trained.
+      place: the layout.
 
     Returns:
-      `(state, kept, cohorts, key, first, number) -> (state, kept, report)`: runs `number` rounds from round `first`
-      on, whose cohorts are packed together, rounds first in every leaf, clients second. Any `number` up to how many are
-      packed runs the same compiled code, and rounds come out the same however they are grouped into calls: what is
-      random in a round depends on the key and on the round's number.
+      `(state, kept, cohorts, key, first, number) -> (state, kept, report)`, which runs `number` rounds from round
+      `first` on. Their cohorts are packed together: in every leaf the first dimension is the round, the second the
+      client. Any `number` up to how many are packed runs the same compiled code. Randomness depends on the key and the
+      round's number only, so the results do not depend on how rounds are grouped into calls.
     """
     metrics = len(metric_names(algorithm.model))
 
@@ -179,7 +191,7 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
         mesh=place.mesh,
         in_specs=(whole, by_client, PartitionSpec(None, AXIS), whole, whole, whole),
         out_specs=(whole, by_client, whole),
-        check_vma=False,  # blocks begin from zeros that belong to no device yet
+        check_vma=False,  # blocks start from zeros that do not vary over devices yet
     )
     return jax.jit(sharded)
 
@@ -187,12 +199,13 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
 def _run_blocks(
     algorithm: Algorithm, message: Message, nothing: Total, kept: Any, cohort: Cohort, key: Array, place: Layout
 ) -> tuple[Total, Any]:
-    """Run this device's clients, a block at a time, summing as they come so that few uploads are alive at once."""
+    """Run this device's clients a block at a time, adding uploads as they come so that few are in memory at once."""
 
     def run(client: Client) -> Callable[[Total, tuple[Cohort, Any]], tuple[Total, Any]]:
         def block(total: Total, part: tuple[Cohort, Any]) -> tuple[Total, Any]:
-            upload, kept = client(message.method, part[1], part[0], key)
-            summand = encode(algorithm, message, upload, client_keys(key, part[0].identity))
+            cohort, kept = part
+            upload, kept = client(message.method, kept, cohort, key)
+            summand = encode(algorithm, message, upload, client_keys(key, cohort.identity))
             return add(total, summand), kept
 
         return block
@@ -203,8 +216,9 @@ def _run_blocks(
         return total, _unblock(kept)
 
     def prepare_together(total: Total, part: tuple[Cohort, Any]) -> tuple[Total, Any]:
-        held = stages.prepare(message.method, part[1], part[0], key)
-        total, kept = jax.lax.scan(run(stages.finish), total, _blocks((part[0], held), place.block))
+        cohort, kept = part
+        prepared = stages.prepare(message.method, kept, cohort, key)
+        total, kept = jax.lax.scan(run(stages.finish), total, _blocks((cohort, prepared), place.block))
         return total, _unblock(kept)
 
     total, kept = jax.lax.scan(prepare_together, nothing, _blocks((cohort, kept), wide))
@@ -220,9 +234,12 @@ def _unblock(tree: Any) -> Any:
 
 
 def compile_each(function: Callable[..., Any], place: Layout) -> Callable[..., Any]:
-    """Compile `function(shared, clients)` so that every device runs its clients a block at a time.
+    """Compile a function of clients so that every device runs its clients a block at a time.
 
-    `clients` and the result have the clients first in every leaf.
+    Args:
+      function: `(what all clients share, clients) -> result`; `clients` and the result have the clients first in every
+        leaf.
+      place: the layout.
     """
 
     def run(shared: Any, clients: Any) -> Any:
@@ -236,5 +253,10 @@ def compile_each(function: Callable[..., Any], place: Layout) -> Callable[..., A
 
 
 def everywhere(tree: Any, place: Layout) -> Any:
-    """Copy arrays to all devices of a layout."""
+    """Copy arrays to all devices of a layout.
+
+    Args:
+      tree: the arrays.
+      place: the layout.
+    """
     return jax.device_put(tree, NamedSharding(place.mesh, PartitionSpec()))

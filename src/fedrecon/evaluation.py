@@ -1,4 +1,4 @@
-"""ReconEval and StandardEval: every client of a split, measured one by one, and summed up honestly."""
+"""ReconEval and StandardEval: measure every client on its own, and summarise over clients."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from fedrecon.solvers.problem import Objective, measure_all
 from fedrecon.split import Split, half, query_only
 
 CLIENTS_AT_ONCE = 600
-NUMBERS_AT_ONCE = 1000  # of features in a client's batch, about
+NUMBERS_AT_ONCE = 1000  # about how many numbers a client's batch of features has
 DIVERGED_ABOVE = 1000.0
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How a model serves the clients of a split.
+    """Metrics of a model on a set of clients.
 
     Attributes:
       protocol: `recon` or `standard`.
       clients: how many clients were measured; those without query examples are not.
-      diverged: how many of them diverged, and are in no mean.
+      diverged: how many of them diverged. They are excluded from all means.
       examples: how many query examples the means are over.
       micro: metrics over all examples together.
       macro: metrics of each client, averaged over clients.
       quantiles: of each metric over clients, as `{metric: {quantile: value}}`.
-      per_client: each metric of each client, NaN for clients that were not measured or diverged.
+      per_client: each metric of each client, NaN for clients that were not measured or that diverged.
     """
 
     protocol: str
@@ -54,14 +54,14 @@ class Evaluation:
     per_client: dict[str, np.ndarray] = dataclasses.field(repr=False)
 
     def summary(self) -> dict[str, Any]:
-        """Return everything but the single clients, ready for JSON."""
-        found = dataclasses.asdict(self)
-        del found["per_client"]
-        return found
+        """Return everything except `per_client`, ready for JSON."""
+        values = dataclasses.asdict(self)
+        del values["per_client"]
+        return values
 
 
 class Evaluator:
-    """Evaluates one algorithm on one set of clients, as often as wanted, compiled once."""
+    """Evaluates one algorithm on one set of clients, as often as needed, compiled once."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class Evaluator:
         seed: int = 0,
         place: Layout | None = None,
     ):
-        """Prepare.
+        """Prepare to evaluate.
 
         Args:
-          algorithm: whose reconstruction and model are used.
-          clients: a split; with `recon`, clients that took no part in training.
+          algorithm: its model and its reconstruction are used.
+          clients: the clients to measure; with `recon`, clients that took no part in training.
           protocol: `recon` or `standard`; see `evaluate`.
           split: support and query for `recon`; half and half by default.
-          batch_size: clients are measured in batches of so many examples, by default as many as are small.
-          seed: of the local parameters' initialisation.
-          place: where clients run.
+          batch_size: how many examples of a client are measured at once; by default chosen from the size of an example.
+          seed: for the initial local parameters.
+          place: on which devices and in what blocks clients run.
         """
         if protocol not in ("recon", "standard"):
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
@@ -104,7 +104,11 @@ class Evaluator:
         self._run = compile_each(self._block, self._place)
 
     def on(self, clients: Clients) -> Evaluator:
-        """Return an evaluator of other clients; where they pack to the same shape nothing is compiled again."""
+        """Return an evaluator of other clients; if they pack to the same shapes, nothing is compiled again.
+
+        Args:
+          clients: the clients to measure.
+        """
         if len(clients) == 0:
             raise ValueError("there are no clients to evaluate on")
         other = copy.copy(self)
@@ -129,7 +133,7 @@ class Evaluator:
 
         Args:
           params: global parameters.
-          kept: what each client kept from training, clients first, where the protocol or algorithm wants it.
+          kept: what each client kept from training, clients first, if the protocol or the algorithm uses it.
           progress: a progress display.
         """
         return summarize(self.algorithm.model, self.protocol, self.sums(params, kept, progress=progress))
@@ -177,29 +181,34 @@ def evaluate(
     """Evaluate global parameters on every client.
 
     Args:
-      algorithm: whose reconstruction and model are used.
+      algorithm: its model and its reconstruction are used.
       params: global parameters.
-      clients: a split; with `recon`, clients that took no part in training.
-      kept: what each of these clients kept from training, clients first, where there is such a thing.
-      protocol: `recon` rebuilds the local parameters on each client's support and measures on its query;
+      clients: the clients to measure; with `recon`, clients that took no part in training.
+      kept: what each of these clients kept from training, clients first; empty if they kept nothing.
+      protocol: `recon` reconstructs the local parameters on each client's support and measures on its query;
         `standard` measures the kept local parameters on all examples of `clients`.
       split: support and query for `recon`; half and half by default, whatever training does.
-      seed: of the local parameters' initialisation.
-      place: where clients run.
+      seed: for the initial local parameters.
+      place: on which devices and in what blocks clients run.
       progress: a progress display.
 
     Returns:
-      An `Evaluation`: means over examples and over clients, quantiles over clients, and each client's own metrics.
+      An `Evaluation`: means over examples and over clients, quantiles over clients, and the metrics of each client.
     """
     evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, place=place)
     return evaluator(params, kept, progress=progress)
 
 
 def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
-    """Sum up clients from their sums of `(clients, metrics, 2)`.
+    """Summarise the metrics of clients.
 
     A client has diverged if any of its sums is not finite, or if its loss is more than `DIVERGED_ABOVE` times the
-    median client's: one such client would be the mean.
+    median client's. One such client would dominate the mean, so it is excluded and counted in `diverged`.
+
+    Args:
+      model: its metrics are summarised.
+      protocol: `recon` or `standard`, for the result.
+      sums: `(clients, metrics, 2)` of loss and metrics: totals and weights.
     """
     measured = ~(sums[:, 0, 1] == 0)
     finite = np.isfinite(sums).all((1, 2))
@@ -228,7 +237,7 @@ def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
 
 
 def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
-    """Take a statistic of the clients that have a value; NaN if none has."""
+    """Return a statistic over the clients that have a value; NaN if none has."""
     there = values[~np.isnan(values)]
     return float(statistic(there)) if there.size else float("nan")
 
@@ -237,8 +246,8 @@ def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
     """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing.
 
     Args:
-      algorithm: whose clients they are.
-      clients: all that may take part.
+      algorithm: what is trained.
+      clients: the population.
       seed: of the run.
     """
     if algorithm.method.keep is None:

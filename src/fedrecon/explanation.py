@@ -1,4 +1,4 @@
-"""What a model comes down to: which parameters go where, how they are read, what a client sends and receives."""
+"""Explain a model: which parameters are global or local, how they are read, what a client sends and receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedrecon.split import query_only
 from fedrecon.trees import flatten
 
 SAMPLED = 100  # clients whose rows are counted
-ID_BYTES = 4  # of a row's number, which travels with the row
+ID_BYTES = 4  # of a row's id, which is sent with the row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Part:
     """One parameter of a model, or one piece of its state.
 
     Attributes:
-      path: where it is.
-      kind: `global`, `local`, `frozen`, `global state` (averaged) or `local state` (rebuilt).
+      path: of the leaf.
+      kind: `global`, `local`, `frozen`, `global state` (averaged) or `local state` (set from support).
       shape: its shape.
-      nbytes: its size.
-      features: those whose ids index it, if it is only read by rows.
+      nbytes: its size in bytes.
+      features: if it is only read by rows, the features whose ids index it.
       note: how it is read or where it starts; why it is not read by rows.
     """
 
@@ -54,9 +54,9 @@ class Explanation:
       parts: every parameter, global ones first.
       receives: bytes that a client receives in a round: all that is global.
       sends: bytes that it sends: the change of all that is global.
-      receives_by_rows: bytes that it need receive where tables are read by rows, a mean over clients: the rows that its
-        examples touch, with their numbers. None if no clients were given or no table is read by rows.
-      sends_by_rows: bytes of what it changes, in the same way.
+      receives_by_rows: bytes that it would receive if only the table rows that its examples touch were sent, with their
+        ids: a mean over clients. None if no clients were given or no table is read by rows.
+      sends_by_rows: bytes that it sends if only rows that changed are sent, in the same way.
       clients: how many clients that mean is over.
       noised: whether the algorithm's aggregator adds noise, which goes on every row of every table.
     """
@@ -70,7 +70,7 @@ class Explanation:
     noised: bool = False
 
     def __str__(self) -> str:
-        """Lay the report out as a table."""
+        """Return the report as a table."""
         rows = [("parameter", "part", "shape", "size", "read")]
         for part in self.parts:
             read = f"by rows at {', '.join(part.features)}" if part.features else part.note
@@ -84,25 +84,25 @@ class Explanation:
         ]
         if self.receives_by_rows is not None and self.sends_by_rows is not None:
             lines.append(
-                f"By rows it need receive {_size(self.receives_by_rows)} and sends {_size(self.sends_by_rows)} "
+                f"Row-wise it would receive {_size(self.receives_by_rows)} and send {_size(self.sends_by_rows)} "
                 f"(mean over {self.clients} clients)."
             )
         if self.noised:
-            saved = "" if self.sends_by_rows is None else f", instead of {_size(self.sends_by_rows)} by rows"
+            saved = "" if self.sends_by_rows is None else f", not {_size(self.sends_by_rows)} of rows"
             lines.append(
-                "Noise goes on every row, and rows would tell what a client has: for privacy against the server it "
-                f"sends all {_size(self.sends)}{saved}."
+                "Noise is added to every row, and row ids would reveal which items a client has. For privacy against "
+                f"the server a client sends all {_size(self.sends)}{saved}."
             )
         return "\n".join(lines)
 
 
 def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -> Explanation:
-    """Explain which parameters are global, local, frozen or state, how they are read, and what travels in a round.
+    """Explain which parameters are global, local, frozen or state, how they are read, and what a round sends.
 
     Args:
-      model: a model; or an algorithm, whose split and optimizer then count too.
-      examples: clients, or a batch: needed to find out what is read by rows, by tracing. With clients, the rows that
-        they touch are counted, of at most `SAMPLED` of them.
+      model: a model; or an algorithm, to take its split and optimizer into account.
+      examples: clients, or a batch. Needed to find out, by tracing, which tables are read by rows. With clients, the
+        rows that they touch are counted, of at most `SAMPLED` clients.
 
     Returns:
       An `Explanation`: `print` it for a table, or look at its `parts`.
@@ -111,9 +111,7 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     model = model.model if isinstance(model, Algorithm) else model
     reads = _reads(model, examples)
     if algorithm is not None and not algorithm.define(_with(model, reads)).needs.groups:
-        reads = {
-            p: r if not r.features else Reads((), "its optimizer must see the whole of it") for p, r in reads.items()
-        }
+        reads = {p: r if not r.features else Reads((), "its optimizer needs all of it") for p, r in reads.items()}
     key = jax.random.key(0)
     shared = flatten(jax.eval_shape(model.init_global, key))[0]
     local = flatten(jax.eval_shape(model.init_local, key))[0]
@@ -167,20 +165,20 @@ def _part(path: str, leaf: Any, kind: str, reads: Reads) -> Part:
 
 
 def _note(path: str, state: Sequence[str], starts: Mapping[str, str]) -> str:
-    return "rebuilt from support" if path in state else starts[path]
+    return "set from support" if path in state else starts[path]
 
 
 def _starts(model: Model) -> dict[str, str]:
-    """Say where local parameters start: drawn for every client, the same for all, or learned."""
+    """Describe where each local parameter starts: drawn for every client, the same for all, or learned."""
     one, other = (flatten(model.init_local(jax.random.key(n)))[0] for n in (0, 1))
     if model.default_local is not None:
-        return dict.fromkeys(one, "starts where it is learned to start")
+        return dict.fromkeys(one, "starts at a learned default")
     same = {path: bool(jnp.array_equal(one[path], other[path])) for path in one}
     return {path: "starts the same for every client" if same[path] else "drawn for every client" for path in one}
 
 
 def _by_rows(sparse: Mapping[str, Part], clients: Clients, algorithm: Algorithm | None) -> tuple[float, float, int]:
-    """Count the bytes of rows that clients touch with all their examples, and with those they change rows by."""
+    """Return the mean bytes of rows that clients touch with all examples and with query, and how many clients."""
     chosen = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), SAMPLED)).astype(np.int64))
     groups: dict[str, tuple[int, tuple[str, ...]]] = {}
     for part in sparse.values():

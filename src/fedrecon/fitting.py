@@ -1,4 +1,4 @@
-"""An algorithm meets data: lookups are decided, and everything is checked before anything long begins."""
+"""Fit an algorithm to data: decide its lookups, and check everything before a long run starts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedrecon.model import AUTO
 
 
 def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
-    """Return an algorithm whose model's lookups are decided, for all hosts that will run it.
+    """Decide the lookups of an algorithm's model, the same for all hosts that will run it.
 
-    A model whose lookups are "auto" is traced at the shapes of the data; tables that it reads only by rows are then
-    handled by rows. Without this it runs on whole tables, to the same results. Training decides by itself.
+    A model whose lookups are "auto" is traced with the shapes of the data; tables that it reads only by rows are then
+    handled by rows. Without this it runs on whole tables, with the same results. `train` does this by itself.
 
     Args:
       algorithm: any.
-      clients: data with the features that the model will see everywhere.
+      clients: data with the features that the model will see on every host.
     """
     if algorithm.model.lookups != AUTO:
         return algorithm
@@ -34,12 +34,17 @@ def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
 
 @functools.lru_cache(maxsize=8)
 def _with_lookups(algorithm: Algorithm, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
-    """Put lookups into an algorithm's model, once, so that what is compiled for it is compiled once."""
+    """Put lookups into an algorithm's model. Cached, so that code for the result is compiled once."""
     return dataclasses.replace(algorithm, model=by_rows(algorithm.model, dict(lookups)))
 
 
 def check_fit(algorithm: Algorithm, clients: Clients) -> None:
-    """Fail with a sentence if the model, the algorithm and the data do not fit together."""
+    """Raise an error if the model, the algorithm and the data do not fit together.
+
+    Args:
+      algorithm: to run.
+      clients: the data.
+    """
     if clients.num_examples == 0:
         raise ValueError("the clients have no examples")
     found = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
@@ -49,7 +54,12 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
 
 
 def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
-    """Fail with a sentence if the algorithm cannot reconstruct this model's local parameters."""
+    """Raise an error if the algorithm cannot reconstruct its model's local parameters.
+
+    Args:
+      algorithm: to run.
+      clients: the data.
+    """
     known = _known(algorithm)
     if _kind(clients) not in known.reconstructs:
         found = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
@@ -58,7 +68,12 @@ def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
 
 
 def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
-    """List the features that the algorithm's model reads; see `features_used`."""
+    """List the features that the algorithm's model reads; see `features_used`.
+
+    Args:
+      algorithm: to run.
+      clients: the data.
+    """
     features, kind = _known(algorithm).features, _kind(clients)
     if kind not in features:
         features[kind] = features_used(algorithm.model, clients)
@@ -69,7 +84,7 @@ _Kind = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type and shape of 
 
 
 class _Known(NamedTuple):
-    """What was found out about an algorithm, for each kind of columns: finding out traces the model."""
+    """What is known about an algorithm for each kind of columns; cached, since finding out traces the model."""
 
     features: dict[_Kind, list[str]]
     reconstructs: set[_Kind]

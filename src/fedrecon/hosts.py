@@ -1,6 +1,6 @@
-"""The client function and the server's step outside of the simulator: on a node, in a test, anywhere.
+"""Run the client and server sides of a round outside the simulator: on a node, in a test, anywhere.
 
-Rounds made of these give what the simulator gives, to about 1e-6: only the order of sums differs.
+Rounds built from these functions match the simulator's to about 1e-6; only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ AT_ONCE = 16  # clients of a gateway that run side by side
 
 
 class ClientRound(NamedTuple):
-    """What clients have after a round: what leaves, and what they keep (empty for methods that keep nothing)."""
+    """The result of a round on clients: their upload, and what they keep (empty for methods that keep nothing)."""
 
     upload: Upload
     kept: Any
 
 
 class ClientTotal(NamedTuple):
-    """What a gateway's clients have after a round: their encoded sum, which leaves, and what they keep."""
+    """The result of a round on a gateway's clients: the sum of their encoded uploads, and what they keep."""
 
     total: Total
     kept: Any
@@ -52,13 +52,14 @@ def client_update(
     """Run a round on a client, or on the several clients of a gateway.
 
     Args:
-      algorithm: what is trained. A method whose clients keep something wants `client_round`.
+      algorithm: what is trained. If its clients keep something between rounds, use `client_round`.
       message: what the server sent: `algorithm.message(state)`, of numpy or JAX arrays.
       examples: the columns of one client, or `Clients` for several.
-      key: of the round, as `round_key(seed, number)` makes it.
-      client: the name of the one client; `Clients` have their own. What is random for it follows from this.
-      lengths: room for support and query examples, so that hosts with different clients run one program; by default as
-        much as these clients need.
+      key: of the round: `round_key(seed, number)`.
+      client: the name of the one client; `Clients` have their own names. Everything random for a client follows from
+        its name.
+      lengths: room for support and query examples, so that hosts with different clients run the same program; by
+        default as much as these clients need.
 
     Returns:
       All that leaves the clients, clients first in every leaf.
@@ -108,7 +109,7 @@ def client_total(
     lengths: Lengths | None = None,
     secret: Array | None = None,
 ) -> ClientTotal:
-    """Run a round on clients, encode what each of them would upload, and add it up where they are.
+    """Run a round on clients, encode their uploads, and add them up before anything is sent.
 
     Args:
       algorithm: what is trained.
@@ -119,7 +120,7 @@ def client_total(
       client: the name of the one client.
       lengths: room for support and query examples.
       secret: a key that the server does not know, for what the aggregator draws on clients (noise, masks). By default
-        drawn from the round's key, as the simulator does: then the server knows it too.
+        the round's key is used, as in the simulator; the server knows that key too.
     """
     clients = as_clients(examples, client)
     total, left = None, []
@@ -133,16 +134,16 @@ def client_total(
 def server_update(
     algorithm: Algorithm, state: ServerState, uploads: Iterable[Upload | Total], key: Array | None = None
 ) -> ServerState:
-    """Take the uploads of a round at the server.
+    """Aggregate the uploads of a round and take a server step.
 
     Args:
       algorithm: what is trained.
       state: of the server before the round, of numpy or JAX arrays.
-      uploads: of clients, which are encoded here; or totals that gateways have encoded and added up already.
-      key: for what the aggregator draws at the server; from the system's entropy by default.
+      uploads: of clients, which are encoded here; or totals that gateways have already encoded and added up.
+      key: for what the aggregator draws on the server; from the system's entropy by default.
 
     Returns:
-      The state after the round; the same one if there was nothing to take.
+      The state after the round. If the round is skipped, its parameters are unchanged.
     """
     return server_round(algorithm, state, uploads, key)[0]
 
@@ -150,13 +151,13 @@ def server_update(
 def server_round(
     algorithm: Algorithm, state: ServerState, uploads: Iterable[Upload | Total], key: Array | None = None
 ) -> tuple[ServerState, Report]:
-    """Take the uploads of a round at the server, and say what is known of the round.
+    """Aggregate the uploads of a round, take a server step, and report on the round.
 
     Args:
       algorithm: what is trained.
       state: of the server before the round.
       uploads: of clients, or totals of gateways.
-      key: for what the aggregator draws at the server; from the system's entropy by default.
+      key: for what the aggregator draws on the server; from the system's entropy by default.
 
     Returns:
       The state after the round, and a report: counts, sums of metrics, whether the round was `skipped`.
@@ -169,25 +170,30 @@ def server_round(
         part = upload if isinstance(upload, Total) else _compiled_encode(algorithm)(message, upload, key)
         total = part if total is None else jax.tree.map(jnp.add, total, part)
     if total is None:
-        raise ValueError("there are no uploads: a round wants at least one")
+        raise ValueError("`uploads` is empty; a round needs at least one upload")
     return _compiled_finish(algorithm)(state, jax.tree.map(jnp.asarray, total), key)
 
 
 def as_clients(examples: Clients | Mapping[str, Any], client: Any = 0) -> Clients:
-    """Return one client's columns as `Clients`, under its name."""
+    """Return one client's columns as `Clients`; `Clients` are returned unchanged.
+
+    Args:
+      examples: the columns of one client, or `Clients`.
+      client: the name of the one client.
+    """
     if isinstance(examples, Clients):
         return examples
     arrays = {name: np.asarray(column) for name, column in examples.items()}
     lengths = {len(column) for column in arrays.values()}
     if len(lengths) != 1:
-        raise ValueError(f"a client's columns must have one length, not {sorted(lengths)}")
+        raise ValueError(f"a client's columns must all have the same length, not {sorted(lengths)}")
     return Clients(arrays, np.array([0]), np.array([lengths.pop()]), np.array([client]))
 
 
 def _blocks(
     algorithm: Algorithm, clients: Clients, key: Array, kept: Any, lengths: Lengths | None
 ) -> Iterable[tuple[Cohort, Any, int]]:
-    """Pack clients in blocks of one size; yield each with what its clients keep, and how many are there."""
+    """Pack clients in blocks of one size; yield each with what its clients keep and how many clients it has."""
     if len(clients) == 0:
         raise ValueError("there are no clients to run")
     packer = Packer(clients, _needs(algorithm, _specification(clients)), lengths)
@@ -206,8 +212,8 @@ def _kept_of(algorithm: Algorithm, kept: Any, indices: np.ndarray) -> Any:
         return ()
     if kept is None:
         raise ValueError(
-            "this method's clients keep something from round to round: give it as `kept`, "
-            "before the first round `kept_at_first(algorithm, clients, seed)`"
+            "clients of this method keep something from round to round; pass it as `kept`, and before the first round "
+            "pass `kept_at_first(algorithm, clients, seed)`"
         )
     return jax.tree.map(lambda leaf: np.asarray(leaf)[np.maximum(indices, 0)], kept)
 
@@ -221,7 +227,7 @@ def _specification(clients: Clients) -> Specification:
 
 @functools.lru_cache(maxsize=64)
 def _needs(algorithm: Algorithm, specification: Specification) -> Needs:
-    """Find out once what a method must be given of data with these columns."""
+    """Return which parts of data with these columns a method needs. Cached, since finding out traces the model."""
     columns = {name: np.zeros((0, *shape), dtype) for name, dtype, shape in specification}
     nobody = Clients(columns, np.zeros(0, int), np.zeros(0, int))
     return algorithm.method.needs._replace(columns=features_of(algorithm, nobody))
@@ -257,11 +263,11 @@ def _compiled_finish(algorithm: Algorithm) -> Callable[..., tuple[ServerState, R
 
 
 def upload_shapes(algorithm: Algorithm, examples: Clients | Mapping[str, Any]) -> Upload:
-    """Return an upload of one client as it is expected on the wire, with shapes instead of arrays.
+    """Return what an upload of one client looks like on the wire, with shapes instead of arrays.
 
     Args:
       algorithm: what is trained.
-      examples: data with the columns that clients have; nothing is computed, and there may be no rows.
+      examples: data with the columns that clients have; it may have no rows, since nothing is computed.
     """
     clients = as_clients(examples)
     packer = Packer(clients, _needs(algorithm, _specification(clients)))
@@ -278,7 +284,11 @@ def upload_shapes(algorithm: Algorithm, examples: Clients | Mapping[str, Any]) -
 
 
 def total_shapes(algorithm: Algorithm) -> Total:
-    """Return a gateway's total as it is expected on the wire, with shapes instead of arrays."""
+    """Return what a gateway's total looks like on the wire, with shapes instead of arrays.
+
+    Args:
+      algorithm: what is trained.
+    """
     metrics = len(metric_names(algorithm.model))
 
     def run() -> Total:

@@ -1,4 +1,4 @@
-"""Keys: what is random for a client follows from the seed, the round and who it is, never from where it is packed."""
+"""Random keys: randomness for a client depends on the seed, the round and its name, never on where it is packed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 class RunKeys(NamedTuple):
-    """The keys of a run: of the first parameters, of who takes part, and of what is random for clients."""
+    """The keys of a run: for the initial parameters, for sampling clients, and for what is random on clients."""
 
     init: Array
     sampling: Array
@@ -31,7 +31,7 @@ def run_keys(seed: int) -> RunKeys:
 
 
 def round_key(seed: int, number: int) -> Array:
-    """Return the key of a round of a run, as every client of that round is given it.
+    """Return the key of a round. Every client of the round gets the same key.
 
     Args:
       seed: of the run.
@@ -50,20 +50,28 @@ def client_keys(key: Array, identity: Any) -> Array:
 
     Args:
       key: of the round.
-      identity: `(clients, 2)` words that say who the clients are (`Clients.identities`).
+      identity: `(clients, 2)` hashes of the clients' names, as two 32-bit words each (`Clients.identities`).
     """
     return jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(identity)
 
 
 def words_of(key: Array) -> np.ndarray:
-    """Return the two words of a key, as numpy has them."""
+    """Return the two 32-bit words of a key, as a numpy array.
+
+    Args:
+      key: a JAX key.
+    """
     return np.asarray(jax.random.key_data(key), np.uint32)
 
 
 def fold_words(words: np.ndarray, number: int) -> np.ndarray:
-    """Return the words of `jax.random.fold_in(key, number)` without JAX, which may be busy with rounds.
+    """Return the words of `jax.random.fold_in(key, number)` without JAX, whose devices may be busy.
 
     This is Threefry-2x32 with 20 rounds, the generator of JAX's default keys.
+
+    Args:
+      words: of the key.
+      number: what to fold in.
     """
     with np.errstate(over="ignore"):
         keys = [words[0], words[1], words[0] ^ words[1] ^ np.uint32(0x1BD11BDA)]
@@ -79,19 +87,26 @@ def fold_words(words: np.ndarray, number: int) -> np.ndarray:
 
 
 def as_number(words: np.ndarray) -> np.ndarray:
-    """Return pairs of words, `(..., 2)`, as 64-bit numbers."""
+    """Return pairs of words, `(..., 2)`, as 64-bit numbers, `(...)`."""
     wide = np.asarray(words, np.uint32).astype(np.uint64)
     return wide[..., 0] << np.uint64(32) | wide[..., 1]
 
 
 def as_words(numbers: np.ndarray) -> np.ndarray:
-    """Return 64-bit numbers as pairs of words, `(..., 2)`."""
+    """Return 64-bit numbers, `(...)`, as pairs of words, `(..., 2)`."""
     numbers = np.asarray(numbers, np.uint64)
     return np.stack([numbers >> np.uint64(32), numbers & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
 
 
 def mixed(numbers: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
-    """Hash 64-bit numbers, each with its salt, such that every bit depends on every bit (the mixer of SplitMix64)."""
+    """Hash 64-bit numbers, each with a salt, so that every output bit depends on every input bit.
+
+    This is the mixer of SplitMix64.
+
+    Args:
+      numbers: what to hash.
+      salt: one for all, or one for each.
+    """
     x = np.asarray(numbers, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.asarray(salt, np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -99,7 +114,7 @@ def mixed(numbers: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
 
 
 def name_hashes(names: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each name; a number has the hash of the text that it is written as.
+    """Return a 64-bit hash of each name. A number and its decimal text have the same hash.
 
     Args:
       names: `(clients,)` of integers or text.
@@ -109,6 +124,6 @@ def name_hashes(names: np.ndarray) -> np.ndarray:
     found = np.zeros(len(text), np.uint64)
     with np.errstate(over="ignore"):
         for column in characters.T:
-            there = column != 0  # shorter names end in zeros, which must not count: the width is that of others
+            there = column != 0  # shorter names are padded with zeros, and the padding must not change the hash
             found = np.where(there, mixed(found ^ column, 0x632BE59BD9B4E019), found)
     return found

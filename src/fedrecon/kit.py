@@ -1,4 +1,4 @@
-"""What algorithms are made of: the public names that a method of one's own needs beside those of `fedrecon` itself."""
+"""Building blocks for your own algorithms: the public names that a method needs besides those of `fedrecon`."""
 
 from fedrecon.aggregate import Aggregator as Aggregator
 from fedrecon.aggregate import mean as mean_of_uploads

@@ -1,4 +1,4 @@
-"""A model in two parts, global and local: its parameters, its predictions, its loss and its metrics."""
+"""A partially local model: its parameters, its predictions, its loss and its metrics."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Metric(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step of training has beside its batch.
+    """What a training step gets besides its batch.
 
     Attributes:
-      mask: `(examples,)`, false where an example only fills the batch up.
-      key: of this client, round and step; None where nothing random is wanted, as in rebuilding for inference.
+      mask: `(examples,)`, false where an example is padding.
+      key: of this client, round and step; None if nothing should be random, as when reconstructing for inference.
     """
 
     mask: Array
@@ -39,14 +39,14 @@ class State(NamedTuple):
     """Leaves that examples set and no optimizer moves, such as running statistics.
 
     Attributes:
-      shared: paths of global leaves. A client advances them over its query examples after U; the server takes the mean
-        of their changes as it is, whatever its optimizer.
+      shared: paths of global leaves. A client advances them over its query examples after U; the server adds the mean
+        of their changes directly, without its optimizer.
       local: paths of local leaves. They are set from the support examples after R.
-      advance: `(global, local, batch, mask) -> ({path: new value}, {path: new value})`, of those global and local
-        leaves after one more batch.
-      momenta: of the local leaves that are moving averages, the momentum by path: `advance` makes
-        `momentum * old + (1 - momentum) * batch` of them. Without it, how slowly a layer moves would show in what
-        support sets.
+      advance: `(global, local, batch, mask) -> ({path: new value}, {path: new value})`: the values of those global and
+        local leaves after one more batch.
+      momenta: the momentum, by path, of local leaves that are moving averages: `advance` returns
+        `momentum * old + (1 - momentum) * batch` for them. With it, the values set from support do not depend on the
+        momentum.
     """
 
     shared: tuple[str, ...]
@@ -60,19 +60,19 @@ class Model(NamedTuple):
 
     Attributes:
       init_global: `key -> global parameters`, a pytree of float arrays that the server learns.
-      init_local: `key -> local parameters`, rebuilt by every client; an empty pytree if there are none.
+      init_local: `key -> local parameters`, which every client reconstructs; an empty pytree if there are none.
       predict: `(global, local, batch) -> predictions`.
       loss: `(predictions, batch) -> (values, weights)`; the loss of a batch is the weighted mean.
-      metrics: further weighted means to report, by name.
+      metrics: other weighted means to report, by name.
       lookups: global tables that are only read by rows, as `{path of the leaf: feature(s) holding row ids}`.
-        Declare a table here and clients touch only their own rows of it. "auto" leaves it to training to find such
-        tables by tracing `predict` (see `tracing.find_lookups`).
-      default_local: `global -> local` where reconstruction starts, if that is learned; else None.
-      evidence: `(global, support batch, mask) -> local`, added to where reconstruction starts: what a client's
-        support says before anything is solved; None for nothing.
-      fit: `(global, local, batch, step) -> predictions` in a step of training, for a model that then does something
-        else than `predict` (dropout, statistics of the batch); else None.
-      state: leaves that are not trained but set; None if there are none.
+        Clients then work only on their own rows of these tables. With "auto", training finds such tables by tracing
+        `predict` (see `find_lookups`).
+      default_local: `global -> local`, a learned starting point for reconstruction; None if it is not learned.
+      evidence: `(global, support batch, mask) -> local`, a learned shift of the starting point, computed from the
+        client's support; None for none.
+      fit: `(global, local, batch, step) -> predictions` in a training step, for models that predict differently in
+        training (dropout, batch statistics); None for others.
+      state: leaves that examples set and no optimizer moves; None if there are none.
       frozen: shapes of what else `predict` uses, by path: parameters and state that keep their values and never travel.
     """
 
@@ -90,19 +90,31 @@ class Model(NamedTuple):
 
     @property
     def local_state(self) -> tuple[str, ...]:
-        """Paths of local leaves that support sets and nothing solves for."""
+        """Paths of local leaves that are set from support and not solved for."""
         return () if self.state is None else self.state.local
 
 
 def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:
-    """Predict in a step of training, or as always where there is no step or the model knows no difference."""
+    """Predict as in a training step if there is one and the model has a `fit`; otherwise as in use.
+
+    Args:
+      model: what predicts.
+      params: global parameters.
+      local: local parameters.
+      batch: features of `(examples, ...)`.
+      step: the training step; None outside training.
+    """
     if model.fit is None or step is None:
         return model.predict(params, local, batch)
     return model.fit(params, local, batch, step)
 
 
 def metric_names(model: Model) -> list[str]:
-    """Name what `measure` returns, in order: the loss, then the model's metrics."""
+    """Return the names of what `measure` returns, in order: the loss, then the model's metrics.
+
+    Args:
+      model: its metrics are named.
+    """
     return ["loss", *model.metrics]
 
 
@@ -110,7 +122,7 @@ def measure(model: Model, predictions: Any, batch: Batch, mask: Array) -> tuple[
     """Measure the loss and the metrics of one batch.
 
     Args:
-      model: whose loss and metrics are taken.
+      model: its loss and metrics are measured.
       predictions: of `model.predict` for this batch.
       batch: features of `(examples, ...)`.
       mask: `(examples,)`, false where an example is padding.
@@ -121,7 +133,7 @@ def measure(model: Model, predictions: Any, batch: Batch, mask: Array) -> tuple[
     sums = [_masked_sums(model.loss(predictions, batch), mask)]
     sums += [_masked_sums(metric.measure(predictions, batch), mask) for metric in model.metrics.values()]
     total, weight = sums[0]
-    # The weight is the data's, never the parameters': no gradient is wanted through the division's guard.
+    # The weight depends on the data only, never on the parameters, so no gradient flows through the guard.
     mean_loss = total / jnp.where(weight > 0, weight, 1.0)
     return mean_loss, jax.lax.stop_gradient(jnp.stack([jnp.stack(pair) for pair in sums]))
 

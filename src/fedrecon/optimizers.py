@@ -1,6 +1,6 @@
-"""Optimizers and schedules of optax that can be written down with an algorithm, and federated ones of our own.
+"""optax optimizers and schedules that can be saved with an algorithm, and our own federated ones.
 
-`fr.optimizers.sgd(0.1)` is `optax.sgd(0.1)`. Any optax optimizer trains; those made here can also be saved with
+`fr.optimizers.sgd(0.1)` is `optax.sgd(0.1)`. Any optax optimizer can train; those made here can also be saved with
 `fr.save`.
 """
 

@@ -1,4 +1,4 @@
-"""Personal models: rebuild a client's local parameters, predict with them, recommend."""
+"""Personal models: reconstruct a client's local parameters, predict with them, recommend."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fedrecon.keys import client_keys
 from fedrecon.model import Model
 from fedrecon.split import support_only
 
-SHORTEST = 16  # support examples there is room for, however few there are
+SHORTEST = 16  # the least number of support examples that arrays have room for
 MOST_AT_ONCE = 4096  # clients that are packed together
 
 
 def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[str, Any], *, seed: int = 0) -> Any:
-    """Rebuild local parameters from a client's own examples, all of them.
+    """Reconstruct a client's local parameters, with all of its examples as support.
 
-    The first call compiles; later ones with the same algorithm, the very same value, and about as much data do not.
+    The first call compiles. Later calls with the same algorithm object and about as much data do not.
 
     Args:
-      algorithm: whose reconstruction is run.
+      algorithm: its reconstruction is run.
       params: global parameters.
       examples: one client's columns, or `Clients` for many at once.
-      seed: of the local parameters' initialisation, which depends on the client's name too, just as in `evaluate`.
+      seed: for the initial local parameters. They also depend on the client's name, just as in `evaluate`.
 
     Returns:
       The client's local parameters; for `Clients`, with the clients first in every leaf.
@@ -45,7 +45,7 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     check_reconstruction(algorithm, examples)
     needs = Needs(support_only(), algorithm.method.support_limit, columns=features_of(algorithm, examples))
     lengths = lengths_for(examples.max_size, needs)
-    if algorithm.model.state is None:  # statistics of layers that take no mask depend on what fills a batch up
+    if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding
         lengths = lengths._replace(support=_rounded_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
     shared = everywhere((params, jax.random.key(seed)), ready.place)
@@ -57,13 +57,13 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
 
 
 def _rounded_up(number: int, most: int | None = None) -> int:
-    """Return the next power of two, 16 at least, so that few lengths are compiled, but no more than `most`."""
+    """Return the next power of two, at least 16 and at most `most`, so that few lengths are compiled."""
     rounded = max(SHORTEST, 1 << max(0, number - 1).bit_length())
     return rounded if most is None else max(number, min(rounded, most))
 
 
 def _some(ready: _Ready, packer: Packer, examples: Clients, who: np.ndarray, shared: Any) -> Any:
-    """Rebuild local parameters of some clients, in their order."""
+    """Reconstruct the local parameters of the clients `who`, in that order."""
     indices = np.full(_rounded_up(len(who)), ABSENT)
     indices[: len(who)] = who
     sizes = np.zeros(len(indices), np.int64)
@@ -76,7 +76,7 @@ def _some(ready: _Ready, packer: Packer, examples: Clients, who: np.ndarray, sha
 
 
 class _Ready:
-    """What reconstruction by an algorithm needs, compiled once for every shape."""
+    """An algorithm's reconstruction, compiled once for every shape."""
 
     def __init__(self, algorithm: Algorithm):
         self.place = layout(model=algorithm.model)
@@ -98,10 +98,10 @@ def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> 
       model: what predicts; after `then_finetune`, the `model` of the algorithm that it returned.
       params: global parameters.
       local: the client's local parameters, as `reconstruct` returns them.
-      batch: columns of examples; those that the model's predictions read are enough.
+      batch: columns of examples; only those that the model's predictions read are needed.
 
     Returns:
-      What the model predicts, as an array.
+      The predictions, as an array.
     """
     columns = {name: jnp.asarray(column) for name, column in batch.items()}
     return np.asarray(model.predict(jax.tree.map(jnp.asarray, params), local, columns))
@@ -127,13 +127,13 @@ def recommend(
     """Recommend the `n` items with the highest predictions that the client has not rated.
 
     Args:
-      model: predicts from batches that have just `feature`.
+      model: a model whose predictions read `feature` and nothing else.
       params: global parameters.
       local: the client's local parameters.
       num_items: items are 0 to `num_items - 1`.
       rated: items to leave out.
-      n: how many; fewer come back if fewer are left.
-      feature: the name of the feature that holds items.
+      n: how many items; fewer if not enough are left.
+      feature: the feature that holds item ids.
 
     Returns:
       Items and their predictions, best first; of equal predictions the item with the lower number comes first.
@@ -147,7 +147,7 @@ def recommend(
     scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
     if scores.size != num_items:
         raise ValueError(f"predictions for {num_items} items have shape {scores.shape}; one number for each is needed")
-    scores = scores.reshape(num_items)  # a layer with one output makes it (items, 1)
+    scores = scores.reshape(num_items)  # a layer with one output returns (items, 1)
     scores[left_out] = -np.inf
     scores[np.isnan(scores)] = -np.inf
     best = np.lexsort((np.arange(num_items), -scores))[:n]

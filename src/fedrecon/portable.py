@@ -1,4 +1,4 @@
-"""Models and algorithms that travel: a folder with parameters, a recipe and decided lookups, and what comes back."""
+"""Save and load models and algorithms: a folder with the parameters, the recipe and the decided lookups."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ DESCRIPTION, ARRAYS = "portable.json", "params.safetensors"
 
 
 class Loaded(NamedTuple):
-    """What a folder held: a model or an algorithm, and the global parameters."""
+    """What `load` returns: a model or an algorithm, and the global parameters."""
 
     made: Any
     params: Params
 
 
 def save(folder: str | Path, made: Model | Algorithm, params: Params, *, replace: bool = False) -> str:
-    """Save a model or an algorithm with its global parameters, so that others can build the very same one.
+    """Save a model or an algorithm with its global parameters, so that others can build the same one.
 
-    A model of your own code, or an optimizer that optax made, cannot be written down. Its parameters and lookups are
-    saved all the same, and `load` is then given the model or algorithm again.
+    A model made by your own code, or an optimizer made by optax itself, cannot be saved as a recipe. Its parameters
+    and lookups are saved all the same; pass the model or algorithm to `load` again.
 
     Args:
-      folder: where; it gets its name when everything is in it.
-      made: what to save. Decide its lookups first (`fr.decide_lookups`) where they are "auto".
+      folder: where to save. It appears under this name only when it is complete.
+      made: what to save. If its lookups are "auto", decide them first (`fr.decide_lookups`).
       params: the global parameters.
-      replace: whether a folder that `save` made there before is replaced.
+      replace: whether to replace a folder that `save` made there before.
 
     Returns:
-      The digest of what was saved, parameters aside: hosts that agree on it run the same algorithm.
+      The digest of what was saved, parameters aside. Hosts with the same digest run the same algorithm.
     """
     folder, about = Path(folder), describe(made)
     if replace and folder.exists() and not (folder / DESCRIPTION).exists():
@@ -60,8 +60,8 @@ def load(folder: str | Path, made: Model | Algorithm | None = None) -> Loaded:
     """Load what `save` wrote.
 
     Args:
-      folder: that `save` made.
-      made: the model or algorithm, where its code could not be written down. It gets the saved lookups.
+      folder: a folder that `save` made.
+      made: the model or algorithm, if its recipe could not be saved. It gets the saved lookups.
 
     Raises:
       StorageError: the folder is missing, damaged or of another kind, or `made` is not what was saved.
@@ -74,7 +74,7 @@ def load(folder: str | Path, made: Model | Algorithm | None = None) -> Loaded:
     if made is None:
         if about["recipe"] is None:
             raise StorageError(
-                f"the code of the {about['kind']} in {folder} is not saved, so give it too: {about['why']}"
+                f"{folder} does not say how to make its {about['kind']}; pass it to `load` as `made`: {about['why']}"
             )
         try:
             made = follow(about["recipe"])
@@ -90,7 +90,7 @@ def load(folder: str | Path, made: Model | Algorithm | None = None) -> Loaded:
 
 
 def digest(made: Model | Algorithm) -> str:
-    """Return a digest of a model or algorithm: of its recipe, lookups and shapes, parameters aside.
+    """Return a digest of a model or algorithm: of its recipe, its lookups and the shapes of its parameters.
 
     Args:
       made: a model or an algorithm whose lookups are decided.
@@ -99,7 +99,11 @@ def digest(made: Model | Algorithm) -> str:
 
 
 def describe(made: Model | Algorithm) -> dict[str, Any]:
-    """Return what is saved of a model or algorithm beside its parameters, as JSON has it."""
+    """Return what is saved of a model or algorithm besides its parameters, as a JSON value.
+
+    Args:
+      made: a model or an algorithm whose lookups are decided.
+    """
     model = _model_of(made)
     if model.lookups == AUTO:
         raise ValueError("the model's lookups are not decided: use fr.decide_lookups(algorithm, clients) first")

@@ -1,4 +1,4 @@
-"""Progress displays: a function that opens a bar, so that long work can say how far it is."""
+"""Progress displays for long work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Advance = Callable[..., None]
 
 
 class Progress(Protocol):
-    """Open a display of `total` units of work; inside, call the result with the units done and a note."""
+    """Opens a display of `total` units of work. Inside, call the result with the number of units done and a note."""
 
     def __call__(self, title: str, total: int) -> AbstractContextManager[Advance]:
         """Open a display."""
@@ -26,7 +26,7 @@ def silent(title: str, total: int) -> Iterator[Advance]:
 
 @contextlib.contextmanager
 def bars(title: str, total: int) -> Iterator[Advance]:
-    """Show a bar with the time left on standard error; nothing is drawn where that is not a terminal."""
+    """Show a bar with the time left on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -39,7 +39,7 @@ def bars(title: str, total: int) -> Iterator[Advance]:
 
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}", markup=False),  # it may name a file
+        TextColumn("{task.description}", markup=False),  # it may contain a file name
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

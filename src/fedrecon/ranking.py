@@ -1,16 +1,16 @@
-"""Ranking: which items come first for people that training never met, how good that is, and what must be beaten.
+"""Rank items for users that training never saw: metrics and baselines.
 
-Strong generalization: of a held-out user's items a share is known (80 % as a rule), the rest is hidden among all other
-items, and a model that sees the known ones puts all items in order. The definitions:
+The protocol is strong generalization: a share of a held-out user's items is known (usually 80 %), the rest is hidden
+among all other items, and a model that sees the known ones ranks all items. The definitions:
 
-- Known items are excluded: they are neither recommended nor in the way of others.
-- Equal scores are in random order, and metrics are the expectation over that order. A model that gives every item the
+- Known items are excluded from the ranking.
+- Equal scores are in random order, and metrics are expectations over that order. A model that gives every item the
   same score is as good as chance, whatever ids the items have.
 - Recall at k is the number of hidden items among the first k, divided by the number of hidden items or by k, whichever
   is less. NDCG at k has gain 1 for a hidden item and discount 1 / log2(1 + rank). Hit rate at k is the share of users
   with a hidden item among the first k.
-- Coverage at k is the share of all items that are among the first k of somebody; equal scores count in order of id.
-- Means are over users with hidden items; nobody else is measured.
+- Coverage at k is the share of all items that are among the first k of any user; equal scores are in order of id.
+- Means are over users with hidden items; other users are not measured.
 
 References:
   Liang et al., Variational Autoencoders for Collaborative Filtering, WWW 2018 (protocol, recall, NDCG).
@@ -59,7 +59,7 @@ Scorer = Callable[[Sets], np.ndarray]  # known items of users -> scores of (user
 
 
 class Division(NamedTuple):
-    """What is known of held-out users, and what is hidden."""
+    """The items of held-out users, divided into known and hidden ones."""
 
     known: Sets
     hidden: Sets
@@ -84,7 +84,7 @@ def divide(clients: Clients, split: Split) -> Division:
 
     Args:
       clients: held-out users, with a column `item` in which no item comes twice.
-      split: what is support and what is query.
+      split: how examples become support and query.
     """
     columns = {"item": clients.columns["item"], "rating": np.zeros(len(clients.columns["item"]), np.float32)}
     support, query = divided(Clients(columns, clients.starts, clients.ends), split)[1:]
@@ -144,12 +144,12 @@ def rank(
 
     Args:
       score: known items of users to scores of `(users, items)`, the highest first.
-      division: what is known, and what is hidden.
+      division: known and hidden items.
       num_items: item ids are 0 to `num_items - 1`.
-      recall_at: numbers of first items that recall is measured on.
-      ndcg_at: the same for NDCG.
-      hit_at: the same for the hit rate.
-      coverage_at: how many first items of each user count as recommended.
+      recall_at: values of k for recall.
+      ndcg_at: values of k for NDCG.
+      hit_at: values of k for the hit rate.
+      coverage_at: k for coverage.
     """
     names = [f"recall@{k}" for k in recall_at] + [f"ndcg@{k}" for k in ndcg_at] + [f"hit@{k}" for k in hit_at]
     values = {name: np.full(division.known.users, np.nan) for name in names}
@@ -184,7 +184,7 @@ def _summed_up(values: Mapping[str, np.ndarray], coverage: float, coverage_at: i
 
 
 class Places(NamedTuple):
-    """Where hidden items come: each shares its score with `tied` items, itself among them, behind `better` ones."""
+    """Ranks of hidden items: each comes after `better` items, and `tied` items have its score, itself included."""
 
     users: int
     user: np.ndarray
@@ -193,12 +193,12 @@ class Places(NamedTuple):
 
 
 def hidden_places(scores: np.ndarray, known: Sets, hidden: Sets) -> Places:
-    """Find the places of hidden items in scores that have minus infinity for known items.
+    """Return the ranks of hidden items.
 
     Args:
-      scores: `(users, items)`, the highest first.
-      known: what users have.
-      hidden: what is looked for.
+      scores: `(users, items)`, higher is better; minus infinity for known items.
+      known: known items of the users.
+      hidden: hidden items of the users.
     """
     ordered = np.sort(scores, 1)  # (users, items), the best last
     num_items = scores.shape[1]
@@ -245,8 +245,8 @@ def ndcg(places: Places, k: int) -> np.ndarray:
 def hit_rate(places: Places, k: int) -> np.ndarray:
     """Return each user's chance of a hidden item among the first `k`; NaN without hidden items.
 
-    Of a group of equal scores across place `k`, some are drawn; the chance that no hidden one is among them is a
-    product, one factor a hidden item.
+    If a group of equal scores lies across rank `k`, some of it is drawn. The chance that no hidden item is among those
+    is a product with one factor per hidden item.
 
     Args:
       places: where the hidden items come.
@@ -256,7 +256,7 @@ def hit_rate(places: Places, k: int) -> np.ndarray:
     certain = np.bincount(places.user, places.better + places.tied <= k, places.users) > 0
     across = (places.better < k) & (places.better + places.tied > k)
     user, better, tied = (part[across] for part in places[1:])
-    first = np.r_[True, user[1:] != user[:-1]]  # all of a user's are in one group, since only one lies across
+    first = np.r_[True, user[1:] != user[:-1]]  # of each user; only one group of equal scores lies across k
     nth = np.arange(len(user)) - np.flatnonzero(first)[np.cumsum(first) - 1] if len(user) else user
     out = np.maximum(1 - (k - better) / (tied - nth), 0)  # the nth hidden item is not drawn if none before it was
     miss = np.ones(places.users)
@@ -265,12 +265,12 @@ def hit_rate(places: Places, k: int) -> np.ndarray:
 
 
 def _chance(places: Places, k: int) -> np.ndarray:
-    """Return the chance of each hidden item to be among the first `k`."""
+    """Return each hidden item's chance of being among the first `k`."""
     return np.clip((k - places.better) / places.tied, 0, 1)
 
 
 def _first(scores: np.ndarray, counted: np.ndarray, k: int) -> np.ndarray:
-    """Return the ids of items among the first `k` of users that count, without known ones."""
+    """Return the ids of items among the first `k` of users where `counted` is true, without known items."""
     scores = scores[counted]
     best = np.argsort(-scores, 1, kind="stable")[:, :k]
     return np.unique(best[np.take_along_axis(scores, best, 1) > -np.inf])
@@ -291,12 +291,12 @@ def popularity(train: Sets, num_items: int) -> Scorer:
 
 
 def item_knn(train: Sets, num_items: int, *, neighbours: int = 100, shrink: float = 20.0) -> Scorer:
-    """Rank items by how similar they are to those that a user has: cosines, shrunk where few users have both.
+    """Rank items by how similar they are to those that a user has: cosines, shrunk if few users have both.
 
     Args:
       train: what the training users have.
       num_items: item ids are 0 to `num_items - 1`.
-      neighbours: only so many most similar items of each item count.
+      neighbours: use only this many most similar items of each item.
       shrink: added to the denominator of the cosine.
     """
     both = together(train, num_items)
@@ -345,7 +345,7 @@ def together(sets: Sets, num_items: int) -> np.ndarray:
 
 
 def table(results: Mapping[str, Ranked]) -> str:
-    """Lay results out as text, one line each.
+    """Return results as a text table, one line each.
 
     Args:
       results: by name.

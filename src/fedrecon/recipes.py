@@ -1,7 +1,7 @@
-"""Recipes: which factory made a model, a solver or an algorithm, and with what settings, so that it can travel.
+"""Recipes: which factory made a model, a solver or an algorithm, and with what settings, so that it can be saved.
 
-What a factory returns is a handful of functions, which cannot be written to a file. But a factory marked with
-`recorded` remembers its arguments, and whoever has the same version of fedrecon can call it again.
+A factory returns functions, which cannot be written to a file. But a factory marked with `recorded` remembers its
+arguments, and another process with the same version of fedrecon can call it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FREE = {"lookups"}  # what may be replaced in a model afterwards: it is saved beside the recipe
+FREE = {"lookups"}  # fields of a model that may be replaced later: they are saved besides the recipe
 DEEPEST = 32  # how far recipes may be nested
 
 
@@ -31,16 +31,20 @@ class RecipeError(ValueError):
 class _Made(NamedTuple):
     make: str
     arguments: dict[str, Any]
-    fields: dict[str, Any]  # what was made, to notice what was replaced
+    fields: dict[str, Any]  # of the result, to notice later changes
 
 
 FACTORIES: dict[str, Callable[..., Any]] = {}
-# By a function of what was made; several things may share it, such as a split and the same one redrawn.
+# By a function among the result's fields; several results may share one, such as a split and the same one redrawn.
 _made: weakref.WeakKeyDictionary[Any, list[_Made]] = weakref.WeakKeyDictionary()
 
 
 def recorded(factory: Callable[P, T]) -> Callable[P, T]:
-    """Let a factory remember what it was called with, so that `recipe_of` can tell."""
+    """Let a factory remember its arguments, for `recipe_of`.
+
+    Args:
+      factory: a function that makes a model, solver, optimizer, split, aggregator or algorithm.
+    """
     signature = inspect.signature(factory)
     name = f"optax.{factory.__name__}" if factory.__module__.startswith("optax.") else factory.__name__
 
@@ -59,36 +63,40 @@ def recorded(factory: Callable[P, T]) -> Callable[P, T]:
 
 
 def recipe_of(made: Any, what: str = "it") -> dict[str, Any]:
-    """Return how something was made, as JSON has it: `{"make": factory, "settings": {...}}`.
+    """Return how something was made, as a JSON value: `{"make": factory, "settings": {...}}`.
 
     Args:
-      made: by a factory of fedrecon: a model, solver, optimizer, split, aggregator or algorithm.
-      what: how to call it in a message.
+      made: a model, solver, optimizer, split, aggregator or algorithm made by a factory of fedrecon.
+      what: its name in error messages.
 
     Raises:
-      RecipeError: it was made by hand, or changed afterwards; the message says what to do.
+      RecipeError: it was made by hand, or changed later; the message says what to do.
     """
     candidates = [] if (anchor := _anchor(made)) is None else _made.get(anchor, [])
     if not candidates:
         raise RecipeError(
-            f"{what} was not made by a factory of fedrecon, so it cannot be written down: use one "
-            "(optimizers are in fr.optimizers), or give the same thing again when loading"
+            f"{what} was not made by a factory of fedrecon, so it cannot be saved as a recipe: use one "
+            "(optimizers are in fr.optimizers), or pass the same thing again when loading"
         )
     now = _fields(made)
     found = next((one for one in candidates if one.fields == now), None)
     if found is None:
         nearest = candidates[-1]
         changed = next(name for name, value in now.items() if nearest.fields.get(name) != value)
-        raise RecipeError(f"{what} was changed after {nearest.make} made it: {changed} is another")
+        raise RecipeError(f"{what} was changed after {nearest.make} made it: `{changed}` was replaced")
     settings = {name: _describe(value, f"`{name}` of {found.make}") for name, value in found.arguments.items()}
     return {"make": found.make, "settings": settings}
 
 
 def follow(recipe: Any, depth: int = 0) -> Any:
-    """Make again what a recipe describes. Only recorded factories are called.
+    """Make what a recipe describes. Only recorded factories are called.
+
+    Args:
+      recipe: as `recipe_of` returns it.
+      depth: how deeply it is nested in other recipes.
 
     Raises:
-      RecipeError: it is no recipe, or names something that this version of fedrecon does not know.
+      RecipeError: it is not a recipe, or names a factory that this version of fedrecon does not have.
     """
     if depth > DEEPEST:
         raise RecipeError("the recipe is nested too deeply")
@@ -101,7 +109,7 @@ def follow(recipe: Any, depth: int = 0) -> Any:
     if set(recipe) == {"array", "dtype"}:
         return np.asarray(recipe["array"], np.dtype(str(recipe["dtype"])))
     if set(recipe) != {"make", "settings"} or recipe["make"] not in FACTORIES:
-        raise RecipeError(f"the recipe wants {str(recipe.get('make'))[:60]!r}, which this version does not know")
+        raise RecipeError(f"the recipe names {str(recipe.get('make'))[:60]!r}, which this version does not have")
     factory = FACTORIES[recipe["make"]]
     settings = {name: follow(value, depth + 1) for name, value in recipe["settings"].items()}
     several = [p.name for p in inspect.signature(factory).parameters.values() if p.kind is p.VAR_POSITIONAL]
@@ -113,7 +121,11 @@ def follow(recipe: Any, depth: int = 0) -> Any:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of a JSON value, the same however its objects are ordered."""
+    """Return a digest of a JSON value. It does not depend on the order of keys.
+
+    Args:
+      value: of JSON types.
+    """
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -135,7 +147,7 @@ def _describe(value: Any, what: str) -> Any:
 
 
 def _anchor(made: Any) -> types.FunctionType | None:
-    """Return a function that belongs to what was made and to nothing else: one that its factory defined."""
+    """Return a function that identifies what was made: one that its factory defined."""
     candidates = [made] if isinstance(made, types.FunctionType) else list(_values(made).values())
     own = [f for f in candidates if isinstance(f, types.FunctionType) and "<locals>" in f.__qualname__]
     return own[0] if own else None
@@ -148,7 +160,7 @@ def _values(made: Any) -> dict[str, Any]:
 
 
 def _fields(made: Any) -> dict[str, Any]:
-    """Return what identifies the fields of something: plain values as they are, anything else by identity."""
+    """Return the fields of something for comparison: plain values as they are, anything else by identity."""
 
     def identity(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):

@@ -1,4 +1,4 @@
-"""Who takes part in a round, and their cohorts made ready to run."""
+"""Sample the clients of a round, and pack their cohorts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fedrecon.engine import Layout
 from fedrecon.fitting import features_of
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 
-FEWEST = 50  # clients of a round where the population decides: fewer make noisy steps
-OVERFLOW = 1e-24  # the probability that Poisson sampling draws more clients than a round has places for
+FEWEST = 50  # clients of a round if the population decides: fewer make noisy steps
+OVERFLOW = 1e-24  # at most the probability that Poisson sampling draws more clients than a round has room for
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Who takes part in a round.
+    """How the clients of a round are chosen.
 
     Attributes:
-      clients_per_round: how many clients' updates a round takes; None for a tenth of the population, 50 at least.
+      clients_per_round: how many clients' updates a round takes; None for a tenth of the population, at least 50.
       oversample: invite this many times as many, and take the first that answer.
       drop_out: the share of invited clients that never answer.
       min_examples: clients with fewer examples do not answer either.
-      poisson: draw every client by itself, with the same probability, so that a round has `clients_per_round` on
-        average only. Differential privacy counts on this. How many take part is itself private and not reported.
+      poisson: draw every client independently, with the same probability, so that `clients_per_round` is the average.
+        Differential privacy relies on this. The number of clients is then private too, and is not reported.
     """
 
     clients_per_round: int | None = 100
@@ -50,17 +50,22 @@ class Sampling:
             )
         if self.poisson and self.oversample != 1:
             raise ValueError(
-                f"sampling has oversample {self.oversample} with poisson; who answers first would decide who takes part"
+                f"`oversample` is {self.oversample}; with `poisson` it must be 1, so that answering first does not "
+                "decide who takes part"
             )
 
     def wanted(self, population: int) -> int:
-        """Return how many clients' updates a round takes of a population of this size."""
+        """Return how many clients' updates a round takes.
+
+        Args:
+          population: how many clients there are.
+        """
         if self.clients_per_round is not None:
             return self.clients_per_round
         return max(1, min(population, max(FEWEST, round(population / 10))))
 
     def rate(self, clients: int) -> float:
-        """Return the probability with which a client is drawn, unseen; 1 where none can be claimed.
+        """Return the probability with which a client is drawn, for privacy accounting; 1 without `poisson`.
 
         Args:
           clients: in the population.
@@ -68,10 +73,10 @@ class Sampling:
         return min(self.wanted(clients) / clients, 1.0) if self.poisson else 1.0
 
     def capacity(self, clients: int) -> int:
-        """Return how many places a round has.
+        """Return how many clients a round has room for.
 
-        With `poisson` so many that more are drawn with a probability of `OVERFLOW` at most. Then some of them, chosen
-        at random, are left out. That is no longer Poisson sampling: `overflow_delta` is what it adds to delta.
+        With `poisson`, more are drawn with probability at most `OVERFLOW`. In that case some of them, chosen at random,
+        are left out. That is no longer Poisson sampling; `overflow_delta` is what it adds to delta.
 
         Args:
           clients: in the population.
@@ -79,20 +84,20 @@ class Sampling:
         return _places(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
 
     def overflow_delta(self, rounds: int) -> float:
-        """Return what rounds with more clients than places add to delta, for any epsilon up to 13.
+        """Return what rounds that draw too many clients add to delta, for any epsilon up to 13.
 
         A failure of probability p adds p (1 + e^epsilon).
 
         Args:
-          rounds: how many.
+          rounds: how many rounds there are.
         """
         return rounds * OVERFLOW * (1 + math.exp(13)) if self.poisson else 0.0
 
 
 @functools.lru_cache(maxsize=64)
 def _places(clients: int, rate: float) -> int:
-    """Return the least number that independent coins exceed with a probability of `OVERFLOW` at most."""
-    from scipy.stats import binom  # takes its time, and few need it
+    """Return the least number of clients that sampling exceeds with probability at most `OVERFLOW`."""
+    from scipy.stats import binom  # slow to import, and rarely needed
 
     low, high = 0, clients
     while low < high:
@@ -102,9 +107,9 @@ def _places(clients: int, rate: float) -> int:
 
 
 class Sample(NamedTuple):
-    """The clients of one round, and what became of the others that were invited."""
+    """The clients of one round, and counts of those that were invited but do not take part."""
 
-    clients: np.ndarray  # (places of a round,) indices, ABSENT where too few answered
+    clients: np.ndarray  # (capacity,) indices, ABSENT if too few answered
     counts: dict[str, int]
 
 
@@ -117,12 +122,12 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       key: the words of a JAX key (`jax.random.key_data`).
       number: of the round; the same key and number draw the same clients.
       clients: the population.
-      sampling: how many, and who does not answer.
+      sampling: how clients are chosen.
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
     wanted = sampling.capacity(len(clients))
     if sampling.poisson:
-        # As many as independent coins would give, and then any so many: the same as a coin for each, in less time.
+        # Drawing the number of clients first and then that many of them is the same as a coin for each, but faster.
         invited = min(int(generator.binomial(len(clients), sampling.rate(len(clients)))), wanted)
     else:
         invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
@@ -139,7 +144,7 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
 
 
 class Prepared(NamedTuple):
-    """Several rounds ready to run in one call, rounds first in every leaf of the cohorts."""
+    """Several rounds ready to run in one call; every leaf of the cohorts is `(rounds, clients, ...)`."""
 
     first: int
     number: int
@@ -148,19 +153,33 @@ class Prepared(NamedTuple):
 
 
 class Cohorts:
-    """Draws and packs the cohorts of rounds: round r's depend on the keys and on r alone."""
+    """Draws and packs the cohorts of rounds. A round's cohort depends only on the keys and the round's number."""
 
     def __init__(
         self, algorithm: Algorithm, clients: Clients, sampling: Sampling, place: Layout, keys: RunKeys, at_once: int
     ):
-        """Prepare `at_once` rounds at a time, always that many so that nothing is compiled twice."""
+        """Prepare to draw cohorts.
+
+        Args:
+          algorithm: what is trained.
+          clients: the population.
+          sampling: how the clients of a round are chosen.
+          place: the layout.
+          keys: of the run.
+          at_once: how many rounds are packed together; always the same number, so that nothing is compiled twice.
+        """
         self._clients, self._sampling, self._place, self._at_once = clients, sampling, place, at_once
         self._sampling_words, self._client_words = words_of(keys.sampling), words_of(keys.clients)
         needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
         self._packer = Packer(clients, needs)
 
     def prepare(self, first: int, number: int) -> Prepared:
-        """Prepare `number` rounds from `first` on; places beyond them are filled with absent clients."""
+        """Prepare rounds; if they are fewer than `at_once`, the others have absent clients only.
+
+        Args:
+          first: the first round.
+          number: how many rounds.
+        """
         number = min(number, self._at_once)
         samples = [sample(self._sampling_words, first + r, self._clients, self._sampling) for r in range(number)]
         orders = [self._arrange(s.clients) for s in samples]

@@ -20,8 +20,8 @@ class Split(NamedTuple):
       counts: `sizes -> (support counts, query counts)`.
       begins: `sizes -> (where support begins, where query begins)`.
       pattern: `j -> position` from there; None for one after another.
-      by: a column to put the examples in order by before splitting (a time, say), or None for stored order.
-      redrawn: whether a client's examples are put in a new random order each time that it takes part.
+      by: the column to sort examples by before splitting, such as a time; None for stored order.
+      redrawn: whether a client's examples are shuffled anew each time it takes part.
     """
 
     counts: Callable[[Sizes], Pair]
@@ -35,13 +35,13 @@ class Split(NamedTuple):
 def fraction(support: float, *, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
     """Give the first `support` share of a client's examples to support, the rest to query.
 
-    The share is rounded to the nearest whole example (a half goes to support), then moved as little as needed to
-    leave `min_query` to query and, after that, `min_support` to support. A client with fewer than the two minima
-    together gives all it has to support: it can be served, but it neither trains nor is measured.
+    The share is rounded to the nearest whole example (a half goes to support), then changed as little as needed to
+    leave `min_query` to query and, after that, `min_support` to support. If a client has fewer examples than both
+    minima together, all of them are support: it can be served, but it neither trains nor is measured.
 
     Args:
       support: between 0 and 1.
-      by: the column to order by first; None keeps the stored order.
+      by: the column to sort by first; None keeps the stored order.
       min_support: the least number of support examples.
       min_query: the least number of query examples.
     """
@@ -64,7 +64,7 @@ def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> 
     """Give the first half of a client's examples to support, the second half to query (see `fraction`).
 
     Args:
-      by: the column to order by first, such as a time; None keeps the stored order.
+      by: the column to sort by first, such as a time; None keeps the stored order.
       min_support: the least number of support examples.
       min_query: the least number of query examples.
     """
@@ -73,11 +73,11 @@ def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> 
 
 @recorded
 def at_most(support: int, split: Split) -> Split:
-    """Split alike, but leave a client only the first `support` of its support examples; the query stays the same.
+    """Limit another split to the first `support` support examples of a client; query stays the same.
 
     Args:
-      support: how many support examples are left at most; 0 leaves none.
-      split: the split that is alike.
+      support: the largest number of support examples; 0 leaves none.
+      split: the split to limit.
     """
     if support < 0:
         raise ValueError(f"`support` is {support}; it cannot be negative")
@@ -91,26 +91,28 @@ def at_most(support: int, split: Split) -> Split:
 
 @recorded
 def redrawn(split: Split) -> Split:
-    """Split alike, but in training put a client's examples in a new random order in every round it takes part in.
+    """Shuffle a client's examples before another split, in training anew in every round the client takes part in.
 
-    So an example is support in one round and query in another, and the global parameters cannot come to rely on one
-    division. The order depends on the run's seed, the round and the client; anywhere else it is drawn once.
+    An example is then support in one round and query in another, and the global parameters cannot adapt to a single
+    division. The order depends on the run's seed, the round and the client. Outside training it is drawn once.
 
     Args:
-      split: how the examples are divided once they are in order; it must not order them itself.
+      split: how to divide the shuffled examples; it must not sort them itself.
     """
     if split.by is not None:
-        raise ValueError(f"the split orders examples by {split.by!r}; it cannot draw their order too")
+        raise ValueError(
+            f"`split` sorts examples by {split.by!r}, so they cannot be shuffled too; use one without `by`"
+        )
     return split._replace(redrawn=True)
 
 
 @recorded
 def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
-    """Deal chunks of examples in turn: the first `chunk` to support, the next `chunk` to query, and so on.
+    """Alternate between support and query: the first `chunk` examples are support, the next `chunk` query, and so on.
 
     Args:
-      chunk: how many examples are dealt at a time.
-      by: the column to order by first; None keeps the stored order.
+      chunk: how many examples in a row go to the same side.
+      by: the column to sort by first; None keeps the stored order.
     """
     if chunk < 1:
         raise ValueError(f"`chunk` is {chunk}; it must be at least 1")
@@ -128,23 +130,23 @@ def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
 
 @recorded
 def none(*, by: str | None = None) -> Split:
-    """Let support and query both be all of a client's examples.
+    """Use all of a client's examples both as support and as query.
 
     Args:
-      by: the column to order by first; None keeps the stored order.
+      by: the column to sort by first; None keeps the stored order.
     """
     return Split(lambda sizes: (sizes, sizes), _both_from_start, None, by)
 
 
 @recorded
 def query_only() -> Split:
-    """Give every example to query: for algorithms that reconstruct nothing."""
+    """Use every example as query: for algorithms that reconstruct nothing."""
     return Split(lambda sizes: (np.zeros_like(sizes), sizes), _both_from_start)
 
 
 @recorded
 def support_only() -> Split:
-    """Give every example to support: for serving a client rather than measuring on it."""
+    """Use every example as support: to serve a client rather than measure on it."""
     return Split(lambda sizes: (sizes, np.zeros_like(sizes)), _both_from_start)
 
 
@@ -157,11 +159,11 @@ NAMED: dict[str, Callable[[], Split]] = {"half": half, "alternate": alternate, "
 
 
 def named(name: str) -> Split:
-    """Return the split of a name.
+    """Return a split by name.
 
     Args:
-      name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`. With `redrawn-` before it, the one
-        that draws the order of examples anew in every round.
+      name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`. The prefix `redrawn-` stands for
+        `redrawn`.
     """
     if name.startswith(REDRAWN):
         return redrawn(named(name.removeprefix(REDRAWN)))

@@ -1,4 +1,4 @@
-"""The training loop: run rounds, evaluate, report, checkpoint."""
+"""The training loop: run rounds, evaluate, record, checkpoint."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from fedrecon.fitting import check_fit, decide_lookups
 from fedrecon.keys import run_keys
 from fedrecon.model import finish, metric_names
 from fedrecon.privacy.ledger import Ledger
-from fedrecon.privacy.spending import spending
-from fedrecon.progress import Progress, silent
+from fedrecon.privacy.spending import Spending, spending
+from fedrecon.progress import Advance, Progress, silent
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 
-ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that starting it does not show
+ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
 OnRecord = Callable[[dict[str, Any]], None]
-Evaluate = Callable[[Any, Any], Evaluation]  # of the global parameters and of what the training clients kept
+Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
 
 
 @dataclasses.dataclass
 class Run:
-    """What training leaves in memory.
+    """The result of training.
 
     Attributes:
       params: the global parameters.
-      history: one dict a round or evaluation, as in `metrics.jsonl`.
+      history: one dict per round and per evaluation, as in `metrics.jsonl`.
       rounds: how many rounds were run in all.
-      kept: what the owners kept, clients first; empty for stateless clients.
-      interrupted: whether it was stopped before the last round.
-      ledger: what was spent of privacy; None where nothing is promised.
-      stopped: why training ended before the last round although nobody interrupted it; None if it did not.
+      kept: what the clients kept, clients first; empty for methods that keep nothing.
+      interrupted: whether Ctrl-C stopped it before the last round.
+      ledger: the privacy spent; None if `train` got no ledger.
+      stopped: why training ended before the last round by itself; None if it did not.
     """
 
     params: Any
@@ -80,29 +80,32 @@ def train(
       clients: the population.
       rounds: how many rounds in all, those of a resumed run included.
       clients_per_round: short for `sampling=Sampling(clients_per_round=...)`.
-      sampling: who takes part in a round.
+      sampling: how the clients of a round are chosen.
       valid: clients to evaluate on, an evaluator of them (with StandardEval, of other examples of the training
         clients), or any function of the global parameters and of what the training clients kept.
-      evaluate_every: evaluate after every so many rounds, and after the last; 0 for the last alone.
+      evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
       evaluate_split: support and query in evaluation; half and half by default.
-      seed: of everything random.
-      ledger: of what was spent on these clients' privacy before (`fedrecon.privacy.ledger.Ledger`), for an aggregator
-        that adds noise. Evaluations then have `epsilon`, and training ends before the ledger's budget is exceeded.
+      seed: for everything random.
+      ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
+        adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
       folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one.
-      checkpoint_every: how many rounds at most are lost when the process is killed.
+      checkpoint_every: how many rounds are lost, at most, when the process is killed.
       place: on which devices and in what blocks clients run.
       progress: a progress display.
       on_record: called with every record of the history.
 
     Returns:
-      A `Run`. Ctrl-C ends training early, with what was learned until then.
+      A `Run`. Ctrl-C ends training early and keeps what was learned until then.
     """
     if sampling is not None and clients_per_round is not None:
         raise ValueError("give `clients_per_round` or `sampling`, not both")
     if sampling is None:
         sampling = Sampling() if clients_per_round is None else Sampling(clients_per_round)
     if rounds < 0 or checkpoint_every < 1 or evaluate_every < 0:
-        raise ValueError("`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1")
+        raise ValueError(
+            "`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1, not "
+            f"{rounds}, {evaluate_every} and {checkpoint_every}"
+        )
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
     algorithm = decide_lookups(algorithm, clients)
@@ -110,61 +113,83 @@ def train(
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
     planned, rounds = rounds, rounds if spent is None else spent.allowed(rounds)
     loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
-    evaluator = (
-        Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
-        if isinstance(valid, Clients)
-        else valid
-    )
-    history: list[dict[str, Any]] = []
-    done = loop.restore(folder, history) if folder else 0
-
-    def record(entry: dict[str, Any]) -> None:
-        history.append(entry)
-        if folder:
-            folder.record(entry)
-        if on_record:
-            on_record(entry)
-
-    def record_pending() -> None:
-        while loop.pending:
-            record(loop.pending.popleft())
-            advance(1, f"loss {history[-1]['loss']:.4f}")
-
-    evaluated = max((entry["round"] for entry in history if entry["kind"] == "evaluation"), default=0)
-
-    def evaluate_if_due() -> None:
-        nonlocal evaluated
-        now = loop.now.round
-        if evaluator is None or now == evaluated or not _due(now, rounds, evaluate_every):
-            return
-        rebuilt = isinstance(evaluator, Evaluator) and evaluator.protocol == "recon"
-        kept = () if rebuilt else loop.now.kept
-        cost = {} if spent is None else {"epsilon": spent.after(now).epsilon}
-        record({"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary(), **cost})
-        evaluated = now
-
-    stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
-    interrupted = False
+    if isinstance(valid, Clients):
+        valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
+    log = _Log(folder, on_record)
+    done = loop.restore(folder, log.history) if folder else 0
+    evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
     with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
         advance(done, "compiling" if done < rounds else "")
-        try:
-            evaluate_if_due()  # an interruption may have come between a round and its evaluation
-            while loop.now.round < rounds:
-                loop.advance(_next_stop(loop.now.round, rounds, *stops))
-                record_pending()
-                evaluate_if_due()
-                if folder and _due(loop.now.round, rounds, checkpoint_every):
-                    folder.checkpoint(loop.now.round, loop.everything())
-        except KeyboardInterrupt:
-            interrupted = True
-            record_pending()
-            if folder:
-                folder.checkpoint(loop.now.round, loop.everything())
+        interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance)
     params = jax.tree.map(np.asarray, loop.params())
     done = loop.now.round
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
     after = None if spent is None else spent.after(done)
-    return Run(params, history, done, loop.now.kept, interrupted, after, stopped)
+    return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped)
+
+
+def _run_rounds(
+    loop: _Loop, rounds: int, evaluations: _Evaluations, checkpoint_every: int, log: _Log, advance: Advance
+) -> bool:
+    """Run rounds until the last one, with evaluations and checkpoints; return whether Ctrl-C stopped them."""
+    folder = log.folder
+
+    def record_pending() -> None:
+        while loop.pending:
+            log.record(loop.pending.popleft())
+            advance(1, f"loss {log.history[-1]['loss']:.4f}")
+
+    try:
+        evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation
+        while loop.now.round < rounds:
+            stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every if folder else 0)
+            loop.advance(stop)
+            record_pending()
+            evaluations.run_if_due(loop)
+            if folder and _due(loop.now.round, rounds, checkpoint_every):
+                folder.checkpoint(loop.now.round, loop.everything())
+    except KeyboardInterrupt:
+        record_pending()
+        if folder:
+            folder.checkpoint(loop.now.round, loop.everything())
+        return True
+    return False
+
+
+@dataclasses.dataclass
+class _Log:
+    """The history of a run, which also goes to its folder and to `on_record`."""
+
+    folder: RunFolder | None
+    on_record: OnRecord | None
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def record(self, entry: dict[str, Any]) -> None:
+        self.history.append(entry)
+        if self.folder:
+            self.folder.record(entry)
+        if self.on_record:
+            self.on_record(entry)
+
+
+class _Evaluations:
+    """The evaluations during training: when they are due, and what they record."""
+
+    def __init__(self, evaluate: Evaluate | None, every: int, rounds: int, spent: Spending | None, log: _Log):
+        self.every = 0 if evaluate is None else every
+        self._evaluate, self._rounds, self._spent, self._log = evaluate, rounds, spent, log
+        evaluated = (entry["round"] for entry in log.history if entry["kind"] == "evaluation")
+        self._last = max(evaluated, default=0)
+
+    def run_if_due(self, loop: _Loop) -> None:
+        now = loop.now.round
+        if self._evaluate is None or now == self._last or not _due(now, self._rounds, self.every):
+            return
+        reconstructs = isinstance(self._evaluate, Evaluator) and self._evaluate.protocol == "recon"
+        kept = () if reconstructs else loop.now.kept
+        cost = {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
+        self._log.record({"kind": "evaluation", "round": now, **self._evaluate(loop.params(), kept).summary(), **cost})
+        self._last = now
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -172,12 +197,12 @@ def _due(done: int, rounds: int, every: int) -> bool:
 
 
 def _next_stop(now: int, rounds: int, *every: int) -> int:
-    """Return the next round after which the loop has something else to do."""
+    """Return the next round after which there is something to evaluate or to save, or the last round."""
     return min([rounds, *((now // n + 1) * n for n in every if n)])
 
 
 class _Now(NamedTuple):
-    """Where training is: replaced as a whole after every call, so that an interruption finds it consistent."""
+    """The state of training, replaced as a whole after every call, so that an interruption leaves it consistent."""
 
     round: int
     server: ServerState
@@ -185,7 +210,7 @@ class _Now(NamedTuple):
 
 
 class _Loop:
-    """Training between rounds, and how to run some more of them."""
+    """The state of training between rounds, and how to run more of them."""
 
     def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, place: Layout):
         self.place, self._algorithm = place, algorithm
@@ -197,7 +222,7 @@ class _Loop:
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, place, keys, at_once)
         self._ahead: Prepared | None = None
-        self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # where metrics stay with the clients
+        self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, place)
 
     def params(self) -> Any:
@@ -216,7 +241,7 @@ class _Loop:
         return done
 
     def advance(self, stop: int) -> None:
-        """Run one call of rounds, `stop` at most, packing the next call's cohorts while the devices run this one's."""
+        """Run some rounds in one call, at most up to `stop`, and pack the next cohorts while the devices are busy."""
         ready = self._ahead
         if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
@@ -227,9 +252,9 @@ class _Loop:
         )
         done = ready.first + ready.number
         self._ahead = self._cohorts.prepare(done, stop - done) if done < stop else None
-        found = jax.tree.map(np.asarray, reports)
+        reports = jax.tree.map(np.asarray, reports)
         self.now = _Now(done, server, _put(self.now.kept, who, theirs))
-        self.pending.extend(self._entry(ready, found, r) for r in range(ready.number))
+        self.pending.extend(self._entry(ready, reports, r) for r in range(ready.number))
 
     def _entry(self, ready: Prepared, reports: Report, r: int) -> dict[str, Any]:
         report = {name: value[r] for name, value in reports.items()}
@@ -245,13 +270,13 @@ class _Loop:
 
 
 def _number(value: Any) -> float | int:
-    """Return a count as an integer, anything else as it is."""
+    """Return a whole number as an integer, any other as a float."""
     number = float(value)
     return int(number) if number.is_integer() else number
 
 
 def _put(kept: Any, client: np.ndarray, theirs: Any) -> Any:
-    """Return what owners keep with the entries of some clients replaced."""
+    """Return what clients keep with the entries of some clients replaced."""
 
     def put(store: np.ndarray, new: Array) -> np.ndarray:
         store = store.copy()

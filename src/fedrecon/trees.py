@@ -1,4 +1,4 @@
-"""Pytrees of parameters: paths, patterns that choose among them, and partitions into parts."""
+"""Pytrees of parameters: paths of leaves, patterns that select leaves, and partitions into parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ Which = str | Sequence[str] | Callable[[str, Any], bool]
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Write a key path of a pytree as the house writes it: `encoder/0/kernel`."""
+    """Return a key path of a pytree as text: `encoder/0/kernel`.
+
+    Args:
+      path: as `jax.tree_util` returns it.
+    """
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
@@ -26,21 +30,30 @@ class Structure(NamedTuple):
 
 
 def flatten(params: Params) -> tuple[dict[str, Any], Structure]:
-    """Flatten a pytree to `{path: leaf}` and the structure that `unflatten` needs."""
+    """Flatten a pytree to `{path: leaf}` and the structure that `unflatten` needs.
+
+    Args:
+      params: any pytree.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    found = {path_name(path): leaf for path, leaf in leaves}
-    if len(found) != len(leaves):
+    by_path = {path_name(path): leaf for path, leaf in leaves}
+    if len(by_path) != len(leaves):
         raise ValueError("two parameters have the same path; rename one of them")
-    return found, Structure(treedef, tuple(found))
+    return by_path, Structure(treedef, tuple(by_path))
 
 
 def unflatten(structure: Structure, leaves: Mapping[str, Any]) -> Params:
-    """Undo `flatten`, whatever the order of the mapping."""
+    """Undo `flatten`.
+
+    Args:
+      structure: as `flatten` returned it.
+      leaves: by path, in any order.
+    """
     return jax.tree_util.tree_unflatten(structure.treedef, [leaves[path] for path in structure.paths])
 
 
 class Divided(NamedTuple):
-    """Parameters in two parts, and `join(solved, held)` that puts them together again."""
+    """Parameters in two parts, and `join(solved, held)` to put them together again."""
 
     solved: Params
     held: Params
@@ -48,7 +61,12 @@ class Divided(NamedTuple):
 
 
 def divide(params: Params, held: Collection[str]) -> Divided:
-    """Divide parameters into those that are solved for and those at the paths `held`."""
+    """Divide parameters into those that are solved for and those that are held fixed.
+
+    Args:
+      params: a pytree.
+      held: paths of the leaves that are held fixed.
+    """
     if not held:
         return Divided(params, (), lambda solved, held: solved)
     leaves, structure = flatten(params)
@@ -58,7 +76,7 @@ def divide(params: Params, held: Collection[str]) -> Divided:
 
 
 class Partition(NamedTuple):
-    """The leaves of one pytree in three parts, each `{path: leaf}`, and how to put them together again."""
+    """The leaves of a pytree in three parts, each `{path: leaf}`, and `merge` to put them together again."""
 
     shared: dict[str, Any]
     local: dict[str, Any]
@@ -70,7 +88,7 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
     """Partition a pytree of parameters into global, local and frozen leaves.
 
     Non-trainable state (counters, running statistics, tables of constants) belongs in `frozen`: it is neither
-    trained, nor averaged, nor rebuilt, and keeps its value. Leaves that are not floating point can only go there.
+    trained, nor averaged, nor reconstructed, and keeps its value. Leaves that are not floating point must be frozen.
 
     Args:
       params: any pytree.
@@ -79,7 +97,7 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
       frozen: which leaves keep their value, in the same forms.
 
     Returns:
-      A `Partition`; `merge(shared, local, frozen)` rebuilds the pytree.
+      A `Partition`; `merge(shared, local, frozen)` returns the pytree again.
 
     Raises:
       ValueError: if `local` matches nothing or everything, if a pattern of `frozen` matches nothing, if a leaf is
@@ -107,7 +125,12 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
 
 
 def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str, Any], bool]:
-    """Return which leaves are meant, as a predicate; `name` is that of the argument, for messages.
+    """Return a predicate `(path, leaf) -> bool` for the selected leaves.
+
+    Args:
+      which: a glob pattern on the path, several of them, or a predicate.
+      name: of the argument, for error messages.
+      leaves: by path.
 
     Raises:
       ValueError: if a pattern matches no leaf.
@@ -125,10 +148,10 @@ def by_pattern(values: Any | Mapping[str, Any], name: str, params: Params) -> di
     """Return the value of every leaf that has one, as `{path: value}`.
 
     Args:
-      values: one value for all leaves, or a mapping from glob patterns on paths to values. Where several patterns match
-        a leaf, the first counts.
-      name: of the argument that holds the values, for messages.
-      params: whose leaves they are.
+      values: one value for all leaves, or a mapping from glob patterns on paths to values. If several patterns match
+        a leaf, the first one applies.
+      name: of the argument that holds the values, for error messages.
+      params: the pytree.
 
     Raises:
       ValueError: if a pattern matches no leaf.
@@ -136,8 +159,8 @@ def by_pattern(values: Any | Mapping[str, Any], name: str, params: Params) -> di
     leaves, _ = flatten(params)
     if not isinstance(values, Mapping):
         return dict.fromkeys(leaves, values)
-    found: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     for pattern, value in values.items():
-        meant = matcher(pattern, name, leaves)
-        found |= {path: value for path, leaf in leaves.items() if path not in found and meant(path, leaf)}
-    return found
+        matches = matcher(pattern, name, leaves)
+        by_path |= {path: value for path, leaf in leaves.items() if path not in by_path and matches(path, leaf)}
+    return by_path

@@ -1,4 +1,4 @@
-"""What leaves clients: named changes, whole or by rows, a count, sums of metrics; and what they add up to."""
+"""Uploads: all that leaves a client (named changes, a count, sums of metrics), and how uploads are added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-ROW_CHUNK = 32  # lists of rows have a multiple of this length, so that they can be gone through in chunks
+ROW_CHUNK = 32  # lists of rows are padded to a multiple of this, to be processed in chunks
 DELTA = "delta"  # the part of an upload that holds the change of the global parameters
 
 
@@ -20,9 +20,9 @@ class RowChanges:
     """Changes of some rows of a table, for several clients.
 
     Attributes:
-      ids: `(clients, rows)` which rows; 0 beyond a client's own.
-      values: `(clients, rows, ...)` how they change; zeros beyond a client's own.
-      count: `(clients,)` how many rows are a client's own.
+      ids: `(clients, rows)` the ids of the rows; padded with 0.
+      values: `(clients, rows, ...)` their changes; padded with zeros.
+      count: `(clients,)` how many rows of each client are not padding.
       table: how many rows the whole table has.
     """
 
@@ -42,12 +42,12 @@ Parts = dict[str, dict[str, Any]]  # part -> path -> Change
 
 
 class Upload(NamedTuple):
-    """All that leaves several clients, clients first in every leaf. One client is a block of one.
+    """All that leaves several clients, clients first in every leaf. A single client is a block of one.
 
     Attributes:
       parts: named changes, each `{path: change}`. Every method has `delta`, the change of the global parameters; some
         have more (SCAFFOLD sends the change of its control variates).
-      examples: `(clients,)` how many query examples were processed; 0 for a client that has nothing to say.
+      examples: `(clients,)` how many query examples were processed; 0 for a client that contributes nothing.
       sums: `(clients, metrics, 2)` of loss and metrics: totals and weights.
     """
 
@@ -66,12 +66,12 @@ class Summand(NamedTuple):
 
     Attributes:
       parts: as in the upload, or in another number format.
-      scale: `(clients,)` what parts of floats are multiplied by as they are added; 0 leaves a client out, whatever its
-        parts hold. Parts of integers are added as they are.
+      scale: `(clients,)` factor for float parts as they are added; 0 leaves a client out, even if its parts are not
+        finite. Integer parts are added without it.
       examples: `(clients,)` of the upload; not added.
       metrics: `(clients, metrics, 2)` of the upload; not added.
-      scalars: small things that are added, by name; zero for a client that is left out.
-      flags: counts that are added even for a client that is left out.
+      scalars: other sums, by name; zero for a client that is left out.
+      flags: counts that include clients that are left out.
     """
 
     parts: Parts
@@ -83,25 +83,35 @@ class Summand(NamedTuple):
 
 
 class Total(NamedTuple):
-    """A sum over clients: whole parts, and scalars (those of summands and their flags)."""
+    """A sum over clients: its parts, which are whole arrays, and its scalars (those of summands, and their flags)."""
 
     parts: Parts
     scalars: dict[str, Array]
 
 
 def summand_of(upload: Upload) -> Summand:
-    """Return what uploads add to the sum as long as no aggregator has a say: everything once."""
+    """Return what uploads add to the sum before any aggregator changes it: every client with scale 1.
+
+    Args:
+      upload: of several clients.
+    """
     takes_part = jnp.asarray(upload.examples) > 0
-    told = takes_part & jnp.isfinite(upload.sums).all((1, 2))
+    finite = takes_part & jnp.isfinite(upload.sums).all((1, 2))
     scalars = {
         "clients": takes_part.astype(jnp.float32),
-        "sums": jnp.where(against(told, upload.sums), upload.sums, 0),
+        "sums": jnp.where(against(finite, upload.sums), upload.sums, 0),
     }
     return Summand(upload.parts, takes_part.astype(jnp.float32), upload.examples, upload.sums, scalars, {})
 
 
 def leave_out(summand: Summand, out: Array, flag: str | None = None) -> Summand:
-    """Leave clients out of the sum, and count those that were still in it under `flag`."""
+    """Leave clients out of the sum.
+
+    Args:
+      summand: of several clients.
+      out: `(clients,)` true for those to leave out.
+      flag: the name under which to count those that were not left out before; None to count nothing.
+    """
     flags = dict(summand.flags)
     if flag is not None:
         flags[flag] = flags.get(flag, jnp.zeros(())) + (out & (summand.scale > 0)).astype(jnp.float32)
@@ -110,7 +120,11 @@ def leave_out(summand: Summand, out: Array, flag: str | None = None) -> Summand:
 
 
 def no_total(summand: Any) -> Total:
-    """Return the sum over nobody, given a summand or the shapes of one."""
+    """Return the sum over no clients.
+
+    Args:
+      summand: a summand, or the shapes of one.
+    """
 
     def empty(change: Any) -> Array:
         if isinstance(change, RowChanges):
@@ -122,7 +136,12 @@ def no_total(summand: Any) -> Total:
 
 
 def add(total: Total, summand: Summand) -> Total:
-    """Add several clients to a sum."""
+    """Add the summands of several clients to a sum.
+
+    Args:
+      total: the sum so far.
+      summand: of several clients.
+    """
     parts = {
         name: {path: _add_change(total.parts[name][path], change, summand.scale) for path, change in part.items()}
         for name, part in summand.parts.items()
@@ -141,7 +160,7 @@ def _add_change(total: Array, change: Change, scale: Array) -> Array:
 
 
 def _add_rows(total: Array, change: RowChanges, scale: Array) -> Array:
-    """Add the rows of several clients to a table, a chunk at a time, as far as any client has rows."""
+    """Add the rows of several clients to a table, a chunk at a time, up to the largest number of rows."""
     chunks = -(-jnp.max(change.count) // ROW_CHUNK)
 
     def body(state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -151,25 +170,39 @@ def _add_rows(total: Array, change: RowChanges, scale: Array) -> Array:
         part = jnp.where(against(scale > 0, part), part, 0)
         if not jnp.issubdtype(total.dtype, jnp.integer):
             part = part * against(scale, part)
-        # Beyond a client's rows the changes are zeros and the ids are 0: they add nothing to row 0.
+        # Padding has id 0 and zero changes, so it adds nothing to row 0.
         return k + 1, total.at[ids.reshape(-1)].add(part.reshape(-1, *part.shape[2:]), mode="promise_in_bounds")
 
     return jax.lax.while_loop(lambda state: state[0] < chunks, body, (jnp.int32(0), total))[1]
 
 
 def against(flags: Array, values: Array) -> Array:
-    """Give `(clients,)` flags the dimensions of values that have the clients first."""
+    """Reshape `(clients,)` to `(clients, 1, ...)`, so that it broadcasts against values.
+
+    Args:
+      flags: `(clients,)`.
+      values: `(clients, ...)`.
+    """
     return flags.reshape(-1, *([1] * (values.ndim - 1)))
 
 
 def values_of(parts: Mapping[str, Mapping[str, Any]]) -> list[Array]:
-    """List the arrays of numbers that parts hold, clients first: of rows, their values."""
+    """List the arrays of changes in parts, clients first; for changes of rows, their values.
+
+    Args:
+      parts: of an upload or a summand.
+    """
     changes = [change for part in parts.values() for change in part.values()]
     return [change.values if isinstance(change, RowChanges) else change for change in changes]
 
 
 def map_values(function: Callable[[Array], Array], parts: Mapping[str, Mapping[str, Any]]) -> Parts:
-    """Apply a function to the numbers of all parts, whole or by rows."""
+    """Apply a function to the changes in all parts, whole or by rows.
+
+    Args:
+      function: of one array.
+      parts: of an upload or a summand.
+    """
 
     def one(change: Any) -> Any:
         if isinstance(change, RowChanges):

@@ -1,4 +1,4 @@
-"""Uploads, totals and messages as bytes and back: safetensors with a version, checked against what is expected."""
+"""Uploads, totals and messages as bytes: safetensors with a version, checked on reading against what is expected."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fedrecon.upload import ROW_CHUNK, RowChanges, Upload
 FORMAT, VERSION = "fedrecon-message", "1"
 ABOUT = "fedrecon"
 MOST_HEADER = 2**20  # bytes of a header that lists arrays
-MOST_BYTES = 2**31  # of a message, unless told otherwise
-SLACK = 2**16  # bytes by which a message may be larger than what is expected: its header
+MOST_BYTES = 2**31  # of a message, by default
+SLACK = 2**16  # bytes that a message may have on top of its arrays: its header
 
 T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """Bytes are not the message that was expected."""
+    """The bytes are not the expected message."""
 
 
 def to_bytes(value: Any) -> bytes:
     """Write an upload, a total, a message or any other pytree of arrays as bytes.
 
-    Rows beyond those that any client has are left out.
+    Padding of rows is cut off, down to the largest number of rows of any client.
 
     Args:
-      value: with numpy or JAX arrays.
+      value: a pytree of numpy or JAX arrays.
     """
     trimmed = jax.tree.map(_trimmed, value, is_leaf=_is_rows)
     arrays = {path or "value": np.asarray(leaf, order="C") for path, leaf in flatten(trimmed)[0].items()}
@@ -45,16 +45,16 @@ def to_bytes(value: Any) -> bytes:
 def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
     """Read what `to_bytes` wrote.
 
-    Nothing is allocated beyond the size of the message itself, whatever it claims.
+    Reading allocates no more memory than the size of the message, whatever its header claims.
 
     Args:
       data: the bytes.
-      like: a value of the same kind, of arrays or of shapes, that says what is expected. Of an `Upload` the number of
-        clients is free, and so is the number of rows of each table.
+      like: the expected value, of arrays or of shapes. For an `Upload`, the number of clients and the number of rows of
+        each table may differ.
       most: the largest message that is accepted, in bytes.
 
     Raises:
-      WireError: if they are anything else.
+      WireError: the bytes are not the expected message.
     """
     if len(data) > most:
         raise WireError(f"the message has {len(data)} bytes; at most {most} are accepted")
@@ -81,7 +81,11 @@ def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
 
 
 def nbytes(tree: Any) -> int:
-    """Return how many bytes the arrays of a pytree have."""
+    """Return how many bytes the arrays of a pytree take.
+
+    Args:
+      tree: of arrays or of shapes.
+    """
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -101,7 +105,7 @@ def _check_header(data: bytes, kind: str) -> None:
 
 
 def _check_array(name: str, array: np.ndarray, leaf: Any, free: int) -> None:
-    """Fail unless an array has the type and shape expected, the first `free` dimensions aside."""
+    """Raise an error unless an array has the expected type and shape. The first `free` dimensions may differ."""
     shape = tuple(leaf.shape)
     if array.dtype != leaf.dtype or array.ndim != len(shape) or array.shape[free:] != shape[free:]:
         expected = f"{np.dtype(leaf.dtype)}{('any',) * free + shape[free:]}"
@@ -109,7 +113,7 @@ def _check_array(name: str, array: np.ndarray, leaf: Any, free: int) -> None:
 
 
 def _free_dimensions(like: Any) -> dict[str, int]:
-    """Return how many dimensions of each array are free: clients, and rows of tables."""
+    """Return how many leading dimensions of each array may differ: clients, and rows of tables."""
     if not isinstance(like, Upload):
         return {}
     ones = jax.tree.map(
@@ -135,7 +139,7 @@ def _check_clients(upload: Upload) -> None:
             raise WireError(f"{path!r} counts {change.count.max()} rows of {rows}")
         beyond = np.arange(rows)[None] >= change.count[:, None]
         if np.any(change.values[beyond] != 0):
-            raise WireError(f"{path!r} has numbers beyond the rows that it counts")
+            raise WireError(f"{path!r} has values that are not zero in its padding")
 
 
 def _is_rows(value: Any) -> bool:
@@ -143,7 +147,7 @@ def _is_rows(value: Any) -> bool:
 
 
 def _trimmed(change: Any) -> Any:
-    """Cut rows off beyond those that any client has."""
+    """Cut off the padding of rows, down to the largest number of rows of any client."""
     if not _is_rows(change):
         return change
     most = int(np.max(np.asarray(change.count), initial=0))
@@ -151,7 +155,7 @@ def _trimmed(change: Any) -> Any:
 
 
 def _padded(change: Any) -> Any:
-    """Bring lists of rows to a length that can be gone through in chunks."""
+    """Pad lists of rows to a multiple of `ROW_CHUNK`."""
     if not _is_rows(change):
         return change
     short = max(ROW_CHUNK, change.ids.shape[1] + -change.ids.shape[1] % ROW_CHUNK) - change.ids.shape[1]
