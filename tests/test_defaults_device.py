@@ -7,20 +7,17 @@ import dataclasses
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
+from device_models import NUMBER, default_model
 from device_page import Page
 from fedrecon.app.cli import main
-from fedrecon.app.config import Scale
-from fedrecon.app.presets import DEFAULT
 from fedrecon.app.recommender import Recommender
-from fedrecon.app.saved import SavedModel, open_model, save_model
-from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.app.saved import open_model, save_model
 from fedrecon.device.saved import bundle_model
 from fedrecon.device.tables import packed, unpacked
 from fedrecon.trees import flatten, unflatten
@@ -30,7 +27,7 @@ pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")
 
 from fedrecon_device import Bundle, Personal
 
-NUMBER, MOST = 400, 12  # enough items that tables of one are worth quantising
+MOST = 12
 RATES = [1.0, 2.0, 3.5, 5.0]
 COUNTS = [0.0, 1.0, 7.0, 250.0, 90000.0]
 CASES = {  # by name: the transform, the quantisation, what people may give
@@ -42,28 +39,6 @@ CASES = {  # by name: the transform, the quantisation, what people may give
 }
 
 
-def saved_model(transform="none"):
-    """Return a model of the default settings, with parameters as large as trained ones."""
-    scale = Scale(
-        transform=transform,
-        mean=3.2,
-        deviation=0.8,
-        low=1.0,
-        high=4.1,
-        standardized=True,
-        noise=0.6,
-        user_ridge=3.0,
-        trait_ridges=(20.0, 35.0),
-    )
-    config = dataclasses.replace(DEFAULT, model=dataclasses.replace(DEFAULT.model, dim=3, scale=scale))
-    titles = np.array([f"film {k // 2}" for k in range(NUMBER)])  # each of them twice
-    items = Items(np.arange(1000, 1000 + NUMBER), titles, np.arange(NUMBER) % 40, (1.0, 5.0))
-    draw = np.random.default_rng(0)
-    shapes = jax.eval_shape(RATINGS.build_model(config, items).init_global, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: draw.normal(0, 0.4, leaf.shape).astype(np.float32), shapes)
-    return SavedModel(config, params, items)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Bundle each case once; by name: the bundle, the recommender with a device's tables, the page, the run."""
@@ -73,7 +48,7 @@ def made(tmp_path_factory):
         if name not in found:
             transform, quantise, _ = CASES[name]
             place = tmp_path_factory.mktemp("case")
-            made_up = saved_model(transform)
+            made_up = default_model(transform)
             save_model(place / "run" / "model", made_up.config, made_up.params, made_up.legend)
             saved = open_model(place / "run")
             bundle_model(saved, place / "bundle", most=MOST, quantise=quantise)
@@ -203,7 +178,7 @@ def test_the_command_line_recommends_what_a_device_does(made, tmp_path, name, ca
 
 
 def test_a_bundle_recommends_what_the_settings_of_its_model_allow(tmp_path):
-    saved = saved_model()
+    saved = default_model()
     bundle_model(saved, tmp_path / "own", most=2, onnx=False)
     bundle_model(saved, tmp_path / "given", most=2, onnx=False, least_count=9)
     assert Bundle(tmp_path / "own").least_count == saved.config.model.least_ratings == 5
@@ -213,7 +188,7 @@ def test_a_bundle_recommends_what_the_settings_of_its_model_allow(tmp_path):
 @pytest.mark.parametrize("transform", ["none", "log1p"])
 def test_the_same_model_gives_the_same_bytes(tmp_path, transform):
     for name in ("one", "two"):
-        bundle_model(saved_model(transform), tmp_path / name, most=4, quantise="int8")
+        bundle_model(default_model(transform), tmp_path / name, most=4, quantise="int8")
     files = [file for file in (tmp_path / "one").rglob("*") if file.is_file()]
     assert len(files) > 10
     for file in files:
