@@ -35,17 +35,20 @@ kill: .venv/dev.stamp
 fuzz: .venv/dev.stamp
 	FEDRECON_FUZZ_CASES=$${FEDRECON_FUZZ_CASES:-3000} $(BIN)/python -m pytest -n 2 tests/test_fuzz*.py
 
-# The page: types by tsc, tests by node's own runner.
+# The page: types by tsc, tests by node's own runner. Where there is no npm, that is said.
 test-web: build/web.stamp
-	cd tests/web && npx tsc -p tsconfig.json && node --test .
+	@if [ -d tests/web/node_modules ]; then cd tests/web && npx tsc -p tsconfig.json && node --test .; \
+	else echo 'skipped: the tests of the page need npm and its packages'; fi
 
 # The page in the distribution's Chromium. Where there is none and we may, it is installed; else the tests say so.
+CHROMIUM := chromium chromium-browser google-chrome
+APT := apt-get install -qq -y --no-install-recommends chromium
 test-browser: .venv/browser.stamp build/web.stamp
-	@command -v chromium || command -v chromium-browser || command -v google-chrome || [ "$$(id -u)" != 0 ] || \
-	  apt-get install -qq -y --no-install-recommends chromium
+	@which $(CHROMIUM) > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null || \
+	  $(APT) > /dev/null 2>&1 || { apt-get update -qq && $(APT) > /dev/null; } || echo 'Chromium could not be installed'
 	FEDRECON_AXE=tests/web/node_modules/axe-core/axe.min.js \
 	FEDRECON_ONNXRUNTIME_WEB=tests/web/node_modules/onnxruntime-web/dist \
-	  $(BIN)/python -m pytest tests/browser
+	  $(BIN)/python -m pytest -rs tests/browser || [ $$? = 5 ]  # 5: all of them were skipped
 
 # The pictures of docs/device.md, from a whole demo.
 pictures: export FEDRECON_SCREENSHOTS = docs/figures/device
@@ -98,15 +101,15 @@ clean:
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp .venv/deploy.stamp
 
+# What cannot be installed is said, and the tests that need it are skipped with a reason.
 .venv/browser.stamp: .venv/dev.stamp
-	$(PIP) playwright
-	touch $@
+	@if $(PIP) playwright; then touch $@; else echo 'playwright could not be installed'; fi
 
-# Where there is no npm, the tests that need its packages are skipped with a reason.
 build/web.stamp: tests/web/package.json
-	mkdir -p build
-	! command -v npm > /dev/null || (cd tests/web && npm install --no-audit --no-fund --silent)
-	touch $@
+	@mkdir -p build
+	@if ! command -v npm > /dev/null; then echo 'there is no npm'; \
+	elif (cd tests/web && npm install --no-audit --no-fund --silent); then touch $@; \
+	else echo 'the packages of tests/web could not be installed'; fi
 
 .venv/docs.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[docs]'

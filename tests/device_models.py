@@ -1,5 +1,6 @@
 """Small trained-looking models for the tests of bundles, and what JAX makes of a person's examples."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,10 @@ import numpy as np
 import optax
 
 import fedrecon as fr
+from fedrecon.app.config import Scale
+from fedrecon.app.presets import DEFAULT
+from fedrecon.app.saved import SavedModel
+from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device import Legend, bundle
 from fedrecon.device.vectors import made_up_ratings
 
@@ -146,3 +151,45 @@ def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
         replace=True,
     )
     return algorithm, params, vocabulary
+
+
+NUMBER = 400  # items of a model of the default settings: enough that tables of one are worth quantising
+
+
+def default_model(transform="none"):
+    """Return a saved model of the default settings, as if trained; each title is there twice."""
+    scale = Scale(
+        transform=transform,
+        mean=3.2,
+        deviation=0.8,
+        low=1.0,
+        high=4.1,
+        standardized=True,
+        noise=0.6,
+        user_ridge=3.0,
+        trait_ridges=(20.0, 35.0),
+    )
+    titles = np.array([f"film {k // 2}" for k in range(NUMBER)])
+    return of_defaults(scale, Items(np.arange(1000, 1000 + NUMBER), titles, np.arange(NUMBER) % 40, (1.0, 5.0)))
+
+
+def counts_model():
+    """Return a saved model of how often people listened to artists."""
+    scale = Scale(
+        transform="log1p",
+        mean=4.0,
+        deviation=1.5,
+        low=0.0,
+        high=9.2,
+        standardized=True,
+        noise=0.6,
+        user_ridge=3.0,
+        trait_ridges=(20.0, 35.0),
+    )
+    names = np.array([f"artist {k}" for k in range(60)])
+    return of_defaults(scale, Items(np.arange(60), names, np.arange(60) % 40, (0.0, 9896.0)))
+
+
+def of_defaults(scale, items):
+    config = dataclasses.replace(DEFAULT, model=dataclasses.replace(DEFAULT.model, dim=3, scale=scale))
+    return SavedModel(config, trained(RATINGS.build_model(config, items)), items)

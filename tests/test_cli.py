@@ -321,7 +321,8 @@ def test_json_has_null_where_there_is_no_number(trained, tmp_path, capsys):
 def test_recommendations_leave_out_what_is_rated(trained, tmp_path, capsys):
     ratings, run = trained
     capsys.readouterr()
-    assert main(["recommend", str(run), "--ratings", str(ratings), "--user", "u3", "u1", "-n", "20", "--json"]) == 0
+    wanted = ["--user", "u3", "u1", "-n", "20", "--least-ratings", "0", "--json"]
+    assert main(["recommend", str(run), "--ratings", str(ratings), *wanted]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["user"] for one in found["users"]] == ["u3", "u1"]
     rows = [line.split(",") for line in ratings.read_text().splitlines()[1:]]

@@ -9,7 +9,7 @@ import fedrecon as fr
 from fedrecon.app.baselines import beside_saved, verdict
 from fedrecon.app.cli import main
 from fedrecon.app.cli.train import parse
-from fedrecon.app.config import Data, RatingsConfig, TextConfig, TextData, config_from_json, to_json
+from fedrecon.app.config import Data, Factorization, RatingsConfig, TextConfig, TextData, config_from_json, to_json
 from fedrecon.app.presets import PRESETS
 from fedrecon.app.saved import open_model
 from fedrecon.evaluation import Evaluation
@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
 
 def test_the_paper_is_a_preset_and_no_longer_the_default():
     settings = parse(["x.csv", "--out", "y", "--preset", "paper"]).settings
-    assert settings == RatingsConfig(data=Data(source="x.csv"))
+    assert settings == RatingsConfig(data=Data(source="x.csv"), model=Factorization(least_ratings=5))
     assert parse(["x.csv", "--out", "y"]).settings.model.round_zero
     assert parse(["x.csv", "--out", "y", "--preset", "quick"]).settings.rounds == PRESETS["quick"].rounds
 

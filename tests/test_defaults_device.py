@@ -1,83 +1,196 @@
-"""Models of the default settings on devices: bundles and the page reconstruct and predict as Python does."""
+"""Models of the default settings on devices: Python, ONNX Runtime and the page give the same numbers and order.
+
+The model of counts has learned log(1 + x); what devices take and give are counts.
+"""
 
 import dataclasses
 import json
 import shutil
-import subprocess
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fedrecon.app.config import Scale
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.saved import SavedModel
-from fedrecon.app.tasks import RATINGS, Items
+import fedrecon as fr
+from device_models import NUMBER, default_model
+from device_page import Page
+from fedrecon.app.cli import main
+from fedrecon.app.recommender import Recommender
+from fedrecon.app.saved import open_model, save_model
 from fedrecon.device.saved import bundle_model
+from fedrecon.device.tables import packed, unpacked
+from fedrecon.trees import flatten, unflatten
 
-WEB = Path(__file__).parent.parent / "src" / "fedrecon" / "device" / "web"
-SCRIPT = """
-import { readFileSync } from "node:fs";
-import { Bundle } from "WEB/bundle.js";
-import { factorization, predictAll, reconstruct } from "WEB/solvers.js";
-const read = (name) => readFileSync(`${process.argv[2]}/${name}`);
-const bundle = new Bundle(JSON.parse(read("manifest.json")), async (name) => new Uint8Array(read(name)).buffer);
-await bundle.load();
-const model = factorization(bundle);
-const found = JSON.parse(read("test_vectors.json")).map(({ examples }) => {
-  const newest = -bundle.manifest.examples.most;
-  const local = reconstruct(model, examples.item.slice(newest), examples.rating.slice(newest));
-  return { local: Array.from(local), scores: Array.from(predictAll(model, local)) };
-});
-console.log(JSON.stringify(found));
-"""
+pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
+pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")
 
+from fedrecon_device import Bundle, Personal
 
-def saved_model(transform="none"):
-    """Return a model of the default settings, with parameters as large as trained ones."""
-    scale = Scale(
-        transform=transform,
-        mean=3.2,
-        deviation=0.8,
-        low=1.0,
-        high=4.1,
-        standardized=True,
-        noise=0.6,
-        user_ridge=3.0,
-        trait_ridges=(20.0, 35.0),
-    )
-    config = dataclasses.replace(DEFAULT, model=dataclasses.replace(DEFAULT.model, dim=3, scale=scale))
-    items = Items(np.arange(30), None, np.full(30, 9), (1.0, 5.0))
-    draw = np.random.default_rng(0)
-    shapes = jax.eval_shape(RATINGS.build_model(config, items).init_global, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: draw.normal(0, 0.4, leaf.shape).astype(np.float32), shapes)
-    return SavedModel(config, params, items)
+MOST = 12
+RATES = [1.0, 2.0, 3.5, 5.0]
+COUNTS = [0.0, 1.0, 7.0, 250.0, 90000.0]
+CASES = {  # by name: the transform, the quantisation, what people may give
+    "ratings": ("none", None, RATES),
+    "ratings in int8": ("none", "int8", RATES),
+    "ratings in float16": ("none", "float16", RATES),
+    "counts": ("log1p", None, COUNTS),
+    "counts in int8": ("log1p", "int8", COUNTS),
+}
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
-def test_the_page_computes_what_python_does(tmp_path):
-    bundle_model(saved_model(), tmp_path / "bundle", most=12, onnx=False)
-    (tmp_path / "run.mjs").write_text(SCRIPT.replace("WEB", WEB.as_uri()))
-    command = ["node", str(tmp_path / "run.mjs"), str(tmp_path / "bundle")]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    vectors = json.loads((tmp_path / "bundle" / "test_vectors.json").read_text())
-    assert len(found) == len(vectors)
-    for mine, case in zip(found, vectors, strict=True):
-        parts = [np.ravel(case["local"][name]["values"]) for name in ("user_bias", "user_embedding", "user_traits")]
-        np.testing.assert_allclose(mine["local"], np.concatenate(parts), atol=1e-4)
-        asked = case["predict"]["examples"]["item"]
-        expected = np.ravel(case["predict"]["prediction"]["values"])
-        np.testing.assert_allclose(np.array(mine["scores"])[asked], expected, atol=1e-4)
-        assert 1.0 <= min(mine["scores"]) <= max(mine["scores"]) <= 4.1 + 1e-6
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Bundle each case once; by name: the bundle, the recommender with a device's tables, the page, the run."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            transform, quantise, _ = CASES[name]
+            place = tmp_path_factory.mktemp("case")
+            made_up = default_model(transform)
+            save_model(place / "run" / "model", made_up.config, made_up.params, made_up.legend)
+            saved = open_model(place / "run")
+            bundle_model(saved, place / "bundle", most=MOST, quantise=quantise)
+            leaves, structure = flatten(saved.params)
+            params = unflatten(structure, unpacked(packed(leaves, quantise)))
+            served = Recommender(dataclasses.replace(saved, params=params))
+            page = Page(place / "bundle", place) if shutil.which("node") else None
+            found[name] = (Bundle(place / "bundle"), served, page, place / "run")
+        return found[name]
+
+    yield get
+    for *_, page, _ in found.values():
+        if page is not None:
+            page.close()
 
 
-def test_graphs_for_onnx_do_what_the_model_does(tmp_path):
-    """Bundling runs the test vectors in ONNX Runtime, and fails if they do not come out."""
-    bundle_model(saved_model(), tmp_path / "bundle", most=12)
-    assert (tmp_path / "bundle" / "reconstruct.onnx").exists()
+def near(found, expected, name):
+    """To 1e-5, relative to numbers above 1, as the checker compares."""
+    found, expected = np.asarray(found, np.float64).ravel(), np.asarray(expected, np.float64).ravel()
+    assert found.shape == expected.shape, name
+    assert np.max(np.abs(found - expected) / np.maximum(1, np.abs(expected)), initial=0) <= 1e-5, name
 
 
-def test_counts_are_not_for_devices(tmp_path):
-    with pytest.raises(ValueError, match=r"--data\.transform none"):
-        bundle_model(saved_model("log1p"), tmp_path / "bundle", onnx=False)
+def examples(values):
+    return st.lists(st.tuples(st.integers(0, NUMBER - 1), st.sampled_from(values)), max_size=MOST + 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_devices_reconstruct_and_predict_what_jax_does(made, name, data):
+    """From no example, one, as many as count, more, with repeats."""
+    device, served, page, _ = made(name)
+    drawn = data.draw(examples(CASES[name][2]))
+    item = np.array([item for item, _ in drawn], np.int32)
+    rating = np.array([rating for _, rating in drawn], np.float32)
+    local, expected, scores = in_jax(served, item[-MOST:], rating[-MOST:])
+    found = device.reconstruct({"item": item, "rating": rating})
+    for path, leaf in local.items():
+        near(found[path], leaf, path)
+    near(device.predict(found, {"item": np.arange(NUMBER, dtype=np.int32)}), scores, "predictions")
+    if page is not None:
+        mine = page.ask(item, rating)
+        near(mine["local"], expected, "local parameters of the page")
+        near(mine["scores"], scores, "predictions of the page")
+
+
+def in_jax(served, item, rating):
+    """Return local parameters by path, all in the page's order, and the predictions of all items before clipping."""
+    saved = served.saved
+    clients = fr.Clients({"item": item, "rating": rating}, np.array([0]), np.array([len(item)]))
+    seen = saved.task.view(saved.config, clients)
+    local = fr.reconstruct(saved.algorithm, served.saved.params, seen[0], seed=saved.config.seed)
+    ((_, scores),) = served._every_score(seen)
+    if saved.config.model.scale.transform == "log1p":
+        scores = np.expm1(scores)
+    order = ("user_bias", "user_embedding", "user_traits")
+    return local, np.concatenate([np.ravel(local[name]) for name in order]), scores[0]
+
+
+@pytest.mark.parametrize("name", ["ratings", "counts"])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_python_a_device_and_the_page_recommend_the_same(made, tmp_path_factory, name, data):
+    """Unknown items are left out, the last rating of an item counts, nothing rare or outside the scale comes back."""
+    device, served, page, _ = made(name)
+    ids = st.integers(995, 1005 + NUMBER)
+    drawn = data.draw(st.lists(st.tuples(ids, st.sampled_from(CASES[name][2])), max_size=MOST))
+    person = {}
+    for one, rating in drawn:
+        person.pop(one, None)
+        person[one] = rating
+    personal = Personal(device, tmp_path_factory.mktemp("me") / "me.json")
+    personal.add(item=[one for one, _ in drawn], rating=[rating for _, rating in drawn])
+    expected, found = served.recommend(person, NUMBER), personal.recommend(NUMBER)
+    same_order([(one.item, one.title, one.rating) for one in expected], [one[:3] for one in found])
+    low, high = (np.expm1([1.0, 4.1]) if name == "counts" else (1.0, 4.1)) * np.array([0.99999, 1.00001])
+    assert all(low <= one.score <= high for one in found)
+    assert not [one for one in found if (one.item - 1000) % 40 < 5 or one.item in person]
+    assert len({one.label for one in found}) == len(found)
+    if page is not None:
+        known = {one - 1000: rating for one, rating in person.items() if 1000 <= one < 1000 + NUMBER}
+        mine = page.ask(known, known.values())
+        labels = device.items.labels
+        shown = [(1000 + k, labels[k], score) for k, score in zip(mine["best"], mine["shown"], strict=True)]
+        same_order([one[:3] for one in found], shown)
+
+
+def same_order(expected, found):
+    """The same items with the same labels and scores; those whose scores are as good as equal may change places."""
+    assert {one[:2] for one in found} == {one[:2] for one in expected}
+    near([one[2] for one in found], [one[2] for one in expected], "scores")
+    scores = {item: score for item, _, score in expected}
+    for (ours, _, _), (theirs, _, score) in zip(found, expected, strict=True):
+        assert ours == theirs or abs(scores[ours] - score) <= 2e-5 * max(1, abs(score)), (ours, theirs)
+
+
+def test_the_order_is_that_of_the_predictions_before_they_are_clipped(made, tmp_path):
+    device, served, *_ = made("ratings")
+    personal = Personal(device, tmp_path / "me.json")
+    personal.add(item=[1010, 1011, 1012], rating=[5, 5, 5])
+    found = personal.recommend(NUMBER)
+    best = [one for one in found if one.score == pytest.approx(4.1)]
+    assert len(best) > 5
+    raw = device.predict(personal.local(), {"item": np.array([one.item - 1000 for one in best])})
+    assert np.all(np.diff(raw) <= 0)
+    assert raw[0] > raw[-1] > 4.1
+    expected = served.recommend({1010: 5, 1011: 5, 1012: 5}, 10)
+    assert [one.item for one in expected] == [one.item for one in found[:10]]
+
+
+@pytest.mark.parametrize("name", ["ratings", "counts"])
+def test_the_command_line_recommends_what_a_device_does(made, tmp_path, name, capsys):
+    device, *_, run = made(name)
+    given = {1010: 5.0, 1011: 1.0, 1300: 3.0}
+    lines = [f"me,{item},{rating}" for item, rating in given.items()]
+    (tmp_path / "mine.csv").write_text("\n".join(["user,item,rating", *lines]))
+    assert main(["recommend", str(run), "--ratings", str(tmp_path / "mine.csv"), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["users"]
+    personal = Personal(device, tmp_path / "me.json")
+    personal.add(item=list(given), rating=list(given.values()))
+    found = personal.recommend(10)
+    assert [one["item"] for one in told["recommendations"]] == [one.item for one in found]
+    assert [one["title"] for one in told["recommendations"]] == [one.label for one in found]
+    ratings = [one["rating"] for one in told["recommendations"]]
+    assert ratings == pytest.approx([one.score for one in found], rel=1e-4)
+
+
+def test_a_bundle_recommends_what_the_settings_of_its_model_allow(tmp_path):
+    saved = default_model()
+    bundle_model(saved, tmp_path / "own", most=2, onnx=False)
+    bundle_model(saved, tmp_path / "given", most=2, onnx=False, least_count=9)
+    assert Bundle(tmp_path / "own").least_count == saved.config.model.least_ratings == 5
+    assert Bundle(tmp_path / "given").least_count == 9
+
+
+@pytest.mark.parametrize("transform", ["none", "log1p"])
+def test_the_same_model_gives_the_same_bytes(tmp_path, transform):
+    for name in ("one", "two"):
+        bundle_model(default_model(transform), tmp_path / name, most=4, quantise="int8")
+    files = [file for file in (tmp_path / "one").rglob("*") if file.is_file()]
+    assert len(files) > 10
+    for file in files:
+        other = tmp_path / "two" / file.relative_to(tmp_path / "one")
+        assert file.read_bytes() == other.read_bytes(), file.name

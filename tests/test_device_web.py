@@ -17,7 +17,7 @@ import pytest
 import device_vectors
 from fedrecon.app.cli import main
 from fedrecon.app.config import Factorization
-from fedrecon.app.saved import open_model, save_model
+from fedrecon.app.saved import SavedModel, open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
 from fedrecon.device.saved import ratings_legend
@@ -200,7 +200,7 @@ def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
     assert items == {"ids": [5, 7, 9], "labels": ["A [5]", "B", "A [9]"], "counts": [9, 1, 8]}
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["scale"] == [1.0, 5.0]
-    assert manifest["least_count"] == 5
+    assert manifest["least_count"] == 1  # as the settings of its model say
 
 
 # ---- what a saved model knows about its items ----
@@ -233,8 +233,17 @@ def test_a_model_saved_before_there_were_counts_still_opens(tmp_path):
     recalled = RATINGS.recall({"item_ids": [3, 7], "titles": None})
     assert recalled.counts is None
     assert recalled.scale is None
-    assert ratings_legend(recalled, 5, {}).files["items.json"]["counts"] is None
+    assert legend_of(recalled).files["items.json"]["counts"] is None
 
 
 def test_ids_in_a_row_are_written_short():
-    assert ratings_legend(Items(np.arange(10, 20)), 0, {}).files["items.json"]["ids"] == {"first": 10, "count": 10}
+    assert legend_of(Items(np.arange(10, 20))).files["items.json"]["ids"] == {"first": 10, "count": 10}
+
+
+def legend_of(items):
+    return ratings_legend(SavedModel(RATINGS.untrained, {}, items))
+
+
+def test_titles_that_an_older_model_repeats_are_told_apart():
+    recalled = RATINGS.recall({"item_ids": [3, 7, 9], "titles": ["A", "B", "A"]})
+    assert recalled.titles.tolist() == ["A [3]", "B", "A [9]"]

@@ -17,9 +17,12 @@ from PIL import Image
 
 import fedrecon as fr
 from fedrecon.app.cli.demo import SETTINGS
+from fedrecon.app.recommender import Recommender
 from fedrecon.app.saved import open_model
 from fedrecon.device.page import serve
 from fedrecon.device.saved import bundle_model
+from fedrecon.device.tables import packed, unpacked
+from fedrecon.trees import flatten, unflatten
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
 CHROMIUM = next(
@@ -28,8 +31,15 @@ CHROMIUM = next(
 if CHROMIUM is None:
     pytest.skip("there is no Chromium on this machine; install the distribution's", allow_module_level=True)
 
-AXE = os.environ.get("FEDRECON_AXE")  # axe.min.js of the npm package axe-core
-ORT_WEB = os.environ.get("FEDRECON_ONNXRUNTIME_WEB")  # the folder dist of the npm package onnxruntime-web
+
+def named(variable):
+    """Return the path that an environment variable names; None if it names none, or nothing is there."""
+    path = os.environ.get(variable)
+    return path if path and Path(path).exists() else None
+
+
+AXE = named("FEDRECON_AXE")  # axe.min.js of the npm package axe-core
+ORT_WEB = named("FEDRECON_ONNXRUNTIME_WEB")  # the folder dist of the npm package onnxruntime-web
 PICTURES = os.environ.get("FEDRECON_SCREENSHOTS")
 RATED = {"Matrix, The": 5, "Toy Story": 4, "Pulp Fiction": 5, "Jurassic Park": 2, "Fargo": 4}
 
@@ -42,7 +52,7 @@ def saved(tmp_path_factory):
     if os.environ.get("FEDRECON_RUN"):
         return open_model(os.environ["FEDRECON_RUN"])
     folder = fr.RunFolder(tmp_path_factory.mktemp("run"))
-    run_experiment(dataclasses.replace(SETTINGS, rounds=100, evaluate_every=0), folder)
+    run_experiment(dataclasses.replace(SETTINGS, rounds=20, evaluate_every=0), folder)
     return open_model(folder.path)
 
 
@@ -59,7 +69,9 @@ def writing(tmp_path_factory):
     from device_models import text_bundle
 
     if ORT_WEB is None:
-        pytest.skip("FEDRECON_ONNXRUNTIME_WEB does not name onnxruntime-web; make test-browser sets it")
+        pytest.skip(
+            "there is no onnxruntime-web where FEDRECON_ONNXRUNTIME_WEB says; make test-browser installs it with npm"
+        )
     folder = tmp_path_factory.mktemp("bundle") / "text"
     text_bundle(folder, vendor=Path(ORT_WEB))
     yield from served(folder)
@@ -133,35 +145,48 @@ def picture(page, name, **options):
 
 
 def test_five_ratings_give_the_parameters_scores_and_order_that_python_gives(saved, context, address):
-    from fedrecon.device.tables import packed, unpacked
-    from fedrecon.trees import flatten, unflatten
-
     page = opened(context, address)
     rate_all(page)
     picture(page, "films")
     found = page.evaluate("({...fedrecon, scores: Array.from(fedrecon.scores)})")
 
     leaves, structure = flatten(saved.params)
-    params = unflatten(structure, unpacked(packed(leaves, "int8")))
-    titles = saved.legend.titles.tolist()
-    items = np.array([titles.index(title) for title in RATED], np.int32)
-    mine = fr.reconstruct(
-        saved.algorithm,
-        params,
-        {"item": items, "rating": np.array(list(RATED.values()), np.float32)},
-        seed=saved.config.seed,
-    )
-    local = [mine["user_bias"].item(), *mine["user_embedding"].tolist()]
-    assert found["local"] == pytest.approx(local, abs=1e-5)
-    scores = fr.predict(saved.algorithm.model, params, mine, {"item": np.arange(len(titles))})
-    assert found["scores"] == pytest.approx(scores.tolist(), abs=1e-5)
-    wanted = [k for k in np.argsort(-scores, kind="stable") if saved.legend.counts[k] >= 5 and k not in items]
-    assert found["best"] == wanted[:10]
-    shown = page.locator("#best .title").all_inner_texts()
-    assert shown[0].startswith(titles[wanted[0]])
-    assert all(0.5 <= float(text) <= 5 for text in page.locator("#best .score").all_inner_texts())
+    served = Recommender(dataclasses.replace(saved, params=unflatten(structure, unpacked(packed(leaves, "int8")))))
+    titles, ids = saved.legend.titles.tolist(), saved.legend.ids.tolist()
+    person = {ids[titles.index(title)]: stars for title, stars in RATED.items()}
+    mine = served.reconstruct(person)
+    order = ("user_bias", "user_embedding", "user_traits")
+    assert found["local"] == pytest.approx(np.concatenate([np.ravel(mine[name]) for name in order]), abs=1e-5)
+    ((_, scores),) = served._every_score(served._clients(person))
+    assert found["scores"] == pytest.approx(scores[0].tolist(), abs=1e-5)
+    best = served.recommend(person, 10)
+    assert [ids[k] for k in found["best"]] == [one.item for one in best]
+    assert page.locator("#best .title").all_inner_texts() == [one.title for one in best]
+    told = [float(text) for text in page.locator("#best .score").all_inner_texts()]
+    assert told == pytest.approx([one.rating for one in best], abs=0.0501)
+    assert all(0.5 <= rating <= 5 for rating in told)
     assert "near what you like" in page.inner_text("#best li")
     assert page.problems == []
+
+
+def test_items_that_a_new_model_does_not_know_are_kept_and_left_out(context, address):
+    page = opened(context, address)
+    rate(page, "Toy Story", 5)
+    before = page.evaluate("Array.from(fedrecon.scores)")
+    page.evaluate(
+        """() => {
+          const [key] = Object.keys(localStorage);
+          const kept = JSON.parse(localStorage.getItem(key));
+          kept.examples.push([123456789, 1], ["no such film", 5]);
+          localStorage.setItem(key, JSON.stringify(kept));
+        }"""
+    )
+    page.reload()
+    ready(page)
+    assert page.locator("#rated li").count() == 1
+    assert page.evaluate("Array.from(fedrecon.scores)") == before
+    rate(page, "Alien", 4)
+    assert len(page.evaluate("JSON.parse(Object.values(localStorage)[0]).examples")) == 4
 
 
 def test_ratings_change_recommendations_survive_a_reload_and_are_gone_when_forgotten(context, address):
@@ -179,7 +204,7 @@ def test_ratings_change_recommendations_survive_a_reload_and_are_gone_when_forgo
     page.click("#forget")
     picture(page, "forget")
     page.click("#really .danger")
-    assert page.inner_text("#kept-what") == "nothing"
+    until(page, "document.getElementById('kept-what').textContent === 'nothing'")
     assert page.locator("#best li").count() == 0
     assert page.evaluate("localStorage.length") == 0
     page.reload()
@@ -216,9 +241,17 @@ def test_keyboard_alone_is_enough_to_search_rate_and_remove(context, address):
     page.keyboard.press("ArrowRight")
     assert page.locator("#rated input:checked").get_attribute("value") == "3"
     assert "Casablanca" in page.inner_text("#said")
+    page.locator("#rated input:checked").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")  # the focus is where it was, though the list was made anew
+    assert page.locator("#rated input:checked").get_attribute("value") == "5"
+    assert page.locator("#results input:checked").get_attribute("value") == "5"
+    page.click("#more")
+    assert page.evaluate("document.activeElement === document.getElementById('best').children[10]")
     page.locator("#rated .remove").focus()
     page.keyboard.press("Enter")
     assert page.locator("#rated li").count() == 0
+    assert page.locator("#results input:checked").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -247,7 +280,7 @@ def test_a_phone_shows_all_of_it_in_its_width(browser, address, scheme):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser, address, scheme):
     if AXE is None:
-        pytest.skip("FEDRECON_AXE does not name axe.min.js; make test-browser sets it")
+        pytest.skip("FEDRECON_AXE names no axe-core; make test-browser installs it with npm")
     context = browser.new_context(viewport={"width": 1180, "height": 900}, color_scheme=scheme, bypass_csp=True)
     page = opened(context, address)
     rate_all(page)
@@ -293,6 +326,30 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
     ready(page)
     assert page.inner_text("#kept-what").startswith("3 sentences")
     assert page.problems == []
+
+
+def test_counts_are_entered_as_numbers_and_shown_as_counts(context, tmp_path):
+    from device_models import counts_model
+
+    saved = counts_model()
+    bundle_model(saved, tmp_path / "counts", most=10, onnx=False)
+    for _, address in served(tmp_path / "counts"):
+        page = opened(context, address)
+        page.fill("#search", "artist 7")
+        page.locator("#results input").first.fill("1200")
+        page.keyboard.press("Enter")
+        page.fill("#search", "artist 30")
+        page.locator("#results input").first.fill("-3")
+        page.keyboard.press("Enter")
+        assert page.locator("#rated li").count() == 1  # no count is below 0
+        page.locator("#results input").first.fill("2")
+        page.keyboard.press("Enter")
+        picture(page, "counts")
+        best = Recommender(saved).recommend({7: 1200.0, 30: 2.0}, 10)
+        assert page.locator("#best .title").all_inner_texts() == [one.title for one in best]
+        told = [float(text.replace(",", "")) for text in page.locator("#best .score").all_inner_texts()]
+        assert told == pytest.approx([one.rating for one in best], abs=0.501)
+        assert page.problems == []
 
 
 def until(page, condition):

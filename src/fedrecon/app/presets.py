@@ -49,7 +49,7 @@ DEFAULT = RatingsConfig(
 PRESETS: Mapping[str, RatingsConfig] = {
     "default": DEFAULT,
     "quick": dataclasses.replace(DEFAULT, rounds=50, evaluate_every=25),
-    "paper": RatingsConfig(data=Data(source="")),
+    "paper": RatingsConfig(data=Data(source=""), model=Factorization(least_ratings=5)),
 }
 GROUPS = ("data", "model", "split", "reconstruct", "update", "server", "aggregate", "sampling", "rounds", "seed")
 

@@ -108,7 +108,7 @@ class Recommender:
         Of equal predictions the item with the lower number comes first.
 
         Args:
-          clients: with columns `item` and `rating`.
+          clients: with columns `item` and `rating`, which are logarithms where the model has learned those.
           n: how many items.
           least_ratings: as for `recommend`.
         """
@@ -159,16 +159,24 @@ class Recommender:
 
     def _shown(self, scores: np.ndarray) -> np.ndarray:
         """Return predictions within the scale, and as counts where the model has learned their logarithms."""
-        scale = self.saved.config.model.scale
-        if scale is None:
-            return scores.copy()
-        clipped = np.clip(scores, scale.low, scale.high)
-        return np.expm1(clipped) if scale.transform == "log1p" else clipped
+        scale, ends = self.saved.config.model.scale, shown_scale(self.saved)
+        if scale is not None and scale.transform == "log1p":
+            scores = np.expm1(np.minimum(scores, scale.high))
+        return scores.copy() if ends is None else np.clip(scores, *ends)
 
     def _rarely_rated(self, least: int | None) -> np.ndarray:
         least = self.saved.config.model.least_ratings if least is None else least
         counts = self.items.counts
         return np.zeros(len(self.items), bool) if counts is None else counts < least
+
+
+def shown_scale(saved: SavedModel[Items]) -> tuple[float, float] | None:
+    """Return between which ratings predictions are shown, as ratings are in the data; None if nothing is known."""
+    scale = saved.config.model.scale
+    if scale is None:  # a model of an earlier version
+        return saved.legend.scale
+    low, high = np.expm1([scale.low, scale.high]) if scale.transform == "log1p" else (scale.low, scale.high)
+    return float(low), float(high)
 
 
 def _best(scores: np.ndarray, shown: np.ndarray, n: int) -> Recommendation:

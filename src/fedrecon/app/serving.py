@@ -23,7 +23,14 @@ from fedrecon.personalize import Recommendation, reconstruct
 def recommend_items(
     model: SavedModel[Items], clients: Clients, n: int = 10, least_ratings: int | None = None
 ) -> list[Recommendation]:
-    """Rebuild every client's local parameters from all its ratings and recommend what it has not rated."""
+    """Reconstruct every client's local parameters from all its ratings and recommend what it has not rated.
+
+    Args:
+      model: of ratings.
+      clients: as the model sees them: `model.task.view(model.config, clients)` of ratings as they are given.
+      n: how many items for each.
+      least_ratings: only items with so many ratings by training users; as the model's settings say by default.
+    """
     return Recommender(model).recommend_numbers(clients, n, least_ratings)
 
 

@@ -17,9 +17,11 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.cohort import Examples
 from fedrecon.hosts import as_clients
 from fedrecon.keys import client_keys
-from fedrecon.model import Batch
+from fedrecon.model import Batch, Step, predict_in
 from fedrecon.models.text.merging import plain_layers
 from fedrecon.trees import Params
+
+HIGHEST_LOG = 80.0  # what is predicted above is that: float32 ends at the exponential of 88
 
 
 class Form(NamedTuple):
@@ -40,13 +42,14 @@ class Form(NamedTuple):
     evidence: bool
 
 
-def export_form(algorithm: Algorithm, params: Params, seed: int) -> Form:
+def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool = False) -> Form:
     """Return the form of an algorithm that is exported.
 
     Args:
       algorithm: whose reconstruction it is.
       params: global parameters.
       seed: of the start, where it is not learned: the start of the only client in `fr.reconstruct(..., seed=seed)`.
+      ranked: predict as in training, which is not clipped: clipped predictions of the best items are all the same.
     """
     model = algorithm.model
     alone = as_clients({"any": np.zeros(1)})
@@ -62,8 +65,28 @@ def export_form(algorithm: Algorithm, params: Params, seed: int) -> Form:
             return jax.tree.map(lambda leaf: leaf[0], given.reconstruct(params, (), support, unused_keys))
 
     def predict(params: Params, local: Params, columns: Batch) -> Array:
+        first = next(iter(columns.values()))
+        step = Step(jnp.ones(first.shape[:1], bool), None) if ranked else None
         with plain_layers():
-            found: Any = model.predict(params, local, columns)
+            found: Any = predict_in(model, params, local, columns, step)
             return found.values() if hasattr(found, "values") else found  # logits are kept as a product
 
     return Form(reconstruct, predict, start, algorithm.method.support_limit, model.evidence is not None)
+
+
+def of_counts(form: Form, feature: str = "rating") -> Form:
+    """Return a form that takes and gives counts, of one that has learned log(1 + count).
+
+    Args:
+      form: what was learned from logarithms.
+      feature: the column that holds the counts; what is below 0 counts as 0, as in training.
+    """
+
+    def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
+        logs = jnp.log1p(jnp.maximum(columns[feature], 0))
+        return form.reconstruct(params, start, {**columns, feature: logs}, count)
+
+    def predict(params: Params, local: Params, columns: Batch) -> Array:
+        return jnp.expm1(jnp.minimum(form.predict(params, local, columns), HIGHEST_LOG))
+
+    return form._replace(reconstruct=reconstruct, predict=predict)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
-from fedrecon.device.export_form import Form, export_form
+from fedrecon.device.export_form import Form, export_form, of_counts
 from fedrecon.device.exporting import Exporter, Legend, wide
 from fedrecon.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon.device.tables import Quantisation, packed, tables_file, unpacked
@@ -77,7 +77,8 @@ def bundle(
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
     stored = packed(leaves, quantise)
     tables = unpacked(stored)  # what a device computes with; so test vectors come from them
-    form = export_form(algorithm, unflatten(structure, tables), seed)
+    form = export_form(algorithm, unflatten(structure, tables), seed, ranked=legend.task == "ratings")
+    form = of_counts(form) if legend.counts else form
     most = most if form.limit is None else min(most, form.limit)
     if most < 1:
         raise ValueError(f"`most` is {most}; a device needs at least 1 example to reconstruct from")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon.app.recommender import shown_scale
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.data import Vocabulary, personal_text, unique_labels
@@ -19,8 +20,6 @@ from fedrecon.device.page import page_files
 from fedrecon.device.tables import Quantisation
 from fedrecon.device.vectors import made_up_ratings
 
-LEAST_COUNT = 5  # ratings that an item needs to be recommended
-
 
 def bundle_model(
     saved: SavedModel[Any],
@@ -28,7 +27,7 @@ def bundle_model(
     *,
     most: int = MOST_EXAMPLES,
     quantise: Quantisation | None = None,
-    least_count: int = LEAST_COUNT,
+    least_count: int | None = None,
     onnxruntime_web: Path | None = None,
     onnx: bool = True,
     replace: bool = False,
@@ -40,15 +39,15 @@ def bundle_model(
       out: the folder to write.
       most: how many examples of a person a device uses, the newest ones.
       quantise: store tables in `int8` or `float16`; None keeps float32.
-      least_count: items with fewer ratings in training are not recommended, where that is known.
+      least_count: items with fewer ratings in training are not recommended, where that is known; as the model's
+        settings say by default.
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
       onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
       replace: whether a folder that is there is replaced.
     """
     if saved.task is RATINGS:
-        _check_transform(saved)
-        legend = ratings_legend(saved.legend, least_count, _roles(saved))
-        like = made_up_ratings(len(saved.legend), saved.legend.scale, most)
+        legend = ratings_legend(saved, least_count)
+        like = made_up_ratings(len(saved.legend), legend.scale, most)
         ask = {"item": np.arange(min(20, len(saved.legend)), dtype=np.int32)}
     else:
         words: Vocabulary = saved.legend
@@ -72,19 +71,14 @@ def bundle_model(
     )
 
 
-def _check_transform(saved: SavedModel[Items]) -> None:
-    scale = saved.config.model.scale
-    if scale is not None and scale.transform != "none":
-        raise ValueError(
-            "the model has learned log(1+x) of counts, which devices do not know; train it with --data.transform none"
-        )
-
-
 def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
     """Return what whoever reconstructs without ONNX must know: the solver's settings, and what round zero found."""
     settings = asdict(saved.config.reconstruct)
     scale = saved.config.model.scale if saved.task is RATINGS else None
-    if scale is None or not scale.standardized:
+    if scale is None:
+        return settings
+    settings["transform"] = scale.transform
+    if not scale.standardized:
         return settings
     ridge = saved.config.reconstruct.ridge
     return settings | {
@@ -93,19 +87,22 @@ def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
             "embedding": ridge * scale.noise,
             "traits": [ridge * value for value in scale.trait_ridges],
         },
-        "standard": {name: getattr(scale, name) for name in ("mean", "deviation", "low", "high")},
+        "standard": {"mean": scale.mean, "deviation": scale.deviation},
     }
 
 
-def ratings_legend(items: Items, least_count: int, roles: dict[str, str]) -> Legend:
-    """Return what a bundle says about items."""
+def ratings_legend(saved: SavedModel[Items], least_count: int | None = None) -> Legend:
+    """Return what a bundle says about the items and ratings of a model."""
+    items, settings = saved.legend, saved.config.model
     titles = None if items.titles is None else [str(title) for title in items.titles]
     content = {
         "ids": _short(items.ids.tolist()),
         "labels": None if titles is None else unique_labels(titles, items.ids.tolist()),
         "counts": None if items.counts is None else items.counts.tolist(),
     }
-    return Legend("ratings", {ITEMS: content}, items.scale, least_count, roles)
+    least = settings.least_ratings if least_count is None else least_count
+    counts = settings.scale is not None and settings.scale.transform == "log1p"
+    return Legend("ratings", {ITEMS: content}, shown_scale(saved), least, counts, _roles(saved))
 
 
 def _short(ids: list[Any]) -> Any:

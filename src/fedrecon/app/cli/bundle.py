@@ -24,7 +24,7 @@ class Make:
       out: the folder to write.
       quantise: store tables in int8 (a quarter of the size) or float16 (half of it).
       examples: how many of a person's examples a device uses, the newest ones.
-      least_ratings: items with fewer ratings in training are not recommended.
+      least_ratings: recommend only items with so many ratings by training users; as in training by default.
       onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, for the page.
       overwrite: replace a folder that is there.
     """
@@ -33,7 +33,7 @@ class Make:
     out: Path
     quantise: Literal["int8", "float16"] | None = None
     examples: int = 300
-    least_ratings: int = 5
+    least_ratings: int | None = None
     onnxruntime_web: Path | None = None
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 

@@ -68,7 +68,8 @@ def run(args: Recommend) -> int:
             raise ValueError(f"{args.ratings}: {problem.args[0]}") from None
     everyone: list[dict[str, Any]] = []
     assert ratings.names is not None  # a ratings file names its users
-    advice = recommend_items(model, ratings, args.top, args.least_ratings)
+    seen = model.task.view(model.config, ratings)  # the logarithms of counts, where the model has learned those
+    advice = recommend_items(model, seen, args.top, args.least_ratings)
     for name, size, found in zip(ratings.names, ratings.sizes, advice, strict=True):
         items = [
             {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}

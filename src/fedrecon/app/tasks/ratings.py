@@ -109,9 +109,10 @@ def _recall(description: Mapping[str, Any]) -> Items:
     titles = description["titles"]
     # Older models have none of these.
     counts, scale, liking = (description.get(name) for name in ("counts", "scale", "liking"))
+    ids = description["item_ids"]
     return Items(
-        np.array(description["item_ids"]),
-        None if titles is None else np.array(titles, dtype=str),
+        np.array(ids),
+        None if titles is None else np.array(unique_labels(titles, ids), dtype=str),  # older models repeat titles
         None if counts is None else np.array(counts, np.int64),
         None if scale is None else (float(scale[0]), float(scale[1])),
         None if liking is None else Liking.from_json(liking),

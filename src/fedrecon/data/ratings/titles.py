@@ -80,6 +80,8 @@ def unique_labels(titles: Sequence[str], ids: Sequence[Any]) -> list[str]:
     """
     if len(titles) != len(ids):
         raise ValueError(f"there are {len(titles)} titles for {len(ids)} items: give one for each.")
+    if len(set(map(str, ids))) < len(ids):
+        raise ValueError("some ids occur twice: give a different one for each item.")
     names = [title or str(own) for title, own in zip(titles, ids, strict=True)]
     while clash := {name for name, count in Counter(names).items() if count > 1}:  # a title may look like a label
         names = [f"{name} [{own}]" if name in clash else name for name, own in zip(names, ids, strict=True)]

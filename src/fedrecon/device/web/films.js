@@ -4,7 +4,7 @@
 import { clipped, find, fold, nearest, rank } from "./ranking.js";
 import { factorization, predictAll, reconstruct } from "./solvers.js";
 import * as store from "./store.js";
-import { counted, element, say, stars } from "./widgets.js";
+import { counted, element, rater, refill, say, written } from "./widgets.js";
 
 /** @typedef {import("./bundle.js").Bundle} Bundle */
 
@@ -30,6 +30,8 @@ export async function showFilms(bundle, { onChange }) {
   const { scale, least_count: least, examples } = bundle.manifest;
   const often = counts === null ? [] : rank(counts, 200);
   let top = MORE;
+  /** @type {number[]} */
+  let listed = [];
 
   const search = /** @type {HTMLInputElement} */ (document.getElementById("search"));
   const results = /** @type {HTMLElement} */ (document.getElementById("results"));
@@ -50,9 +52,10 @@ export async function showFilms(bundle, { onChange }) {
     const others = store.kept(/** @type {[number | string, number][]} */ ([])).filter(([id]) => id !== ids[item]);
     store.keep(rating === null ? others : [...others, [ids[item], rating]]);
     top = MORE;
+    showListed();
     showRated();
     showBest();
-    say(rating === null ? `${labels[item]}: rating removed` : `${labels[item]}: ${rating}. Recommendations changed.`);
+    say(rating === null ? `${labels[item]}: removed` : `${labels[item]}: ${rating}. Recommendations changed.`);
     onChange();
   };
 
@@ -60,7 +63,9 @@ export async function showFilms(bundle, { onChange }) {
   const row = (item, rating, place) => {
     const line = element("li", { class: "film" });
     line.append(element("span", { class: "title", text: labels[item] }));
-    line.append(stars(`${place}-${item}`, labels[item], scale, rating, (value) => rate(item, value)));
+    line.append(
+      rater(`${place}-${item}`, labels[item], scale, rating, (value) => rate(item, value), model.counts),
+    );
     if (place === "rated") {
       const remove = element("button", { class: "remove", text: "×", type: "button" });
       remove.setAttribute("aria-label", `Remove the rating of ${labels[item]}`);
@@ -76,16 +81,21 @@ export async function showFilms(bundle, { onChange }) {
   const showResults = () => {
     const query = search.value.trim();
     const known = new Map(ratings());
-    const chosen = query ? find(folded, query, counts, SHOWN) : often.filter((k) => !known.has(k)).slice(0, SHOWN);
-    results.replaceChildren(...chosen.map((item) => row(item, known.get(item) ?? null, "found")));
+    listed = query ? find(folded, query, counts, SHOWN) : often.filter((k) => !known.has(k)).slice(0, SHOWN);
+    showListed();
     found.textContent = query
-      ? chosen.length === 0 ? `Nothing is called “${query}”.` : `Found for “${query}”`
+      ? listed.length === 0 ? `Nothing is called “${query}”.` : `Found for “${query}”`
       : often.length ? "Often rated" : "Search for something you know";
+  };
+
+  const showListed = () => {
+    const known = new Map(ratings());
+    refill(results, listed.map((item) => row(item, known.get(item) ?? null, "found")));
   };
 
   const showRated = () => {
     const mine = ratings().reverse();
-    rated.replaceChildren(...mine.map(([item, rating]) => row(item, rating, "rated")));
+    refill(rated, mine.map(([item, rating]) => row(item, rating, "rated")));
     const heading = /** @type {HTMLElement} */ (document.getElementById("rated-heading"));
     heading.textContent = mine.length === 0 ? "Your ratings" : `Your ratings (${mine.length})`;
     /** @type {HTMLElement} */ (document.getElementById("rated-none")).hidden = mine.length > 0;
@@ -104,6 +114,9 @@ export async function showFilms(bundle, { onChange }) {
     const liked = mine.filter(([, rating]) => rating >= mean).map(([item]) => item);
     best.replaceChildren(...(mine.length ? chosen.map((item) => recommendation(item, scores[item], liked)) : []));
     /** @type {HTMLElement} */ (document.getElementById("best-none")).hidden = mine.length > 0;
+    const rare = /** @type {HTMLElement} */ (document.getElementById("best-rare"));
+    rare.hidden = mine.length === 0 || chosen.length > 0;
+    rare.textContent = `Nothing is left to recommend: only titles with at least ${counted(least, "rating")} are.`;
     more.hidden = mine.length === 0 || chosen.length < top;
     Object.assign(globalThis, { fedrecon: { local: Array.from(local), scores, best: chosen, took } }); // for tests
   };
@@ -111,13 +124,13 @@ export async function showFilms(bundle, { onChange }) {
   /** @param {number} item @param {number} score @param {number[]} among */
   const recommendation = (item, score, among) => {
     const shown = clipped(score, scale);
-    const line = element("li", { class: "advice" });
-    const [low, high] = scale ?? [Math.min(0, shown), Math.max(1, shown)];
-    const meter = element("meter", { min: String(low), max: String(high), value: String(shown) });
-    meter.setAttribute("aria-label", `predicted rating of ${labels[item]}`);
-    meter.textContent = shown.toFixed(1);
+    const line = element("li", { class: "advice", tabindex: "-1" });
+    const ends = scale ?? [Math.min(0, shown), Math.max(1, shown)];
+    const [low, high, at] = [...ends, shown].map((value) => (model.counts ? Math.log1p(value) : value));
+    const meter = element("meter", { min: String(low), max: String(high), value: String(at) });
+    meter.setAttribute("aria-hidden", "true"); // the number beside it says the same
     line.append(element("span", { class: "title", text: labels[item] }));
-    line.append(element("span", { class: "score", text: shown.toFixed(1) }), meter);
+    line.append(element("span", { class: "score", text: written(shown, model.counts) }), meter);
     const near = nearest(model.embedding, model.dim, item, among);
     if (near.length) {
       const known = new Map(ratings());

@@ -12,6 +12,7 @@
  * @property {Float32Array | null} traits one row an item of what is known of it, in a model with traits
  * @property {number} width how many traits an item has
  * @property {Standard | null} standard what ratings are brought to before anything is solved for
+ * @property {boolean} counts whether ratings are counts, of which the model has learned log(1 + x)
  * @property {Float64Array} start the bias first if there is one, then the embedding, then what is made of traits
  * @property {((item: number, weight: number, into: Float64Array) => void) | null} evidence
  * @property {Float64Array} ridges one for each number of `start`, for least squares
@@ -22,9 +23,9 @@
  * @typedef {Object} Standard
  * @property {number} mean
  * @property {number} deviation
- * @property {number} low no prediction is below
- * @property {number} high no prediction is above
  */
+
+const HIGHEST_LOG = 80; // as in the graphs: what is predicted above is that
 
 /**
  * Find the parts of a factorization in a bundle.
@@ -70,6 +71,7 @@ export function factorization(bundle) {
     traits: traits?.data ?? null,
     width: coefficients.length,
     standard: settings.standard ?? null,
+    counts: settings.transform === "log1p",
     start,
     evidence,
     ridges,
@@ -78,16 +80,15 @@ export function factorization(bundle) {
 }
 
 /**
- * Predict one rating, within the scale of a model that knows it.
+ * Predict one rating. It may be outside the scale: clipped, the best items would all be the same.
  * @param {Factorization} model
  * @param {Float64Array} local
  * @param {number} item
  */
 export function predict(model, local, item) {
-  const sum = inner(model, local, item);
-  if (model.standard === null) return sum;
-  const { mean, deviation, low, high } = model.standard;
-  return Math.min(Math.max(mean + deviation * sum, low), high);
+  const { mean, deviation } = model.standard ?? { mean: 0, deviation: 1 };
+  const found = mean + deviation * inner(model, local, item);
+  return model.counts ? Math.expm1(Math.min(found, HIGHEST_LOG)) : found;
 }
 
 /**
@@ -125,8 +126,9 @@ export function predictAll(model, local) {
  * @returns {Float64Array} the bias first if there is one, then the embedding, then what is made of traits
  */
 export function reconstruct(model, items, ratings) {
-  const standard = model.standard;
-  const targets = standard ? ratings.map((rating) => (rating - standard.mean) / standard.deviation) : ratings;
+  const { mean, deviation } = model.standard ?? { mean: 0, deviation: 1 };
+  const learned = model.counts ? ratings.map((count) => Math.log1p(Math.max(count, 0))) : ratings;
+  const targets = learned.map((rating) => (rating - mean) / deviation);
   const start = Float64Array.from(model.start);
   if (model.evidence) {
     const weight = 1 / Math.sqrt(1 + items.length);

@@ -32,41 +32,87 @@ export function say(sentence) {
 }
 
 /**
- * Make radio buttons for a rating, drawn as stars.
- * @param {string} name that no other group has
+ * Make what a rating is given with: stars where the scale has few, else a field for a number.
+ * @param {string} name that no other has
  * @param {string} label what is rated
  * @param {[number, number] | null} scale
  * @param {number | null} chosen
  * @param {(rating: number) => void} onChoose
+ * @param {boolean} [counts] whether it is a count, which may be higher than any so far
  */
-export function stars(name, label, scale, chosen, onChoose) {
-  const [low, high] = scale ?? [1, 5];
-  const steps = Number.isInteger(high) && high <= 10 && low > 0 ? high : 5;
+export function rater(name, label, scale, chosen, onChoose, counts = false) {
+  const few = scale !== null && Number.isInteger(scale[1]) && scale[1] <= 10 && scale[0] > 0;
+  if (few && !counts) return stars(name, label, scale[1], chosen, onChoose);
+  return numberField(name, label, counts ? [0, Infinity] : (scale ?? [-Infinity, Infinity]), chosen, onChoose);
+}
+
+/**
+ * Make radio buttons for a rating of 1 to so many stars.
+ * @param {string} name
+ * @param {string} label
+ * @param {number} most
+ * @param {number | null} chosen
+ * @param {(rating: number) => void} onChoose
+ */
+function stars(name, label, most, chosen, onChoose) {
   const group = element("fieldset", { class: "stars" });
   group.append(element("legend", { class: "hidden", text: `Your rating of ${label}` }));
-  for (let k = 1; k <= steps; k++) {
-    const value = steps === high ? k : low + ((high - low) * (k - 1)) / (steps - 1);
+  for (let value = 1; value <= most; value++) {
     const input = /** @type {HTMLInputElement} */ (
-      element("input", { type: "radio", name, id: `${name}-${k}`, value: String(value) })
+      element("input", { type: "radio", name, id: `${name}-${value}`, value: String(value) })
     );
     input.checked = chosen !== null && Math.abs(chosen - value) < 1e-6;
     input.addEventListener("change", () => onChoose(value));
-    const text = element("label", { for: `${name}-${k}` });
+    const text = element("label", { for: `${name}-${value}` });
     const drawn = element("span", { class: "star", text: "★" });
     drawn.setAttribute("aria-hidden", "true");
-    text.append(drawn, element("span", { class: "hidden", text: `${value} of ${high}` }));
+    text.append(drawn, element("span", { class: "hidden", text: `${value} of ${most}` }));
     if (chosen !== null && value <= chosen + 1e-6) text.classList.add("lit");
     group.append(input, text);
   }
-  group.addEventListener("change", () => light(group));
   return group;
 }
 
-/** @param {HTMLElement} group */
-function light(group) {
-  let lit = false;
-  for (const input of Array.from(group.querySelectorAll("input")).reverse()) {
-    lit ||= input.checked;
-    input.nextElementSibling?.classList.toggle("lit", lit);
-  }
+/**
+ * Make a field for a rating that is any number between two.
+ * @param {string} name
+ * @param {string} label
+ * @param {[number, number]} scale
+ * @param {number | null} chosen
+ * @param {(rating: number) => void} onChoose
+ */
+function numberField(name, label, [low, high], chosen, onChoose) {
+  const input = /** @type {HTMLInputElement} */ (
+    element("input", { type: "number", id: name, step: "any", inputmode: "decimal", class: "amount" })
+  );
+  if (Number.isFinite(low)) input.min = String(low);
+  if (Number.isFinite(high)) input.max = String(high);
+  if (chosen !== null) input.value = String(chosen);
+  input.setAttribute("aria-label", `Your number for ${label}`);
+  input.addEventListener("change", () => {
+    const value = input.valueAsNumber;
+    if (!input.reportValidity() || !Number.isFinite(value)) return;
+    onChoose(value);
+  });
+  return input;
+}
+
+/**
+ * Write a predicted rating: counts of ten and more without decimals.
+ * @param {number} rating
+ * @param {boolean} counts
+ */
+export function written(rating, counts) {
+  return counts && rating >= 9.95 ? Math.round(rating).toLocaleString("en") : rating.toFixed(1);
+}
+
+/**
+ * Put other children into a list, and the focus where it was: on what has the same id.
+ * @param {HTMLElement} list
+ * @param {HTMLElement[]} children
+ */
+export function refill(list, children) {
+  const focused = list.contains(document.activeElement) ? document.activeElement?.id : "";
+  list.replaceChildren(...children);
+  if (focused) document.getElementById(focused)?.focus();
 }
