@@ -1,4 +1,4 @@
-"""Federated implicit least squares: gradients by hand, over all items without having them, and what a client measures."""
+"""Federated implicit least squares: gradients by hand and over all items, and what a client measures."""
 
 import jax
 import jax.numpy as jnp
@@ -86,8 +86,8 @@ def test_rows_and_a_small_matrix_give_the_gradient_over_all_items(weight, both_w
 
 
 def test_by_hand():
-    # One dimension, items worth 1 and 2; support has the first, query the second. G = 5, and with unobserved 1 and ridge
-    # 1 the embedding is 1 / (1 + 5 + 1) = 1/7.
+    # One dimension, items worth 1 and 2; support has the first, query the second. G = 5, and with unobserved 1 and
+    # ridge 1 the embedding is 1 / (1 + 5 + 1) = 1/7.
     algorithm = ials(fr.models.ranking_factorization(2, 1), unobserved=1.0, ridge=1.0, both_ways=False)
     params = {"item_embedding": jnp.array([[1.0], [2.0]]), "gram": jnp.array([[5.0]])}
     clients = Clients.from_columns({"item": np.array([0, 1], np.int32)}, client=np.zeros(2, int))

@@ -28,8 +28,8 @@ class ClientMetrics(NamedTuple):
 
     Attributes:
       names: what they are called, in order.
-      measure: `(global, local, support, query) -> (names,)` of one client, where both sides are `Examples` of it: columns
-        of `(examples, ...)`, of which the first `count` are there. NaN where a client cannot be measured.
+      measure: `(global, local, support, query) -> (names,)` of one client, where both sides are `Examples`: columns of
+        `(examples, ...)`, of which the first `count` are there. NaN where a client cannot be measured.
     """
 
     names: tuple[str, ...]

@@ -100,9 +100,8 @@ def federated_ials(
         count = jnp.where(takes_part, counts.sum(), 0)
 
         def total(rows: Array, gram: Array) -> tuple[Array, Array]:
-            found = [cost(rows, gram, *way) for way in ways]
-            whole = sum(value for value, _ in found) / jnp.maximum(count, 1)
-            return jnp.where(takes_part, whole, 0.0), sum(sums for _, sums in found)
+            costs, told = (jnp.stack(part) for part in zip(*(cost(rows, gram, *way) for way in ways), strict=True))
+            return jnp.where(takes_part, costs.sum() / jnp.maximum(count, 1), 0.0), told.sum(0)
 
         (of_rows, of_gram), told = jax.grad(total, (0, 1), has_aux=True)(rows, gram)
         sums = jnp.stack([jnp.stack([told[0], count]), jnp.stack([told[1] + count, count])])

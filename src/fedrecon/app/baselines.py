@@ -149,9 +149,9 @@ def _ranking_verdict(ours: float, table: Table) -> str | None:
     if ours >= table[best][NDCG] * (1 - MARGIN):
         return None
     return (
-        f"the model loses against a baseline: {best!r} has NDCG@100 {table[best][NDCG]:.4f}, the model {ours:.4f}. EASE "
-        "and item kNN need everybody's data in one place; popularity does not. Try more --rounds, other --model.dim, "
-        "--model.unobserved, --model.prior, or fedrecon tune."
+        f"the model loses against a baseline: {best!r} has NDCG@100 {table[best][NDCG]:.4f}, the model {ours:.4f}. "
+        "EASE and item kNN need everybody's data in one place; popularity does not. Try more --rounds, another "
+        "--model.dim, --model.unobserved or --model.prior, or fedrecon tune."
     )
 
 

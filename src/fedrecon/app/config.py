@@ -58,8 +58,8 @@ class Config:
     """All settings of a run.
 
     Attributes:
-      task: what is learned: ratings, which items come first (clicks), or the next word of text. Each has options and defaults of its own; give --help
-        with it to see them.
+      task: what is learned: ratings, which items come first (clicks), or the next word of text. Each has options and
+        defaults of its own; give --help with it to see them.
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
       checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.

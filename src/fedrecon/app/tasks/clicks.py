@@ -92,7 +92,8 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
 def _read(config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
     del progress
     clicks = read_clicks(config, items, path, reading)
-    return Read(clicks, clicks.skipped)
+    # What is shown and what is hidden is drawn, in a file of any order.
+    return Read(clicks.shuffle(config.data.shuffle_seed or 0), clicks.skipped)
 
 
 def read_clicks(config: ClicksConfig, items: Items, path: Path, reading: Reading) -> Ratings:

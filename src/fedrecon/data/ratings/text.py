@@ -184,7 +184,7 @@ class _Feed:
 
 
 def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, float, int]:
-    """Return user, item, rating (1 without one) and time (0 without one) of a row, or raise ValueError with what is wrong."""
+    """Return user, item, rating (1 if there is none) and time (0) of a row; ValueError says what is wrong with it."""
     if len(fields) <= max(positions.values()):
         raise ValueError(f"expected at least {max(positions.values()) + 1} fields, but there are {len(fields)}")
     found = {role: fields[place] for role, place in positions.items()}
