@@ -92,6 +92,15 @@ CASES = {
         RATED,
     ),
     "least squares": (recon(squares(), reconstruct=fr.least_squares(0.5)), RATED),
+    "all items": (
+        fr.federated_ials(
+            fr.models.ranking_factorization(9, dim=2, init_scale=1.0),
+            unobserved=0.3,
+            ridge=0.5,
+            server=optax.adam(0.05),
+        ),
+        RATED,
+    ),
     "random steps": (recon(noisy()), NAMED),
     "statistics": (recon(with_statistics()), CLIENTS),
     "clipped": (recon(aggregate=fr.aggregate.mean("uniform", clip_norm=0.1, zero_norm=2.0)), CLIENTS),

@@ -16,6 +16,7 @@ from fedrecon.algorithm import Method as Method
 from fedrecon.algorithm import ServerState as ServerState
 from fedrecon.algorithms.ditto import ditto as ditto
 from fedrecon.algorithms.federated_averaging import federated_averaging as federated_averaging
+from fedrecon.algorithms.federated_ials import federated_ials as federated_ials
 from fedrecon.algorithms.federated_reconstruction import federated_reconstruction as federated_reconstruction
 from fedrecon.algorithms.finetuning import then_finetune as then_finetune
 from fedrecon.algorithms.local_training import local_training as local_training
@@ -53,6 +54,7 @@ from fedrecon.hosts import server_update as server_update
 from fedrecon.keys import round_key as round_key
 from fedrecon.keys import run_keys as run_keys
 from fedrecon.lookups.tracing import find_lookups as find_lookups
+from fedrecon.model import ClientMetrics as ClientMetrics
 from fedrecon.model import Metric as Metric
 from fedrecon.model import Model as Model
 from fedrecon.model import State as State

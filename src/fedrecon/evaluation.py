@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedrecon.algorithm import Algorithm
@@ -18,7 +19,7 @@ from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
 from fedrecon.engine import Layout, compile_each, everywhere, layout
 from fedrecon.fitting import check_reconstruction, features_of
 from fedrecon.keys import client_keys
-from fedrecon.model import Model, finish, metric_names
+from fedrecon.model import ClientMetrics, Model, evaluated_names, finish
 from fedrecon.progress import Progress, silent
 from fedrecon.solvers.problem import Objective, measure_all
 from fedrecon.split import Split, half, query_only
@@ -38,7 +39,8 @@ class Evaluation:
       clients: how many clients were measured; those without query examples are not.
       diverged: how many of them diverged. They are excluded from all means.
       examples: how many query examples the means are over.
-      micro: metrics over all examples together.
+      micro: metrics over all examples together; of metrics of a client as a whole (`Model.client_metrics`), the mean
+        over clients.
       macro: metrics of each client, averaged over clients.
       quantiles: of each metric over clients, as `{metric: {quantile: value}}`.
       per_client: each metric of each client, NaN for clients that were not measured or that diverged.
@@ -126,7 +128,10 @@ class Evaluator:
             keys = client_keys(key, cohort.identity)
             local = self.algorithm.method.reconstruct(params, kept, cohort.support, keys)
         objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
-        return measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
+        sums = measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
+        if model.client_metrics is None:
+            return sums
+        return jnp.concatenate([sums, _of_clients(model.client_metrics, params, local, cohort)], 1)
 
     def __call__(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
         """Evaluate global parameters.
@@ -152,7 +157,7 @@ class Evaluator:
                 "or use protocol='recon'"
             )
         shared = everywhere((params, self._key), self._place)
-        found = np.zeros((len(self.clients), len(metric_names(self.algorithm.model)), 2), np.float64)
+        found = np.zeros((len(self.clients), len(evaluated_names(self.algorithm.model)), 2), np.float64)
         with progress("evaluating", len(self.clients)) as advance:
             for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
                 indices = np.arange(begin, min(begin + CLIENTS_AT_ONCE, len(self.clients)))
@@ -164,6 +169,13 @@ class Evaluator:
                 found[order[order >= 0]] = sums[order >= 0]
                 advance(len(indices))
         return found
+
+
+def _of_clients(metrics: ClientMetrics, params: Any, local: Any, cohort: Cohort) -> jax.Array:
+    """Measure clients as a whole: sums of `(clients, names, 2)`, in which a client that has a value counts once."""
+    values = jax.vmap(metrics.measure, (None, 0, 0, 0))(params, local, cohort.support, cohort.query)
+    there = ~jnp.isnan(values) & (cohort.query.count > 0)[:, None]
+    return jnp.stack([jnp.where(there, values, 0), there.astype(values.dtype)], -1)
 
 
 def evaluate(
@@ -216,7 +228,7 @@ def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
         losses = np.where(measured & finite, sums[:, 0, 0] / sums[:, 0, 1], np.nan)
     usual = np.nanmedian(losses) if np.isfinite(losses).any() else np.nan
     good = measured & finite & ~((losses > DIVERGED_ABOVE * usual) & (usual > 0))
-    names = metric_names(model)
+    names = evaluated_names(model)
     per_client = {name: np.full(len(sums), np.nan) for name in names}
     for i in np.flatnonzero(good):
         for name, value in finish(model, sums[i]).items():

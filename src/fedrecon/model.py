@@ -23,6 +23,19 @@ class Metric(NamedTuple):
     finish: Callable[[Any], Any] = lambda mean: mean
 
 
+class ClientMetrics(NamedTuple):
+    """Metrics of a client as a whole that are no means over its examples, such as NDCG or AUC.
+
+    Attributes:
+      names: what they are called, in order.
+      measure: `(global, local, support, query) -> (names,)` of one client, where both sides are `Examples`: columns of
+        `(examples, ...)`, of which the first `count` are there. NaN where a client cannot be measured.
+    """
+
+    names: tuple[str, ...]
+    measure: Callable[[Params, Params, Any, Any], Array]
+
+
 class Step(NamedTuple):
     """What a training step gets besides its batch.
 
@@ -74,6 +87,7 @@ class Model(NamedTuple):
         training (dropout, batch statistics); None for others.
       state: leaves that examples set and no optimizer moves; None if there are none.
       frozen: shapes of what else `predict` uses, by path: parameters and state that keep their values and never travel.
+      client_metrics: metrics of a client as a whole, which evaluation averages over clients; None for none.
     """
 
     init_global: Callable[[Array], Params]
@@ -87,6 +101,7 @@ class Model(NamedTuple):
     fit: Callable[[Params, Params, Batch, Step], Any] | None = None
     state: State | None = None
     frozen: Mapping[str, Any] = {}
+    client_metrics: ClientMetrics | None = None
 
     @property
     def local_state(self) -> tuple[str, ...]:
@@ -118,6 +133,11 @@ def metric_names(model: Model) -> list[str]:
     return ["loss", *model.metrics]
 
 
+def evaluated_names(model: Model) -> list[str]:
+    """Name what evaluation measures, in order: the loss, the model's metrics, and those of clients as a whole."""
+    return [*metric_names(model), *(model.client_metrics.names if model.client_metrics else ())]
+
+
 def measure(model: Model, predictions: Any, batch: Batch, mask: Array) -> tuple[Array, Array]:
     """Measure the loss and the metrics of one batch.
 
@@ -146,7 +166,13 @@ def _masked_sums(weighted: Weighted, mask: Array) -> Weighted:
 
 
 def finish(model: Model, sums: Any) -> dict[str, float]:
-    """Turn sums of `(metrics, 2)` into named means; a metric without any weight is NaN."""
-    finishers = [lambda mean: mean, *(metric.finish for metric in model.metrics.values())]
+    """Turn sums of `(metrics, 2)` into named means; a metric without any weight is NaN.
+
+    Args:
+      model: whose metrics they are.
+      sums: of what `metric_names` or `evaluated_names` names.
+    """
+    finishers = {name: metric.finish for name, metric in model.metrics.items()}
     means = (float(total) / float(weight) if weight > 0 else float("nan") for total, weight in sums)
-    return {name: float(done(mean)) for name, done, mean in zip(metric_names(model), finishers, means, strict=True)}
+    names = metric_names(model) if len(sums) == len(metric_names(model)) else evaluated_names(model)
+    return {name: float(finishers.get(name, lambda mean: mean)(mean)) for name, mean in zip(names, means, strict=True)}

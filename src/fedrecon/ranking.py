@@ -22,12 +22,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from fedrecon.algorithm import Algorithm
 from fedrecon.baselines import divided
 from fedrecon.clients import Clients, rows_of
+from fedrecon.personalize import reconstruct
 from fedrecon.printing import lay_out
 from fedrecon.split import Split, fraction
 
@@ -37,16 +41,25 @@ SCORES_AT_ONCE = 2**22  # numbers in a block of users by items
 
 
 class Sets(NamedTuple):
-    """A set of items for each of some users: pairs of user (from 0) and item, users ascending."""
+    """A set of items for each of some users: pairs of user (from 0) and item, users ascending.
+
+    Attributes:
+      users: how many there are.
+      user: of each pair.
+      item: of each pair.
+      weight: what each item counts to whom that matters; None for 1 each.
+    """
 
     users: int
     user: np.ndarray
     item: np.ndarray
+    weight: np.ndarray | None = None
 
     def rows(self, begin: int, end: int) -> Sets:
         """Return the users from `begin` to `end`, numbered from 0."""
         first, last = np.searchsorted(self.user, [begin, end])
-        return Sets(end - begin, self.user[first:last] - begin, self.item[first:last])
+        weight = None if self.weight is None else self.weight[first:last]
+        return Sets(end - begin, self.user[first:last] - begin, self.item[first:last], weight)
 
     def matrix(self, num_items: int) -> np.ndarray:
         """Return `(users, items)` with 1 for every item in a set."""
@@ -83,12 +96,14 @@ def divide(clients: Clients, split: Split) -> Division:
     """Divide the items of users as `split` divides examples: support is known, query is hidden.
 
     Args:
-      clients: held-out users, with a column `item` in which no item comes twice.
+      clients: held-out users, with a column `item` in which no item comes twice, and maybe a column `weight`.
       split: how examples become support and query.
     """
-    columns = {"item": clients.columns["item"], "rating": np.zeros(len(clients.columns["item"]), np.float32)}
-    support, query = divided(Clients(columns, clients.starts, clients.ends), split)[1:]
-    return Division(*(Sets(len(clients), side.client, side.item) for side in (support, query)))
+    weighted = "weight" in clients.columns
+    weight = clients.columns["weight"] if weighted else np.ones(len(clients.columns["item"]), np.float32)
+    renamed = dataclasses.replace(clients, columns={**clients.columns, "rating": weight})
+    sides = divided(renamed, split)[1:]
+    return Division(*(Sets(len(clients), side.client, side.item, side.rating if weighted else None) for side in sides))
 
 
 def sets_of(clients: Clients) -> Sets:
@@ -286,8 +301,17 @@ def popularity(train: Sets, num_items: int) -> Scorer:
       train: what the training users have.
       num_items: item ids are 0 to `num_items - 1`.
     """
-    count = np.bincount(train.item, minlength=num_items).astype(np.float64)
-    return lambda known: np.broadcast_to(count, (known.users, num_items))
+    return by_count(np.bincount(train.item, minlength=num_items))
+
+
+def by_count(counts: np.ndarray) -> Scorer:
+    """Rank items by counts, whoever asks.
+
+    Args:
+      counts: one for each item.
+    """
+    scores = np.asarray(counts, np.float64)
+    return lambda known: np.broadcast_to(scores, (known.users, len(scores)))
 
 
 def item_knn(train: Sets, num_items: int, *, neighbours: int = 100, shrink: float = 20.0) -> Scorer:
@@ -342,6 +366,31 @@ def together(sets: Sets, num_items: int) -> np.ndarray:
         block = sets.rows(begin, min(begin + many, sets.users)).matrix(num_items)
         found += block.T @ block
     return found
+
+
+# ---- models ----
+
+
+def by_model(algorithm: Algorithm, params: Any) -> Scorer:
+    """Rank items by a trained model: reconstruct a user from the known items, and score all items.
+
+    Args:
+      algorithm: whose model reads items from the column `item`, as `models.ranking_factorization` does.
+      params: its global parameters, with a row of `item_embedding` for each item.
+    """
+    num_items = len(params["item_embedding"])
+    every = {"item": jnp.arange(num_items, dtype=jnp.int32)}
+    score = jax.jit(jax.vmap(lambda params, local: algorithm.model.predict(params, local, every), (None, 0)))
+
+    def scores(known: Sets) -> np.ndarray:
+        ends = np.searchsorted(known.user, np.arange(known.users), side="right")
+        columns = {"item": known.item.astype(np.int32)}
+        if known.weight is not None:
+            columns["weight"] = known.weight.astype(np.float32)
+        clients = Clients(columns, np.append(0, ends[:-1])[: known.users], ends)
+        return np.asarray(score(params, reconstruct(algorithm, params, clients)))
+
+    return scores
 
 
 def table(results: Mapping[str, Ranked]) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon import baselines
+from fedrecon import baselines, ranking
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.build import build_algorithm, build_model, build_split
-from fedrecon.app.config import Config, RatingsConfig, Reconstruct
+from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import Users
 from fedrecon.clients import Clients
@@ -20,6 +20,9 @@ from fedrecon.preparation import Preparation, start
 
 Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
 MARGIN = 1e-6  # relative: what counts as equal
+MOST_ITEMS = 5000  # beyond this, baselines that hold a number for every pair of items are left out
+EASE_RIDGE = 500.0
+NDCG = "ndcg@100"
 
 
 def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
@@ -32,9 +35,11 @@ def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
       legend: the items.
     """
     measured = getattr(users, part)
-    if not isinstance(config, RatingsConfig) or not len(measured):
+    if not isinstance(config, RatingsConfig | ClicksConfig) or not len(measured):
         return {}
     split = build_split(config.split.evaluate, config.split)
+    if isinstance(config, ClicksConfig):
+        return _ranked(ranking.sets_of(users.train), ranking.divide(measured, split), len(legend))
     if not len(baselines.divided(measured, split).query.rating):
         return {}
     return baselines.measure(users.train, measured, split=split, num_items=len(legend)).table
@@ -48,6 +53,11 @@ def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
       clients: as the model sees them.
     """
     config, items = model.config, model.legend
+    if isinstance(config, ClicksConfig) and items.counts is not None:
+        division = ranking.divide(clients, build_split(config.split.evaluate, config.split))
+        return (
+            {"popularity": found} if (found := _metrics(ranking.by_count(items.counts), division, len(items))) else {}
+        )
     if not isinstance(config, RatingsConfig) or config.model.scale is None or items.liking is None:
         return {}
     known = baselines.divided(clients, build_split(config.split.evaluate, config.split))
@@ -58,6 +68,39 @@ def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
     found = zero.item_bias[known.query.item] + own[known.query.client]
     guesses = {"global mean": np.zeros(len(found)), "item + user bias": found}
     return {name: baselines.errors(zero.restore(guess), known.query.rating) for name, guess in guesses.items()}
+
+
+def _ranked(train: ranking.Sets, division: ranking.Division, num_items: int) -> Table:
+    """Rank the items of held-out users by each baseline that these items are few enough for."""
+    if not len(division.hidden.item):
+        return {}
+    scorers = {"popularity": ranking.popularity(train, num_items)}
+    if num_items <= MOST_ITEMS:
+        scorers["item kNN"] = ranking.item_knn(train, num_items)
+        scorers["EASE"] = ranking.ease(train, num_items, ridge=EASE_RIDGE)
+    return {name: _metrics(score, division, num_items) for name, score in scorers.items()}
+
+
+def _metrics(score: ranking.Scorer, division: ranking.Division, num_items: int) -> Mapping[str, float]:
+    return ranking.rank(score, division, num_items).metrics if len(division.hidden.item) else {}
+
+
+def with_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Clients, found: Evaluation) -> Evaluation:
+    """Return an evaluation of ranking with the share of items that are recommended to anybody; any other as it is.
+
+    Args:
+      config: settings of the run.
+      algorithm: what was trained.
+      params: its global parameters.
+      clients: who was measured.
+      found: how the model serves them.
+    """
+    if not isinstance(config, ClicksConfig) or not found.clients:
+        return found
+    division = ranking.divide(clients, build_split(config.split.evaluate, config.split))
+    metrics = _metrics(ranking.by_model(algorithm, params), division, len(params["item_embedding"]))
+    covered = {name: value for name, value in metrics.items() if name.startswith("coverage")}
+    return dataclasses.replace(found, micro=found.micro | covered)
 
 
 def _preparation(model: SavedModel[Any]) -> Preparation:
@@ -88,6 +131,8 @@ def verdict(found: Evaluation, table: Table) -> str | None:
     """
     if not table:
         return None
+    if NDCG in found.micro:
+        return _ranking_verdict(found.micro[NDCG], table)
     best = min(table, key=lambda name: table[name]["rmse"])
     ours, theirs = found.micro["rmse"], table[best]["rmse"]
     if ours <= theirs * (1 + MARGIN):
@@ -96,6 +141,17 @@ def verdict(found: Evaluation, table: Table) -> str | None:
         f"the model loses against a baseline: {best!r} has RMSE {theirs:.4f}, the model {ours:.4f}. With few ratings a "
         "user there may be nothing to learn beyond biases. Try --preset default if these are other settings, more "
         "--rounds, fewer dimensions (--model.dim 4), a larger --model.prior, or fedrecon tune."
+    )
+
+
+def _ranking_verdict(ours: float, table: Table) -> str | None:
+    best = max(table, key=lambda name: table[name][NDCG])
+    if ours >= table[best][NDCG] * (1 - MARGIN):
+        return None
+    return (
+        f"the model loses against a baseline: {best!r} has NDCG@100 {table[best][NDCG]:.4f}, the model {ours:.4f}. "
+        "EASE and item kNN need everybody's data in one place; popularity does not. Try more --rounds, another "
+        "--model.dim, --model.unobserved or --model.prior, or fedrecon tune."
     )
 
 

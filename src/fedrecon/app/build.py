@@ -6,8 +6,9 @@ import optax
 
 from fedrecon import aggregate, split
 from fedrecon.algorithm import Algorithm
+from fedrecon.algorithms.federated_ials import federated_ials
 from fedrecon.algorithms.federated_reconstruction import federated_reconstruction
-from fedrecon.app.config import Config, RatingsConfig, Reconstruct, Server, Split, Update
+from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
 from fedrecon.app.tasks.factors import believing, ridges_of
 from fedrecon.app.tasks.factors import build_model as build_model
 from fedrecon.app.tasks.ratings import load_ratings as load_ratings
@@ -16,6 +17,7 @@ from fedrecon.model import Model
 from fedrecon.solvers.descent import gradient_descent
 from fedrecon.solvers.least_squares import Ridge, least_squares
 from fedrecon.solvers.optimizers import adagrad, yogi
+from fedrecon.solvers.priors import with_prior
 from fedrecon.solvers.problem import Solver
 
 
@@ -83,7 +85,7 @@ def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
 def build_algorithm(
     config: Config, model: Model, examples: int = 1, aggregator: aggregate.Aggregator | None = None
 ) -> Algorithm:
-    """Return Federated Reconstruction of a model with these settings.
+    """Return Federated Reconstruction of a model with these settings; for clicks, over all items.
 
     Args:
       config: the settings, those of a `Ready` for a model that begins with round zero.
@@ -92,6 +94,20 @@ def build_algorithm(
       aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
     """
     update, server, ridge = config.update, build_server(config.server, config.rounds), None
+    if aggregator is None:
+        aggregator = build_aggregator(config, model)
+    if isinstance(config, ClicksConfig):
+        settings = config.model
+        return federated_ials(
+            model,
+            unobserved=settings.unobserved,
+            ridge=settings.ridge,
+            server=with_prior(server, {"item_embedding": settings.prior}, examples=examples),
+            split=build_split(config.split.train, config.split),
+            second_order=settings.second_order,
+            both_ways=settings.both_ways,
+            aggregate=aggregator,
+        )
     if isinstance(config, RatingsConfig):
         server, ridge = believing(config.model, server, examples), ridges_of(config)
     return federated_reconstruction(
@@ -103,7 +119,7 @@ def build_algorithm(
         joint=update.joint,
         second_order=update.second_order,
         both_ways=update.both_ways,
-        aggregate=build_aggregator(config, model) if aggregator is None else aggregator,
+        aggregate=aggregator,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from fedrecon.app.click_settings import Ranking as Ranking
 from fedrecon.app.config_files import ConfigError as ConfigError
 from fedrecon.app.config_files import differences as differences
 from fedrecon.app.config_files import from_json as from_json
@@ -25,8 +26,8 @@ from fedrecon.data.text.preparation import FRACTIONS, MAX_SENTENCES
 from fedrecon.preparation import TRAITS
 from fedrecon.sampling import Sampling as Sampling
 
-TaskName = Literal["ratings", "text"]
-_TASKS = tyro.conf.arg(metavar="{ratings,text}")
+TaskName = Literal["ratings", "clicks", "text"]
+_TASKS = tyro.conf.arg(metavar="{ratings,clicks,text}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,8 @@ class Config:
     """All settings of a run.
 
     Attributes:
-      task: what is learned: ratings, or the next word of text. Each has options and defaults of its own; give --help
-        with it to see them.
+      task: what is learned: ratings, which items come first (clicks), or the next word of text. Each has options and
+        defaults of its own; give --help with it to see them.
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
       checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
@@ -107,13 +108,13 @@ class Reading:
     Attributes:
       user: header of the column with user ids, or its position counted from 0.
       item: the same for item ids; ids may be numbers or text.
-      rating: the same for ratings.
+      rating: the same for ratings; 'auto' takes a column 'rating' or 'count' if there is one.
       time: the same for timestamps; 'auto' takes a column 'time' or 'timestamp' if there is one.
       delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
       header: whether the first line names the columns; by default a line without any number does.
       skip_lines: how many lines before the header or the data are passed over.
       encoding: the encoding of a text file.
-      duplicates: which of several ratings of one item by one user counts, or that they are an error.
+      duplicates: which of several ratings of one item by one user counts, their mean or sum, or that they are an error.
       bad_rows: whether a row that cannot be read is an error or is skipped and counted.
     """
 
@@ -125,7 +126,7 @@ class Reading:
     header: bool | None = None
     skip_lines: int = 0
     encoding: str = "utf-8"
-    duplicates: Literal["last", "first", "mean", "error"] = "last"
+    duplicates: Literal["last", "first", "mean", "sum", "error"] = "last"
     bad_rows: Literal["error", "skip"] = "error"
 
 
@@ -263,6 +264,60 @@ class RatingsConfig(Config):
             raise ValueError("aggregate.weigh is 'tokens', which ratings do not have: use 'examples' or 'uniform'")
 
 
+# ---- clicks ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickData(Data):
+    """Which clicks, plays or purchases, how they are read, and which users train.
+
+    Attributes:
+      source: what to train on: any file of user, item and maybe count and time (text or Parquet; - for standard input),
+        or what --task ratings takes.
+      rating: header or position of the column with counts or ratings; 'auto' takes a column 'rating' or 'count', or the
+        third of a file without a header, if there is one. Without it all rows count alike.
+      at_least: rows with a smaller count or rating are left out: 4 keeps ratings of 4 and 5.
+      max_examples: at most this many items of a training user are used, after shuffling; None for all.
+    """
+
+    rating: int | str = "auto"
+    duplicates: Literal["last", "first", "mean", "sum", "error"] = "sum"
+    at_least: float | None = None
+    max_examples: int | None = 500
+    transform: tyro.conf.Suppress[Literal["none", "log1p", "auto"]] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClicksConfig(Config):
+    """All settings of a run on clicks. Clients weigh the same by default, as they do in the metrics."""
+
+    task: Annotated[Literal["clicks"], _TASKS] = "clicks"
+    data: ClickData
+    model: Ranking = field(default_factory=Ranking)
+    split: Split = field(default_factory=lambda: Split(train="redrawn-half", evaluate="0.8"))
+    reconstruct: tyro.conf.Suppress[Reconstruct] = field(default_factory=Reconstruct)
+    update: tyro.conf.Suppress[Update] = field(default_factory=Update)
+    server: Server = field(
+        default_factory=lambda: Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all")
+    )
+    aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="uniform"))
+    sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
+    rounds: int = 200
+    evaluate_every: int = 50
+
+    def __post_init__(self) -> None:
+        """Check that the groups fit together."""
+        super().__post_init__()
+        if self.reconstruct != Reconstruct() or self.update != Update():
+            raise ValueError(
+                "clicks are solved over all items at once: there is nothing to set in reconstruct or update"
+            )
+        if self.aggregate.weigh == "tokens":
+            raise ValueError("aggregate.weigh is 'tokens', which clicks do not have: use 'examples' or 'uniform'")
+        if self.split.train == "none":
+            raise ValueError("split.train is 'none'; what is known must not be what is to be found: use 'redrawn-half'")
+
+
 # ---- text ----
 
 
@@ -363,7 +418,7 @@ class TextConfig(Config):
 
 # ---- any task ----
 
-CONFIGS: dict[str, type[Config]] = {"ratings": RatingsConfig, "text": TextConfig}
+CONFIGS: dict[str, type[Config]] = {"ratings": RatingsConfig, "clicks": ClicksConfig, "text": TextConfig}
 
 
 def config_from_json(values: Any, source: str, task: str | None = None, base: Config | None = None) -> Config:

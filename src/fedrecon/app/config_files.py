@@ -105,8 +105,9 @@ def _name(hint: Any) -> str:
 
 def changed(settings: Any, kind: type) -> list[str]:
     """Name the settings of `kind`, or of what `kind` extends, that have another value than their default."""
-    fields = dataclasses.fields(kind)
-    return [f.name for f in fields if f.default is not dataclasses.MISSING and getattr(settings, f.name) != f.default]
+    names = {f.name for f in dataclasses.fields(kind)}
+    fields = [f for f in dataclasses.fields(settings) if f.name in names and f.default is not dataclasses.MISSING]
+    return [f.name for f in fields if getattr(settings, f.name) != f.default]
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
-from fedrecon.app.baselines import Table, beside, with_baselines
+from fedrecon.app.baselines import Table, beside, with_baselines, with_coverage
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
 from fedrecon.app.health import Watch, why_failed
@@ -195,7 +195,8 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
     table: Table = {}
     if not run.interrupted and len(users.test):
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
-        test = on_test(run.params, progress=progress) if on_test else None
+        if on_test:
+            test = with_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
         table = beside(config, users, "test", legend)
         if (found := why_failed(run.history, task, test)) != failed:
             failed = found

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fedrecon.app.config import (
+    ClickData,
+    ClicksConfig,
     Config,
     Data,
     Factorization,
@@ -51,6 +53,10 @@ PRESETS: Mapping[str, RatingsConfig] = {
     "quick": dataclasses.replace(DEFAULT, rounds=50, evaluate_every=25),
     "paper": RatingsConfig(data=Data(source=""), model=Factorization(least_ratings=5)),
 }
+CLICKS: Mapping[str, ClicksConfig] = {
+    "default": ClicksConfig(data=ClickData(source="")),
+    "quick": ClicksConfig(data=ClickData(source=""), rounds=50, evaluate_every=25),
+}
 GROUPS = ("data", "model", "split", "reconstruct", "update", "server", "aggregate", "sampling", "rounds", "seed")
 
 
@@ -60,7 +66,7 @@ def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
     Args:
       preset: what was asked for; None for `default`, unless the config file names everything, as a run's does: what a
         run of an earlier version does not name was then as in `paper`.
-      task: ratings or text.
+      task: ratings, clicks or text.
       values: those of the config file, or none.
 
     Raises:
@@ -73,6 +79,10 @@ def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
                 "settings for text"
             )
         return TextConfig(data=TextData(source=""))
+    if task == "clicks":
+        if preset == "paper":
+            raise ValueError("--preset is 'paper', which is for ratings; clicks have default and quick")
+        return CLICKS[preset or "default"]
     if preset is None:
         preset = "paper" if all(name in values for name in GROUPS) else "default"
     return PRESETS[preset]

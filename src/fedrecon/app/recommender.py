@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.saved import SavedModel, open_for
-from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.app.tasks import CLICKS, RATINGS, Items
 from fedrecon.clients import Clients, rows_of
 from fedrecon.model import Model, Step, predict_in
 from fedrecon.personalize import Recommendation, reconstruct
@@ -23,7 +23,7 @@ from fedrecon.portable import load as load_portable
 LEAST_AT_ONCE = 16
 PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together
 
-Person = Mapping[Any, float]  # {item id as in the training data: rating}
+Person = Mapping[Any, float]  # {item id as in the training data: rating, or count of clicks}
 
 
 class Recommended(NamedTuple):
@@ -32,7 +32,7 @@ class Recommended(NamedTuple):
     Attributes:
       item: its id, as in the training data.
       title: what it is called; its id where it has no title.
-      rating: what the person is predicted to rate it, within the scale.
+      rating: what the person is predicted to rate it, within the scale; of clicks, a score: about 1 is likely, 0 not.
     """
 
     item: Any
@@ -41,7 +41,7 @@ class Recommended(NamedTuple):
 
 
 class Recommender:
-    """A saved model of ratings, ready to serve."""
+    """A saved model of ratings or clicks, ready to serve."""
 
     def __init__(self, saved: SavedModel[Items]):
         """Serve with a model; nothing is compiled before it is needed."""
@@ -64,7 +64,8 @@ class Recommender:
 
         Args:
           people: `{item id: rating}` of one person, a list of them, or `Clients` with columns `item` (numbers of this
-            model's items) and `rating`. Items that the model does not know are left out.
+            model's items) and `rating`. Items that the model does not know are left out. For a model of clicks, counts
+            are in the place of ratings, 1 where nobody counted.
         """
         local = reconstruct(self._algorithm, self._params, self._clients(people), seed=self.saved.config.seed)
         return jax.tree.map(lambda leaf: leaf[0], local) if isinstance(people, Mapping) else local
@@ -159,6 +160,8 @@ class Recommender:
 
     def _shown(self, scores: np.ndarray) -> np.ndarray:
         """Return predictions within the scale, and as counts where the model has learned their logarithms."""
+        if self.saved.task is not RATINGS:
+            return scores.copy()
         scale, ends = self.saved.config.model.scale, shown_scale(self.saved)
         if scale is not None and scale.transform == "log1p":
             scores = np.expm1(np.minimum(scores, scale.high))
@@ -197,13 +200,13 @@ def load(folder: str | Path, made: Model | Algorithm | None = None) -> Any:
     """Load what was trained: from a run, a `Recommender` ready to serve; from what `fr.save` wrote, a `Loaded`.
 
     Args:
-      folder: of a run of ratings or its saved model, or one that `fr.save` made.
+      folder: of a run of ratings or clicks or its saved model, or one that `fr.save` made.
       made: for the latter: the model or algorithm, where its code could not be written down. It gets the saved lookups.
 
     Raises:
-      StorageError: there is nothing of the kind, it is damaged, its training failed, or it is not of ratings; the
+      StorageError: there is nothing of the kind, it is damaged, its training failed, or it is of text; the
         message says what to do.
     """
     if made is not None or (Path(folder) / PORTABLE).exists():
         return load_portable(folder, made)
-    return Recommender(open_for(RATINGS, folder))
+    return Recommender(open_for(RATINGS, folder, CLICKS))

@@ -139,15 +139,15 @@ def _no_model(path: Path) -> str:
     return f"{path} holds no model: train one with fedrecon train DATA --out {path}"
 
 
-def open_for(task: Task[Any, Any, L], path: str | Path) -> SavedModel[L]:
-    """Open a model that was trained for a task.
+def open_for(task: Task[Any, Any, L], path: str | Path, *others: Task[Any, Any, L]) -> SavedModel[L]:
+    """Open a model that was trained for a task, or for one of others that serve in the same way.
 
     Raises:
       StorageError: there is none, it is damaged, its training failed, or it is for another task; the message says what
         to do with it.
     """
     saved = open_model(path)
-    if saved.task is not task:
+    if saved.task not in (task, *others):
         use = saved.task.serve.format(run=path)
         raise StorageError(f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}")
     if saved.failed is not None:

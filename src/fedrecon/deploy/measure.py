@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon.evaluation import QUANTILES, Evaluation, summarize
-from fedrecon.model import Model, finish, metric_names
+from fedrecon.model import Model, evaluated_names, finish
 
 PER_DECADE, LOWEST, HIGHEST = 100, -4, 5  # of the histograms: quantiles are right to 2.4 %
 # A value v is in place k where EDGES[k - 1] < v <= EDGES[k]; place 0 has all that is 0 or less.
@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 
 def nothing(model: Model) -> Measured:
     """Return the sum over nobody."""
-    metrics = len(metric_names(model))
+    metrics = len(evaluated_names(model))
     sizes = ((metrics, 2), (metrics,), (metrics, len(EDGES) + 1), (3,))
     return Measured(*(np.zeros(size) for size in sizes))
 
@@ -48,24 +48,26 @@ def measured(model: Model, sums: np.ndarray) -> Measured:
     """
     found = summarize(model, "recon", sums)
     good = ~np.isnan(found.per_client["loss"])
-    names = metric_names(model)
+    names = evaluated_names(model)
     values = np.stack([found.per_client[name][good] for name in names])  # (metrics, users)
     histogram = np.zeros((len(names), len(EDGES) + 1))
     for k, row in enumerate(values):
-        np.add.at(histogram[k], np.searchsorted(EDGES, row), 1)
+        np.add.at(histogram[k], np.searchsorted(EDGES, row[~np.isnan(row)]), 1)
     users = np.array([len(sums), found.clients, found.diverged], float)
-    return Measured(sums[good].sum(0), values.sum(1), histogram, users)
+    return Measured(sums[good].sum(0), np.nansum(values, 1), histogram, users)
 
 
 def evaluation_of(model: Model, total: Measured) -> Evaluation:
     """Return an evaluation from sums. Of single users nothing is known: each of their metrics is NaN."""
     there, clients, diverged = (round(float(n)) for n in total.users)
     good = max(clients - diverged, 0)
-    names = metric_names(model)
+    names = evaluated_names(model)
     macro = {name: float(total.macro[k] / good) if good else float("nan") for k, name in enumerate(names)}
     quantiles = {name: {f"{q:g}": _quantile(total.histogram[k], q) for q in QUANTILES} for k, name in enumerate(names)}
     unknown = {name: np.full(there, np.nan) for name in names}
     micro = finish(model, total.sums)
+    if model.client_metrics is not None:  # not every client need have a value of these
+        macro |= {name: micro[name] for name in model.client_metrics.names}
     return Evaluation("recon", clients, diverged, round(float(total.sums[0, 1])), micro, macro, quantiles, unknown)
 
 

@@ -20,7 +20,7 @@ def compose(study: Study, results: Results, facts: Sequence[str], folder: Path, 
     parts: list[Part] = [f"# {study.title}", "## What was run", list(facts)]
     for section in study.sections:
         parts += [f"## {section.title}", *section.compose(results)]
-    parts += ["## The paper's claims", _claims(study, results), "## Figures"]
+    parts += [f"## {study.claimed}", _claims(study, results), "## Figures"]
     for figure in study.figures:
         if all(job in results for job in figure.jobs):
             path = folder / "figures" / f"{figure.name}.png"

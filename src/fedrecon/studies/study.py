@@ -137,7 +137,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A study: everything in the order of the paper, with `seeds` seeds by default."""
+    """A study: everything in the order of the paper, with `seeds` seeds by default; `claimed` is above its claims."""
 
     name: str
     title: str
@@ -147,6 +147,7 @@ class Study:
     figures: tuple[Figure, ...]
     claims: tuple[Claim, ...]
     seeds: int = 3
+    claimed: str = "The paper's claims"
 
     def __post_init__(self) -> None:
         """Check that sections, figures and claims speak of jobs that there are."""

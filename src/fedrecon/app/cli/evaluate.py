@@ -22,9 +22,10 @@ class Evaluate:
     The clients are those the run held back, or those of another file. Example: fedrecon evaluate runs/mine --json
 
     Attributes:
-      run: the folder of a run; with --ratings or --text, the folder of a saved model is enough.
+      run: the folder of a run; with --ratings, --clicks or --text, the folder of a saved model is enough.
       split: which clients of the run: test, or valid, the ones to choose settings on.
       ratings: evaluate a model of ratings on the users of this ratings file instead.
+      clicks: evaluate a model of clicks on the users of this file instead.
       text: evaluate a model of text on the clients of this file or prepared corpus instead, all of them.
       json: print one JSON object.
     """
@@ -32,6 +33,7 @@ class Evaluate:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     split: Literal["test", "valid"] = "test"
     ratings: Path | None = None
+    clicks: Path | None = None
     text: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     data: Reading = field(default_factory=Reading)
@@ -44,7 +46,7 @@ def parse(argv: Sequence[str]) -> Evaluate:
 
 def run(args: Evaluate) -> int:
     """Evaluate and print."""
-    from fedrecon.app.baselines import beside, beside_saved, with_baselines
+    from fedrecon.app.baselines import beside, beside_saved, with_baselines, with_coverage
     from fedrecon.app.build import build_layout
     from fedrecon.app.experiment import make_evaluator, users_of_run
     from fedrecon.app.health import evaluation_failed
@@ -57,7 +59,7 @@ def run(args: Evaluate) -> int:
     start_devices(None)
     model = open_model(args.run)
     task = model.task
-    files = {"ratings": args.ratings, "text": args.text}
+    files = {"ratings": args.ratings, "clicks": args.clicks, "text": args.text}
     file = files.pop(task.name)
     for other, given in files.items():
         if given is not None:
@@ -78,6 +80,7 @@ def run(args: Evaluate) -> int:
     if evaluator is None:
         raise ValueError(f"the run in {args.run} has no {part} {task.people}")
     found = evaluator(model.params, progress=bars)
+    found = with_coverage(config, algorithm, model.params, getattr(users, part), found)
     failed = evaluation_failed(found, task.people)
     table = beside(config, users, part, model.legend) if file is None else beside_saved(model, users.test)
     if args.json:

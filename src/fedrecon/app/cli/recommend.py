@@ -17,23 +17,25 @@ from fedrecon.app.config import Reading
 
 @dataclass(frozen=True, kw_only=True)
 class Recommend:
-    """Rebuild the parameters of the users of a ratings file and recommend what they have not rated.
+    """Rebuild the parameters of the users of a file and recommend what they have not rated, or do not have.
 
     Needs nothing but a saved model: neither the data nor the users it was trained on.
     Example: fedrecon recommend runs/mine --ratings my-ratings.csv --user 17 -n 5
 
     Attributes:
       run: the folder of a run, or of a saved model.
-      ratings: the users' own ratings, with item ids as in training.
+      ratings: for a model of ratings, the users' own ratings, with item ids as in training.
+      clicks: for a model of clicks, what the users have, with item ids as in training.
       user: whom to recommend to, by the ids in the file; everybody in it by default.
       top: how many items.
-      least_ratings: recommend only items with so many ratings by training users; as in training by default.
+      least_ratings: recommend only items with so many ratings or clicks by training users; as in training by default.
       items: a text file with the columns item and title, to call items by their titles.
       json: print one JSON object.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    ratings: Path
+    ratings: Path | None = None
+    clicks: Path | None = None
     user: tuple[str, ...] = ()
     top: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 10
     least_ratings: int | None = None
@@ -51,21 +53,30 @@ def run(args: Recommend) -> int:
     """Recommend and print."""
     from fedrecon.app.saved import open_for
     from fedrecon.app.serving import recommend_items
-    from fedrecon.app.tasks import RATINGS
-    from fedrecon.app.tasks.ratings import read_ratings, with_titles
+    from fedrecon.app.tasks import CLICKS, RATINGS
+    from fedrecon.app.tasks.ratings import with_titles
+    from fedrecon.data import Ratings
+    from fedrecon.progress import silent
 
     if args.top < 1:
         raise options.UsageError(f"--top is {args.top}; it must be at least 1")
-    model = open_for(RATINGS, args.run)
+    model = open_for(RATINGS, args.run, CLICKS)
+    files = {"ratings": args.ratings, "clicks": args.clicks}
+    file = files.pop(model.task.name)
+    if file is None or any(files.values()):
+        raise options.UsageError(
+            f"{args.run} was trained on {model.task.name}: give those of the users with --{model.task.name} FILE"
+        )
     if args.items is not None:
         model = dataclasses.replace(model, legend=with_titles(model.legend, args.items))
-    ratings = read_ratings(args.ratings, args.data, item_ids=model.legend.ids)
+    ratings = model.task.read(model.config, model.legend, file, args.data, silent).clients
+    assert isinstance(ratings, Ratings)
     show.left_out(ratings.skipped)
     if args.user:
         try:
             ratings = ratings.take([ratings.index_of(name) for name in args.user])
         except KeyError as problem:
-            raise ValueError(f"{args.ratings}: {problem.args[0]}") from None
+            raise ValueError(f"{file}: {problem.args[0]}") from None
     everyone: list[dict[str, Any]] = []
     assert ratings.names is not None  # a ratings file names its users
     seen = model.task.view(model.config, ratings)  # the logarithms of counts, where the model has learned those
@@ -80,5 +91,7 @@ def run(args: Recommend) -> int:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
         return 0
     for one in everyone:
-        show.recommendations(f"for user {one['user']}, from {one['rated']} ratings", one["recommendations"])
+        show.recommendations(
+            f"for user {one['user']}, from {one['rated']} {model.task.examples}", one["recommendations"]
+        )
     return 0

@@ -19,24 +19,26 @@ class Reproduce:
     Leaves report.md, report.html and figures/ in the folder. A study that was stopped goes on where it stopped.
     Examples: fedrecon reproduce movielens --data ml-1m.zip --out study;
     fedrecon reproduce text --data blogs.jsonl.gz --out study;
-    fedrecon reproduce privacy --data ml-1m.zip --out study
+    fedrecon reproduce privacy --data ml-1m.zip --out study;
+    fedrecon reproduce ranking --data ml-1m.zip --out study
 
     Attributes:
       study: which study.
-      data: for movielens and privacy: movielens-1m, or the path of a MovieLens zip or folder; for text: a file of JSON
-        lines (client, time, text), a federated Stack Overflow database, a Posts.xml, or a folder prepared from one.
+      data: for movielens, privacy and ranking: movielens-1m, or the path of a MovieLens zip or folder; for text: a file
+        of JSON lines (client, time, text), a federated Stack Overflow database, a Posts.xml, or a folder prepared from
+        one.
       out: the folder for results and report.
       scale: of text: two-cores, a small model and few rounds, or paper, the paper's own sizes, for an accelerator.
         MovieLens always has the paper's.
       quick: one seed and fewer rounds of everything.
       only: rows or figures to run; the names of files in rows/ and figures/.
       tune: first try the grids of settings on validation clients; results in tune.json and in the report.
-      seeds: how many seeds; by default 3 for movielens, 1 for text and privacy.
+      seeds: how many seeds; by default 3 for movielens, 1 for the others.
       page: also write the report to this file, and its pictures to a folder figures/ beside it.
       workers: how many jobs to run at a time; by default one a core, or a single one if there is an accelerator.
     """
 
-    study: Annotated[Literal["movielens", "text", "privacy"], tyro.conf.Positional]
+    study: Annotated[Literal["movielens", "text", "privacy", "ranking"], tyro.conf.Positional]
     data: str
     out: Path
     scale: Literal["two-cores", "paper"] | None = None
@@ -63,12 +65,12 @@ def run(args: Reproduce) -> int:
     study = movielens.STUDY
     if args.study == "text":
         study = text.PAPER_STUDY if args.scale == "paper" else text.STUDY
-    elif args.study == "privacy":
-        from fedrecon.studies import privacy
+    elif args.study in ("privacy", "ranking"):
+        from fedrecon.studies import privacy, ranking
 
-        study = privacy.STUDY
+        study = privacy.STUDY if args.study == "privacy" else ranking.STUDY
         if args.scale is not None:
-            raise options.UsageError(f"--scale is {args.scale}; the privacy study has one scale only")
+            raise options.UsageError(f"--scale is {args.scale}; the {args.study} study has one scale only")
     elif args.scale == "two-cores":
         raise options.UsageError("--scale is two-cores; the movielens study has the paper's scale only")
     seeds = study.seeds if args.seeds is None else args.seeds

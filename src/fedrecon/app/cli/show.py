@@ -67,10 +67,10 @@ def evaluation(
         return [measure.text(metrics) for measure in task.measures]
 
     rows = [
-        (f"over all {task.examples} (micro)", *figures(found.micro)),
+        (f"mean over {task.people}" if task.by_client else f"over all {task.examples} (micro)", *figures(found.micro)),
         *((f"  baseline: {name}", *figures(row)) for name, row in baselines.items()),
-        (f"mean over {task.people} (macro)", *figures(found.macro)),
     ]
+    rows += [] if task.by_client else [(f"mean over {task.people} (macro)", *figures(found.macro))]
     rows += [
         (f"{float(q):.0%} of {task.people} are below", *figures({name: of[q] for name, of in found.quantiles.items()}))
         for q in found.quantiles["loss"]
@@ -92,7 +92,8 @@ def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
     if record["kind"] != "evaluation":
         return
     clients, diverged = record["clients"], record["diverged"]
-    figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in measures)
+    there = [measure for measure in measures if measure.name in record["micro"]]
+    figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in there)
     if diverged > MOST_FAILED * clients:
         figures = f"failed: {diverged} of {clients} diverged"
     elif diverged:
@@ -102,7 +103,7 @@ def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
 
 
 def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
-    """Print recommended items and the ratings predicted for them."""
+    """Print recommended items and the ratings or scores predicted for them."""
     rows = [(f"{place}. {item['title']}", f"{item['rating']:.2f}") for place, item in enumerate(items, 1)]
     table(title, ("title", "predicted"), rows)
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from fedrecon.app.cli import FAILED, options, show
-from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
+from fedrecon.app.config import CONFIGS, ClicksConfig, Config, RatingsConfig, TextConfig, config_from_json, read_config
 from fedrecon.app.presets import PRESETS, Preset, base_of
 
 
@@ -41,13 +41,26 @@ class Train:
 @dataclass(frozen=True, kw_only=True)
 class TrainRatings(Train):
     """Train a recommender by Federated Reconstruction: item parameters are learned by the server, user parameters
-    are rebuilt by every user from their own ratings and never leave them. With --task text: a model of the next word.
+    are rebuilt by every user from their own ratings and never leave them. With --task clicks: which items come first,
+    from what users have. With --task text: a model of the next word.
 
     Ends by evaluating on test users, none of whom took part in training, beside baselines. The defaults follow from the
     data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine --data.user userId
     """
 
     settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainClicks(Train):
+    """Train a recommender on clicks, plays or purchases: which items come first, where what a user does not have counts
+    too. Item parameters are learned by the server, user parameters are rebuilt by every user from their own items.
+
+    Ends by looking for hidden items of test users, none of whom took part in training, beside popularity and, where
+    items are few, item kNN and EASE. Example: fedrecon train plays.csv --task clicks --out runs/plays
+    """
+
+    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +75,7 @@ class TrainText(Train):
     settings: Annotated[TextConfig, tyro.conf.arg(name="")]
 
 
-COMMANDS: dict[str, type[Train]] = {"ratings": TrainRatings, "text": TrainText}
+COMMANDS: dict[str, type[Train]] = {"ratings": TrainRatings, "clicks": TrainClicks, "text": TrainText}
 
 
 def parse(argv: Sequence[str]) -> Train:

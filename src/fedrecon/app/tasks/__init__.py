@@ -3,6 +3,7 @@
 from typing import Any
 
 from fedrecon.app.config import Config
+from fedrecon.app.tasks.clicks import CLICKS as CLICKS
 from fedrecon.app.tasks.ratings import RATINGS as RATINGS
 from fedrecon.app.tasks.ratings import Items as Items
 from fedrecon.app.tasks.task import Measure as Measure
@@ -11,7 +12,7 @@ from fedrecon.app.tasks.task import Task as Task
 from fedrecon.app.tasks.task import Users as Users
 from fedrecon.app.tasks.text import TEXT as TEXT
 
-TASKS: dict[str, Task[Any, Any, Any]] = {task.name: task for task in (RATINGS, TEXT)}
+TASKS: dict[str, Task[Any, Any, Any]] = {task.name: task for task in (RATINGS, CLICKS, TEXT)}
 
 
 def task_of(config: Config) -> Task[Any, Any, Any]:

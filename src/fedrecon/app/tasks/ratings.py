@@ -13,7 +13,7 @@ from fedrecon.app.config import Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
-from fedrecon.clients import rows_of
+from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
@@ -26,9 +26,14 @@ def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratin
     return load(path, **settings, **options)
 
 
-def load_ratings(settings: Data) -> Ratings:
-    """Load the ratings that settings name, whole and in their own order, with titles if there are any."""
-    ratings = _load(settings)
+def load_ratings(settings: Data, at_least: float | None = None) -> Ratings:
+    """Load the ratings that settings name, whole and in their own order, with titles if there are any.
+
+    Args:
+      settings: which file, and how it is read.
+      at_least: lower ratings are left out; None keeps all.
+    """
+    ratings = _load(settings, at_least)
     if settings.items is None:
         return ratings
     return dataclasses.replace(ratings, titles=_titles(settings.items, ratings.item_ids, settings.source))
@@ -48,19 +53,21 @@ def with_titles(items: Items, file: str | Path) -> Items:
     return dataclasses.replace(items, titles=np.array(unique_labels(titles.tolist(), items.ids.tolist())))
 
 
-def _load(settings: Data) -> Ratings:
+def _load(settings: Data, at_least: float | None) -> Ratings:
     path = Path(settings.source)
     if settings.source == "":
         raise DataError("the name of the data is empty; give a known name or a path.")
     known = settings.source in (*NAMES, "synthetic")
     if not known and not path.is_dir() and path.suffix != ".zip":
-        return read_ratings(settings.source, settings, min_ratings=settings.min_ratings)
+        return read_ratings(settings.source, settings, min_ratings=settings.min_ratings, at_least=at_least)
     own = [f"data.{name}" for name in changed(settings, Reading)]
     if own:
         raise DataError(f"{settings.source} is not a ratings file, so there is no use for {', '.join(own)}.")
     if settings.source == "synthetic":
+        if at_least is not None:
+            raise DataError("synthetic ratings are taken as they are, so there is no use for data.at_least.")
         return load(settings.source).at_least(settings.min_ratings)
-    return load(settings.source, min_ratings=settings.min_ratings)
+    return load(settings.source, min_ratings=settings.min_ratings, at_least=at_least)
 
 
 def divide_users(ratings: Ratings, settings: Data) -> Users:
@@ -75,9 +82,13 @@ def divide_users(ratings: Ratings, settings: Data) -> Users:
     return users
 
 
-def _items(config: RatingsConfig, ratings: Ratings) -> Items:
-    # Of the people who train alone: whoever validates or tests leaves no trace in a saved model.
-    seen = divide_users(ratings, config.data).train
+def name_items(ratings: Ratings, seen: Clients) -> Items:
+    """Say what items are called and how often training users have them.
+
+    Args:
+      ratings: as loaded.
+      seen: the training users alone: whoever validates or tests leaves no trace in a saved model.
+    """
     rows = rows_of(seen.starts, seen.ends)
     items, values = np.asarray(seen.columns["item"])[rows], np.asarray(seen.columns["rating"])[rows]
     ids = np.asarray(ratings.item_ids)
@@ -95,7 +106,8 @@ def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, pro
     return Read(ratings, ratings.skipped)
 
 
-def _describe(items: Items) -> dict[str, Any]:
+def describe_items(items: Items) -> dict[str, Any]:
+    """Return items as what JSON can hold."""
     return {
         "item_ids": items.ids.tolist(),
         "titles": None if items.titles is None else items.titles.tolist(),
@@ -105,7 +117,8 @@ def _describe(items: Items) -> dict[str, Any]:
     }
 
 
-def _recall(description: Mapping[str, Any]) -> Items:
+def recall_items(description: Mapping[str, Any]) -> Items:
+    """Undo `describe_items`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
     titles = description["titles"]
     # Older models have none of these.
     counts, scale, liking = (description.get(name) for name in ("counts", "scale", "liking"))
@@ -130,14 +143,14 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     curve=(RMSE, ACCURACY),
     untrained=RatingsConfig(data=Data(source="")),
     load=lambda config, progress: load_ratings(config.data),
-    legend=_items,
+    legend=lambda config, ratings: name_items(ratings, divide_users(ratings, config.data).train),
     divide=lambda config, ratings, progress: divide_users(ratings, config.data),
     facts=lambda config, ratings: {"ratings": ratings.num_examples, "items": ratings.num_items},
     build_model=lambda config, items: build_model(config.model, len(items)),
     prepare=prepare_ratings,
     view=lambda config, clients: transformed(clients, config.model.scale.transform if config.model.scale else "none"),
     read=_read,
-    describe=_describe,
-    recall=_recall,
+    describe=describe_items,
+    recall=recall_items,
     serve="recommend {run} --ratings FILE",
 )

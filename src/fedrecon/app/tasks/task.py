@@ -29,8 +29,10 @@ class Measure(NamedTuple):
     percent: bool = False
 
     def text(self, metrics: Mapping[str, Any]) -> str:
-        """Write the metric of an evaluation."""
-        value = metrics[self.name]
+        """Write the metric of an evaluation; nothing if it has none."""
+        value = metrics.get(self.name)
+        if value is None:  # not everything is measured everywhere
+            return ""
         return f"{100 * value:.{self.digits}f} %" if self.percent else f"{value:.{self.digits}f}"
 
 
@@ -109,6 +111,7 @@ class Task(Generic[C, D, L]):
       describe: `legend -> JSON`.
       recall: `JSON -> legend`; raises KeyError, TypeError or ValueError if it is not one.
       serve: the command that a trained model is for, with its options.
+      by_client: whether metrics are of clients as a whole, so that there is one mean only.
     """
 
     name: str
@@ -129,3 +132,4 @@ class Task(Generic[C, D, L]):
     describe: Callable[[L], dict[str, Any]]
     recall: Callable[[Mapping[str, Any]], L]
     serve: str
+    by_client: bool = False

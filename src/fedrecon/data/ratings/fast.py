@@ -92,7 +92,7 @@ def read_with_arrow(piece: str, layout: Layout) -> Rows | None:
     except pa.ArrowException:
         return None
     columns = {role: table.column(str(place)).combine_chunks() for role, place in layout.positions.items()}
-    rating = columns["rating"].to_numpy()
+    rating = columns["rating"].to_numpy() if "rating" in columns else np.ones(len(table))
     if not (np.abs(rating) <= LARGEST).all():
         return None
     spaces = not piece.isascii() or any(mark in piece for mark in SPACES if mark != layout.delimiter)
@@ -136,9 +136,10 @@ def read_numbers(piece: str, layout: Layout) -> Rows | None:
             )
     except (ValueError, OverflowError, Warning):
         return None
-    if not (np.abs(rows["rating"]) <= LARGEST).all():
-        return None
     columns = {role: np.ascontiguousarray(rows[role]) for role in kinds}
+    columns.setdefault("rating", np.ones(len(rows)))
+    if not (np.abs(columns["rating"]) <= LARGEST).all():
+        return None
     return Rows(columns["user"], columns["item"], columns["rating"].astype(np.float32), columns.get("time"))
 
 

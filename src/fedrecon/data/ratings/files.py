@@ -16,7 +16,7 @@ from fedrecon.data.ratings.summary import Summary, summarize
 from fedrecon.data.ratings.text import RatingTable, parse_ratings
 from fedrecon.data.sources import is_readable, open_bytes, read_text
 
-Duplicates = Literal["last", "first", "mean", "error"]
+Duplicates = Literal["last", "first", "mean", "sum", "error"]
 PARQUET = b"PAR1"
 
 
@@ -27,7 +27,7 @@ class Ratings(Clients):
     Attributes:
       item_ids: original id of item k.
       titles: title of item k, or None.
-      skipped: what loading left out: counts of bad_rows, unknown_items, duplicates, users_below_minimum.
+      skipped: what loading left out: counts of bad_rows, unknown_items, duplicates, low_ratings, users_below_minimum.
     """
 
     item_ids: np.ndarray = field(kw_only=True)
@@ -52,7 +52,7 @@ def load_ratings(
     path: str | Path,
     user: Column = "user",
     item: Column = "item",
-    rating: Column = "rating",
+    rating: Column | None = "rating",
     time: Column | None = "auto",
     delimiter: str | None = None,
     header: bool | None = None,
@@ -62,6 +62,7 @@ def load_ratings(
     encoding: str = "utf-8",
     item_ids: np.ndarray | Sequence[Any] | None = None,
     skip_lines: int = 0,
+    at_least: float | None = None,
 ) -> Ratings:
     """Read ratings from a text file, plain or gzip, or a Parquet file (`.parquet`, `.pq`).
 
@@ -72,18 +73,20 @@ def load_ratings(
       path: the file, a pipe, or "-" for standard input.
       user: header of the column with user ids, or its position counted from 0.
       item: the same for item ids. Ids may be integers or text.
-      rating: the same for ratings.
+      rating: the same for ratings. "auto" takes `rating` or `count` if there is one; None takes none, and every row
+        then counts 1.
       time: the same for timestamps. "auto" takes `time` or `timestamp` if there is one; None takes none.
       delimiter: what separates fields; None looks for tab, comma, semicolon or `::` in the first line.
       header: whether the first line names the columns; None takes a line without any number for a header.
         Without a header the columns are user, item, rating, time unless positions are given.
-      duplicates: which of several ratings of an item by one user counts: the last, the first, or their mean;
+      duplicates: which of several ratings of an item by one user counts: the last, the first, their mean or their sum;
         "error" refuses them.
       bad_rows: "error" refuses rows that cannot be read and names the first; "skip" counts them.
       min_ratings: users with fewer ratings are left out.
       encoding: of a text file.
       item_ids: number the items as in this list, and leave out those that are not in it.
       skip_lines: how many lines before the header or the data are passed over.
+      at_least: ratings below this are left out; None keeps all.
 
     Returns:
       The ratings. Users and items are in ascending order of their ids; `skipped` counts what was left out.
@@ -104,7 +107,7 @@ def load_ratings(
             text = read_text(stream, source, encoding)
             lines = duplicates == "error"
             table = parse_ratings(text, source, columns, delimiter, header, bad_rows, lines, skip_lines)
-    return collect_ratings(table, source, duplicates, min_ratings, item_ids)
+    return collect_ratings(table, source, duplicates, min_ratings, item_ids, at_least=at_least)
 
 
 def collect_ratings(
@@ -114,6 +117,7 @@ def collect_ratings(
     min_ratings: int = 1,
     item_ids: np.ndarray | Sequence[Any] | None = None,
     titles: Mapping[Any, str] | None = None,
+    at_least: float | None = None,
 ) -> Ratings:
     """Group rows by user, number the items, and leave out what the options say.
 
@@ -124,6 +128,7 @@ def collect_ratings(
       min_ratings: see `load_ratings`.
       item_ids: see `load_ratings`.
       titles: title by item id; items without one are called by their id.
+      at_least: see `load_ratings`.
     """
     skipped = {"bad_rows": table.bad_rows, "unknown_items": 0}
     if item_ids is not None:
@@ -133,6 +138,10 @@ def collect_ratings(
     before = len(table.rating)
     table = _without_duplicates(table, source, duplicates)
     skipped["duplicates"] = before - len(table.rating)
+    if at_least is not None:
+        high = table.rating >= at_least
+        skipped["low_ratings"] = int((~high).sum())
+        table = _rows_of(table, high)
     sizes = np.bincount(table.user.codes, minlength=len(table.user.values))
     skipped["users_below_minimum"] = int(((sizes > 0) & (sizes < min_ratings)).sum())
     table = _rows_of(table, (sizes >= min_ratings)[table.user.codes])
@@ -215,13 +224,15 @@ def _without_duplicates(table: RatingTable, source: str, duplicates: Duplicates)
         user, item = (ids.values[ids.codes[row]] for ids in (table.user, table.item))
         raise DataError(
             f"{source} {where}: user {user} rates item {item} again. "
-            'Choose which rating counts with duplicates="last", "first" or "mean".'
+            'Choose which rating counts with duplicates="last", "first", "mean" or "sum".'
         )
-    if duplicates == "mean":
+    if duplicates in ("mean", "sum"):
         starts = np.flatnonzero(first)
-        mean = np.add.reduceat(table.rating[order].astype(np.float64), starts) / np.diff(starts, append=len(order))
+        whole = np.add.reduceat(table.rating[order].astype(np.float64), starts)
+        if duplicates == "mean":
+            whole /= np.diff(starts, append=len(order))
         rating = np.empty(len(order))
-        rating[order] = mean[np.cumsum(first) - 1]
+        rating[order] = whole[np.cumsum(first) - 1]
         table = table._replace(rating=rating)
     kept = first if duplicates == "first" else np.append(first[1:], True)
     return _rows_of(table, np.sort(order[kept]))

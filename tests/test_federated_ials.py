@@ -1,0 +1,174 @@
+"""Federated implicit least squares: gradients by hand and over all items, and what a client measures."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedrecon as fr
+from fedrecon import ranking
+from fedrecon.clients import Clients
+from toy_models import assert_close, one_by_one
+
+ITEMS, DIM, UNOBSERVED, RIDGE = 12, 3, 0.3, 0.7
+MODEL = fr.models.ranking_factorization(ITEMS, DIM, init_scale=1.5)
+
+
+def people(sizes, seed=0):
+    rng = np.random.default_rng(seed)
+    item = np.concatenate([rng.permutation(ITEMS)[:size] for size in sizes]).astype(np.int32)
+    weight = rng.uniform(0.5, 2, len(item)).astype(np.float32)
+    return Clients.from_columns({"item": item, "weight": weight}, client=np.repeat(np.arange(len(sizes)), sizes))
+
+
+def ials(model=MODEL, **options):
+    options = {"unobserved": UNOBSERVED, "ridge": RIDGE, "server": optax.sgd(1.0), "split": fr.split.half(), **options}
+    return fr.federated_ials(model, **options)
+
+
+CLIENTS = people([6, 1, 4, 7, 2])
+
+
+def items_of(clients, k):
+    return clients.columns["item"][clients.starts[k] : clients.ends[k]]
+
+
+def test_a_clients_embedding_is_least_squares_over_all_items():
+    # As ordinary least squares with one row an item: weight 1 and target 1 for what the client has, beside every item
+    # at weight `unobserved` and target 0.
+    params = MODEL.init_global(jax.random.key(0))
+    V = np.asarray(params["item_embedding"], float)
+    found = np.asarray(fr.reconstruct(ials(), params, CLIENTS)["user_embedding"])
+    for k in range(len(CLIENTS)):
+        mine = V[items_of(CLIENTS, k)]
+        rows = np.concatenate([mine, UNOBSERVED**0.5 * V, RIDGE**0.5 * np.eye(DIM)])
+        target = np.concatenate([np.ones(len(mine)), np.zeros(ITEMS + DIM)])
+        np.testing.assert_allclose(found[k], np.linalg.lstsq(rows, target)[0], atol=1e-5)
+
+
+def dense_cost(V, support, query, weights=None):
+    """Half the cost of one client with all items at hand, for jax.grad."""
+    w = jnp.ones(len(support)) if weights is None else weights[0]
+    u = jnp.ones(len(query)) if weights is None else weights[1]
+    X = V[support]
+    z = jnp.linalg.solve(X.T @ (w[:, None] * X) + UNOBSERVED * V.T @ V + RIDGE * jnp.eye(DIM), X.T @ w)
+    scores = V @ z
+    others = jnp.ones(len(V)).at[support].set(0)
+    return (jnp.sum(u * (scores[query] - 1) ** 2) + UNOBSERVED * jnp.sum(others * scores**2)) / 2
+
+
+@pytest.mark.parametrize("weight", [None, "weight"])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_rows_and_a_small_matrix_give_the_gradient_over_all_items(weight, both_ways):
+    model = fr.models.ranking_factorization(ITEMS, DIM, init_scale=1.5, weight=weight)
+    algorithm = ials(model, both_ways=both_ways)
+    state = algorithm.init(jax.random.key(1))
+    V = state.method.params["item_embedding"]
+    upload = fr.client_update(algorithm, algorithm.message(state), CLIENTS, fr.round_key(0, 0))
+    assert jax.tree.map(np.shape, upload.delta["gram"]) == (len(CLIENTS), DIM, DIM)
+    total, count = 0, 0
+    for k in range(len(CLIENTS)):
+        mine, size = items_of(CLIENTS, k), CLIENTS.sizes[k]
+        if size < 2:
+            assert upload.examples[k] == 0
+            continue
+        own = CLIENTS.columns["weight"][CLIENTS.starts[k] : CLIENTS.ends[k]] if weight else np.ones(size)
+        half = -(-size // 2)
+        ways = [(slice(0, half), slice(half, None)), (slice(half, None), slice(0, half))][: 1 + both_ways]
+        for support, query in ways:
+            weights = [jnp.asarray(own[side]) for side in (support, query)]
+            total += jax.grad(dense_cost)(V, mine[support], mine[query], weights)
+            count += len(mine[query])
+    after = fr.server_update(algorithm, state, [upload], fr.round_key(0, 0)).method.params
+    np.testing.assert_allclose(after["item_embedding"], V - total / count, atol=2e-6)
+    np.testing.assert_allclose(after["gram"], after["item_embedding"].T @ after["item_embedding"], atol=1e-6)
+
+
+def test_by_hand():
+    # One dimension, items worth 1 and 2; support has the first, query the second. G = 5, and with unobserved 1 and
+    # ridge 1 the embedding is 1 / (1 + 5 + 1) = 1/7.
+    algorithm = ials(fr.models.ranking_factorization(2, 1), unobserved=1.0, ridge=1.0, both_ways=False)
+    params = {"item_embedding": jnp.array([[1.0], [2.0]]), "gram": jnp.array([[5.0]])}
+    clients = Clients.from_columns({"item": np.array([0, 1], np.int32)}, client=np.zeros(2, int))
+    message = algorithm.message(algorithm.init(jax.random.key(0)))._replace(method=params)
+    upload = fr.client_update(algorithm, message, clients, fr.round_key(0, 0))
+    error, z = 2 / 7 - 1, 1 / 7
+    of_z = 2 * error + 5 * z - z  # the item of the support counts for nothing
+    w = of_z / 7
+    assert -upload.delta["gram"][0, 0, 0] == pytest.approx(z * z / 2 - w * z, abs=1e-6)
+    changes = upload.delta["item_embedding"].whole()[0, :, 0]
+    np.testing.assert_allclose(-changes, [w * (1 - z) - w * z - z * z, error * z], atol=1e-6)
+
+
+def test_first_order_leaves_the_support_of_a_client_alone():
+    algorithm = ials(second_order=False, both_ways=False)
+    state = algorithm.init(jax.random.key(1))
+    clients = people([6])
+    delta = fr.client_update(algorithm, algorithm.message(state), clients, fr.round_key(0, 0)).delta
+    V = np.asarray(state.method.params["item_embedding"], float)
+    z = np.asarray(fr.reconstruct(algorithm, state.method.params, clients.take([0]).cap(3))["user_embedding"])[0]
+    np.testing.assert_allclose(-delta["gram"][0] * 3, UNOBSERVED / 2 * np.outer(z, z), atol=1e-6)
+    known = items_of(clients, 0)[:3]
+    np.testing.assert_allclose(
+        -delta["item_embedding"].whole()[0, known] * 3, -UNOBSERVED * np.outer(V[known] @ z, z), atol=1e-6
+    )
+
+
+def test_by_rows_and_by_whole_tables_give_the_same():
+    def run(model):
+        algorithm = ials(model, server=optax.adam(0.05), split=None)
+        return fr.train(algorithm, CLIENTS, rounds=3, clients_per_round=4, seed=2, place=one_by_one()).params
+
+    assert_close(run(MODEL), run(MODEL._replace(lookups={})))
+
+
+def test_training_ranks_hidden_items_better():
+    rng = np.random.default_rng(0)
+    taste = rng.integers(0, 2, 60)  # two kinds of people, each with a half of the items
+    item = np.concatenate([rng.permutation(6)[:5] + 6 * kind for kind in taste]).astype(np.int32)
+    clients = Clients.from_columns({"item": item}, client=np.repeat(np.arange(60), 5))
+    train, test = clients.take(np.arange(40)), clients.take(np.arange(40, 60))
+    algorithm = ials(server=optax.adam(0.05), split=None)
+    run = fr.train(algorithm, train, rounds=40, clients_per_round=20, seed=0)
+    found = fr.evaluate(algorithm, run.params, test, split=fr.split.fraction(0.8))
+    assert found.micro["hit@20"] == 1
+    assert found.micro["ndcg@100"] > 0.6  # chance is about .4
+
+
+def test_a_client_measures_itself_as_ranking_defines_it():
+    clients = people([6, 1, 4, 7, 12, 2], seed=3)
+    algorithm, params = ials(), MODEL.init_global(jax.random.key(4))
+    params["item_embedding"] = params["item_embedding"].at[5:8].set(params["item_embedding"][4])  # equal scores
+    params["gram"] = params["item_embedding"].T @ params["item_embedding"]
+    split = fr.split.fraction(0.5)
+    model = MODEL._replace(
+        client_metrics=fr.models.ranking_metrics(
+            lambda shared, local: shared["item_embedding"] @ local["user_embedding"],
+            recall_at=(2, 5),
+            ndcg_at=(3, 100),
+            hit_at=(1, 4),
+        )
+    )
+    found = fr.evaluate(ials(model), params, clients, split=split)
+    division = ranking.divide(clients, split)
+
+    def score(known):
+        owner = Clients.from_columns({"item": known.item.astype(np.int32)}, client=known.user)
+        return np.asarray(fr.reconstruct(algorithm, params, owner)["user_embedding"] @ params["item_embedding"].T)
+
+    expected = ranking.rank(score, division, ITEMS, recall_at=(2, 5), ndcg_at=(3, 100), hit_at=(1, 4))
+    for name, values in expected.per_client.items():
+        np.testing.assert_allclose(found.per_client[name], values, atol=1e-6, err_msg=name)
+        assert found.micro[name] == pytest.approx(expected.metrics[name], abs=1e-6)
+        assert found.macro[name] == found.micro[name]
+    assert found.clients == expected.users == 5
+
+
+def test_settings_that_make_no_sense_are_errors():
+    with pytest.raises(ValueError, match="`ridge` is 0"):
+        ials(ridge=0)
+    with pytest.raises(ValueError, match="`unobserved` is -1"):
+        ials(unobserved=-1)
+    with pytest.raises(ValueError, match="this model has item_embedding and user_embedding"):
+        ials(fr.models.matrix_factorization(4, 2))
