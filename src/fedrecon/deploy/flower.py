@@ -91,7 +91,8 @@ def run_node(
     from flwr.supernode import fleet_http_connection as fleet
 
     fleet.flwr_exit = _refused  # type: ignore[assignment]  # it would end the process
-    keys = None if key is None else _key_pair(key)
+    private = None if key is None else private_key(key)
+    keys = None if private is None else (private, private.public_key())
     certificates = None if authority is None else authority.read_bytes()
     refused = 0.0  # seconds
     while not stop():
@@ -165,16 +166,20 @@ def _data_of(message: Any) -> bytes:
     return data if isinstance(data, bytes) else b""
 
 
-def _key_pair(path: Path) -> Any:
+def private_key(path: Path) -> Any:
+    """Read a node's private key.
+
+    Raises:
+      FlowerError: it cannot be read.
+    """
     from cryptography.hazmat.primitives import serialization
 
     try:
-        private: Any = serialization.load_ssh_private_key(path.read_bytes(), None)
+        return serialization.load_ssh_private_key(path.read_bytes(), None)
     except ValueError as problem:
         raise FlowerError(
             f"{path} is no private key that can be read ({problem}); make one with fedrecon keys"
         ) from None
-    return private, private.public_key()
 
 
 # ---- the server ----
