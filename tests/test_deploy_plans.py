@@ -1,8 +1,12 @@
 """Deployments of the defaults and of any algorithm: round zero over nodes, models of other frameworks, signed keys."""
 
 import dataclasses
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
 
 import jax
+import keras
 import numpy as np
 import pytest
 
@@ -75,7 +79,6 @@ def test_the_default_preset_on_nodes_gives_what_the_simulation_gives(
 
 
 def keras_algorithm():
-    keras = pytest.importorskip("keras", reason="the extra `keras` is not installed")
     item = keras.Input((), dtype="int32", name="item")
     row = keras.layers.Embedding(ITEMS, 3, name="items")(item)
     network = keras.Model(item, keras.layers.Dense(1, use_bias=False, name="user")(row))

@@ -31,7 +31,7 @@ build-backend = "hatchling.build"
 [project]
 name = "fedrecon"
 version = "1.0.0"
-description = "Stands for a training. Its server is fedrecon server; it holds no code."
+description = "Stands for a training. It holds no code: server and nodes have fedrecon installed."
 license = "Apache-2.0"
 dependencies = []
 
@@ -40,7 +40,7 @@ publisher = "fedrecon"
 
 [tool.flwr.app.components]
 serverapp = "nothing:app"
-clientapp = "nothing:app"
+clientapp = "fedrecon.deploy.app:app"
 
 [tool.flwr.app.config]
 """
@@ -180,6 +180,32 @@ def private_key(path: Path) -> Any:
         raise FlowerError(
             f"{path} is no private key that can be read ({problem}); make one with fedrecon keys"
         ) from None
+
+
+# ---- nodes of Flower's own: a SuperNode starts a process for every message ----
+
+
+def client_app(answer: Callable[[bytes, Mapping[str, Any], bytes], tuple[bytes, bytes]]) -> Any:
+    """Return a ClientApp for a stock SuperNode.
+
+    Args:
+      answer: `(message, what the SuperNode was told, what was kept) -> (reply, what to keep)`, all but the second as
+        bytes. What is kept is in the SuperNode's memory, for this run.
+    """
+    quiet_flower()
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def query(message: Any, context: Any) -> Any:
+        kept = context.state[RECORD][FIELD] if RECORD in context.state else b""
+        reply, kept = answer(_data_of(message), context.node_config, kept)
+        context.state[RECORD] = ConfigRecord({FIELD: kept})
+        return Message(RecordDict({RECORD: ConfigRecord({FIELD: reply})}), reply_to=message)
+
+    app.query()(query)
+    return app
 
 
 # ---- the server ----

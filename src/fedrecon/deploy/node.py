@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Collection
 from typing import Any
@@ -60,6 +61,7 @@ class Node:
         self.holding: Holding | None = None
         self.finished = False  # whether the run that it joined last is over
         self._agreed: Plan | None = None  # the plan without what round zero found
+        self._found = b""  # by round zero
         self._users: Users | None = None  # as the model sees them
         self._number: int | None = None  # of this node in the plan's list
         self._evaluators: dict[str, Any] = {}
@@ -93,6 +95,34 @@ class Node:
             # The server learns the kind of error and nothing else: a message may have parts of the data in it.
             self._say(f"failed: {type(problem).__name__}: {problem}")
             return refusal(message, Failure("error", f"the node failed with {type(problem).__name__}"))
+
+    def kept(self) -> bytes:
+        """Return what a process needs that answers the next message in this one's place. It may hold secrets."""
+        if self._agreed is None:
+            return b""
+        under_way = None
+        if self._sum is not None:
+            of, number, state = self._sum
+            under_way = [of, number, state.to_bytes().decode()]
+        values = {"plan": self._agreed.content.decode(), "found": self._found.hex(), "sum": under_way}
+        return json.dumps(values).encode()
+
+    def go_on(self, kept: bytes) -> None:
+        """Go on where another process ended.
+
+        Args:
+          kept: what its `kept` returned, or nothing.
+        """
+        if not kept:
+            return
+        values = json.loads(kept)
+        self._take(values["plan"].encode())
+        self._prepare(bytes.fromhex(values["found"]))
+        if values["sum"] is not None:
+            from fedrecon.privacy.secure_sum import ClientState
+
+            of, number, state = values["sum"]
+            self._sum = (of, number, ClientState.from_bytes(state.encode()))
 
     def _most(self) -> int:
         if self.plan is None:
@@ -143,7 +173,7 @@ class Node:
         self.memory.accept(plan.digest, plan.promises)
         self.plan = self._agreed = plan
         self.holding, self._users, self._number = holding, holding.users, number
-        self._evaluators, self._sum = {}, None
+        self._found, self._evaluators, self._sum = b"", {}, None
 
     def _prepare(self, data: bytes) -> None:
         """Take what round zero found, if the plan has one and the server says that it is over."""
@@ -159,7 +189,7 @@ class Node:
             return
         assert self.holding is not None
         self._users = Users(*(plan.task.view(plan.config, part) for part in self.holding.users))
-        self.plan, self._evaluators, self._sum = plan, {}, None
+        self.plan, self._found, self._evaluators, self._sum = plan, data, {}, None
 
     def _check(self, message: Envelope) -> None:
         """Fail unless a message is of the plan, the run and no earlier round than the one that this node is in."""

@@ -35,6 +35,11 @@ class Operator(NamedTuple):
     nodes: Path | None = None
     algorithm: str | None = None
 
+    @property
+    def folder(self) -> Path:
+        """Where the node remembers what was accepted."""
+        return self.state or self.source.with_name(self.source.name + ".node")
+
     def node(
         self, accept: Callable[[Plan], bool], say: Callable[[str], None] = lambda text: None, key: Any = None
     ) -> Node:
@@ -63,7 +68,7 @@ class Operator(NamedTuple):
         return Node(
             read,
             accept,
-            Memory(self.state or self.source.with_name(self.source.name + ".node")),
+            Memory(self.folder),
             say,
             algorithm=None if brought is None else brought.algorithm,
             key=key,
