@@ -19,7 +19,7 @@ from fedrecon.app.tasks import Items
 from fedrecon.deploy import InProcess, Node, Pace, Plan, serve
 from fedrecon.deploy.holding import read_holding
 from fedrecon.deploy.memory import Memory
-from fedrecon.deploy.plan import make_plan
+from fedrecon.deploy.settings_plan import make_plan
 from fedrecon.disk.runs import RunFolder
 
 ITEMS, NODES = 12, 3

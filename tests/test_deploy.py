@@ -20,7 +20,7 @@ from fedrecon.app.config import (
 from fedrecon.app.experiment import make_evaluator
 from fedrecon.data import Vocabulary
 from fedrecon.deploy import Plan
-from fedrecon.deploy.plan import make_plan
+from fedrecon.deploy.settings_plan import make_plan
 
 CASES = {
     "by rows": config_of(),

@@ -285,6 +285,14 @@ def test_integers_add_up_to_the_sum_within_the_stated_error(values, nodes):
         assert np.all(np.abs(a - nodes * b) <= nodes * ring_of(SECURE).error + 1e-9)
 
 
+@given(st.lists(st.floats(-1e17, 1e17), min_size=1, max_size=4), st.integers(1, 5))
+def test_wide_integers_add_up_for_numbers_of_any_size(values, nodes):
+    tree = {"a": np.array(values)}
+    total = sum(to_integers(SECURE, tree, wide=True) for _ in range(nodes))
+    found = from_integers(SECURE, total, tree, wide=True)["a"]
+    np.testing.assert_allclose(found, nodes * tree["a"], 1e-15, nodes * 2.0**-30)
+
+
 def test_numbers_beyond_the_limit_are_not_sent():
     for bad in (np.nan, np.inf, 2 * SECURE.limit):
         with pytest.raises(Failure, match="beyond the plan's limit"):
@@ -307,7 +315,7 @@ def joined(files):
 def test_no_message_makes_a_node_or_the_server_fail(joined, data):
     """Bytes changed, cut, repeated or invented: a node answers with a refusal or a sum, the server counts a failure."""
     node, good = joined
-    kind = data.draw(st.sampled_from(["train", "join", "evaluate", "share", "mask", "unmask", "finish", "advertise"]))
+    kind = data.draw(st.sampled_from(["train", "prepare", "join", "evaluate", "share", "mask", "unmask", "finish", "advertise"]))
     for whole, read in (
         (pack(message_of(PLAN, kind)), lambda raw: unpack(node.handle(raw), 2**30)),
         (good, lambda raw: read_tree(raw, message_of(PLAN), total_shapes(PLAN.algorithm))),

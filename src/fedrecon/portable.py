@@ -80,7 +80,7 @@ def load(folder: str | Path, made: Model | Algorithm | None = None) -> Loaded:
             made = follow(about["recipe"])
         except RecipeError as problem:
             raise StorageError(f"{path}: {problem}") from None
-    made = _with_lookups(made, {name: tuple(features) for name, features in about["lookups"].items()})
+    made = with_lookups(made, {name: tuple(features) for name, features in about["lookups"].items()})
     found = describe(made)
     if about["recipe"] is not None and found["digest"] != about["digest"] and found["recipe"] is not None:
         raise StorageError(f"{folder} was saved from another {about['kind']} (digest {about['digest'][:12]})")
@@ -126,7 +126,8 @@ def _model_of(made: Model | Algorithm) -> Model:
     return made.model if isinstance(made, Algorithm) else made
 
 
-def _with_lookups(made: Any, lookups: dict[str, tuple[str, ...]]) -> Any:
+def with_lookups(made: Any, lookups: dict[str, tuple[str, ...]]) -> Any:
+    """Return a model or an algorithm with lookups that were decided elsewhere."""
     model = _model_of(made)
     if model.lookups == AUTO:
         model = by_rows(model, lookups)

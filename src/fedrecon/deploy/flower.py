@@ -31,7 +31,7 @@ build-backend = "hatchling.build"
 [project]
 name = "fedrecon"
 version = "1.0.0"
-description = "Stands for a training. Its server is fedrecon server; it holds no code."
+description = "Stands for a training. It holds no code: server and nodes have fedrecon installed."
 license = "Apache-2.0"
 dependencies = []
 
@@ -40,7 +40,7 @@ publisher = "fedrecon"
 
 [tool.flwr.app.components]
 serverapp = "nothing:app"
-clientapp = "nothing:app"
+clientapp = "fedrecon.deploy.app:app"
 
 [tool.flwr.app.config]
 """
@@ -91,7 +91,8 @@ def run_node(
     from flwr.supernode import fleet_http_connection as fleet
 
     fleet.flwr_exit = _refused  # type: ignore[assignment]  # it would end the process
-    keys = None if key is None else _key_pair(key)
+    private = None if key is None else private_key(key)
+    keys = None if private is None else (private, private.public_key())
     certificates = None if authority is None else authority.read_bytes()
     refused = 0.0  # seconds
     while not stop():
@@ -165,16 +166,46 @@ def _data_of(message: Any) -> bytes:
     return data if isinstance(data, bytes) else b""
 
 
-def _key_pair(path: Path) -> Any:
+def private_key(path: Path) -> Any:
+    """Read a node's private key.
+
+    Raises:
+      FlowerError: it cannot be read.
+    """
     from cryptography.hazmat.primitives import serialization
 
     try:
-        private: Any = serialization.load_ssh_private_key(path.read_bytes(), None)
+        return serialization.load_ssh_private_key(path.read_bytes(), None)
     except ValueError as problem:
         raise FlowerError(
             f"{path} is no private key that can be read ({problem}); make one with fedrecon keys"
         ) from None
-    return private, private.public_key()
+
+
+# ---- nodes of Flower's own: a SuperNode starts a process for every message ----
+
+
+def client_app(answer: Callable[[bytes, Mapping[str, Any], bytes], tuple[bytes, bytes]]) -> Any:
+    """Return a ClientApp for a stock SuperNode.
+
+    Args:
+      answer: `(message, what the SuperNode was told, what was kept) -> (reply, what to keep)`, all but the second as
+        bytes. What is kept is in the SuperNode's memory, for this run.
+    """
+    quiet_flower()
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def query(message: Any, context: Any) -> Any:
+        kept = context.state[RECORD][FIELD] if RECORD in context.state else b""
+        reply, kept = answer(_data_of(message), context.node_config, kept)
+        context.state[RECORD] = ConfigRecord({FIELD: kept})
+        return Message(RecordDict({RECORD: ConfigRecord({FIELD: reply})}), reply_to=message)
+
+    app.query()(query)
+    return app
 
 
 # ---- the server ----

@@ -13,7 +13,9 @@ from fedrecon.app.config import Reading
 from fedrecon.app.tasks import Users
 from fedrecon.app.tasks.ratings import read_ratings
 from fedrecon.clients import Clients
+from fedrecon.deploy.algorithm_plan import AlgorithmPlan
 from fedrecon.deploy.plan import Plan
+from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.keys import as_number, mixed, round_key, words_of
 from fedrecon.progress import Progress, silent
 
@@ -28,7 +30,7 @@ class Holding(NamedTuple):
 
 
 def read_holding(
-    plan: Plan, path: str | Path, reading: Reading | None = None, least: int = 1, progress: Progress = silent
+    plan: SettingsPlan, path: str | Path, reading: Reading | None = None, least: int = 1, progress: Progress = silent
 ) -> Holding:
     """Read a node's file for a plan.
 
@@ -60,11 +62,25 @@ def read_holding(
     return Holding(Users(*everyone.split_clients(*data.fractions, seed=data.split_seed)), skipped)
 
 
+def hold(plan: AlgorithmPlan, clients: Clients) -> Holding:
+    """Return clients that a program has, as a plan wants them.
+
+    Args:
+      plan: of an algorithm that was made in Python.
+      clients: those of this node.
+
+    Raises:
+      PlanError: they have other columns than the plan says.
+    """
+    users = plan.divided(clients)
+    return Holding(users, {"clients_below_minimum": len(clients) - sum(map(len, users))})
+
+
 def taking_part(plan: Plan, users: Clients, number: int) -> Clients:
     """Return the users that train in a round: each by itself with the plan's share, by its name and the round."""
     if plan.share == 1 or not len(users):
         return users
-    salt = as_number(words_of(round_key(plan.config.seed, number))) ^ np.uint64(TAKES_PART)
+    salt = as_number(words_of(round_key(plan.seed, number))) ^ np.uint64(TAKES_PART)
     with np.errstate(over="ignore"):
         drawn = mixed(as_number(users.identities()), salt)
     return users.take(drawn.astype(np.float64) < plan.share * 2.0**64)

@@ -24,7 +24,7 @@ class Memory:
         self.promises: Promises | None = None
         self.run: str | None = None
         self.ended: list[str] = []  # runs before this one
-        self.round, self.tries = -1, 0
+        self.round, self.tries, self.asked = -1, 0, 0
         if folder is not None and (folder / FILE).exists():
             self._read(folder / FILE)
 
@@ -37,13 +37,18 @@ class Memory:
         """Remember that a run has begun."""
         if self.run is not None:
             self.ended = [*self.ended, self.run][-1000:]
-        self.run, self.round, self.tries = run, -1, 0
+        self.run, self.round, self.tries, self.asked = run, -1, 0, 0
         self._write()
 
     def see(self, number: int) -> None:
         """Remember a round before anything of it is sent."""
         self.tries = self.tries + 1 if number == self.round else 1
         self.round = number
+        self._write()
+
+    def ask(self) -> None:
+        """Remember a question of round zero before it is answered."""
+        self.asked += 1
         self._write()
 
     def _write(self) -> None:
@@ -57,6 +62,7 @@ class Memory:
             "ended": self.ended,
             "round": self.round,
             "tries": self.tries,
+            "asked": self.asked,
         }
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(self.folder / FILE, (json.dumps(values, indent=1) + "\n").encode(), mode=0o600)
@@ -69,6 +75,7 @@ class Memory:
             self.accepted, self.run, self.ended = values["accepted"], values["run"], list(values["ended"])
             self.promises = None if values["promises"] is None else Promises(**values["promises"])
             self.round, self.tries = int(values["round"]), int(values["tries"])
+            self.asked = int(values.get("asked", 0))
         except (ValueError, KeyError, TypeError) as problem:
             raise StorageError(
                 f"{file} is damaged ({problem}), so it is not known what this node accepted; look at it, and remove "

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import numpy as np
 
-from fedrecon.app.experiment import make_evaluator
-from fedrecon.app.saved import save_model
-from fedrecon.deploy import measure
+from fedrecon.algorithm import Algorithm
+from fedrecon.app.tasks import Users
+from fedrecon.deploy import measure, round_zero, signing
 from fedrecon.deploy.holding import Holding, taking_part
 from fedrecon.deploy.memory import MOST_TRIES, Memory
 from fedrecon.deploy.messages import MOST_HEADER, OK, Envelope, Failure, pack, refusal, unpack
 from fedrecon.deploy.plan import MOST_BYTES, Plan, PlanError, digest_of, weaker
+from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.fitting import check_fit
 from fedrecon.hosts import client_total, total_shapes
 from fedrecon.keys import round_key
 from fedrecon.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
 
-TRAIN, PARTS = "train", ("valid", "test")
+TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last with the number of a question behind it
+MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
 _LENGTH = struct.Struct(">I")
 
 
@@ -34,6 +37,10 @@ class Node:
         accept: Callable[[Plan], bool],
         memory: Memory | None = None,
         say: Callable[[str], None] = lambda text: None,
+        *,
+        algorithm: Algorithm | None = None,
+        key: Any = None,
+        known: Collection[str] | None = None,
     ):
         """Prepare.
 
@@ -42,16 +49,26 @@ class Node:
           accept: asks the node's owner about a plan; asked once for each.
           memory: what was accepted and seen before.
           say: is told a line about every round.
+          algorithm: what is trained, for plans of an algorithm that was made in Python.
+          key: the node's own private key, with which it signs its part in secure sums.
+          known: public keys of the nodes that the owner knows; a plan that lists others is refused. By default the
+            plan's list is believed.
         """
         self._read, self._accept, self._say = read, accept, say
+        self._algorithm, self._key, self._known = algorithm, key, known
         self.memory = memory or Memory()
         self.plan: Plan | None = None
         self.holding: Holding | None = None
         self.finished = False  # whether the run that it joined last is over
+        self._agreed: Plan | None = None  # the plan without what round zero found
+        self._found = b""  # by round zero
+        self._users: Users | None = None  # as the model sees them
+        self._number: int | None = None  # of this node in the plan's list
         self._evaluators: dict[str, Any] = {}
         self._sum: Any = None  # a secure sum that is under way: (what of, round, state of the client)
         self._stages = {
             "train": lambda message: self._open(message, TRAIN),
+            "prepare": lambda message: self._open(message, self._question(message)),
             "evaluate": lambda message: self._open(message, self._part(message)),
             "advertise": self._advertise,
             "share": self._share,
@@ -79,6 +96,34 @@ class Node:
             self._say(f"failed: {type(problem).__name__}: {problem}")
             return refusal(message, Failure("error", f"the node failed with {type(problem).__name__}"))
 
+    def kept(self) -> bytes:
+        """Return what a process needs that answers the next message in this one's place. It may hold secrets."""
+        if self._agreed is None:
+            return b""
+        under_way = None
+        if self._sum is not None:
+            of, number, state = self._sum
+            under_way = [of, number, state.to_bytes().decode()]
+        values = {"plan": self._agreed.content.decode(), "found": self._found.hex(), "sum": under_way}
+        return json.dumps(values).encode()
+
+    def go_on(self, kept: bytes) -> None:
+        """Go on where another process ended.
+
+        Args:
+          kept: what its `kept` returned, or nothing.
+        """
+        if not kept:
+            return
+        values = json.loads(kept)
+        self._take(values["plan"].encode())
+        self._prepare(bytes.fromhex(values["found"]))
+        if values["sum"] is not None:
+            from fedrecon.privacy.secure_sum import ClientState
+
+            of, number, state = values["sum"]
+            self._sum = (of, number, ClientState.from_bytes(state.encode()))
+
     def _most(self) -> int:
         if self.plan is None:
             return MOST_BYTES + MOST_HEADER
@@ -91,23 +136,27 @@ class Node:
     # ---- joining ----
 
     def _join(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
-        if digest_of(message.body) != message.plan:
+        size = message.facts.get("found", 0)
+        if type(size) is not int or not 0 <= size <= len(message.body):
+            raise Failure("garbage", "the server does not say where its plan ends")
+        content, found = message.body[: len(message.body) - size], message.body[len(message.body) - size :]
+        if digest_of(content) != message.plan:
             raise Failure("wrong_plan", "the server names another plan than it sends")
-        if self.plan is None or self.plan.digest != message.plan:
-            self._take(message.body)
-        assert self.holding is not None
+        if self._agreed is None or self._agreed.digest != message.plan:
+            self._take(content)
         if message.run in self.memory.ended or not message.run:
             raise Failure("old_run", f"the run {message.run!r} is over for this node")
         if message.run != self.memory.run:
             self.memory.begin(message.run)
+            self._say(f"joined run {message.run} of plan {message.plan[:16]}")
+        self._prepare(found)
         self.finished = False
-        self._say(f"joined run {message.run} of plan {message.plan[:16]}")
-        return {}, b""
+        return {}, b"" if self._number is None else str(self._number).encode()
 
     def _take(self, data: bytes) -> None:
         """Take a plan that is not the current one, if it is good enough and the owner agrees."""
         try:
-            plan = Plan.from_bytes(data)
+            plan = Plan.from_bytes(data, self._algorithm)
         except PlanError as problem:
             raise Failure("wrong_plan", str(problem)) from None
         if plan.digest != self.memory.accepted:
@@ -116,12 +165,31 @@ class Node:
                 raise Failure("weaker_plan", f"this plan promises less than the one accepted: {', '.join(less)}")
             if not self._accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
+        number = signing.number_of(plan, self._key, self._known)
         holding = self._read(plan)
         for part in holding.users:
             if len(part):
                 check_fit(plan.algorithm, part)
         self.memory.accept(plan.digest, plan.promises)
-        self.plan, self.holding, self._evaluators, self._sum = plan, holding, {}, None
+        self.plan = self._agreed = plan
+        self.holding, self._users, self._number = holding, holding.users, number
+        self._found, self._evaluators, self._sum = b"", {}, None
+
+    def _prepare(self, data: bytes) -> None:
+        """Take what round zero found, if the plan has one and the server says that it is over."""
+        agreed = self._agreed
+        if not data or not isinstance(agreed, SettingsPlan) or not agreed.unprepared:
+            return
+        try:
+            found = round_zero.read_found(data, agreed.config, len(agreed.legend))  # type: ignore[arg-type]
+        except ValueError as problem:
+            raise Failure("garbage", str(problem)) from None
+        plan = agreed.prepared(found)
+        if plan is self.plan:
+            return
+        assert self.holding is not None
+        self._users = Users(*(plan.task.view(plan.config, part) for part in self.holding.users))
+        self.plan, self._found, self._evaluators, self._sum = plan, data, {}, None
 
     def _check(self, message: Envelope) -> None:
         """Fail unless a message is of the plan, the run and no earlier round than the one that this node is in."""
@@ -133,8 +201,8 @@ class Node:
             raise Failure("old_run", f"this node takes part in run {self.memory.run} and in no other")
         if message.round < self.memory.round:
             raise Failure("old_round", f"round {message.round} is over; this node is in round {self.memory.round}")
-        if message.round > self.plan.config.rounds:
-            raise Failure("old_round", f"the plan has {self.plan.config.rounds} rounds, and this is another")
+        if message.round > self.plan.rounds:
+            raise Failure("old_round", f"the plan has {self.plan.rounds} rounds, and this is another")
 
     # ---- what is computed ----
 
@@ -144,6 +212,12 @@ class Node:
             raise Failure("garbage", f"there is no part {str(part)[:40]!r} to evaluate")
         return part
 
+    def _question(self, message: Envelope) -> str:
+        number = message.facts.get("number")
+        if type(number) is not int:
+            raise Failure("garbage", "a question of round zero without a number")
+        return f"{PREPARE}{number}"
+
     def _open(self, message: Envelope, of: str) -> tuple[dict[str, Any], bytes]:
         assert self.plan is not None
         if self.plan.secure:
@@ -152,7 +226,10 @@ class Node:
 
     def _compute(self, of: str, number: int, body: bytes) -> Any:
         assert self.plan is not None
-        assert self.holding is not None
+        if of.startswith(PREPARE):
+            return self._answer(of, body)
+        if self.plan.unprepared:
+            raise Failure("not_joined", "this node does not know what round zero found; ask it to join again")
         if of == TRAIN:
             if number == self.memory.round and self.memory.tries >= MOST_TRIES:
                 raise Failure("old_round", f"this node took part in round {number} {MOST_TRIES} times already")
@@ -166,29 +243,49 @@ class Node:
             raise Failure("not_finite", "the server sent numbers that are not finite")
         return self._train(number, value) if of == TRAIN else self._evaluate(of, value)
 
+    def _answer(self, of: str, body: bytes) -> Any:
+        """Answer a question of round zero, before the first round."""
+        plan = self._agreed
+        assert self.holding is not None
+        if not isinstance(plan, SettingsPlan) or not plan.unprepared:
+            raise Failure("garbage", "this plan has no round zero")
+        if self.memory.round >= 0 or self.memory.asked >= MOST_ASKED:
+            raise Failure("old_round", "round zero is over for this node, or was asked for too often")
+        try:
+            question = round_zero.read_question(body, plan.config, len(plan.legend))  # type: ignore[arg-type]
+        except ValueError as problem:
+            raise Failure("garbage", str(problem)) from None
+        if of != f"{PREPARE}{question.number}":
+            raise Failure("garbage", f"the question has number {question.number}, not that of {of}")
+        self.memory.ask()
+        users = self.holding.users.train
+        if len(users) < plan.least_users:
+            return round_zero.nothing(question)
+        if question.number == 0:
+            self._say(f"round zero: sums over {len(users)} {plan.task.people}")
+        return round_zero.answer_of(question, users)
+
     def _train(self, number: int, message: Any) -> Any:
         assert self.plan is not None
-        assert self.holding is not None
+        assert self._users is not None
         plan = self.plan
-        users = taking_part(plan, self.holding.users.train, number)
+        users = taking_part(plan, self._users.train, number)
         if len(users) < plan.least_users:
             self._say(f"round {number + 1}: {len(users)} of its {plan.task.people} would take part, too few: zeros")
             return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
-        total = client_total(
-            plan.algorithm, message, users, round_key(plan.config.seed, number), lengths=plan.lengths
-        ).total
+        total = client_total(plan.algorithm, message, users, round_key(plan.seed, number), lengths=plan.lengths).total
         self._say(f"round {number + 1}: {len(users)} {plan.task.people} trained")
         return total
 
     def _evaluate(self, part: str, params: Any) -> Any:
         assert self.plan is not None
-        assert self.holding is not None
-        plan, users = self.plan, self.holding.users
+        assert self._users is not None
+        plan, users = self.plan, self._users
         there = len(getattr(users, part))
         if there < plan.least_users:
             return measure.nothing(plan.algorithm.model)
         if part not in self._evaluators:
-            self._evaluators[part] = make_evaluator(plan.config, plan.algorithm, users, part=part)
+            self._evaluators[part] = plan.evaluator(users, part)
         self._say(f"evaluated {there} {part} {plan.task.people}")
         return measure.measured(plan.algorithm.model, self._evaluators[part].sums(params))
 
@@ -200,7 +297,7 @@ class Node:
         except WireError as problem:
             raise Failure("garbage", str(problem)) from None
         if self.memory.folder is not None:
-            save_model(self.memory.folder / "model", self.plan.config, params, self.plan.legend)
+            self.plan.save_model(self.memory.folder / "model", params)
             self._say(f"training is over; the model is in {self.memory.folder / 'model'}")
         self.finished = True
         return {}, b""
@@ -213,14 +310,20 @@ class Node:
 
         assert self.plan is not None
         of, me = message.facts.get("of"), message.facts.get("me")
-        if of not in (TRAIN, *PARTS) or type(me) is not int:
-            raise Failure("garbage", "a secure sum of nothing, or for nobody")
+        if type(me) is not int or (self._number is not None and me != self._number):
+            raise Failure("garbage", f"a secure sum for node {me}, which this node is not")
+        if not isinstance(of, str) or not (of in (TRAIN, *PARTS) or question_in(of) is not None):
+            raise Failure("garbage", "a secure sum of nothing that there is")
+        plan = self._agreed if of.startswith(PREPARE) else self.plan
+        assert plan is not None
         try:
             terms = secure_sum.Terms.from_bytes(message.body)
-            like = shapes_of(self.plan, of)
-            if terms.bits != BITS or terms.length != length_of(like) or terms.circle > self.plan.most_nodes:
+            like = shapes_of(plan, of)
+            length = length_of(like, wide=question_in(of) is not None)
+            if terms.bits != BITS or terms.length != length or terms.circle > self.plan.most_nodes:
                 raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
-            state, hello = secure_sum.advertise(terms, me, least=self.plan.least_nodes)
+            own = self._key if self._number is not None else None
+            state, hello = secure_sum.advertise(terms, me, least=self.plan.least_nodes, signing_key=own)
         except secure_sum.SecureSumError as problem:
             raise Failure("secure_sum", str(problem)) from None
         self._sum = (of, message.round, state)
@@ -243,7 +346,9 @@ class Node:
     def _share(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
         from fedrecon.privacy import secure_sum
 
-        return self._step(message, lambda state: secure_sum.share(state, message.body))
+        assert self.plan is not None
+        verify = signing.verify_keys(self.plan)
+        return self._step(message, lambda state: secure_sum.share(state, message.body, verify_keys=verify))
 
     def _mask(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
         from fedrecon.deploy.secret import to_integers
@@ -255,7 +360,8 @@ class Node:
         def take(state: Any) -> tuple[Any, bytes]:
             assert self.plan is not None
             assert of is not None
-            vector = to_integers(self.plan, self._compute(of, message.round, body))
+            value = self._compute(of, message.round, body)
+            vector = to_integers(self.plan, value, wide=question_in(of) is not None)
             return secure_sum.mask(state, delivery, vector)
 
         return self._step(message, take)
@@ -266,9 +372,25 @@ class Node:
         return self._step(message, lambda state: secure_sum.unmask(state, message.body))
 
 
+def question_in(of: str) -> int | None:
+    """Return the number of a question of round zero from what a sum is of; None if it is of something else."""
+    number = of.removeprefix(PREPARE)
+    return int(number) if of.startswith(PREPARE) and number.isdecimal() and len(number) < 4 else None
+
+
 def shapes_of(plan: Plan, of: str) -> Any:
-    """Return what a node sends of training or of an evaluation, with shapes or zeros."""
-    return total_shapes(plan.algorithm) if of == TRAIN else measure.nothing(plan.algorithm.model)
+    """Return what a node sends, with shapes or zeros: of training, of an evaluation, or of a question of round zero."""
+    if of == TRAIN:
+        return total_shapes(plan.algorithm)
+    number = question_in(of)
+    if number is None:
+        return measure.nothing(plan.algorithm.model)
+    if not isinstance(plan, SettingsPlan) or not plan.unprepared:
+        raise Failure("garbage", "this plan has no round zero, or it is over")
+    try:
+        return round_zero.nothing(round_zero.numbered(plan.config, len(plan.legend), number))  # type: ignore[arg-type]
+    except ValueError as problem:
+        raise Failure("garbage", str(problem)) from None
 
 
 def two_in_one(first: bytes, second: bytes) -> bytes:

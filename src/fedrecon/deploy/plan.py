@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm, Message
-from fedrecon.app.build import build_algorithm
-from fedrecon.app.config import Config, ConfigError, config_from_json, to_json
-from fedrecon.app.tasks import Task, task_of
-from fedrecon.cohort import Lengths, lengths_for
+from fedrecon.app.config import ConfigError
+from fedrecon.app.tasks import Users
+from fedrecon.cohort import Lengths
 from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
-from fedrecon.model import AUTO
+from fedrecon.evaluation import Evaluation, Evaluator
 
-FORMAT, VERSION, FILE = "fedrecon-plan", 1, "plan.json"
+FORMAT, VERSION, FILE = "fedrecon-plan", 2, "plan.json"
 MOST_BYTES = 2**28  # of a plan: a catalogue of some millions of items
 SHORTEST = 16  # characters by which a digest may be named
 LIMIT = 2.0**20  # of any number in a node's sum, if sums are secure
+OWN = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes")  # written under their own names
 
 
 class PlanError(ValueError):
@@ -38,11 +39,12 @@ class Promises(NamedTuple):
 
     Attributes:
       secure: whether the server sees sums over nodes only.
-      least_nodes: of how many nodes at least the server learns a sum.
-      least_users: of how many users at least a node sends a sum.
-      least_examples: how many examples a user has at least who takes part.
+      least_nodes: the server learns a sum of at least so many nodes.
+      least_users: a node sends a sum of at least so many users.
+      least_examples: users with fewer examples do not take part.
       clip_norm: the largest norm of a user's change; None for no limit.
       share: the largest share of its users that a node takes in a round.
+      signed: whether the keys of secure sums are signed by the nodes that the plan lists.
     """
 
     secure: bool
@@ -51,15 +53,14 @@ class Promises(NamedTuple):
     least_examples: int
     clip_norm: float | None
     share: float
+    signed: bool = False
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """What server and nodes agree on. Both build the same algorithm from it.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Plan(abc.ABC):
+    """What server and nodes agree on. Both have the same algorithm from it.
 
     Attributes:
-      config: the settings of task, model, split, R, U, server, aggregator and seed. They name no data.
-      legend: what ids stand for: the items of a catalogue, or the words of a vocabulary.
       lengths: room for support and query examples, so that all nodes run one program.
       share: the share of a node's users that train in a round, drawn anew in each.
       least_users: a node sends a sum of so many users or none.
@@ -67,11 +68,13 @@ class Plan:
       secure: whether the server sees sums over nodes only.
       limit: with secure sums, the largest absolute value in a node's sum.
       most_nodes: with secure sums, the largest number of nodes in one.
+      nodes: public keys of the nodes, in OpenSSH's format. With secure sums a node accepts keys that these have signed,
+        and no others. Without any the server is trusted not to invent nodes.
       version: of fedrecon.
     """
 
-    config: Config
-    legend: Any
+    kind: ClassVar[str]
+
     lengths: Lengths
     share: float = 1.0
     least_users: int = 1
@@ -79,6 +82,7 @@ class Plan:
     secure: bool = False
     limit: float = LIMIT
     most_nodes: int = 128
+    nodes: tuple[str, ...] = ()
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -94,18 +98,88 @@ class Plan:
             raise PlanError("a secure sum of one node hides nothing: let `least_nodes` be 2 or more")
         if not (self.limit > 0 and math.isfinite(self.limit)):
             raise PlanError(f"the limit of secure sums is {self.limit}; it must be a number above 0")
+        if self.nodes and (len(set(self.nodes)) < len(self.nodes) or len(self.nodes) < self.least_nodes):
+            raise PlanError(
+                f"the plan lists {len(set(self.nodes))} different nodes in {len(self.nodes)} lines, and a round needs "
+                f"{self.least_nodes}: list every node once"
+            )
 
-    # ---- what follows from it ----
+    # ---- what is trained ----
 
     @property
-    def task(self) -> Task[Any, Any, Any]:
-        """The task."""
-        return task_of(self.config)
-
-    @functools.cached_property
+    @abc.abstractmethod
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
-        return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
+
+    @property
+    @abc.abstractmethod
+    def task(self) -> Any:
+        """How people and examples are called, and which metrics are shown; a `Task` or the like."""
+
+    @property
+    @abc.abstractmethod
+    def rounds(self) -> int:
+        """How many rounds are trained."""
+
+    @property
+    @abc.abstractmethod
+    def seed(self) -> int:
+        """What is random follows from it."""
+
+    @property
+    @abc.abstractmethod
+    def evaluate_every(self) -> int:
+        """After how many rounds the validation users are measured; 0 for at the end only."""
+
+    @property
+    @abc.abstractmethod
+    def least_examples(self) -> int:
+        """Users with fewer examples do not take part."""
+
+    @property
+    @abc.abstractmethod
+    def most_examples(self) -> int:
+        """A user's further examples are left out."""
+
+    @property
+    @abc.abstractmethod
+    def clip_norm(self) -> float | None:
+        """The largest norm of a user's change that the settings promise; None for no promise."""
+
+    @property
+    def unprepared(self) -> bool:
+        """Whether round zero comes first: sums over users that the model begins with."""
+        return False
+
+    @abc.abstractmethod
+    def subject(self) -> dict[str, Any]:
+        """Return what is trained, as JSON has it."""
+
+    @abc.abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return what `run.json` says of the settings."""
+
+    @abc.abstractmethod
+    def about(self) -> str:
+        """Say what is trained, in a few words."""
+
+    @abc.abstractmethod
+    def evaluator(self, users: Users, part: str) -> Evaluator | None:
+        """Return an evaluator of a part of the users; None if there are none."""
+
+    @abc.abstractmethod
+    def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
+        """Save trained parameters with all that inference needs."""
+
+    @abc.abstractmethod
+    def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+        """Return what looks at every record and says when something goes wrong."""
+
+    @abc.abstractmethod
+    def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
+        """Say why a run has failed; None if it has not."""
+
+    # ---- what follows from it ----
 
     @functools.cached_property
     def message_shapes(self) -> Message:
@@ -118,17 +192,16 @@ class Plan:
         return jax.eval_shape(self.algorithm.model.init_global, jax.random.key(0))
 
     @property
-    def least_examples(self) -> int:
-        """How many examples a user has at least who takes part."""
-        data: Any = self.config.data
-        return data.min_ratings if self.config.task == "ratings" else data.min_sentences
-
-    @property
     def promises(self) -> Promises:
         """What it promises the owners of data."""
-        clip_norm = self.config.aggregate.clip_norm
         return Promises(
-            self.secure, self.least_nodes, self.least_users, self.least_examples, clip_norm, float(self.share)
+            self.secure,
+            self.least_nodes,
+            self.least_users,
+            self.least_examples,
+            self.clip_norm,
+            float(self.share),
+            self.secure and bool(self.nodes),
         )
 
     # ---- as bytes ----
@@ -141,10 +214,11 @@ class Plan:
             "format": FORMAT,
             "version": VERSION,
             "fedrecon": self.version,
-            "config": to_json(self.config),
-            "legend": self.task.describe(self.legend),
+            "kind": self.kind,
             "lookups": {path: [f] if isinstance(f, str) else list(f) for path, f in lookups.items()},  # type: ignore[union-attr]
             "lengths": list(self.lengths),
+            "nodes": list(self.nodes),
+            **self.subject(),
             **{name: getattr(self, name) for name in OWN},
         }
         return (json.dumps(values, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
@@ -154,25 +228,33 @@ class Plan:
         """What stands for exactly this plan."""
         return digest_of(self.content)
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Plan:
+    @staticmethod
+    def from_bytes(data: bytes, algorithm: Algorithm | None = None) -> Plan:
         """Read a plan from bytes that may come from anywhere.
 
+        Args:
+          data: the bytes.
+          algorithm: what is trained, for a plan of an algorithm that was made in Python: plans hold no code.
+
         Raises:
-          PlanError: they are no plan of this version.
+          PlanError: they are no plan of this version, or the plan of another algorithm.
         """
         if len(data) > MOST_BYTES:
             raise PlanError(f"the plan has {len(data)} bytes; at most {MOST_BYTES} are accepted")
-        return _from_bytes(data)
+        return _from_bytes(data, algorithm)
 
     def save(self, path: str | Path) -> None:
         """Save to a folder."""
         Path(path).mkdir(parents=True, exist_ok=True)
         write_bytes(Path(path) / FILE, self.content)
 
-    @classmethod
-    def open(cls, path: str | Path) -> Plan:
+    @staticmethod
+    def open(path: str | Path, algorithm: Algorithm | None = None) -> Plan:
         """Open the plan in a folder.
+
+        Args:
+          path: the folder.
+          algorithm: what is trained, for a plan of an algorithm that was made in Python.
 
         Raises:
           StorageError: there is none.
@@ -182,47 +264,16 @@ class Plan:
         if not file.is_file():
             raise StorageError(f"{path} holds no plan; make one with fedrecon plan --out {path}")
         try:
-            return cls.from_bytes(file.read_bytes())
+            return Plan.from_bytes(file.read_bytes(), algorithm)
         except PlanError as problem:
             raise PlanError(f"{file}: {problem}") from None
 
 
-OWN = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes")  # written under their own names
-
-
-def make_plan(config: Config, legend: Any, **options: Any) -> Plan:
-    """Make a plan of settings and of what ids stand for.
-
-    Args:
-      config: the settings. What they say of a file is dropped; what they say of users stays.
-      legend: items or a vocabulary.
-      **options: fields of `Plan` that are not to have their default.
-
-    Raises:
-      PlanError: arrays would have no bound.
-    """
-    config = dataclasses.replace(config, data=_without_places(config.data))
-    algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
-    if algorithm.model.lookups == AUTO:
-        raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
-    data: Any = config.data
-    largest = data.max_examples if config.task == "ratings" else data.max_sentences
-    if largest is None:
-        raise PlanError("give --data.max-examples: a plan bounds what a user brings, so that all nodes run one program")
-    return Plan(config, legend, lengths_for(largest, algorithm.method.needs), **options)
-
-
-def _without_places(data: Any) -> Any:
-    """Return settings of data that name no file: a node reads its own, as its own options say."""
-    gone = {"source": "", "items": None, "word_count": None}
-    return dataclasses.replace(data, **{name: value for name, value in gone.items() if hasattr(data, name)})
-
-
 @functools.lru_cache(maxsize=4)
-def _from_bytes(data: bytes) -> Plan:
+def _from_bytes(data: bytes, algorithm: Algorithm | None) -> Plan:
     """Read a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
     try:
-        plan = _read(json.loads(data))
+        plan = _read(json.loads(data), algorithm)
     except (ConfigError, PlanError) as problem:
         raise PlanError(str(problem)) from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
@@ -232,7 +283,10 @@ def _from_bytes(data: bytes) -> Plan:
     return plan
 
 
-def _read(values: Any) -> Plan:
+def _read(values: Any, algorithm: Algorithm | None) -> Plan:
+    from fedrecon.deploy.algorithm_plan import AlgorithmPlan
+    from fedrecon.deploy.settings_plan import SettingsPlan
+
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
         raise PlanError(f"this is no plan; expected {FORMAT} {VERSION}")
     if values["version"] != VERSION or values["fedrecon"] != __version__:
@@ -240,16 +294,19 @@ def _read(values: Any) -> Plan:
             f"the plan was made by fedrecon {values['fedrecon']} (format {values['version']}), and this is "
             f"{__version__} (format {VERSION}): server and nodes need one version"
         )
-    config = config_from_json(values["config"], "the plan")
-    support, query = values["lengths"]
     kinds = {"share": float, "limit": float, "secure": bool}
     for name in OWN:
         if type(values[name]) is not kinds.get(name, int):
             raise PlanError(f"the plan's {name} is {values[name]!r}, which is not {kinds.get(name, int).__name__}")
-    legend = task_of(config).recall(values["legend"])
-    plan = make_plan(config, legend, **{name: values[name] for name in OWN})
-    if plan.lengths != (support, query):
-        raise PlanError(f"the plan's arrays have lengths {support}, {query}; its settings lead to {plan.lengths}")
+    options = {name: values[name] for name in OWN} | {"nodes": tuple(map(str, values["nodes"]))}
+    if values["kind"] == AlgorithmPlan.kind:
+        plan: Plan = AlgorithmPlan.read(values, algorithm, options)
+    elif values["kind"] == SettingsPlan.kind:
+        plan = SettingsPlan.read(values, options)
+    else:
+        raise PlanError(f"a plan of the unknown kind {str(values['kind'])[:40]!r}")
+    if list(plan.lengths) != values["lengths"]:
+        raise PlanError(f"the plan's arrays have lengths {values['lengths']}; its settings lead to {plan.lengths}")
     return plan
 
 
@@ -264,10 +321,17 @@ def names(digest: str, name: str) -> bool:
 
 
 def weaker(before: Promises, now: Promises) -> list[str]:
-    """List what a plan promises less than another one did."""
+    """List what a plan promises less than another one did.
+
+    Args:
+      before: what the plan that was accepted promises.
+      now: what the other one promises.
+    """
     found = []
     if before.secure and not now.secure:
         found.append("sums are no longer secure")
+    if before.signed and not now.signed:
+        found.append("the keys of secure sums are no longer signed")
     for name in ("least_nodes", "least_users", "least_examples"):
         if getattr(now, name) < getattr(before, name):
             found.append(f"{name} falls from {getattr(before, name)} to {getattr(now, name)}")
@@ -280,31 +344,41 @@ def weaker(before: Promises, now: Promises) -> list[str]:
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
     """Say in words what somebody takes part in who accepts a plan."""
-    config, task, promises = plan.config, plan.task, plan.promises
+    task, promises = plan.task, plan.promises
     sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in _leaves(plan.params_shapes))
     privacy = "no noise: no differential privacy is promised"
     if promises.clip_norm is not None:
         privacy = f"a user's change has norm {promises.clip_norm:g} at most; {privacy}"
-    sums = (
-        f"secure: the server learns sums over {promises.least_nodes} nodes or more"
-        if promises.secure
-        else "open: the server sees the sum of every node"
-    )
+    sums = "open: the server sees the sum of every node"
+    if promises.secure:
+        sums = f"secure: the server learns sums over {promises.least_nodes} nodes or more. " + (
+            f"Keys are signed by the {len(plan.nodes)} nodes of the plan: {', '.join(map(name_of, plan.nodes))}"
+            if plan.nodes
+            else "Keys are not signed: the server is trusted not to invent nodes"
+        )
+    first = "first sums of ratings (counts, means, item biases); then " if plan.unprepared else ""
     return [
         ("plan", plan.digest),
-        ("task", f"{task.name}, {len(plan.legend)} {'items' if task.name == 'ratings' else 'words'}"),
-        ("training", f"{config.rounds} rounds with {promises.share:.0%} of the {task.people}, seed {config.seed}"),
-        ("who", f"{task.people} with {promises.least_examples} {task.examples} or more, at most {_most(config)} each"),
-        ("sent", f"the sum over {promises.least_users} {task.people} or more of changes of: {sent}; counts, loss"),
+        ("task", plan.about()),
+        ("training", f"{plan.rounds} rounds with {promises.share:.0%} of the {task.people}, seed {plan.seed}"),
+        (
+            "who",
+            f"{task.people} with {promises.least_examples} {task.examples} or more, at most {plan.most_examples} each",
+        ),
+        (
+            "sent",
+            f"{first}the sum over {promises.least_users} {task.people} or more of changes of: {sent}; counts, loss",
+        ),
         ("stays", f"{task.examples}, ids of {task.people}, and local parameters"),
         ("sums", sums),
         ("privacy", privacy),
     ]
 
 
-def _most(config: Config) -> int:
-    data: Any = config.data
-    return data.max_examples if config.task == "ratings" else data.max_sentences
+def name_of(key: str) -> str:
+    """Return what a public key is called: its comment, or its last characters."""
+    words = key.split()
+    return words[2] if len(words) > 2 else words[-1][-12:]
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -15,16 +15,15 @@ import numpy as np
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import ServerState
-from fedrecon.app.config import to_json
-from fedrecon.app.health import Watch, why_failed
-from fedrecon.app.saved import SavedModel, save_model
-from fedrecon.deploy import measure
+from fedrecon.deploy import measure, round_zero
 from fedrecon.deploy.asking import Answers, ask, open_reply
 from fedrecon.deploy.grid import SYSTEM, Clock, Grid
 from fedrecon.deploy.messages import MOST_HEADER, Envelope, Failure, pack
-from fedrecon.deploy.node import TRAIN
+from fedrecon.deploy.node import PREPARE, TRAIN
 from fedrecon.deploy.plan import Plan
+from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.deploy.sums import Question, Summed, open_sum, secure_sum_of
+from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.runs import RunFolder
 from fedrecon.evaluation import Evaluation
@@ -37,6 +36,7 @@ ASK_AGAIN = 30.0  # seconds until a node that refused to join is asked again
 MOST_ROUNDS_OUT = 32  # rounds for which a node is not invited that let deadlines pass
 MOST_PAUSE = 60.0  # seconds between two tries of a round; they grow from one on
 WAIT = 0.2  # seconds between two looks for nodes
+ROUND_ZERO = "round-zero.safetensors"  # in the run's folder
 
 
 class NotEnoughNodes(RuntimeError):
@@ -86,7 +86,6 @@ class Outcome(NamedTuple):
       test: how the model serves the test users of all nodes; None after an interruption, or if there are none.
       failed: why the training is said to have failed, or None.
       interrupted: whether it was stopped before the last round.
-      model: as saved.
     """
 
     params: Any
@@ -95,7 +94,14 @@ class Outcome(NamedTuple):
     test: Evaluation | None
     failed: str | None
     interrupted: bool
-    model: SavedModel[Any]
+
+
+class Gathered(NamedTuple):
+    """A sum of enough nodes, how many were invited, and at which attempt there were enough."""
+
+    summed: Summed
+    invited: int
+    attempts: int
 
 
 def serve(
@@ -129,7 +135,7 @@ def serve(
         facts = _facts(plan, folder, resume)
         folder.describe(facts)
         training = _Training(plan, grid, folder, pace or Pace(), facts["deployment"]["run"], clock, say)
-        watch = Watch(plan.config, plan.task, say)
+        watch = plan.watch(say)
 
         def watched(record: dict[str, Any]) -> None:
             watch(record)
@@ -137,17 +143,20 @@ def serve(
 
         interrupted = False
         try:
+            training.begin()
             training.run(watched)
         except KeyboardInterrupt:
             interrupted = True
+            if training.state is None:  # nothing was learned yet
+                raise
             training.checkpoint()
-        params = training.params()
-        failed = why_failed(training.history, plan.task)
-        model = save_model(folder.model_path, plan.config, params, plan.legend, failed)
+        plan, params = training.plan, training.params()
+        failed = plan.why_failed(training.history)
+        plan.save_model(folder.model_path, params, failed)
         test = None if interrupted else training.evaluate("test")
-        if test is not None and test.clients and (found := why_failed(training.history, plan.task, test)) != failed:
+        if test is not None and test.clients and (found := plan.why_failed(training.history, test)) != failed:
             failed = found
-            model = save_model(folder.model_path, plan.config, params, plan.legend, failed)
+            plan.save_model(folder.model_path, params, failed)
         if not interrupted:
             training.finish()
         ended = {
@@ -158,7 +167,7 @@ def serve(
             "test": test.summary() if test else None,
         }
         folder.describe(facts | ended)
-        return Outcome(params, training.history, training.done, test, failed, interrupted, model)
+        return Outcome(params, training.history, training.done, test, failed, interrupted)
 
 
 class _Training:
@@ -170,17 +179,46 @@ class _Training:
         self.plan, self.grid, self.folder, self.pace, self.run_id = plan, grid, folder, pace, run
         self.clock, self.say = clock, say
         self.least = max(pace.min_nodes, plan.least_nodes)
-        self.joined: set[int] = set()
+        self.joined: dict[int, int | None] = {}  # with their numbers in the plan's list, if it has one
         self._joining: dict[Any, int] = {}
         self._asked: dict[int, float] = {}  # when nodes were asked to join
         self._refused: dict[int, str] = {}
         self._missed: dict[int, tuple[int, int]] = {}  # by node: deadlines missed in a row, not invited before round
-        self.state = jax.tree.map(np.asarray, plan.algorithm.init(run_keys(plan.config.seed).init))
+        self._found = b""  # by round zero
+        self.state: Any = None
         self.history: list[dict[str, Any]] = []
         self.done = 0
-        if (found := folder.restore(self._everything())) is not None:
+
+    def begin(self) -> None:
+        """Run round zero if the plan has one, and begin with its algorithm or go on from a checkpoint."""
+        if isinstance(self.plan, SettingsPlan) and self.plan.unprepared:
+            self.plan = self._prepare(self.plan)
+            self.joined, self._asked = {}, {}  # everybody is to know what was found
+        self.state = jax.tree.map(np.asarray, self.plan.algorithm.init(run_keys(self.plan.seed).init))
+        if (found := self.folder.restore(self._everything())) is not None:
             self.done, saved, self.history = found
             self.state = ServerState(**saved["server"])
+
+    def _prepare(self, plan: SettingsPlan) -> SettingsPlan:
+        """Ask nodes for the sums that the model begins with; what they come to is in the run's folder."""
+        config: Any = plan.config
+        file, items = self.folder.path / ROUND_ZERO, len(plan.legend)
+        if not file.exists():
+            question = round_zero.first(config, items)
+            while not question.over:
+                of = f"{PREPARE}{question.number}"
+                summed = self._gather(Question(self.run_id, 0, of, question.to_bytes()), everybody=True).summed
+                total = {name: sum(part[name] for part in summed.parts) for name in summed.parts[0]}
+                question = round_zero.following(question, total, config.data.transform)
+            write_bytes(file, round_zero.found_by(question))
+        found = round_zero.read_found(file.read_bytes(), config, items)
+        ready, self._found = plan.prepared(found), bytes(found)
+        scale = ready.config.model.scale  # type: ignore[attr-defined]
+        self.say(
+            f"round zero: {found.examples:,} ratings, mean {scale.mean:.4g}, deviation {scale.deviation:.4g}"
+            + (", which look like counts: log(1+x) is taken" if scale.transform == "log1p" else "")
+        )
+        return ready
 
     def params(self) -> Any:
         return jax.tree.map(np.asarray, self.plan.algorithm.params(self.state))
@@ -196,9 +234,10 @@ class _Training:
     def welcome(self) -> list[int]:
         """Ask new nodes to join, hear those that were asked, and return who takes part now."""
         there, now = set(self.grid.nodes()), self.clock.monotonic()
-        self.joined &= there
-        join = Envelope("join", self.plan.digest, self.run_id, self.done, {}, self.plan.content)
-        for node in sorted(there - self.joined):
+        self.joined = {node: number for node, number in self.joined.items() if node in there}
+        facts = {"found": len(self._found)}
+        join = Envelope("join", self.plan.digest, self.run_id, self.done, facts, self.plan.content + self._found)
+        for node in sorted(there - set(self.joined)):
             if node not in self._asked or now - self._asked[node] >= ASK_AGAIN:
                 self._asked[node] = now
                 self._joining[self.grid.send(node, pack(join), 10 * ASK_AGAIN)] = node
@@ -207,14 +246,24 @@ class _Training:
             try:
                 if reply.data is None:
                     raise Failure("unreachable", reply.error or "no reply")
-                open_reply(reply.data, join._replace(round=_round_of(reply.data)), MOST_HEADER)
-                self.joined.add(node)
+                body = open_reply(reply.data, join._replace(round=_round_of(reply.data)), MOST_HEADER)
+                self.joined[node] = self._number_in(body)
                 self._refused.pop(node, None)
             except Failure as failure:
                 if self._refused.get(node) != failure.reason:
                     self.say(f"node {node} does not join: {failure.reason.replace('_', ' ')}")
                 self._refused[node] = failure.reason
         return sorted(self.joined)
+
+    def _number_in(self, body: bytes) -> int | None:
+        """Return a node's number in the plan's list; secure sums check by its signature that it is this node."""
+        if not self.plan.promises.signed:
+            return None
+        if not body.isdigit() or len(body) > 6 or (number := int(body)) >= len(self.plan.nodes):
+            raise Failure("garbage", "the node does not say which one of the plan's list it is")
+        if number in self.joined.values():
+            raise Failure("garbage", "two nodes say that they are the same one of the plan's list")
+        return number
 
     def await_nodes(self, since: float, number: int) -> list[int]:
         """Return the nodes that take part, once there are enough."""
@@ -232,7 +281,7 @@ class _Training:
             self.clock.sleep(WAIT)
         return ready
 
-    def _invite(self, ready: list[int], number: int, attempt: int) -> tuple[list[int], int]:
+    def _invite(self, ready: list[int], number: int, attempt: int, everybody: bool) -> tuple[list[int], int]:
         """Choose the nodes of a round, and how many of them are enough.
 
         Who let a deadline pass is left out for a while, longer each time, as long as there are enough others: a node
@@ -240,17 +289,17 @@ class _Training:
         """
         there = [node for node in ready if self._missed.get(node, (0, 0))[1] <= number]
         ready = there if len(there) >= self.least else ready
-        wanted = self.pace.per_round
+        wanted = None if everybody else self.pace.per_round
         if wanted is None or wanted >= len(ready):
             return ready, len(ready)
         invited = min(len(ready), math.ceil(wanted * self.pace.oversample))
-        generator = np.random.default_rng([self.plan.config.seed, number, attempt])
+        generator = np.random.default_rng([self.plan.seed, number, attempt])
         return sorted(ready[k] for k in generator.choice(len(ready), invited, replace=False)), wanted
 
     # ---- rounds ----
 
     def run(self, on_record: Callable[[dict[str, Any]], None]) -> None:
-        config = self.plan.config
+        plan = self.plan
 
         def record(entry: dict[str, Any]) -> None:
             self.history.append(entry)
@@ -259,46 +308,53 @@ class _Training:
 
         evaluated = max((entry["round"] for entry in self.history if entry["kind"] == "evaluation"), default=0)
         while True:
-            every, now = config.evaluate_every, self.done
-            due = now and (now == config.rounds or (every and now % every == 0))
+            every, now = plan.evaluate_every, self.done
+            due = now and (now == plan.rounds or (every and now % every == 0))
             if due and now != evaluated:
                 found = self.evaluate("valid")
                 evaluated = now
                 if found is not None and found.clients:
                     record({"kind": "evaluation", "round": now, **found.summary()})
-            if now >= config.rounds:
+            if now >= plan.rounds:
                 self.checkpoint()
                 return
             record(self._round(now))
-            if self.done % self.pace.checkpoint_every == 0 and self.done < config.rounds:
+            if self.done % self.pace.checkpoint_every == 0 and self.done < plan.rounds:
                 self.checkpoint()
 
     def _round(self, number: int) -> dict[str, Any]:
-        """Run one round, again and again until enough nodes have answered."""
-        began, attempt, lost = self.clock.monotonic(), 0, Answers()
-        question = Question(self.run_id, number, TRAIN, to_bytes(self.plan.algorithm.message(self.state)))
+        """Run one round."""
+        began = self.clock.monotonic()
+        body = to_bytes(self.plan.algorithm.message(self.state))
+        gathered = self._gather(Question(self.run_id, number, TRAIN, body))
+        key = round_key(self.plan.seed, number)
+        state, report = server_round(self.plan.algorithm, self.state, gathered.summed.parts, key)
+        self.state, self.done = jax.tree.map(np.asarray, state), number + 1
+        return self._entry(report, gathered, self.clock.monotonic() - began)
+
+    def _gather(self, question: Question, everybody: bool = False) -> Gathered:
+        """Ask nodes for a sum, again and again until enough of them have answered."""
+        began, attempt, lost, number = self.clock.monotonic(), 0, Answers(), question.round
+        what = f"round {number + 1}" if question.of == TRAIN else "round zero"
         while True:
             ready = self.await_nodes(began, number)
-            invited, enough = self._invite(ready, number, attempt)
+            invited, enough = self._invite(ready, number, attempt, everybody)
             summed = self._sum(question, invited, enough)
             summed.answers.take_over(lost)
             if len(summed.nodes) >= self.least:
-                break
+                return Gathered(summed, len(invited), attempt + 1)
             lost, attempt = summed.answers, attempt + 1
             if self.clock.monotonic() - began > self.pace.patience:
                 raise NotEnoughNodes(
-                    f"round {number + 1} had {len(summed.nodes)} good replies, {attempt} times over, and needs "
+                    f"{what} had {len(summed.nodes)} good replies, {attempt} times over, and needs "
                     f"{self.least} (late: {len(lost.late)}, failed: {lost.reasons or 'none'}). "
                     f"{number} rounds are done and saved; go on with --resume"
                 )
-            self.say(f"round {number + 1}: {len(summed.nodes)} good replies, {self.least} are needed; once more")
+            self.say(f"{what}: {len(summed.nodes)} good replies, {self.least} are needed; once more")
             self.clock.sleep(min(2.0**attempt / 2, MOST_PAUSE))
-        key = round_key(self.plan.config.seed, number)
-        state, report = server_round(self.plan.algorithm, self.state, summed.parts, key)
-        self.state, self.done = jax.tree.map(np.asarray, state), number + 1
-        return self._entry(report, summed, len(invited), attempt, self.clock.monotonic() - began)
 
-    def _entry(self, report: Any, summed: Summed, invited: int, attempt: int, seconds: float) -> dict[str, Any]:
+    def _entry(self, report: Any, gathered: Gathered, seconds: float) -> dict[str, Any]:
+        summed, invited, attempts = gathered
         report, answers = {name: np.asarray(value) for name, value in report.items()}, summed.answers
         return {
             "kind": "round",
@@ -311,7 +367,7 @@ class _Training:
             "answered": len(summed.nodes),
             "late": len(answers.late),
             "failed": answers.reasons,
-            "attempts": attempt + 1,
+            "attempts": attempts,
             "too_small": 0,
             "dropped": invited - len(summed.nodes),
             "seconds": round(seconds, 3),
@@ -330,6 +386,7 @@ class _Training:
                 stage_seconds=pace.stage_deadline,
                 seconds=pace.deadline,
                 clock=self.clock,
+                numbers=self._numbers(invited),
             )
         else:
             summed = open_sum(
@@ -337,7 +394,7 @@ class _Training:
             )
         for node, reason in summed.answers.failed.items():
             if reason in ("not_joined", "old_run"):
-                self.joined.discard(node)
+                self.joined.pop(node, None)
                 self._asked.pop(node, None)
         if len(summed.nodes) < enough:  # the deadline closed it, not the first good replies
             for node in summed.answers.late:
@@ -346,6 +403,11 @@ class _Training:
         for node in summed.nodes:
             self._missed.pop(node, None)
         return summed
+
+    def _numbers(self, nodes: list[int]) -> dict[int, int] | None:
+        """Return the numbers of nodes in the plan's list; None if it has none."""
+        found = {node: number for node in nodes if (number := self.joined[node]) is not None}
+        return found if self.plan.promises.signed else None
 
     def evaluate(self, part: str) -> Evaluation | None:
         """Measure the parameters on the held-out users of every node; None if nobody could."""
@@ -399,8 +461,8 @@ def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
     run = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
     return {
         "made_by": "server",
-        "config": to_json(plan.config),
-        "seed": plan.config.seed,
+        **plan.settings(),
+        "seed": plan.seed,
         "versions": {
             "python": platform.python_version(),
             "fedrecon": __version__,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedrecon.deploy.asking import Answers, ask, open_reply, read_tree
 from fedrecon.deploy.grid import Clock, Grid
 from fedrecon.deploy.messages import Envelope, pack
-from fedrecon.deploy.node import TRAIN, shapes_of, two_in_one
+from fedrecon.deploy import signing
+from fedrecon.deploy.node import TRAIN, question_in, shapes_of, two_in_one
 from fedrecon.deploy.plan import Plan
 
 
@@ -17,7 +18,7 @@ class Question(NamedTuple):
 
     run: str
     round: int
-    of: str  # training, or the part of the users that is measured
+    of: str  # training, the part of the users that is measured, or a question of round zero
     body: bytes
 
 
@@ -33,7 +34,7 @@ def open_sum(
     plan: Plan, grid: Grid, question: Question, nodes: Sequence[int], *, enough: int, seconds: float, clock: Clock
 ) -> Summed:
     """Ask nodes for their sums, which the server sees."""
-    kind, facts = (TRAIN, {}) if question.of == TRAIN else ("evaluate", {"part": question.of})
+    kind, facts = _asking_for(question.of)
     asked = Envelope(kind, plan.digest, question.run, question.round, facts, question.body)
     data, like = pack(asked), shapes_of(plan, question.of)
     answers = ask(
@@ -48,6 +49,14 @@ def open_sum(
     return Summed([answers.good[node] for node in there], there, answers)
 
 
+def _asking_for(of: str) -> tuple[str, dict[str, Any]]:
+    """Return the kind of message that asks for an open sum, and its facts."""
+    if of == TRAIN:
+        return TRAIN, {}
+    number = question_in(of)
+    return ("evaluate", {"part": of}) if number is None else ("prepare", {"number": number})
+
+
 def secure_sum_of(
     plan: Plan,
     grid: Grid,
@@ -57,8 +66,20 @@ def secure_sum_of(
     stage_seconds: float,
     seconds: float,
     clock: Clock,
+    numbers: Mapping[int, int] | None = None,
 ) -> Summed:
-    """Ask nodes for masked sums in four messages; nodes may leave between any two of them."""
+    """Ask nodes for masked sums in four messages; nodes may leave between any two of them.
+
+    Args:
+      plan: which sums are secure.
+      grid: reaches the nodes.
+      question: what is summed.
+      nodes: who is asked.
+      stage_seconds: how long to wait for each small message.
+      seconds: how long to wait for masked sums.
+      clock: tells the time.
+      numbers: of nodes in the plan's list, where keys are signed.
+    """
     from fedrecon.deploy.secret import BITS, from_integers, length_of
     from fedrecon.privacy import secure_sum
 
@@ -68,9 +89,10 @@ def secure_sum_of(
     least = max(plan.least_nodes, cohort // 2 + 1)
     if cohort < least:
         return Summed([], [], Answers(failed=dict.fromkeys(nodes, "secure_sum")))
-    length = length_of(like)
+    wide = question_in(question.of) is not None
+    length = length_of(like, wide)
     terms = secure_sum.plan(cohort, length, bits=BITS, round=question.round, circle=cohort, threshold=least)
-    number = {node: k for k, node in enumerate(sorted(nodes))}
+    number = {node: k if numbers is None else numbers[node] for k, node in enumerate(sorted(nodes))}
     node_of = {k: node for node, k in number.items()}
     most = 8 * length + 2**16 + 256 * cohort
 
@@ -102,7 +124,7 @@ def secure_sum_of(
             stage_seconds,
             lambda k: {"of": question.of, "me": k},
         )
-        state, rosters = secure_sum.introduce(terms, hellos)
+        state, rosters = secure_sum.introduce(terms, hellos, verify_keys=signing.verify_keys(plan))
         state, deliveries = secure_sum.deliver(state, stage("share", rosters, stage_seconds, nothing))
         bodies = {k: two_in_one(delivery, question.body) for k, delivery in deliveries.items()}
         state, requests = secure_sum.collect(state, stage("mask", bodies, seconds, nothing))
@@ -113,4 +135,4 @@ def secure_sum_of(
     for k, why in found.refused.items():
         del why
         so_far.failed[node_of[k]] = "garbage"
-    return Summed([from_integers(plan, found.total, like)], [node_of[k] for k in found.clients], so_far)
+    return Summed([from_integers(plan, found.total, like, wide)], [node_of[k] for k in found.clients], so_far)

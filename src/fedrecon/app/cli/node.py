@@ -34,6 +34,10 @@ class RunNode:
       accept: the digest of the plan that you accept, or its first 16 characters or more, so that nobody is asked.
       state: the folder where the node remembers what was accepted, and where the trained model goes; by default
         the name of the file with .node behind it.
+      nodes: a folder with public keys (*.pub) of the nodes that you know. A plan that lists others is refused, and so
+        is one of secure sums whose keys are not signed.
+      algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with FILE
+        and returns the algorithm and this node's clients. It is your code: the server sends none.
       once: leave when the training is over, instead of waiting for another one.
       insecure: no encryption, and the server is not known to be who it says. For trying out on one machine.
       json: print a JSON object for everything that happens.
@@ -47,6 +51,8 @@ class RunNode:
     min_examples: int = 1
     accept: str | None = None
     state: Path | None = None
+    nodes: Path | None = None
+    algorithm: str | None = None
     once: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -65,12 +71,10 @@ def parse(argv: Sequence[str]) -> RunNode:
 
 def run(args: RunNode) -> int:
     """Take part until told to stop."""
-    from fedrecon.deploy.flower import run_node
-    from fedrecon.deploy.holding import Holding, read_holding
-    from fedrecon.deploy.memory import Memory
-    from fedrecon.deploy.node import Node
+    from fedrecon.deploy.flower import private_key, run_node
+    from fedrecon.deploy.operating import Operator
 
-    for file in (args.source, args.ca, args.key):
+    for file in (args.source, args.ca, args.key, args.nodes):
         if file is not None and not file.exists():
             raise ValueError(f"{file} is not there; check the path")
 
@@ -80,17 +84,10 @@ def run(args: RunNode) -> int:
         else:
             show.remark(text)
 
-    def read(plan: Plan) -> Holding:
-        found = read_holding(plan, args.source, args.data, args.min_examples)
-        counts = {part: len(users) for part, users in found.users._asdict().items()}
-        left = {what: count for what, count in found.skipped.items() if count}
-        say(f"{args.source}: {counts} {plan.task.people}" + (f"; left out: {left}" if left else ""))
-        return found
-
     if args.insecure:
         show.alarm("--insecure: nothing is encrypted, and anybody can pose as the server or read what is sent")
-    memory = Memory(args.state or args.source.with_name(args.source.name + ".node"))
-    node = Node(read, _asking(args, say), memory, say)
+    operator = Operator(args.source, args.state, args.data, args.min_examples, args.nodes, args.algorithm)
+    node = operator.node(_asking(args, say), say, key=None if args.key is None else private_key(args.key))
     signal.signal(signal.SIGTERM, _interrupt)
     run_node(
         args.server,

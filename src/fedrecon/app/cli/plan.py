@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon.app.cli import options, show
-from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
+from fedrecon.app.cli.train import defaults
+from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig
+from fedrecon.app.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +23,13 @@ class MakePlan:
     Attributes:
       out: the folder for the plan.
       config: a JSON file of settings, or the run.json of a run; options given here override it.
+      preset: the settings to build on, as for fedrecon train; default begins with round zero.
       share: the share of a node's users that train in a round.
       least_users: a node sends sums of so many users, or nothing of anybody.
       least_nodes: the server learns from sums of so many nodes or more.
       secure: hide every node's sum from the server: it learns their total only. Needs --least-nodes 2 or more.
+      nodes: the folder with public keys of the nodes (*.pub). With --secure each node then signs its keys, and the
+        others accept no node that is not in this folder.
     """
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
@@ -33,6 +39,8 @@ class MakePlan:
     least_users: int = 1
     least_nodes: int = 1
     secure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    nodes: Path | None = None
+    preset: Preset | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +81,8 @@ def parse(argv: Sequence[str]) -> MakePlan:
     task, file = options.given("--task", argv), options.given("--config", argv)
     if task is not None and task not in COMMANDS:
         raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
-    values = {} if file is None else read_config(Path(file))
-    data = values.setdefault("data", {})
-    if isinstance(data, dict):
-        data["source"] = ""
-    default = config_from_json(values, str(file), task)
+    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
     assert default.task in CONFIGS
     command = COMMANDS[default.task]
     given = {"items" if command is PlanRatings else "words": tyro.MISSING}
@@ -87,7 +92,9 @@ def parse(argv: Sequence[str]) -> MakePlan:
 def run(args: MakePlan) -> int:
     """Make the plan and say what it is."""
     from fedrecon.deploy.catalogue import read_items, read_words
-    from fedrecon.deploy.plan import FILE, describe, make_plan
+    from fedrecon.deploy.plan import FILE, describe
+    from fedrecon.deploy.settings_plan import make_plan
+    from fedrecon.deploy.signing import read_public_keys
 
     config = args.settings
     if config.data.source:
@@ -98,7 +105,8 @@ def run(args: MakePlan) -> int:
         assert isinstance(args, PlanText)
         legend = read_words(args.words, config.model.vocabulary, config.model.oov_buckets)
     names = ("share", "least_users", "least_nodes", "secure")
-    plan = make_plan(config, legend, **{name: getattr(args, name) for name in names})
+    nodes = () if args.nodes is None else read_public_keys(args.nodes)
+    plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
     if (args.out / FILE).exists() and (args.out / FILE).read_bytes() != plan.content:
         raise ValueError(f"{args.out} holds another plan; use another folder")
     plan.save(args.out)

@@ -38,6 +38,8 @@ class RunServer:
       stage_deadline: the same for each small message of a secure sum.
       min_nodes: how many nodes must be there to begin a round, and have answered to end one.
       wait: seconds to wait for so many nodes before giving up.
+      algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with None
+        and returns the algorithm, and anything beside it.
       resume: go on with the run in the folder.
       insecure: no encryption, and anybody may be a node. For trying out on one machine.
       json: print a JSON object for every round and evaluation.
@@ -57,6 +59,7 @@ class RunServer:
     stage_deadline: float = 15.0
     min_nodes: int = 2
     wait: float = 600.0
+    algorithm: str | None = None
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -81,12 +84,14 @@ def parse(argv: Sequence[str]) -> RunServer:
 def run(args: RunServer) -> int:
     """Train over nodes and say how the model serves their held-out users."""
     from fedrecon.app.plots import learning_curve
+    from fedrecon.deploy.algorithm_plan import bring
     from fedrecon.deploy.flower import flower_grid
     from fedrecon.deploy.plan import Plan
+    from fedrecon.deploy.settings_plan import SettingsPlan
     from fedrecon.deploy.server import NotEnoughNodes, Pace, serve
     from fedrecon.disk.runs import RunFolder
 
-    plan = Plan.open(args.plan)
+    plan = Plan.open(args.plan, None if args.algorithm is None else bring(args.algorithm, None).algorithm)
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
     tls, keys = _files(args)
     if args.insecure:
@@ -112,7 +117,7 @@ def run(args: RunServer) -> int:
         show.alarm(f"training failed: {found.failed}")
     if found.interrupted:
         again = [word for word in args.typed if word != "--resume"]
-        show.remark(f"stopped after {found.rounds} of {plan.config.rounds} rounds; what was learned is in {args.out}")
+        show.remark(f"stopped after {found.rounds} of {plan.rounds} rounds; what was learned is in {args.out}")
         show.remark(f"to go on: {shlex.join(['fedrecon', 'server', *again, '--resume'])}")
         return 130
     if args.json:
@@ -126,7 +131,8 @@ def run(args: RunServer) -> int:
         return FAILED
     if not args.json:
         print(f"saved: {args.out} (model/ is all that is needed to serve)")
-        print(f"next:  fedrecon {task.serve.format(run=shlex.quote(str(args.out)))}")
+        if isinstance(plan, SettingsPlan):
+            print(f"next:  fedrecon {task.serve.format(run=shlex.quote(str(args.out)))}")
     return 0
 
 

@@ -164,6 +164,21 @@ def decide_transform(wanted: str, clients: Clients) -> Transform:
     return advance(first, answer(first, np.zeros(len(rating), np.int64), rating), transform=asked).transform
 
 
+def scale_of(settings: Factorization, transform: Transform, zero: Preparation) -> Scale:
+    """Return what a model is told of the ratings: the scale and the ridges that round zero found."""
+    return Scale(
+        transform=transform,
+        mean=zero.mean,
+        deviation=zero.deviation,
+        low=zero.low,
+        high=zero.high,
+        standardized=settings.round_zero,
+        noise=zero.noise,
+        user_ridge=zero.user_ridge,
+        trait_ridges=tuple(map(float, zero.trait_ridge)) if settings.item_traits else (),
+    )
+
+
 def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items: Items) -> Ready:
     """Ask the training users for sums, and put what follows from them into settings, items and model."""
     transform = decide_transform(config.data.transform, users.train)
@@ -171,17 +186,7 @@ def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items
     zero = biases = prepare(users.train, len(items), plan=Plan(DEFAULT.biases, 0), transform="none")
     if config.model.item_traits:
         zero = prepare(users.train, len(items), transform="none")
-    scale = Scale(
-        transform=transform,
-        mean=zero.mean,
-        deviation=zero.deviation,
-        low=zero.low,
-        high=zero.high,
-        standardized=config.model.round_zero,
-        noise=zero.noise,
-        user_ridge=zero.user_ridge,
-        trait_ridges=tuple(map(float, zero.trait_ridge)) if config.model.item_traits else (),
-    )
+    scale = scale_of(config.model, transform, zero)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
     items = dataclasses.replace(items, liking=Liking(biases.item_bias, biases.user_ridge))
     model = build_model(config.model, len(items), zero)

@@ -1,0 +1,246 @@
+"""A plan of an algorithm that was made in Python: any model, of any framework.
+
+A plan holds no code. It names the algorithm by its digest, and the operator of a node brings the same one by an import
+of their own, with the clients that this node has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.app.health import MOST_FAILED
+from fedrecon.app.tasks import Measure, Users
+from fedrecon.clients import Clients
+from fedrecon.cohort import lengths_for
+from fedrecon.deploy.plan import Plan, PlanError
+from fedrecon.evaluation import Evaluation, Evaluator
+from fedrecon.fitting import decide_lookups
+from fedrecon.hosts import as_clients
+from fedrecon.lookups.tables import lookup_groups
+from fedrecon.model import metric_names
+from fedrecon.portable import digest, save, with_lookups
+
+
+class Given(NamedTuple):
+    """What the operator of a node brings by an import of their own.
+
+    Attributes:
+      algorithm: what is trained.
+      clients: those of this node; who trains, validates and tests is decided by the plan and their names. None at the
+        server, which has none.
+    """
+
+    algorithm: Algorithm
+    clients: Clients | None
+
+
+class Words(NamedTuple):
+    """How people and examples are called, and which metrics are shown: what commands need of a task."""
+
+    name: str
+    people: str
+    examples: str
+    measures: tuple[Measure, ...]
+    curve: tuple[Measure, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class AlgorithmPlan(Plan):
+    """A plan of an algorithm that was made in Python.
+
+    Attributes:
+      given: the algorithm, with its lookups decided.
+      columns: `{name: [type, *shape]}` of the columns that clients have.
+      rounds: how many are trained.
+      seed: what is random follows from it.
+      evaluate_every: after how many rounds the validation users are measured; 0 for at the end only.
+      fractions: shares of the clients that train, validate and test.
+      split_seed: of who does which.
+      max_examples: a client's further examples are left out.
+      min_examples: clients with fewer do not take part.
+    """
+
+    kind: ClassVar[str] = "algorithm"
+
+    given: Algorithm
+    columns: Mapping[str, Sequence[Any]]
+    rounds: int = 100
+    seed: int = 0
+    evaluate_every: int = 0
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    split_seed: int = 0
+    max_examples: int = 300
+    min_examples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        if self.rounds < 1 or self.max_examples < 2 or self.min_examples < 1 or self.evaluate_every < 0:
+            raise PlanError(
+                f"rounds, max_examples and min_examples are {self.rounds}, {self.max_examples} and {self.min_examples}:"
+                " each must be at least 1, and max_examples at least 2"
+            )
+        if len(self.fractions) != 3 or min(self.fractions) < 0 or not 0 < sum(self.fractions) <= 1 + 1e-9:
+            raise PlanError(f"fractions are {self.fractions}; they are three shares that add up to 1 at most")
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What is run, the same on every host."""
+        return self.given
+
+    @property
+    def task(self) -> Words:
+        """How clients and examples are called."""
+        measures = tuple(Measure(name, name) for name in metric_names(self.given.model))
+        return Words("algorithm", "clients", "examples", measures, (*measures, *measures)[:2])
+
+    @property
+    def least_examples(self) -> int:
+        """Clients with fewer examples do not take part."""
+        return self.min_examples
+
+    @property
+    def most_examples(self) -> int:
+        """A client's further examples are left out."""
+        return self.max_examples
+
+    @property
+    def clip_norm(self) -> None:
+        """Nothing is promised of norms: what an aggregator of one's own does is not looked into."""
+        return
+
+    def subject(self) -> dict[str, Any]:
+        """Return the digest of the algorithm, and how it is trained."""
+        return {
+            "algorithm": digest(self.given),
+            "columns": {name: list(kind) for name, kind in self.columns.items()},
+            "fractions": list(self.fractions),
+            **{name: getattr(self, name) for name in NUMBERS},
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Return what `run.json` says of the settings."""
+        return {"config": None, "algorithm": digest(self.given)}
+
+    def about(self) -> str:
+        """Say what is trained."""
+        return f"an algorithm that this node's operator brings, with digest {digest(self.given)[:16]}"
+
+    def evaluator(self, users: Users, part: str) -> Evaluator | None:
+        """Return an evaluator of a part of the clients."""
+        chosen = getattr(users, part)
+        return Evaluator(self.given, chosen, seed=self.seed) if len(chosen) else None
+
+    def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
+        """Save the algorithm with its parameters, as `fr.save` does."""
+        del failed  # the run's own description says it
+        save(folder, self.given, params, replace=True)
+
+    def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+        """Return what looks at every record and says when a round was lost."""
+
+        def look(record: Mapping[str, Any]) -> None:
+            if record.get("skipped"):
+                say(f"warning: round {record['round']}: nothing was learned, the mean of the updates is not finite")
+
+        return look
+
+    def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
+        """Say why a run has failed."""
+        rounds = [record for record in history if record["kind"] == "round"]
+        lost = sum(bool(record["skipped"]) for record in rounds)
+        if lost > MOST_FAILED * len(rounds):
+            return f"nothing was learned in {lost} of {len(rounds)} rounds"
+        if test is not None and test.diverged > MOST_FAILED * test.clients:
+            return f"{test.diverged} of {test.clients} test clients diverged"
+        return None
+
+    def divided(self, clients: Clients) -> Users:
+        """Return a node's clients as the plan wants them, divided by their names.
+
+        Raises:
+          PlanError: they have other columns than the plan says.
+        """
+        found = columns_of(clients)
+        if any(found.get(name) != list(kind) for name, kind in self.columns.items()):
+            raise PlanError(f"clients have the columns {found}; the plan wants {dict(self.columns)}")
+        everyone = clients.cap(self.max_examples).at_least(self.min_examples)
+        return Users(*everyone.split_clients(*self.fractions, seed=self.split_seed))
+
+    @classmethod
+    def read(
+        cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]
+    ) -> AlgorithmPlan:
+        """Undo `subject`, with the algorithm that was brought."""
+        if algorithm is None:
+            raise PlanError(
+                f"this is the plan of an algorithm made in Python, digest {str(values['algorithm'])[:16]}: bring it "
+                "with --algorithm package.module:function"
+            )
+        lookups = {str(path): tuple(map(str, features)) for path, features in values["lookups"].items()}
+        made = with_lookups(algorithm, lookups)
+        if digest(made) != values["algorithm"]:
+            raise PlanError(
+                f"the plan is of the algorithm {str(values['algorithm'])[:16]}, and the one brought here is "
+                f"{digest(made)[:16]}: recipe, shapes or lookups differ"
+            )
+        numbers = {name: values[name] for name in NUMBERS}
+        if any(type(value) is not int for value in numbers.values()):
+            raise PlanError(f"the plan's {', '.join(NUMBERS)} are whole numbers, not {list(numbers.values())}")
+        fractions = tuple(map(float, values["fractions"]))
+        lengths = lengths_for(numbers["max_examples"], made.method.needs)
+        columns = {str(name): list(kind) for name, kind in values["columns"].items()}
+        return cls(given=made, columns=columns, fractions=fractions, lengths=lengths, **numbers, **options)  # type: ignore[arg-type]
+
+
+NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "min_examples")
+
+
+def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **options: Any) -> AlgorithmPlan:
+    """Make the plan of an algorithm that was made in Python. Nodes bring the same algorithm by an import of their own.
+
+    Args:
+      algorithm: what is trained.
+      examples: columns as clients have them, for their types and shapes; the examples themselves are not used.
+      **options: fields of `AlgorithmPlan` and of `Plan` that are not to have their default: `rounds`, `seed`, `secure`
+        and others.
+    """
+    clients = as_clients(examples)
+    made = decide_lookups(algorithm, clients)
+    made = with_lookups(made, lookup_groups(made.model)) if made.model.lookups else made
+    largest = options.get("max_examples", AlgorithmPlan.max_examples)
+    lengths = lengths_for(largest, made.method.needs)
+    return AlgorithmPlan(given=made, columns=columns_of(clients), lengths=lengths, **options)
+
+
+def columns_of(clients: Clients) -> dict[str, list[Any]]:
+    """Return type and shape of each column."""
+    return {name: [str(column.dtype), *map(int, column.shape[1:])] for name, column in clients.columns.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def bring(name: str, source: Path | None) -> Given:
+    """Call the function that an operator names, `package.module:function`, with the node's own file.
+
+    At the server it is called with None, and only its algorithm counts.
+
+    Raises:
+      PlanError: there is none, or it gives something else than an algorithm and clients.
+    """
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise PlanError(
+            f"--algorithm is {name!r}, which cannot be imported ({problem}); give package.module:function"
+        ) from None
+    found = make(source)
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Algorithm):
+        raise PlanError(f"{name} returns {type(found).__name__}; it should return (algorithm, clients)")
+    return Given(*found)

@@ -1,0 +1,76 @@
+"""What the operator of a node decides, and the node that follows from it: for the command line and for a ClientApp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedrecon.app.config import Reading
+from fedrecon.deploy.algorithm_plan import AlgorithmPlan, bring
+from fedrecon.deploy.holding import Holding, hold, read_holding
+from fedrecon.deploy.memory import Memory
+from fedrecon.deploy.node import Node
+from fedrecon.deploy.plan import Plan
+from fedrecon.deploy.settings_plan import SettingsPlan
+from fedrecon.deploy.signing import read_public_keys
+
+
+class Operator(NamedTuple):
+    """What the operator of a node decides.
+
+    Attributes:
+      source: the node's file.
+      state: the folder where the node remembers what was accepted; by default the file's name with .node behind it.
+      reading: how a ratings file is laid out.
+      min_examples: users with fewer examples do not take part; the plan's own least number counts if it is larger.
+      nodes: a folder with public keys of the nodes that the operator knows; None to believe the plan's list.
+      algorithm: `package.module:function`, for plans of an algorithm that was made in Python.
+    """
+
+    source: Path
+    state: Path | None = None
+    reading: Reading = Reading()
+    min_examples: int = 1
+    nodes: Path | None = None
+    algorithm: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the node remembers what was accepted."""
+        return self.state or self.source.with_name(self.source.name + ".node")
+
+    def node(
+        self, accept: Callable[[Plan], bool], say: Callable[[str], None] = lambda text: None, key: Any = None
+    ) -> Node:
+        """Return the node.
+
+        Args:
+          accept: asks about a plan.
+          say: is told a line about every round.
+          key: the node's private key.
+        """
+        brought = None if self.algorithm is None else bring(self.algorithm, self.source)
+
+        def read(plan: Plan) -> Holding:
+            if isinstance(plan, AlgorithmPlan):
+                assert brought is not None  # or the plan could not have been read
+                assert brought.clients is not None
+                found = hold(plan, brought.clients)
+            else:
+                assert isinstance(plan, SettingsPlan)
+                found = read_holding(plan, self.source, self.reading, self.min_examples)
+            counts = {part: len(users) for part, users in found.users._asdict().items()}
+            left = {what: count for what, count in found.skipped.items() if count}
+            say(f"{self.source}: {counts} {plan.task.people}" + (f"; left out: {left}" if left else ""))
+            return found
+
+        return Node(
+            read,
+            accept,
+            Memory(self.folder),
+            say,
+            algorithm=None if brought is None else brought.algorithm,
+            key=key,
+            known=None if self.nodes is None else read_public_keys(self.nodes),
+        )

@@ -1,0 +1,172 @@
+"""A plan of settings, as the command line makes it: ratings or text, and what their ids stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedrecon.algorithm import Algorithm
+from fedrecon.app.build import build_algorithm
+from fedrecon.app.config import Config, RatingsConfig, config_from_json, to_json
+from fedrecon.app.experiment import make_evaluator
+from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.saved import save_model
+from fedrecon.app.tasks import Task, Users, task_of
+from fedrecon.cohort import lengths_for
+from fedrecon.deploy import round_zero
+from fedrecon.deploy.plan import Plan, PlanError
+from fedrecon.evaluation import Evaluation, Evaluator
+from fedrecon.model import AUTO
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class SettingsPlan(Plan):
+    """A plan of settings.
+
+    Attributes:
+      config: the settings of task, model, split, R, U, server, aggregator and seed. They name no data.
+      legend: what ids stand for: the items of a catalogue, or the words of a vocabulary.
+      found: what round zero found. It is no part of what was agreed on: the digest does not depend on it.
+    """
+
+    kind: ClassVar[str] = "settings"
+
+    config: Config
+    legend: Any
+    found: round_zero.Found | None = None
+
+    @property
+    def task(self) -> Task[Any, Any, Any]:
+        """The task."""
+        return task_of(self.config)
+
+    @functools.cached_property
+    def algorithm(self) -> Algorithm:
+        """What is run, the same on every host."""
+        if self.found is None:
+            return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
+        model = round_zero.build_model(self.found, self.config, len(self.legend))
+        return build_algorithm(self.config, model, self.found.examples)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds are trained."""
+        return self.config.rounds
+
+    @property
+    def seed(self) -> int:
+        """What is random follows from it."""
+        return self.config.seed
+
+    @property
+    def evaluate_every(self) -> int:
+        """After how many rounds the validation users are measured."""
+        return self.config.evaluate_every
+
+    @property
+    def least_examples(self) -> int:
+        """Users with fewer examples do not take part."""
+        data: Any = self.config.data
+        return data.min_ratings if self.config.task == "ratings" else data.min_sentences
+
+    @property
+    def most_examples(self) -> int:
+        """A user's further examples are left out."""
+        return _most(self.config)  # type: ignore[return-value]  # `make_plan` has seen to it
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The largest norm of a user's change."""
+        return self.config.aggregate.clip_norm
+
+    @property
+    def unprepared(self) -> bool:
+        """Whether round zero comes first."""
+        config = self.config
+        wanted = isinstance(config, RatingsConfig) and (config.model.round_zero or config.data.transform != "none")
+        return wanted and self.found is None
+
+    def prepared(self, found: round_zero.Found) -> SettingsPlan:
+        """Return the plan with what round zero found in settings, legend and model; its digest stays."""
+        return _prepared(self, found)
+
+    def subject(self) -> dict[str, Any]:
+        """Return settings and legend."""
+        return {"config": to_json(self.config), "legend": self.task.describe(self.legend)}
+
+    def settings(self) -> dict[str, Any]:
+        """Return what `run.json` says of the settings."""
+        return {"config": to_json(self.config)}
+
+    def about(self) -> str:
+        """Say what is trained."""
+        return f"{self.task.name}, {len(self.legend)} {'items' if self.task.name == 'ratings' else 'words'}"
+
+    def evaluator(self, users: Users, part: str) -> Evaluator | None:
+        """Return an evaluator of a part of the users."""
+        return make_evaluator(self.config, self.algorithm, users, part=part)
+
+    def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
+        """Save a model as `fedrecon train` does."""
+        save_model(folder, self.config, params, self.legend, failed)
+
+    def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+        """Return what looks at every record."""
+        return Watch(self.config, self.task, say)
+
+    def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
+        """Say why a run has failed."""
+        return why_failed(history, self.task, test)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], options: Mapping[str, Any]) -> SettingsPlan:
+        """Undo `subject`."""
+        config = config_from_json(values["config"], "the plan")
+        return make_plan(config, task_of(config).recall(values["legend"]), **options)
+
+
+@functools.lru_cache(maxsize=8)
+def _prepared(plan: SettingsPlan, found: round_zero.Found) -> SettingsPlan:
+    """Prepare a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
+    config, legend = round_zero.settle(found, plan.config, plan.legend)
+    ready = dataclasses.replace(plan, config=config, legend=legend, found=found)
+    ready.__dict__["content"] = plan.content  # what was agreed on
+    return ready
+
+
+def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
+    """Make a plan of settings and of what ids stand for.
+
+    Args:
+      config: the settings. What they say of a file is dropped; what they say of users stays.
+      legend: items or a vocabulary.
+      **options: fields of `Plan` that are not to have their default.
+
+    Raises:
+      PlanError: arrays would have no bound.
+    """
+    config = dataclasses.replace(config, data=_without_places(config.data))
+    if isinstance(config, RatingsConfig) and config.model.scale is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
+    algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
+    if algorithm.model.lookups == AUTO:
+        raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
+    largest = _most(config)
+    if largest is None:
+        raise PlanError("give --data.max-examples: a plan bounds what a user brings, so that all nodes run one program")
+    lengths = lengths_for(largest, algorithm.method.needs)
+    return SettingsPlan(config=config, legend=legend, lengths=lengths, **options)
+
+
+def _most(config: Config) -> int | None:
+    data: Any = config.data
+    return data.max_examples if config.task == "ratings" else data.max_sentences
+
+
+def _without_places(data: Any) -> Any:
+    """Return settings of data that name no file: a node reads its own, as its own options say."""
+    gone = {"source": "", "items": None, "word_count": None}
+    return dataclasses.replace(data, **{name: value for name, value in gone.items() if hasattr(data, name)})

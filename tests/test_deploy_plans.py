@@ -1,0 +1,218 @@
+"""Deployments of the defaults and of any algorithm: round zero over nodes, models of other frameworks, signed keys."""
+
+import dataclasses
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import fedrecon as fr
+from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, simulated
+from fedrecon.app.build import build_algorithm
+from fedrecon.app.config import Data, Reconstruct
+from fedrecon.app.presets import DEFAULT
+from fedrecon.app.saved import open_model
+from fedrecon.app.tasks.factors import prepare_ratings
+from fedrecon.deploy import InProcess, Memory, Node, Plan, PlanError, hold, plan_for, signing, weaker
+from fedrecon.deploy.holding import read_holding
+from fedrecon.deploy.messages import Envelope, pack, unpack
+from fedrecon.deploy.node import shapes_of
+from fedrecon.deploy.operating import Operator
+from fedrecon.deploy.secret import length_of
+from fedrecon.deploy.server import ROUND_ZERO
+from fedrecon.privacy import secure_sum
+
+ROUND_ZERO_CONFIG = dataclasses.replace(
+    DEFAULT,
+    data=Data(source="", transform="auto", fractions=(0.6, 0.2, 0.2), max_examples=10),
+    model=dataclasses.replace(DEFAULT.model, dim=3),
+    rounds=3,
+    evaluate_every=0,
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return files_of(tmp_path_factory.mktemp("files"))
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, tolerance, tolerance)
+
+
+@pytest.fixture(scope="module")
+def prepared_simulation(files):
+    """Train with the default preset as `fedrecon train` does, everybody in every round."""
+    plan = plan_of(ROUND_ZERO_CONFIG)
+    ratings = fr.data.load(files[0], item_ids=np.arange(100, 100 + ITEMS))
+    ready = prepare_ratings(plan.config, ratings, read_holding(plan, files[0]).users, plan.legend)
+    algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
+    everybody = len(ready.users.train)
+    run = fr.train(algorithm, ready.users.train, rounds=3, clients_per_round=everybody, seed=ready.config.seed)
+    return ready, run
+
+
+@pytest.mark.parametrize(("secure", "tolerance"), [(False, 1e-6), pytest.param(True, 5e-6, marks=pytest.mark.slow)])
+def test_the_default_preset_on_nodes_gives_what_the_simulation_gives(
+    secure, tolerance, files, prepared_simulation, tmp_path
+):
+    plan = plan_of(ROUND_ZERO_CONFIG, secure=secure, least_nodes=2)
+    grid = grid_of(files[1])
+    outcome = deployed(plan, grid, tmp_path)
+    ready, run = prepared_simulation
+    assert_close(outcome.params, run.params, tolerance)
+    saved = open_model(tmp_path)
+    for name in ("mean", "deviation", "low", "high", "noise", "user_ridge", "trait_ridges"):
+        np.testing.assert_allclose(
+            getattr(saved.config.model.scale, name), getattr(ready.config.model.scale, name), 10 * tolerance
+        )
+    np.testing.assert_allclose(saved.legend.liking.bias, ready.legend.liking.bias, 1e-4, 1e-4)
+    assert (tmp_path / ROUND_ZERO).exists()
+
+
+# ---- an algorithm made in Python ----
+
+
+def keras_algorithm():
+    item = keras.Input((), dtype="int32", name="item")
+    row = keras.layers.Embedding(ITEMS, 3, name="items")(item)
+    network = keras.Model(item, keras.layers.Dense(1, use_bias=False, name="user")(row))
+    model = fr.models.from_keras(network, local="user", inputs="item", label="rating", loss="mse")
+    solver = fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=4)
+    return fr.federated_reconstruction(model, reconstruct=solver, update=solver, server=fr.optimizers.sgd(1.0))
+
+
+def population(users=range(18)):
+    ratings = fr.data.synthetic_ratings(num_users=18, num_items=ITEMS, mean_ratings=6, seed=2)
+    named = dataclasses.replace(ratings, names=np.array([f"u{k}" for k in range(18)]))
+    return named.take(list(users))
+
+
+def test_a_keras_model_on_nodes_gives_what_the_simulation_gives(tmp_path):
+    algorithm, everybody = keras_algorithm(), population()
+    plan = plan_for(algorithm, everybody, rounds=3, fractions=(0.8, 0.0, 0.2), max_examples=12, seed=4)
+    parts = [population(range(k, 18, 3)) for k in range(3)]
+    nodes = [
+        Node(lambda plan, own=own: hold(plan, own), lambda plan: True, algorithm=algorithm, memory=Memory(None))
+        for own in parts
+    ]
+    outcome = deployed(plan, InProcess({k: node.handle for k, node in enumerate(nodes)}), tmp_path)
+    users = plan.divided(everybody)
+    everyone = len(users.train)
+    run = fr.train(plan.algorithm, users.train, rounds=3, clients_per_round=everyone, seed=4)
+    assert_close(outcome.params, run.params)
+    assert fr.digest(fr.load(tmp_path / "model", algorithm).made) == fr.digest(plan.algorithm)
+    assert outcome.test.clients > 0
+
+
+def test_a_node_refuses_the_plan_of_another_algorithm_or_of_one_that_it_was_not_given():
+    algorithm, own = keras_algorithm(), population(range(6))
+    plan = plan_for(algorithm, own, rounds=1, max_examples=12)
+    other = fr.federated_reconstruction(
+        fr.models.matrix_factorization(ITEMS, 2),
+        reconstruct=fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=4),
+        update=fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=4),
+        server=fr.optimizers.sgd(1.0),
+    )
+    for given, why in ((None, "bring it with --algorithm"), (other, "the one brought here is")):
+        with pytest.raises(PlanError, match=why):
+            Plan.from_bytes(plan.content, given)
+
+
+def test_an_operator_names_the_function_that_brings_the_algorithm(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import test_deploy_plans as t\ndef make(path):\n    return t.keras_algorithm(), t.population(range(6))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    node = Operator(tmp_path / "unused.csv", algorithm="mine:make").node(lambda plan: True)
+    plan = plan_for(keras_algorithm(), population(), rounds=1, max_examples=12)
+    reply = node.handle(pack(Envelope("join", plan.digest, "run", 0, {}, plan.content)))
+    assert unpack(reply, 2**20).kind == "ok"
+    with pytest.raises(PlanError, match="cannot be imported"):
+        Operator(tmp_path / "unused.csv", algorithm="mine:nothing").node(lambda plan: True)
+
+
+# ---- signed keys ----
+
+
+@pytest.fixture(scope="module")
+def signing_keys():
+    ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
+    return [ec.generate_private_key(ec.SECP384R1()) for _ in range(4)]
+
+
+def lines_of(keys):
+    return tuple(f"{signing._public(key)} n{k}" for k, key in enumerate(keys))
+
+
+def signing_node(plan, file, key, known=None):
+    return Node(lambda plan: read_holding(plan, file), lambda plan: True, key=key, known=known)
+
+
+SIGNED = dataclasses.replace(
+    config_of(
+        reconstruct=Reconstruct(solver="least-squares", ridge=0.5),
+        data=Data(source="", fractions=(1.0, 0.0, 0.0), max_examples=10),
+    ),
+    rounds=1,
+)
+
+
+@pytest.mark.slow
+def test_secure_sums_with_signed_keys_give_the_same(files, signing_keys, tmp_path):
+    plan = plan_of(SIGNED, secure=True, least_nodes=3, nodes=lines_of(signing_keys[:3]))
+    grid = InProcess(
+        {7 - k: signing_node(plan, part, signing_keys[k]).handle for k, part in enumerate(files[1])}
+    )  # numbers of the grid are not those of the plan's list
+    outcome = deployed(plan, grid, tmp_path)
+    assert_close(outcome.params, simulated(plan, files[0])[0].params, 2e-6)
+
+
+@pytest.mark.slow
+def test_a_server_cannot_invent_a_node(files, signing_keys, tmp_path):
+    """The server stands in for the third node with a key of its own: real nodes refuse its roster, and send nothing."""
+    plan = plan_of(SIGNED, secure=True, least_nodes=2, nodes=lines_of(signing_keys[:3]))
+    handlers = {k: signing_node(plan, files[1][k], signing_keys[k]).handle for k in range(2)}
+    invented = signing_node(plan, files[1][2], signing_keys[2])
+    grid = InProcess({**handlers, 2: invented.handle})
+    terms = secure_sum.plan(3, length_of(shapes_of(plan, "train")), bits=64, round=0, circle=3, threshold=2)
+    hellos = []
+    for k in range(3):
+        invented._key = signing_keys[2]
+        for message in (
+            Envelope("join", plan.digest, "run", 0, {}, plan.content),
+            Envelope("advertise", plan.digest, "run", 0, {"of": "train", "me": k}, terms.to_bytes()),
+        ):
+            reply = unpack(grid.handlers[k](pack(message)), 2**20)
+            assert reply.kind == "ok"
+            invented._key = signing_keys[3]  # after it has joined: the server has no key of the list
+        hellos.append((k, reply.body))
+    _, rosters = secure_sum.introduce(terms, hellos)  # a server that does not look at signatures
+    for k in range(2):
+        message = Envelope("share", plan.digest, "run", 0, {}, rosters[k])
+        reply = unpack(grid.handlers[k](pack(message)), 2**20)
+        assert reply.facts["reason"] == "secure_sum"
+        assert "has not signed its keys" in reply.facts["why"]
+
+
+def test_a_node_accepts_no_list_with_strangers_and_none_without_itself(files, signing_keys):
+    plan = plan_of(SIGNED, secure=True, least_nodes=2, nodes=lines_of(signing_keys[:3]))
+    join = pack(Envelope("join", plan.digest, "run", 0, {}, plan.content))
+    for key, known, why in (
+        (signing_keys[3], None, "not among them"),
+        (None, None, "not among them"),
+        (signing_keys[0], lines_of(signing_keys[:2]), "1 nodes that this node's owner does not know"),
+    ):
+        reply = unpack(signing_node(plan, files[1][0], key, known).handle(join), 2**20)
+        assert reply.facts["reason"] == "not_accepted"
+        assert why in reply.facts["why"]
+    unsigned = plan_of(SIGNED, secure=True, least_nodes=2)
+    node = signing_node(unsigned, files[1][0], signing_keys[0], lines_of(signing_keys))
+    reply = unpack(node.handle(pack(Envelope("join", unsigned.digest, "run", 0, {}, unsigned.content))), 2**20)
+    assert "does not have keys signed" in reply.facts["why"]
+    assert weaker(plan.promises, unsigned.promises) == ["the keys of secure sums are no longer signed"]
