@@ -249,7 +249,7 @@ def test_ctrl_c_saves_what_was_learned_and_says_how_to_go_on(trained, tmp_path, 
     capsys.readouterr()
     assert main(command) == 130
     told = capsys.readouterr().err
-    assert f"to go on: fedrecon {' '.join(command)} --resume" in told
+    assert f"to continue: fedrecon {' '.join(command)} --resume" in told
     assert json.loads((tmp_path / "run.json").read_text())["interrupted"] is True
     assert (tmp_path / "model" / "model.json").exists()
     monkeypatch.undo()
@@ -371,6 +371,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
     ("argv", "code", "message"),
     [
         (["fly"], 2, "there is no command 'fly'; there are: train, tune, evaluate"),
+        (["trian"], 2, "there is no command 'trian'; did you mean train?"),
         (["train"], 2, "DATA and --out are missing"),
         (["train", "synthetic"], 2, "--out is missing"),
         (["train", "synthetic", "--out", "run", "--ronds", "3"], 2, "no option --ronds; did you mean --rounds?"),
@@ -384,6 +385,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "synthetic", "--out", "run", "--data.user", "who"], 1, "no use for data.user"),
         (["train", "nothing.csv", "--out", "run"], 1, "nothing.csv is neither a file nor a known data set"),
         (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' is not a number"),
+        (["train", "bad.csv", "--out", "run", "--data.user", "who"], 1, "Name it with --data.user"),
         (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv is a file; give a new or empty folder"),
         (["train", "ok.csv", "--out", "run", "--devices", "0"], 1, "devices is 0"),
         (["train", "ok.csv", "--out", "run", "--devices", "60"], 1, "JAX sees"),

@@ -139,7 +139,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(trained, tmp_path, monk
     command = ["train", str(posts), "--out", str(tmp_path), *SMALL, *ROUNDS]
     capsys.readouterr()
     assert main(command) == 130
-    assert "to go on: fedrecon train " in capsys.readouterr().err
+    assert "to continue: fedrecon train " in capsys.readouterr().err
     assert (tmp_path / "model" / "model.json").exists()
     monkeypatch.undo()
     assert main([*command, "--resume"]) == 0
@@ -238,7 +238,7 @@ def test_several_prompts_are_completed_and_ones_own_words_marked(trained, mine, 
     assert second.startswith("w1 fedrecon fedrecon\n")
     assert re.search(r"\n +fedrecon \* +\d+\.\d % ", first)
     assert re.search(r"\n +\. +\d+\.\d % ", second)
-    assert "rebuilt from 6 sentences" in second
+    assert "reconstructed from 6 sentences" in second
 
 
 def test_of_a_long_prompt_the_last_words_count(trained, mine, capsys):
@@ -247,7 +247,7 @@ def test_of_a_long_prompt_the_last_words_count(trained, mine, capsys):
     capsys.readouterr()
     assert main([*command, "w0 w0 w0 w0 w2 fedrecon"]) == 0
     told = capsys.readouterr()
-    assert "only the last 4 words count" in told.err
+    assert "only the last 4 words of the prompt" in told.err
     assert "after: w0 w0 w2 fedrecon\n" in told.out
 
 

@@ -92,7 +92,7 @@ def test_a_bad_setting_is_named(values, message):
         (lambda: TextData(source="x", max_sentences=1), "max_sentences is 1"),
         (lambda: NextWord(oov_buckets=0), "oov_buckets is 0"),
         (lambda: Split(train="thirds"), "unknown split 'thirds'"),
-        (lambda: Split(evaluate="none"), "says nothing"),
+        (lambda: Split(evaluate="none"), "says little"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, message):

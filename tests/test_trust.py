@@ -142,7 +142,7 @@ def test_a_model_is_found_where_a_killed_replacement_had_put_it(trained, run):
 def test_the_demo_replaces_demos_alone(run, capsys):
     before = contents(run)
     assert main(["demo", "--out", str(run), "--rounds", "1"]) == 1
-    assert "holds a run that is no demo" in said(capsys)
+    assert "holds a run that is not a demo" in said(capsys)
     assert contents(run) == before
 
 

@@ -71,7 +71,7 @@ def check_seed(name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Which of a client's examples are support (to rebuild from) and which are query (to learn from or measure on).
+    """Which of a client's examples are support (to reconstruct from) and which are query (to learn from or measure on).
 
     Attributes:
       train: in training: half, alternate, none (both are everything), or the share of support such as 0.8; with
@@ -90,12 +90,12 @@ class Split:
             raise ValueError(f"split.train is {self.train!r}, which draws an order; it excludes split.by_time")
         splits.named(self.evaluate)
         if self.evaluate == "none":
-            raise ValueError("split.evaluate is 'none'; measuring on what was rebuilt from says nothing: use 'half'")
+            raise ValueError("split.evaluate is 'none'; an error on the support examples says little: use 'half'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct:
-    """R: how a client rebuilds its local parameters on its support, with the global ones frozen.
+    """R: how a client reconstructs its local parameters on its support, with the global ones frozen.
 
     Attributes:
       solver: gradient descent in steps, or least squares at once (exact for ratings, not for text).

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -13,27 +15,27 @@ from typing import Any
 from fedrecon._version import __version__
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
-    "train": "train a model, of ratings or text, whose personal parameters never leave the clients",
-    "tune": "find settings for one's own ratings on validation users",
-    "evaluate": "measure a trained model on clients it has never met",
+    "train": "train a model of ratings or text whose local parameters never leave the clients",
+    "tune": "find settings for your own ratings, on validation users",
+    "evaluate": "measure a trained model on clients that took no part in training",
     "recommend": "recommend items to the users of a ratings file",
-    "complete": "suggest next words to a person, their own words among them",
-    "bundle": "write what reconstructs and predicts without Python or JAX, or check such a folder",
-    "page": "serve a bundle's page on this machine and open it in the browser",
-    "demo": "train on real ratings, compare with baselines, recommend: under a minute",
-    "privacy": "plan the noise that a privacy budget takes",
-    "plan": "agree on a training over several nodes that keep their data",
-    "keys": "make the keys and certificates of a server and its nodes",
-    "server": "train a plan over nodes, which keep their data",
-    "node": "take part in a server's training with a file that stays here",
-    "reproduce": "run a study of the paper: its rows and figures, next to its numbers",
+    "complete": "suggest the next word to a person, their own words included",
+    "bundle": "write a folder that reconstructs and predicts without Python or JAX, or check one",
+    "page": "try a model on a web page that this machine serves",
+    "demo": "train on real ratings, compare with baselines, recommend: in about a minute",
+    "privacy": "plan the noise for a privacy budget, attack uploads, audit noise",
+    "plan": "write the plan of a training over several nodes that keep their data",
+    "keys": "make keys and certificates for a server and its nodes",
+    "server": "train a plan over nodes that keep their data",
+    "node": "take part in a server's training with a file that stays on this machine",
+    "reproduce": "run one of the paper's studies, and compare with its numbers",
 }
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
 BUG = 70
 HELP = """\
 usage: fedrecon COMMAND [OPTIONS]
 
-Partially local federated learning: train the shared part of a model, rebuild the private part on the client.
+Partially local federated learning: train the global part of a model, reconstruct the local part on each client.
 
 commands:
 {commands}
@@ -44,16 +46,16 @@ examples:
   fedrecon train posts.jsonl.gz --task text --out runs/words
   fedrecon complete runs/words --text my-mail.txt --prompt "see you"
 
-fedrecon COMMAND --help tells all about a command.
-fedrecon --version prints the version; --debug with any command shows where an error came from.
+fedrecon COMMAND --help lists the options of a command.
+fedrecon --version prints the version; --debug with any command shows the traceback of an error.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0 if all is well, 1 for an error, 2 for wrong use, 3 for a training that failed, 70 for a fault of fedrecon's own,
-    130 for Ctrl-C.
+    0 if all is well, 1 for an error, 2 for wrong use, 3 for a training that failed, 70 for a bug in fedrecon, 130 for
+    Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("FEDRECON_DEBUG", "") not in ("", "0")
@@ -65,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedrecon {__version__}")
         return 0
     if args[0] not in COMMANDS:
-        return _fail(f"there is no command {args[0]!r}; there are: {', '.join(COMMANDS)}", 2)
+        near = difflib.get_close_matches(args[0], COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        return _fail(f"there is no command {args[0]!r}; {hint}", 2)
     command = importlib.import_module(f"fedrecon.app.cli.{args[0]}")
     try:
         with warnings.catch_warnings():
@@ -93,14 +97,15 @@ def _sentence(problem: Exception) -> tuple[str, int]:
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, ValueError):
-        return str(problem), 1
+        # Readers of ratings name their Python arguments; here these are options.
+        return re.sub(r"\bwith (\w+)=\.\.\.", r"with --data.\1", str(problem)), 1
     if isinstance(problem, RecursionError):
         return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
         return f"there is not enough memory: {problem or 'none is left'}", 1
     return (
-        f"{type(problem).__name__}: {problem} (this is a fault of fedrecon's: please report it, with what the same "
-        "command says with --debug)",
+        f"{type(problem).__name__}: {problem} (this is a bug in fedrecon: please report it, with the output of "
+        "the same command and --debug)",
         BUG,
     )
 

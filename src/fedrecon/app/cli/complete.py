@@ -20,15 +20,15 @@ OWN = "*"  # marks a person's own words
 
 @dataclass(frozen=True, kw_only=True)
 class Complete:
-    """Rebuild a person's embeddings of their own words from text of theirs, and suggest how sentences go on: with
-    these embeddings and without. Words of their own, outside the model's vocabulary, are marked.
+    """Suggest how a person's sentences continue. Embeddings of their own words are reconstructed from their text, and
+    suggestions are shown with and without them. Words outside the model's vocabulary are marked.
 
-    Needs nothing but a saved model: neither the data nor the people it was trained on.
+    Needs only a saved model, not the data or the people that it was trained on.
     Example: fedrecon complete runs/words --text my-mail.txt --prompt "see you at" --prompt "i will ask"
 
     Attributes:
       run: the folder of a run with --task text, or of a saved model.
-      text: the person's own writing, a file of plain text; a line ends a sentence.
+      text: a plain text file that the person wrote; sentences end at the end of a line.
       prompt: the beginning of a sentence; may be given several times.
       top: how many words to suggest.
       json: print one JSON object.
@@ -68,10 +68,10 @@ def run(args: Complete) -> int:
         return 0
     for one in found.prompts:
         if len(one.words) < len(split_text(one.prompt)[-1]):
-            show.remark(f"of the prompt {one.prompt!r} only the last {len(one.words)} words count")
+            show.remark(f"only the last {len(one.words)} words of the prompt {one.prompt!r} are used")
         _show(one)
     print(
-        f"rebuilt from {found.sentences} sentences; {OWN} marks words of their own, outside the vocabulary "
+        f"reconstructed from {found.sentences} sentences; {OWN} marks their own words, outside the vocabulary "
         f"({found.own_words} in the text)"
     )
     return 0

@@ -27,9 +27,9 @@ class Demo:
     with baselines, and recommend movies to one of them.
 
     Attributes:
-      out: the folder for the run; what an earlier demo left there is replaced.
-      rounds: rounds of training; fewer are faster and worse.
-      data: MovieLens to use instead: the path of a zip or folder, or another known name.
+      out: the folder for the run; an earlier demo in it is replaced.
+      rounds: rounds of training; fewer are faster but worse.
+      data: other MovieLens data: the path of a zip or folder, or a known name.
     """
 
     out: Path = Path("demo")
@@ -57,7 +57,7 @@ def run(args: Demo) -> int:
     folder = RunFolder(args.out)
     with folder.held():
         if folder.holds_run() and not _is_demo(folder.description()):
-            raise StorageError(f"{args.out} holds a run that is no demo; give another folder with --out")
+            raise StorageError(f"{args.out} holds a run that is not a demo; give another folder with --out")
     found = run_experiment(
         config,
         folder,
@@ -101,7 +101,7 @@ def _compare(found: Outcome, test: Evaluation) -> None:
     split = build_split(config.split.evaluate, config.split)
     fixed = without_reconstruction(config, len(found.model.legend))
     initial = Evaluator(fixed, users.test, split=split, seed=config.seed)(found.run.params)
-    rows: dict[str, Mapping[str, float]] = {"FedRecon: rebuilt from half of a user's ratings": test.micro}
+    rows: dict[str, Mapping[str, float]] = {"FedRecon, reconstructed from half of a user's ratings": test.micro}
     rows |= {f"baseline: {name}": row for name, row in found.baselines.items()}
     rows |= {"the same model without reconstruction": initial.micro}
     show.table(

@@ -16,14 +16,14 @@ from fedrecon.app.config import Reading
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Measure a trained model on clients it has never met: each one's parameters are rebuilt from one half of their
-    ratings or sentences and measured on the other (ReconEval).
+    """Measure a trained model on clients that took no part in training. Each client's local parameters are
+    reconstructed from one half of their ratings or sentences and measured on the other half (ReconEval).
 
-    The clients are those the run held back, or those of another file. Example: fedrecon evaluate runs/mine --json
+    The clients are the run's test clients, or those of another file. Example: fedrecon evaluate runs/mine --json
 
     Attributes:
       run: the folder of a run; with --ratings, --clicks or --text, the folder of a saved model is enough.
-      split: which clients of the run: test, or valid, the ones to choose settings on.
+      split: which clients of the run: test, or valid, which are for choosing settings.
       ratings: evaluate a model of ratings on the users of this ratings file instead.
       clicks: evaluate a model of clicks on the users of this file instead.
       text: evaluate a model of text on the clients of this file or prepared corpus instead, all of them.

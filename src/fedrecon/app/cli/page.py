@@ -16,14 +16,14 @@ from fedrecon.app.cli import options
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Serve the page of a model on this machine and open it in the browser: rate, or write, and see what the model
-    makes of it. Nothing that is entered leaves the browser.
+    """Serve a web page for a model on this machine, and open it in the browser. Rate items, or write, and see what the
+    model predicts. What you enter does not leave the browser.
 
     Example: fedrecon page runs/small
 
     Attributes:
-      run: the folder of a run or of a saved model, which is bundled first, or of a bundle.
-      port: where to serve; 0 takes one that is free.
+      run: the folder of a run, of a saved model or of a bundle.
+      port: the port to serve on; 0 takes a free one.
       open: open the browser.
       onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, which the page needs.
     """

@@ -31,7 +31,7 @@ examples:
   fedrecon privacy leakage runs/first --picture leakage.png
   fedrecon privacy audit
 
-fedrecon privacy PART --help tells all about a part.
+fedrecon privacy PART --help lists the options of a part.
 """
 
 

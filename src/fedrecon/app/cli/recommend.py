@@ -17,18 +17,20 @@ from fedrecon.app.config import Reading
 
 @dataclass(frozen=True, kw_only=True)
 class Recommend:
-    """Rebuild the parameters of the users of a file and recommend what they have not rated, or do not have.
+    """Recommend items to the users of a file: reconstruct their parameters, and rank what they have not rated or do not
+    have.
 
-    Needs nothing but a saved model: neither the data nor the users it was trained on.
+    Needs only a saved model, not the data or the users that it was trained on.
     Example: fedrecon recommend runs/mine --ratings my-ratings.csv --user 17 -n 5
 
     Attributes:
       run: the folder of a run, or of a saved model.
       ratings: for a model of ratings, the users' own ratings, with item ids as in training.
       clicks: for a model of clicks, what the users have, with item ids as in training.
-      user: whom to recommend to, by the ids in the file; everybody in it by default.
+      user: whom to recommend to, by the ids in the file; by default all users of the file.
       top: how many items.
-      least_ratings: recommend only items with so many ratings or clicks by training users; as in training by default.
+      least_ratings: recommend only items that at least so many training users have rated or have; by default as in
+        training.
       items: a text file with the columns item and title, to call items by their titles.
       json: print one JSON object.
     """

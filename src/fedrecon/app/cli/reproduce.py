@@ -16,7 +16,7 @@ from fedrecon.app.cli import options, show
 class Reproduce:
     """Run a study of the paper, all rows and figures, next to the paper's numbers.
 
-    Leaves report.md, report.html and figures/ in the folder. A study that was stopped goes on where it stopped.
+    Writes report.md, report.html and figures/. A study that was stopped continues where it stopped.
     Examples: fedrecon reproduce movielens --data ml-1m.zip --out study;
     fedrecon reproduce text --data blogs.jsonl.gz --out study;
     fedrecon reproduce privacy --data ml-1m.zip --out study;

@@ -21,11 +21,11 @@ class Train:
     """Train a model by Federated Reconstruction.
 
     Attributes:
-      out: the folder for everything the run leaves: run.json, metrics.jsonl, checkpoint/, model/, plots/.
-      preset: settings to begin with; a config file and options override them. default suits ratings of any scale and
-        number, quick is the same in fewer rounds, paper is what the paper used for MovieLens 1M.
+      out: the folder for everything that the run writes: run.json, metrics.jsonl, checkpoint/, model/, plots/.
+      preset: settings to start from; a config file and options override them. default suits ratings of any scale and
+        number, quick is the same in fewer rounds, paper has the paper's settings for MovieLens 1M.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
-      resume: go on with the run in the folder, to the same parameters as if it had never stopped.
+      resume: continue the run in the folder, to the same parameters as if it had never stopped.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
     """
 
@@ -40,11 +40,11 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRatings(Train):
-    """Train a recommender by Federated Reconstruction: item parameters are learned by the server, user parameters
-    are rebuilt by every user from their own ratings and never leave them. With --task clicks: which items come first,
-    from what users have. With --task text: a model of the next word.
+    """Train a recommender by Federated Reconstruction. The server learns the item parameters. Every user reconstructs
+    their user parameters from their own ratings and never sends them. With --task clicks: which items come first, from
+    what users have. With --task text: a model of the next word.
 
-    Ends by evaluating on test users, none of whom took part in training, beside baselines. The defaults follow from the
+    Ends with an evaluation on test users, who took no part in training, beside baselines. The defaults follow from the
     data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine --data.user userId
     """
 
@@ -54,10 +54,10 @@ class TrainRatings(Train):
 @dataclass(frozen=True, kw_only=True)
 class TrainClicks(Train):
     """Train a recommender on clicks, plays or purchases: which items come first, where what a user does not have counts
-    too. Item parameters are learned by the server, user parameters are rebuilt by every user from their own items.
+    too. The server learns the item parameters. Every user reconstructs their user parameters from their own items.
 
-    Ends by looking for hidden items of test users, none of whom took part in training, beside popularity and, where
-    items are few, item kNN and EASE. Example: fedrecon train plays.csv --task clicks --out runs/plays
+    Ends by looking for hidden items of test users, who took no part in training, beside popularity and, where items are
+    few, item kNN and EASE. Example: fedrecon train plays.csv --task clicks --out runs/plays
     """
 
     settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
@@ -65,11 +65,11 @@ class TrainClicks(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainText(Train):
-    """Train a model of the next word by Federated Reconstruction: the model is learned by the server, the embeddings of
-    words outside its vocabulary are rebuilt by every client from their own text and never leave them.
+    """Train a model of the next word by Federated Reconstruction. The server learns the model. Every client
+    reconstructs the embeddings of words outside the vocabulary from its own text and never sends them.
 
-    Ends by evaluating on test clients, none of whom took part in training. The defaults suit a CPU; the paper's sizes
-    want an accelerator. Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
+    Ends with an evaluation on test clients, who took no part in training. The defaults suit a CPU; the paper's sizes
+    need an accelerator. Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
     """
 
     settings: Annotated[TextConfig, tyro.conf.arg(name="")]
@@ -133,7 +133,7 @@ def run(args: Train) -> int:
         again = [word for word in args.typed if word not in ("--overwrite", "--resume")]
         done = f"{found.run.rounds} of {args.settings.rounds} rounds"
         show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
-        show.remark(f"to go on: {shlex.join(['fedrecon', 'train', *again, '--resume'])}")
+        show.remark(f"to continue: {shlex.join(['fedrecon', 'train', *again, '--resume'])}")
         if args.overwrite and (aside := put_aside_in(args.out)):
             show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
         return 130
@@ -149,7 +149,7 @@ def run(args: Train) -> int:
         show.remark(f"stopped after {found.run.rounds} of {args.settings.rounds} rounds: {found.run.stopped}")
     if found.failed is not None:
         show.remark(
-            f"{args.out} has all of it, to see what went wrong (metrics.jsonl); nobody is served with its model"
+            f"{args.out}/metrics.jsonl shows what went wrong; recommend and complete refuse the model of this run"
         )
         return FAILED
     out = shlex.quote(str(args.out))

@@ -19,15 +19,15 @@ from fedrecon.app.presets import Preset
 class Tune:
     """Try settings on the validation users of a ratings file, and write the best of them as a config file.
 
-    The first trial has the settings as given. Test users are never looked at. Needs optuna: pip install
+    The first trial uses the given settings. Test users are never looked at. Needs optuna: pip install
     'fedrecon[tune]'. Example: fedrecon tune ratings.csv --budget 5m --out tuned
 
     Attributes:
       out: the folder for config.json, trials.json, report.md and a picture of what mattered.
-      budget: how long to try, such as 90s, 5m or 1h; at least one trial is finished.
+      budget: how long to search, such as 90s, 5m or 1h; at least one trial is completed.
       trials: at most so many trials.
-      preset: settings to begin with.
-      config: a JSON file of settings to begin with; options given here override it.
+      preset: settings to start from.
+      config: a JSON file of settings to start from; options given here override it.
     """
 
     settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
