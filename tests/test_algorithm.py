@@ -159,5 +159,5 @@ def test_joint_and_second_order_exclude_each_other():
 
 def test_a_model_with_local_parameters_wants_a_way_to_rebuild_them():
     algorithm = fr.federated_averaging(linear(), update=descend(0.1), server=optax.sgd(1.0))
-    with pytest.raises(ValueError, match="give `reconstruct`, a way to reconstruct them"):
+    with pytest.raises(ValueError, match="give `reconstruct`, a solver that reconstructs them"):
         fr.reconstruct(algorithm, {"w": np.float32(0)}, {"x": np.ones(2), "y": np.ones(2)})
