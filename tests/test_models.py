@@ -131,7 +131,7 @@ def test_a_learned_default_keeps_lookups_sparse_and_exact():
 
 
 def test_a_default_is_learned_once():
-    with pytest.raises(ValueError, match="the model's default is learned already"):
+    with pytest.raises(ValueError, match="the model already has a learned default"):
         fr.models.learned_default(fr.models.learned_default(linear()))
 
 
@@ -221,7 +221,7 @@ def test_evidence_that_reads_a_table_whole_is_found_out():
 
 
 def test_evidence_needs_local_parameters_and_is_taken_once():
-    with pytest.raises(ValueError, match="takes evidence from support already"):
+    with pytest.raises(ValueError, match="already takes evidence from support"):
         fr.models.implicit_feedback(counting(), 4)
     with pytest.raises(ValueError, match="no local parameters"):
         fr.models.implicit_feedback(linear()._replace(init_local=lambda key: {}), 4)
