@@ -30,7 +30,7 @@ def recon(rate=0.1, update_rate=0.1, split=None, server=None, model=None, update
     ids=["alternate", "no split", "rate 0"],
 )
 def test_evaluation_gives_the_results_by_hand(w, rate, split, losses, mean):
-    found = fr.evaluate(recon(rate), {"w": np.float32(w)}, a_and_b(), split=split, place=one_by_one())
+    found = fr.evaluate(recon(rate), {"w": np.float32(w)}, a_and_b(), split=split, layout=one_by_one())
     assert found.micro["loss"] == pytest.approx(mean, rel=1e-5)
     assert found.macro["loss"] == pytest.approx(mean, rel=1e-5)
     if losses:

@@ -89,7 +89,7 @@ def test_reconstruction_starts_from_the_default():
     """From b=2 at w=0: support (1, 5) then (3, 8) gives 2.6, then 3.68; query (2, 6)."""
     params = {"shared": {"w": np.float32(0)}, "default_local": {"b": np.float32(2)}}
     found = fr.evaluate(
-        defaulting(), params, xy(([1, 2, 3], [5, 6, 8])), split=fr.split.alternate(), place=one_by_one()
+        defaulting(), params, xy(([1, 2, 3], [5, 6, 8])), split=fr.split.alternate(), layout=one_by_one()
     )
     assert found.micro["loss"] == pytest.approx((3.68 - 6) ** 2, rel=1e-5)
 
