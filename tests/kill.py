@@ -173,7 +173,7 @@ class Library:
             clients_per_round=3,
             folder=fr.RunFolder(folder),
             checkpoint_every=2,
-            place=fr.layout(block=1, devices=1),
+            layout=fr.layout(block=1, devices=1),
         )
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves((found.params, found.kept))]
         np.save(folder.with_suffix(".npy"), np.concatenate(leaves))

@@ -87,7 +87,7 @@ def test_parameters_that_are_not_floats_are_frozen():
         ("haed", r"`local` is 'haed', which matches nothing \(did you mean 'head'"),
         ("head/kernle", r"did you mean 'head/kernel'"),
         (["head", "*/gamma"], r"'\*/gamma', which matches nothing; the parameters are: body/bias, body/kernel"),
-        (lambda path, leaf: False, "`local` is a predicate that is true of no parameter"),
+        (lambda path, leaf: False, "`local` is a predicate that selects no parameter"),
         (fr.models.rows("head/kernel", [7]), r"`rows` of 'head/kernel' must be some of its rows 0 to 2, not \[7\]"),
         (fr.models.rows("head/kernel", slice(None)), "are all its 3 rows; give its path itself"),
         (["head", fr.models.rows("head/kernel", [1])], "'head/kernel' twice, whole and by rows"),
@@ -115,9 +115,9 @@ def test_rows_cannot_be_frozen():
 
 
 def test_a_misspelt_or_missing_option_is_named():
-    with pytest.raises(TypeError, match=r"`metric` is no option \(did you mean 'metrics'"):
+    with pytest.raises(TypeError, match=r"`metric` is not an option \(did you mean 'metrics'"):
         function_model(metric=["accuracy"])
-    with pytest.raises(TypeError, match="`inputs` is missing; a model is made with at least"):
+    with pytest.raises(TypeError, match="`inputs` is missing; `local`, `inputs` and `loss` are required"):
         fr.models.from_function(forward, two_layers, local="head", loss="mse")
 
 
@@ -359,7 +359,7 @@ def test_what_is_random_follows_from_the_seed_and_not_from_the_layout():
     clients = xy(([1, 2], [0, 0]), ([3], [0]), ([1], [0]))
     here = noisy_run(clients, epochs=2)
     assert noisy_run(clients, epochs=2) == here
-    assert noisy_run(clients, epochs=2, place=fr.layout(block=2, devices=1)) == pytest.approx(here, rel=1e-6)
+    assert noisy_run(clients, epochs=2, layout=fr.layout(block=2, devices=1)) == pytest.approx(here, rel=1e-6)
     assert noisy_run(clients, epochs=2, seed=1) != here
 
 

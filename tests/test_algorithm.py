@@ -30,7 +30,7 @@ def recon(rate=0.1, update_rate=0.1, split=None, server=None, model=None, update
     ids=["alternate", "no split", "rate 0"],
 )
 def test_evaluation_gives_the_results_by_hand(w, rate, split, losses, mean):
-    found = fr.evaluate(recon(rate), {"w": np.float32(w)}, a_and_b(), split=split, place=one_by_one())
+    found = fr.evaluate(recon(rate), {"w": np.float32(w)}, a_and_b(), split=split, layout=one_by_one())
     assert found.micro["loss"] == pytest.approx(mean, rel=1e-5)
     assert found.macro["loss"] == pytest.approx(mean, rel=1e-5)
     if losses:
@@ -159,5 +159,5 @@ def test_joint_and_second_order_exclude_each_other():
 
 def test_a_model_with_local_parameters_wants_a_way_to_rebuild_them():
     algorithm = fr.federated_averaging(linear(), update=descend(0.1), server=optax.sgd(1.0))
-    with pytest.raises(ValueError, match="give `reconstruct`, a way to reconstruct them"):
+    with pytest.raises(ValueError, match="give `reconstruct`, a solver that reconstructs them"):
         fr.reconstruct(algorithm, {"w": np.float32(0)}, {"x": np.ones(2), "y": np.ones(2)})

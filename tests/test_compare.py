@@ -41,7 +41,7 @@ def three_ways():
 
 
 def compared(algorithms, unseen, **options):
-    return fr.compare(algorithms, a_and_b(), unseen, rounds=1, place=one_by_one(), **options)
+    return fr.compare(algorithms, a_and_b(), unseen, rounds=1, layout=one_by_one(), **options)
 
 
 def test_three_ways_are_the_ones_worked_out_by_hand():

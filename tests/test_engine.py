@@ -97,7 +97,7 @@ def test_the_number_of_devices_does_not_change_what_is_learned_or_evaluated():
     )
     clients = xy(*(([1, 0.5, -1][: i % 4], [i, 2, 0][: i % 4]) for i in range(1, 8)))
     options = {"rounds": 3, "clients_per_round": 4, "valid": clients, "seed": 2}
-    expected, found = (one_round(algorithm, clients, place=place, **options) for place in (one_by_one(), fr.layout()))
+    expected, found = (one_round(algorithm, clients, layout=place, **options) for place in (one_by_one(), fr.layout()))
     assert_close(found.params, expected.params)
     for name in ("micro", "macro"):
         assert found.history[-1][name] == pytest.approx(expected.history[-1][name], rel=1e-5)

@@ -23,7 +23,7 @@ def recon(rate=0.1, model=None, **options):
 def evaluate(clients, w=5.0, rate=0.1, split=None, model=None, **options):
     split = split or fr.split.alternate()
     params = {"w": np.float32(w)}
-    return fr.evaluate(recon(rate, model), params, clients, split=split, place=one_by_one(), **options)
+    return fr.evaluate(recon(rate, model), params, clients, split=split, layout=one_by_one(), **options)
 
 
 def losing(*losses):
@@ -122,7 +122,7 @@ def test_standard_eval_measures_kept_parameters_and_recon_eval_rebuilds_them():
     kept = {"b": np.array([4, 5], np.float32)}
     algorithm = fr.federated_averaging(linear(), update=descend(0.1), server=optax.sgd(1.0), reconstruct=descend(0.5))
     params = {"w": np.float32(1)}
-    options = {"place": one_by_one(), "kept": kept}
+    options = {"layout": one_by_one(), "kept": kept}
     standard = fr.evaluate(algorithm, params, a_and_b(), protocol="standard", **options)
     assert standard.protocol == "standard"
     assert standard.examples == 6
@@ -135,8 +135,8 @@ def test_standard_eval_measures_kept_parameters_and_recon_eval_rebuilds_them():
 
 def test_standard_eval_of_what_training_kept_is_the_loss_on_seen_clients():
     algorithm = fr.federated_averaging(linear(), update=descend(0.05, epochs=20), server=optax.sgd(1.0))
-    run = fr.train(algorithm, a_and_b(), rounds=5, clients_per_round=2, place=one_by_one())
-    found = fr.evaluate(algorithm, run.params, a_and_b(), kept=run.kept, protocol="standard", place=one_by_one())
+    run = fr.train(algorithm, a_and_b(), rounds=5, clients_per_round=2, layout=one_by_one())
+    found = fr.evaluate(algorithm, run.params, a_and_b(), kept=run.kept, protocol="standard", layout=one_by_one())
     for i, client in enumerate(a_and_b()):
         error = run.params["w"] * client["x"] + run.kept["b"][i] - client["y"]
         assert found.per_client["loss"][i] == pytest.approx(np.mean(error**2), rel=1e-4)
@@ -145,7 +145,7 @@ def test_standard_eval_of_what_training_kept_is_the_loss_on_seen_clients():
 def test_evaluation_splits_even_where_training_does_not():
     algorithm = recon(split=fr.split.none())
     default, half, none = (
-        fr.evaluate(algorithm, W, a_and_b(), split=split, place=one_by_one())
+        fr.evaluate(algorithm, W, a_and_b(), split=split, layout=one_by_one())
         for split in (None, fr.split.half(), fr.split.none())
     )
     assert default.examples == half.examples == 2
@@ -162,7 +162,7 @@ def test_every_client_is_evaluated_however_many_run_at_once(monkeypatch, at_once
 
 
 def test_one_evaluator_serves_many_parameters_and_other_clients():
-    evaluator = fr.Evaluator(recon(), a_and_b(), split=fr.split.alternate(), place=one_by_one())
+    evaluator = fr.Evaluator(recon(), a_and_b(), split=fr.split.alternate(), layout=one_by_one())
     assert evaluator(W).macro["loss"] == pytest.approx(10.6, rel=1e-5)
     assert evaluator({"w": np.float32(0)}).macro["loss"] == pytest.approx(9.36, rel=1e-5)
     other = evaluator.on(xy(([1, 2, 3], [5, 6, 8])))

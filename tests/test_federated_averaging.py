@@ -122,5 +122,5 @@ def test_lookups_change_nothing_in_averaging():
 
 
 def test_a_default_cannot_be_learned_where_parameters_are_kept():
-    with pytest.raises(ValueError, match="it cannot learn a default for them"):
+    with pytest.raises(ValueError, match="it cannot learn where they start"):
         averaging(fr.models.learned_default(linear()))

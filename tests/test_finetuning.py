@@ -32,7 +32,7 @@ def averaging():
 
 
 def losses(algorithm, params, clients):
-    found = fr.evaluate(algorithm, params, clients, split=SPLIT, place=one_by_one())
+    found = fr.evaluate(algorithm, params, clients, split=SPLIT, layout=one_by_one())
     return found.per_client["loss"]
 
 
@@ -76,7 +76,7 @@ def test_clients_do_not_see_each_others_finetuning():
     clients = a_and_b()
     together = losses(algorithm, START, clients)
     alone = [losses(algorithm, START, clients.take([i]))[0] for i in range(2)]
-    side_by_side = fr.evaluate(algorithm, START, clients, split=SPLIT, place=fr.layout(2, 1)).per_client["loss"]
+    side_by_side = fr.evaluate(algorithm, START, clients, split=SPLIT, layout=fr.layout(2, 1)).per_client["loss"]
     np.testing.assert_allclose(together, alone, 1e-6)
     np.testing.assert_allclose(side_by_side, alone, 1e-6)
 

@@ -118,7 +118,7 @@ def test_a_layer_of_another_model_is_refused():
 
 
 def test_a_linen_module_without_an_example_is_named():
-    with pytest.raises(ValueError, match="`example` is missing: a Linen module learns its shapes from inputs"):
+    with pytest.raises(ValueError, match="`example` is missing: a Linen module infers its shapes from it"):
         fr.models.from_flax(LinenNet(), local="head", **CLASSES)
 
 

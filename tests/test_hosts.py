@@ -124,7 +124,7 @@ CASES = {
 
 
 def simulated(algorithm, clients):
-    run = fr.train(algorithm, clients, rounds=ROUNDS, clients_per_round=len(clients), seed=SEED, place=one_by_one())
+    run = fr.train(algorithm, clients, rounds=ROUNDS, clients_per_round=len(clients), seed=SEED, layout=one_by_one())
     return run.params, run.kept
 
 

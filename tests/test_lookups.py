@@ -77,7 +77,7 @@ EXACT = ["sgd", "sgd clipped by norm", "adagrad", "momentum", "sgd with weight d
 def test_declared_lookups_change_nothing_but_the_time(name):
     place = fr.layout(block=2, devices=1)
     sparse, dense = (
-        one_round(algorithm(lookups, OPTIMIZERS[name][0]), CLIENTS, rounds=2, place=place) for lookups in (True, False)
+        one_round(algorithm(lookups, OPTIMIZERS[name][0]), CLIENTS, rounds=2, layout=place) for lookups in (True, False)
     )
     assert_close(sparse.params, dense.params)
     assert_same_history(sparse, dense)

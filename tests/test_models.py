@@ -89,7 +89,7 @@ def test_reconstruction_starts_from_the_default():
     """From b=2 at w=0: support (1, 5) then (3, 8) gives 2.6, then 3.68; query (2, 6)."""
     params = {"shared": {"w": np.float32(0)}, "default_local": {"b": np.float32(2)}}
     found = fr.evaluate(
-        defaulting(), params, xy(([1, 2, 3], [5, 6, 8])), split=fr.split.alternate(), place=one_by_one()
+        defaulting(), params, xy(([1, 2, 3], [5, 6, 8])), split=fr.split.alternate(), layout=one_by_one()
     )
     assert found.micro["loss"] == pytest.approx((3.68 - 6) ** 2, rel=1e-5)
 
@@ -131,7 +131,7 @@ def test_a_learned_default_keeps_lookups_sparse_and_exact():
 
 
 def test_a_default_is_learned_once():
-    with pytest.raises(ValueError, match="the model's default is learned already"):
+    with pytest.raises(ValueError, match="the model already has a learned default"):
         fr.models.learned_default(fr.models.learned_default(linear()))
 
 
@@ -221,7 +221,7 @@ def test_evidence_that_reads_a_table_whole_is_found_out():
 
 
 def test_evidence_needs_local_parameters_and_is_taken_once():
-    with pytest.raises(ValueError, match="takes evidence from support already"):
+    with pytest.raises(ValueError, match="already takes evidence from support"):
         fr.models.implicit_feedback(counting(), 4)
     with pytest.raises(ValueError, match="no local parameters"):
         fr.models.implicit_feedback(linear()._replace(init_local=lambda key: {}), 4)

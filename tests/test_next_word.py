@@ -326,7 +326,7 @@ def one_round_of(*, sharing=None, second_order=False):
         aggregate=fr.aggregate.mean(fr.aggregate.weight_of(model, "perplexity")),
     )
     clients = people([5, 3, 4], [2, 5, 5, 1, 3], [4, 4], [5, 5, 2, 3])
-    return one_round(algorithm, clients, place=fr.layout(1, 1, sharing=sharing))
+    return one_round(algorithm, clients, layout=fr.layout(1, 1, sharing=sharing))
 
 
 def test_clients_side_by_side_learn_what_they_learn_one_by_one():
@@ -390,8 +390,8 @@ def test_only_local_embeddings_learn_what_follows_a_private_word():
     place = fr.layout(10, 1)
 
     def accuracy(trained_on, tested_on, tested_with):
-        run = fr.train(algorithm, trained_on, rounds=40, clients_per_round=20, place=place)
-        evaluations = [fr.evaluate(each, run.params, tested_on, place=place) for each in tested_with]
+        run = fr.train(algorithm, trained_on, rounds=40, clients_per_round=20, layout=place)
+        evaluations = [fr.evaluate(each, run.params, tested_on, layout=place) for each in tested_with]
         return [evaluation.micro["accuracy"] for evaluation in evaluations]
 
     apart, unaware = accuracy(with_private_words(40, 0), with_private_words(40, 1), [algorithm, never])

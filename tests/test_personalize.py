@@ -67,7 +67,7 @@ def test_clients_come_back_in_the_order_they_went_in(params):
 
 def test_predictions_with_reconstructed_parameters_have_the_loss_that_evaluation_reports(params):
     algorithm, clients = factorizing(), rated([6, 4, 7])
-    found = fr.evaluate(algorithm, params, clients, seed=4, place=one_by_one())
+    found = fr.evaluate(algorithm, params, clients, seed=4, layout=one_by_one())
     support = fr.Clients(clients.columns, clients.starts, clients.starts + (clients.sizes + 1) // 2)
     local = fr.reconstruct(algorithm, params, support, seed=4)
     for i, client in enumerate(clients):

@@ -48,7 +48,7 @@ def train_toy(ledger, rounds=6, noise=2.0, poisson=True, **options):
         rounds=rounds,
         sampling=Sampling(4, poisson=poisson),
         ledger=ledger,
-        place=one_by_one(),
+        layout=one_by_one(),
         valid=clients,
         evaluate_every=2,
         **options,
@@ -84,7 +84,7 @@ def test_without_poisson_sampling_no_amplification_is_claimed():
 def test_a_ledger_needs_an_aggregator_that_promises_something():
     clients = xy(([1, 2, 3], [5, 6, 8]), ([1, 2, 3], [5, 6, 8]))
     with pytest.raises(ValueError, match="promises nothing"):
-        fr.train(toy(None), clients, rounds=1, ledger=Ledger(2, 1e-4), place=one_by_one())
+        fr.train(toy(None), clients, rounds=1, ledger=Ledger(2, 1e-4), layout=one_by_one())
 
 
 def test_the_ledger_survives_an_interruption_to_the_digit(tmp_path):

@@ -287,7 +287,9 @@ def test_a_checkpoint_of_the_version_before_is_refused_with_a_sentence(tmp_path)
     (old / "manifest.json").write_text('{"format": 1, "rounds": 4}\n')
     folder = RunFolder(tmp_path)
     assert folder.has_checkpoint()
-    with pytest.raises(StorageError, match="was written by another version of fedrecon, and this one cannot go on"):
+    with pytest.raises(
+        StorageError, match="was written by another version of fedrecon, and this one cannot continue it"
+    ):
         folder.restore(state(0))
 
 

@@ -75,7 +75,7 @@ def run(algorithm, rounds=12, folder=None, **options):
         rounds=rounds,
         clients_per_round=3,
         folder=fr.RunFolder(folder) if folder else None,
-        place=one_by_one(),
+        layout=one_by_one(),
         **options,
     )
 
@@ -120,7 +120,7 @@ def test_metrics_jsonl_holds_the_history(whole):
 
 
 def test_an_evaluation_in_training_is_the_evaluation_of_those_parameters(whole):
-    found = fr.evaluate(momentum(), whole[0].params, ratings(seed=9), seed=3, place=one_by_one())
+    found = fr.evaluate(momentum(), whole[0].params, ratings(seed=9), seed=3, layout=one_by_one())
     assert of_kind(whole[0].history, "evaluation")[-1] == {
         "kind": "evaluation",
         "round": 12,
@@ -246,7 +246,7 @@ def test_drop_out_and_too_small_clients_are_counted_in_the_round():
     found = run(momentum(), valid=None, rounds=8, sampling=None)
     assert {entry["clients"] for entry in found.history} <= {1, 2, 3}
     sampling = fr.Sampling(6, drop_out=0.5, min_examples=3)
-    found = fr.train(momentum(), ratings(), rounds=8, sampling=sampling, place=one_by_one())
+    found = fr.train(momentum(), ratings(), rounds=8, sampling=sampling, layout=one_by_one())
     for entry in found.history:
         assert entry["invited"] == 6
         assert entry["too_small"] == 2  # of two examples and of none
@@ -256,8 +256,8 @@ def test_drop_out_and_too_small_clients_are_counted_in_the_round():
 
 def test_a_round_in_which_nobody_answers_changes_nothing():
     sampling = fr.Sampling(2, min_examples=99)
-    found = fr.train(momentum(), ratings(), rounds=2, sampling=sampling, place=one_by_one())
-    start = fr.train(momentum(), ratings(), rounds=0, sampling=sampling, place=one_by_one())
+    found = fr.train(momentum(), ratings(), rounds=2, sampling=sampling, layout=one_by_one())
+    start = fr.train(momentum(), ratings(), rounds=0, sampling=sampling, layout=one_by_one())
     assert_same_bits(found.params, start.params)
     assert [entry["skipped"] for entry in found.history] == [True, True]
     assert np.isnan(found.history[0]["loss"])

@@ -54,7 +54,7 @@ def one_by_one():
 
 def one_round(algorithm, clients, rounds=1, **options):
     """Train with every client in every round."""
-    options = {"place": one_by_one(), "clients_per_round": len(clients), **options}
+    options = {"layout": one_by_one(), "clients_per_round": len(clients), **options}
     return fr.train(algorithm, clients, rounds=rounds, **options)
 
 

@@ -76,7 +76,7 @@ def compare(
     valid: Clients | None = None,
     evaluate_every: int = 0,
     seed: int = 0,
-    place: Layout | None = None,
+    layout: Layout | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Train every algorithm on the same clients, and evaluate all on the same query examples of unseen clients.
@@ -94,7 +94,7 @@ def compare(
       valid: clients to evaluate on during training, for curves; see the histories of the runs.
       evaluate_every: evaluate on `valid` every this many rounds.
       seed: for everything random.
-      place: where clients run.
+      layout: on which devices and in what blocks clients run.
       progress: a progress display.
 
     Returns:
@@ -123,12 +123,12 @@ def compare(
             evaluate_every=evaluate_every,
             evaluate_split=split,
             seed=seed,
-            place=place,
+            layout=layout,
             progress=progress,
         )
         if run.interrupted:
             raise KeyboardInterrupt
-        evaluation = evaluate(algorithm, run.params, unseen, split=split, seed=seed, place=place, progress=progress)
+        evaluation = evaluate(algorithm, run.params, unseen, split=split, seed=seed, layout=layout, progress=progress)
         by_rows = explained.sends_by_rows
         ways[name] = Way(algorithm, run, evaluation, explained.sends if by_rows is None else by_rows)
     return Comparison(ways)

@@ -146,12 +146,12 @@ Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState
 
 
 @functools.lru_cache(maxsize=4)
-def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
+def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
     """Compile the rounds of an algorithm, once for each algorithm (by identity) and layout.
 
     Args:
       algorithm: what is trained.
-      place: the layout.
+      layout: on which devices and in what blocks clients run.
 
     Returns:
       `(state, kept, cohorts, key, first, number) -> (state, kept, report)`, which runs `number` rounds from round
@@ -164,7 +164,7 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     def one_round(state: ServerState, kept: Any, cohort: Cohort, key: Array) -> tuple[ServerState, Any, Report]:
         message = algorithm.message(state)
         nothing = no_total(summand_shapes(algorithm, state, metrics))
-        total, kept = _run_blocks(algorithm, message, nothing, kept, cohort, key, place)
+        total, kept = _run_blocks(algorithm, message, nothing, kept, cohort, key, layout)
         total = jax.lax.psum(total, AXIS)
         state, report = finish_round(algorithm, state, total, key)
         return state, kept, report
@@ -188,7 +188,7 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
     whole, by_client = PartitionSpec(), PartitionSpec(AXIS)
     sharded = jax.shard_map(
         rounds,
-        mesh=place.mesh,
+        mesh=layout.mesh,
         in_specs=(whole, by_client, PartitionSpec(None, AXIS), whole, whole, whole),
         out_specs=(whole, by_client, whole),
         check_vma=False,  # blocks start from zeros that do not vary over devices yet
@@ -197,7 +197,7 @@ def compile_rounds(algorithm: Algorithm, place: Layout) -> Rounds:
 
 
 def _run_blocks(
-    algorithm: Algorithm, message: Message, nothing: Total, kept: Any, cohort: Cohort, key: Array, place: Layout
+    algorithm: Algorithm, message: Message, nothing: Total, kept: Any, cohort: Cohort, key: Array, layout: Layout
 ) -> tuple[Total, Any]:
     """Run this device's clients a block at a time, adding uploads as they come so that few are in memory at once."""
 
@@ -210,15 +210,15 @@ def _run_blocks(
 
         return block
 
-    wide, stages = place.wide(cohort.client.shape[0]), algorithm.method.stages
-    if stages is None or wide == place.block:
-        total, kept = jax.lax.scan(run(algorithm.method.client), nothing, _blocks((cohort, kept), place.block))
+    wide, stages = layout.wide(cohort.client.shape[0]), algorithm.method.stages
+    if stages is None or wide == layout.block:
+        total, kept = jax.lax.scan(run(algorithm.method.client), nothing, _blocks((cohort, kept), layout.block))
         return total, _unblock(kept)
 
     def prepare_together(total: Total, part: tuple[Cohort, Any]) -> tuple[Total, Any]:
         cohort, kept = part
         prepared = stages.prepare(message.method, kept, cohort, key)
-        total, kept = jax.lax.scan(run(stages.finish), total, _blocks((cohort, prepared), place.block))
+        total, kept = jax.lax.scan(run(stages.finish), total, _blocks((cohort, prepared), layout.block))
         return total, _unblock(kept)
 
     total, kept = jax.lax.scan(prepare_together, nothing, _blocks((cohort, kept), wide))
@@ -233,30 +233,32 @@ def _unblock(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
-def compile_each(function: Callable[..., Any], place: Layout) -> Callable[..., Any]:
+def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """Compile a function of clients so that every device runs its clients a block at a time.
 
     Args:
       function: `(what all clients share, clients) -> result`; `clients` and the result have the clients first in every
         leaf.
-      place: the layout.
+      layout: on which devices and in what blocks clients run.
     """
 
     def run(shared: Any, clients: Any) -> Any:
-        wide = place.wide(jax.tree.leaves(clients)[0].shape[0])
+        wide = layout.wide(jax.tree.leaves(clients)[0].shape[0])
         return _unblock(jax.lax.map(lambda part: function(shared, part), _blocks(clients, wide)))
 
     by_client = PartitionSpec(AXIS)
     return jax.jit(
-        jax.shard_map(run, mesh=place.mesh, in_specs=(PartitionSpec(), by_client), out_specs=by_client, check_vma=False)
+        jax.shard_map(
+            run, mesh=layout.mesh, in_specs=(PartitionSpec(), by_client), out_specs=by_client, check_vma=False
+        )
     )
 
 
-def everywhere(tree: Any, place: Layout) -> Any:
+def everywhere(tree: Any, layout: Layout) -> Any:
     """Copy arrays to all devices of a layout.
 
     Args:
       tree: the arrays.
-      place: the layout.
+      layout: on which devices and in what blocks clients run.
     """
-    return jax.device_put(tree, NamedSharding(place.mesh, PartitionSpec()))
+    return jax.device_put(tree, NamedSharding(layout.mesh, PartitionSpec()))

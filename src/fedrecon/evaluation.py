@@ -16,7 +16,8 @@ import numpy as np
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
-from fedrecon.engine import Layout, compile_each, everywhere, layout
+from fedrecon.engine import Layout, compile_each, everywhere
+from fedrecon.engine import layout as choose_layout
 from fedrecon.fitting import check_reconstruction, features_of
 from fedrecon.keys import client_keys
 from fedrecon.model import ClientMetrics, Model, evaluated_names, finish
@@ -74,7 +75,7 @@ class Evaluator:
         split: Split | None = None,
         batch_size: int | None = None,
         seed: int = 0,
-        place: Layout | None = None,
+        layout: Layout | None = None,
     ):
         """Prepare to evaluate.
 
@@ -85,7 +86,7 @@ class Evaluator:
           split: support and query for `recon`; half and half by default.
           batch_size: how many examples of a client are measured at once; by default chosen from the size of an example.
           seed: for the initial local parameters.
-          place: on which devices and in what blocks clients run.
+          layout: on which devices and in what blocks clients run.
         """
         if protocol not in ("recon", "standard"):
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
@@ -96,14 +97,14 @@ class Evaluator:
         self.algorithm, self.clients, self.protocol = algorithm, clients, protocol
         self._split = query_only() if protocol == "standard" else split or half()
         self._key = jax.random.key(seed)
-        self._place = place or layout(model=algorithm.model)
+        self._layout = layout or choose_layout(model=algorithm.model)
         used = features_of(algorithm, clients)
         self._needs = Needs(self._split, algorithm.method.support_limit, columns=used)
         numbers = sum(math.prod(clients.columns[name].shape[1:]) for name in used)
         self._batch_size = batch_size or int(np.clip(NUMBERS_AT_ONCE // max(numbers, 1), 16, 64))
         self._packer = Packer(clients, self._needs)
         self._has_local = algorithm.has_local()
-        self._run = compile_each(self._block, self._place)
+        self._run = compile_each(self._block, self._layout)
 
     def on(self, clients: Clients) -> Evaluator:
         """Return an evaluator of other clients; if they pack to the same shapes, nothing is compiled again.
@@ -156,7 +157,7 @@ class Evaluator:
                 "StandardEval measures local parameters kept from training; give them as `kept`, "
                 "or use protocol='recon'"
             )
-        shared = everywhere((params, self._key), self._place)
+        shared = everywhere((params, self._key), self._layout)
         found = np.zeros((len(self.clients), len(evaluated_names(self.algorithm.model)), 2), np.float64)
         with progress("evaluating", len(self.clients)) as advance:
             for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
@@ -164,7 +165,7 @@ class Evaluator:
                 padded = np.full(min(CLIENTS_AT_ONCE, len(self.clients)), ABSENT)
                 padded[: len(indices)] = indices
                 sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
-                order = self._place.arrange(padded, sizes)
+                order = self._layout.arrange(padded, sizes)
                 sums = np.asarray(self._run(shared, (self._packer.pack(order), _of(kept, order))))
                 found[order[order >= 0]] = sums[order >= 0]
                 advance(len(indices))
@@ -187,7 +188,7 @@ def evaluate(
     protocol: str = "recon",
     split: Split | None = None,
     seed: int = 0,
-    place: Layout | None = None,
+    layout: Layout | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
     """Evaluate global parameters on every client.
@@ -201,13 +202,13 @@ def evaluate(
         `standard` measures the kept local parameters on all examples of `clients`.
       split: support and query for `recon`; half and half by default, whatever training does.
       seed: for the initial local parameters.
-      place: on which devices and in what blocks clients run.
+      layout: on which devices and in what blocks clients run.
       progress: a progress display.
 
     Returns:
       An `Evaluation`: means over examples and over clients, quantiles over clients, and the metrics of each client.
     """
-    evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, place=place)
+    evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, layout=layout)
     return evaluator(params, kept, progress=progress)
 
 

@@ -48,7 +48,7 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding
         lengths = lengths._replace(support=_rounded_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
-    shared = everywhere((params, jax.random.key(seed)), ready.place)
+    shared = everywhere((params, jax.random.key(seed)), ready.layout)
     parts = [
         _some(ready, packer, examples, np.arange(begin, min(begin + MOST_AT_ONCE, len(examples))), shared)
         for begin in range(0, max(1, len(examples)), MOST_AT_ONCE)
@@ -68,7 +68,7 @@ def _some(ready: _Ready, packer: Packer, examples: Clients, who: np.ndarray, sha
     indices[: len(who)] = who
     sizes = np.zeros(len(indices), np.int64)
     sizes[: len(who)] = examples.sizes[who]
-    order = ready.place.arrange(indices, sizes)
+    order = ready.layout.arrange(indices, sizes)
     local = ready.run(shared, packer.pack(order))
     back = np.empty(len(who), np.int64)
     back[order[order >= 0] - (who[0] if len(who) else 0)] = np.flatnonzero(order >= 0)
@@ -79,13 +79,13 @@ class _Ready:
     """An algorithm's reconstruction, compiled once for every shape."""
 
     def __init__(self, algorithm: Algorithm):
-        self.place = layout(model=algorithm.model)
+        self.layout = layout(model=algorithm.model)
 
         def block(shared: Any, part: Any) -> Any:
             keys = client_keys(shared[1], part.identity)
             return algorithm.method.reconstruct(shared[0], (), part.support, keys)
 
-        self.run = compile_each(block, self.place)
+        self.run = compile_each(block, self.layout)
 
 
 _ready = functools.lru_cache(maxsize=8)(_Ready)

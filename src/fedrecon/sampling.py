@@ -156,7 +156,7 @@ class Cohorts:
     """Draws and packs the cohorts of rounds. A round's cohort depends only on the keys and the round's number."""
 
     def __init__(
-        self, algorithm: Algorithm, clients: Clients, sampling: Sampling, place: Layout, keys: RunKeys, at_once: int
+        self, algorithm: Algorithm, clients: Clients, sampling: Sampling, layout: Layout, keys: RunKeys, at_once: int
     ):
         """Prepare to draw cohorts.
 
@@ -164,11 +164,11 @@ class Cohorts:
           algorithm: what is trained.
           clients: the population.
           sampling: how the clients of a round are chosen.
-          place: the layout.
+          layout: on which devices and in what blocks clients run.
           keys: of the run.
           at_once: how many rounds are packed together; always the same number, so that nothing is compiled twice.
         """
-        self._clients, self._sampling, self._place, self._at_once = clients, sampling, place, at_once
+        self._clients, self._sampling, self._layout, self._at_once = clients, sampling, layout, at_once
         self._sampling_words, self._client_words = words_of(keys.sampling), words_of(keys.clients)
         needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
         self._packer = Packer(clients, needs)
@@ -192,4 +192,4 @@ class Cohorts:
     def _arrange(self, chosen: np.ndarray) -> np.ndarray:
         safe = np.maximum(chosen, 0)
         sizes = np.where(chosen >= 0, self._clients.ends[safe] - self._clients.starts[safe], 0)
-        return self._place.arrange(chosen, sizes)
+        return self._layout.arrange(chosen, sizes)

@@ -16,7 +16,8 @@ from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
 from fedrecon.disk.runs import RunFolder
-from fedrecon.engine import Layout, compile_rounds, everywhere, layout
+from fedrecon.engine import Layout, compile_rounds, everywhere
+from fedrecon.engine import layout as choose_layout
 from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
 from fedrecon.fitting import check_fit, decide_lookups
 from fedrecon.keys import run_keys
@@ -69,7 +70,7 @@ def train(
     ledger: Ledger | None = None,
     folder: RunFolder | None = None,
     checkpoint_every: int = 100,
-    place: Layout | None = None,
+    layout: Layout | None = None,
     progress: Progress = silent,
     on_record: OnRecord | None = None,
 ) -> Run:
@@ -90,7 +91,7 @@ def train(
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
       folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one.
       checkpoint_every: how many rounds are lost, at most, when the process is killed.
-      place: on which devices and in what blocks clients run.
+      layout: on which devices and in what blocks clients run.
       progress: a progress display.
       on_record: called with every record of the history.
 
@@ -112,9 +113,9 @@ def train(
     check_fit(algorithm, clients)
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
     planned, rounds = rounds, rounds if spent is None else spent.allowed(rounds)
-    loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
+    loop = _Loop(algorithm, clients, sampling, seed, layout or choose_layout(model=algorithm.model))
     if isinstance(valid, Clients):
-        valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
+        valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, layout=loop.layout)
     log = _Log(folder, on_record)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
@@ -212,18 +213,18 @@ class _Now(NamedTuple):
 class _Loop:
     """The state of training between rounds, and how to run more of them."""
 
-    def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, place: Layout):
-        self.place, self._algorithm = place, algorithm
+    def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, layout: Layout):
+        self.layout, self._algorithm = layout, algorithm
         keys = run_keys(seed)
-        self._key = everywhere(keys.clients, place)
+        self._key = everywhere(keys.clients, layout)
         kept = kept_at_first(algorithm, clients, seed)
-        self.now = _Now(0, everywhere(algorithm.init(keys.init), place), kept)
+        self.now = _Now(0, everywhere(algorithm.init(keys.init), layout), kept)
         self.pending: collections.deque[dict[str, Any]] = collections.deque()
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
-        self._cohorts = Cohorts(algorithm, clients, sampling, place, keys, at_once)
+        self._cohorts = Cohorts(algorithm, clients, sampling, layout, keys, at_once)
         self._ahead: Prepared | None = None
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
-        self._run = compile_rounds(algorithm, place)
+        self._run = compile_rounds(algorithm, layout)
 
     def params(self) -> Any:
         return self._algorithm.params(self.now.server)
@@ -236,7 +237,7 @@ class _Loop:
         if found is None:
             return 0
         done, saved, records = found
-        self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.place), saved["kept"])
+        self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.layout), saved["kept"])
         history.extend(records)
         return done
 

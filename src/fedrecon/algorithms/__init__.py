@@ -1,1 +1,1 @@
-"""Federated algorithms, one a file, each with its paper on top. Their public names are those of `fedrecon` itself."""
+"""Federated algorithms, one per file, each with its paper. They are exported from `fedrecon`."""

@@ -1,4 +1,4 @@
-"""Ditto: every client has a model of its own, held near the one that all learn together.
+"""Ditto: every client has its own model, kept near the global one.
 
 References:
   Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021.
@@ -23,19 +23,20 @@ def ditto(
     server: optax.GradientTransformation,
     aggregate: kit.Aggregator | None = None,
 ) -> kit.Algorithm:
-    """Average a model of everybody; beside it, let every client train its own, pulled towards that one.
+    """Train a global model by averaging, and on every client a model of its own that is pulled towards it.
 
     Args:
       model: with everything global.
       update: how a client trains the global model.
-      personal: how it trains its own, on its loss plus `strength / 2` times the squared distance from the global one.
+      personal: how a client trains its own model, on the loss plus `strength / 2` times the squared distance from the
+        global model.
       strength: of the pull; 0 is local training that starts from the global model.
       server: the optimizer that takes the negative mean change as a gradient.
       aggregate: weights, clipping; `aggregate.mean()` by default.
 
     Returns:
-      An `Algorithm`. Its local parameters are a client's own model; `Run.kept` holds every client's after training, and
-      unseen clients get theirs from the global one, on their support.
+      An `Algorithm`. Its local parameters are a client's own model. After training, `Run.kept` has those of all
+      clients; unseen clients train theirs on support, starting from the global model.
     """
     if jax.tree.leaves(kit.shapes_of(model.init_local)):
         raise ValueError("Ditto trains whole models; this one has local parameters: make it with everything global")

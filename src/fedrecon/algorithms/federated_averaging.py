@@ -1,4 +1,4 @@
-"""Federated averaging, of whole models or, with local parts that stay with their owners, FedPer.
+"""Federated averaging of whole models; of models with local parameters that stay on the clients, this is FedPer.
 
 References:
   McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
@@ -41,50 +41,58 @@ def federated_averaging(
 ) -> Algorithm:
     """Average what clients learn on all their examples.
 
-    Where the model has local parameters, each client keeps its own from round to round and trains them together
-    with the global ones; only the global ones are averaged.
+    If the model has local parameters, each client keeps its own from round to round and trains them together with the
+    global ones. Only the global ones are averaged.
 
     Args:
       model: with or without local parameters.
       update: how a client trains.
       server: the optimizer that takes the negative mean change as a gradient.
       reconstruct: how clients that took no part in training get local parameters, for ReconEval; not needed for
-        models without any.
+        models without local parameters.
       aggregate: weights, clipping; `aggregate.mean()` by default.
 
     Returns:
-      An `Algorithm`. Of a model with local parameters, `Run.kept` holds every client's own after training.
+      An `Algorithm`. If the model has local parameters, `Run.kept` has those of all clients after training.
     """
     if model.default_local is not None or model.evidence is not None:
-        raise ValueError("averaging starts local parameters once and keeps them; it cannot learn a default for them")
+        raise ValueError(
+            "federated averaging starts local parameters once and keeps them, so it cannot learn where they start; "
+            "use a model without a learned default or implicit feedback"
+        )
 
     def define(model: Model) -> Method:
-        updater, rebuild = Updater(model, update), reconstruction(model, reconstruct)
+        updater, recon = Updater(model, update), reconstruction(model, reconstruct)
         has_local = bool(jax.tree.leaves(jax.eval_shape(lambda: model.init_local(jax.random.key(0)))))
 
         def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             of_steps = step_keys(model, client_keys(key, cohort.identity))[1]
-            found = updater.run(params, cohort, hold(model), (), solved=kept, keys=of_steps)
+            updated = updater.run(params, cohort, hold(model), (), solved=kept, keys=of_steps)
             if not has_local:
-                return found.upload, kept
-            return found.upload, keep_finite(settle(model, params, found.local, cohort.query), kept)
+                return updated.upload, kept
+            return updated.upload, keep_finite(settle(model, params, updated.local, cohort.query), kept)
 
         return Method(
             init=lambda key: init_server(model, server, key),
             client=client,
             server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
-            reconstruct=rebuild.run,
+            reconstruct=recon.run,
             needs=updater.needs(query_only(), 1),
             keep=jax.vmap(model.init_local) if has_local else None,
-            check=rebuild.check,
-            support_limit=rebuild.limit,
+            check=recon.check,
+            support_limit=recon.limit,
         )
 
     return Algorithm(model, define, aggregate or mean_of_uploads())
 
 
 def keep_finite(new: Params, old: Params) -> Params:
-    """Return what clients keep after a round: a client whose training blew up keeps what it had, as the server does."""
+    """Return what clients keep after a round. A client whose training diverged keeps its old value.
+
+    Args:
+      new: local parameters after the round, clients first.
+      old: those before it.
+    """
     finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(new)]
     fine = jnp.stack(finite).all(0)
     return jax.tree.map(lambda a, b: jnp.where(against(fine, a), a, b), new, old)

@@ -46,7 +46,7 @@ def federated_reconstruction(
     """Train the global part of a model so that the local part is quick to reconstruct.
 
     In every round each client reconstructs its local parameters on its support examples with the global ones frozen,
-    updates the global ones on its query examples, returns that change alone and forgets the rest.
+    updates the global ones on its query examples, uploads only that change and discards the local parameters.
 
     Args:
       model: a partially local model.
@@ -54,10 +54,10 @@ def federated_reconstruction(
       update: U, how global parameters are updated.
       server: the optimizer that takes the negative mean change as a gradient; `optax.sgd(1.0)` is plain averaging.
       split: S; half and half by default.
-      joint: let U move the local parameters too (they are still forgotten).
-      second_order: let U differentiate through R. R is then run again in every step of U, so U wants few steps.
-      both_ways: let every client go twice, the second time with support and query exchanged, and send the mean of both
-        changes by examples. It learns from all of its examples in every round, at twice the cost.
+      joint: let U change the local parameters too (they are still discarded).
+      second_order: let U differentiate through R. R then runs again in every step of U, so use few steps.
+      both_ways: run every client twice, the second time with support and query exchanged, and upload the mean of both
+        changes, weighted by examples. Clients learn from all examples in every round, at twice the cost.
       aggregate: weights, clipping; `aggregate.mean()` by default.
 
     Returns:
@@ -67,25 +67,28 @@ def federated_reconstruction(
       Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
     """
     if joint and second_order:
-        raise ValueError("`joint` and `second_order` exclude each other: one moves what the other differentiates")
+        raise ValueError(
+            "`joint` and `second_order` exclude each other: one changes the local parameters, the other differentiates "
+            "through them"
+        )
     if second_order and model.state is not None and model.state.shared:
         raise ValueError(
-            "`second_order` has no reconstructed local parameters to take averaged statistics with; "
+            "`second_order` cannot advance averaged statistics, since it keeps no reconstructed local parameters; "
             "give the model state='local' or state='frozen'"
         )
 
     def define(model: Model) -> Method:
         updater = Updater(model, update, through_support=second_order or both_ways)
-        rebuild = reconstruction(model, reconstruct)
+        recon = reconstruction(model, reconstruct)
 
         def reconstruct_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
             keys = client_keys(key, cohort.identity)
             of_r, of_u = step_keys(model, keys)
-            return rebuild.run(params, kept, cohort.support, keys, of_r), of_u, kept
+            return recon.run(params, kept, cohort.support, keys, of_r), of_u, kept
 
-        def then_update(params: Params, held: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        def then_update(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             del key
-            local, of_u, kept = held
+            local, of_u, kept = prepared
             if joint:
                 return updater.run(params, cohort, hold(model), (), solved=local, keys=of_u).upload, kept
             return updater.run(params, cohort, hold(model), local, keys=of_u).upload, kept
@@ -108,9 +111,9 @@ def federated_reconstruction(
             init=lambda key: init_server(model, server, key),
             client=twice if both_ways else client,
             server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
-            reconstruct=rebuild.run,
+            reconstruct=recon.run,
             needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
-            check=rebuild.check,
+            check=recon.check,
             support_limit=reconstruct.limit,
             stages=None if second_order or both_ways else Stages(reconstruct_first, then_update),
         )
@@ -119,19 +122,28 @@ def federated_reconstruction(
 
 
 def exchanged(cohort: Cohort) -> Cohort:
-    """Return a cohort whose support is query and the other way round; rows of both must be listed."""
+    """Exchange support and query of a cohort.
+
+    Args:
+      cohort: packed with `Needs.support_rows`, so that rows of both are listed.
+    """
     return cohort._replace(
         support=cohort.query, query=cohort.support, slots=cohort.support_slots, support_slots=cohort.slots
     )
 
 
 def together(one: Upload, other: Upload) -> Upload:
-    """Join two uploads of the same clients into one, the mean of their changes by examples."""
+    """Join two uploads of the same clients into one: the mean of their changes, weighted by examples.
+
+    Args:
+      one: an upload.
+      other: of the same clients and rows.
+    """
     examples = one.examples + other.examples
     share = one.examples / jnp.maximum(examples, 1)  # (clients,)
 
     def mean(a: Any, b: Any) -> Any:
-        if isinstance(a, RowChanges):  # of the same rows, since they are listed for both
+        if isinstance(a, RowChanges):  # both have the same rows, since rows of both sides are listed
             return dataclasses.replace(a, values=mean(a.values, b.values))
         weight = against(share, a)
         return weight * a + (1 - weight) * b

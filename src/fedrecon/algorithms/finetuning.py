@@ -1,4 +1,4 @@
-"""Finetuning: a client goes on from the global parameters as they were trained, for itself alone."""
+"""Finetuning: after training, a client adapts its own copy of global parameters."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fedrecon.trees import Params, Which, flatten, matcher, unflatten
 
 @recorded
 def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*") -> Algorithm:
-    """Finetune global parameters on a client's support, after its local parameters are rebuilt as before.
+    """Finetune global parameters on a client's support, after its local parameters are reconstructed.
 
-    Training stays what it was, and so does what clients upload. Only serving and evaluation change: what is rebuilt for
-    a client is now `{"local": ..., "finetuned": {path: ...}}`, with the client's own version of some global parameters,
-    and the model predicts from these. Of a model without local parameters this is plain finetuning; of Federated
-    Reconstruction, its local parameters are held while the global ones are finetuned on the same support.
+    Training and uploads do not change, only serving and evaluation do: `reconstruct` now returns
+    `{"local": ..., "finetuned": {path: ...}}`, with the client's own version of some global parameters, and the model
+    predicts with these. For a model without local parameters this is plain finetuning. With Federated Reconstruction,
+    the local parameters are fixed while global ones are finetuned on the same support.
 
-    Running statistics and other state are held as they are, too, and used as in serving.
+    Running statistics and other state are fixed too, and used as in serving.
 
-    Every client has its own copy of what is finetuned: of all of a large model, run few side by side
-    (`layout(model=...)` does).
+    Every client has its own copy of what is finetuned. If that is all of a large model, run few clients side by side,
+    as `layout(model=...)` does.
 
     Args:
-      algorithm: what was trained, and how its local parameters are rebuilt.
+      algorithm: what was trained, and how its local parameters are reconstructed.
       finetune: how a client finetunes, on the same support.
       which: the global parameters to finetune, as for `partition`: a pattern such as `"oov_embedding"`, several, or a
         predicate.

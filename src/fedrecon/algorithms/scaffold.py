@@ -9,7 +9,7 @@ from jax import Array
 
 from fedrecon import kit
 
-CONTROL = "control"  # the part of an upload beside `delta`
+CONTROL = "control"  # the part of an upload besides `delta`
 
 
 @kit.recorded
@@ -22,18 +22,18 @@ def scaffold(
     server: optax.GradientTransformation,
     epochs: int = 1,
 ) -> kit.Algorithm:
-    """Average what clients learn, each corrected by how its gradients differ from everybody's.
+    """Average what clients learn, and correct each client's steps for how its gradients differ from the mean.
 
     Args:
-      model: with everything global. Every client keeps a control variate of its own, as large as that.
+      model: with everything global. Every client keeps a control variate as large as the model.
       learning_rate: of the clients' steps, which are plain SGD.
       batch_size: examples of a step.
-      num_clients: how many there are in all.
+      num_clients: the size of the population.
       server: the optimizer that takes the negative mean change as a gradient.
       epochs: how often a client goes through its examples.
     """
     if jax.tree.leaves(kit.shapes_of(model.init_local)):
-        raise ValueError("SCAFFOLD trains global parameters; the model has local ones: make it with everything global")
+        raise ValueError("SCAFFOLD trains whole models; this one has local parameters: make it with everything global")
     update = kit.gradient_descent(optax.sgd(learning_rate), batch_size=batch_size, epochs=epochs)
 
     def nothing(key: Array) -> kit.Params:

@@ -185,7 +185,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         ledger=ledger,
         folder=folder,
         checkpoint_every=config.checkpoint_every,
-        place=place,
+        layout=place,
         progress=progress,
         on_record=watched,
     )
@@ -226,7 +226,7 @@ def make_evaluator(
     if not len(chosen):
         return None
     split = build_split(config.split.evaluate, config.split)
-    return Evaluator(algorithm, chosen, split=split, seed=config.seed, place=place)
+    return Evaluator(algorithm, chosen, split=split, seed=config.seed, layout=place)
 
 
 def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config, Users]:

@@ -195,7 +195,7 @@ class _Bench:
             valid=make_evaluator(config, algorithm, ready.users, place),
             evaluate_every=max(1, config.rounds // CHECKS),
             seed=config.seed,
-            place=place,
+            layout=place,
             on_record=watch,
         )
         if run.interrupted:

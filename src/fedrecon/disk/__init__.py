@@ -1,1 +1,1 @@
-"""Everything that is written to disk: arrays, runs, models, client folders."""
+"""Files and folders: arrays, runs, models, clients."""

@@ -1,4 +1,4 @@
-"""Pytrees and settings on disk: safetensors and JSON files."""
+"""Read and write pytrees of arrays as safetensors files, and settings as JSON files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ ARRAYS, MANIFEST = "arrays.safetensors", "manifest.json"
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn whatever keeps a file from being written into a sentence that names it."""
+    """Turn an `OSError` while a file is written into a `StorageError` that names the file.
+
+    Args:
+      path: the file.
+    """
     try:
         yield
     except OSError as problem:
@@ -32,12 +36,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Write a file so that it is either the old one or the new one, whenever the process ends.
+    """Write a file atomically: if the process is killed, either the old or the new content is there.
 
     Args:
       path: the file.
       content: all of it.
-      mode: who may read and write it, less what the process's umask takes away.
+      mode: its permissions, before the process's umask applies.
 
     Raises:
       StorageError: the disk is full, or the file cannot be written for another reason.
@@ -45,7 +49,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:
-            temporary.unlink(missing_ok=True)  # one that is there may be open to others
+            temporary.unlink(missing_ok=True)  # a leftover one may have other permissions
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(content)
             sync(temporary)
@@ -56,12 +60,21 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that it is either the old one or the new one, whenever the process ends."""
+    """Write a JSON file atomically.
+
+    Args:
+      path: the file.
+      value: what to write; numbers that are not finite become null.
+    """
     write_bytes(path, (json.dumps(without_nan(value), indent=2) + "\n").encode())
 
 
 def without_nan(value: Any) -> Any:
-    """Return a value for JSON with null for every number that JSON does not have."""
+    """Replace numbers that JSON cannot write (NaN, infinity) by None.
+
+    Args:
+      value: of JSON types.
+    """
     if isinstance(value, Mapping):
         return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -70,7 +83,14 @@ def without_nan(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file, with an error that names it."""
+    """Read a JSON file.
+
+    Args:
+      path: the file.
+
+    Raises:
+      StorageError: it is missing, cannot be read, or is not JSON; the message names it.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -78,7 +98,7 @@ def read_json(path: Path) -> Any:
     except OSError as problem:
         raise StorageError(f"{path} cannot be read: {problem.strerror or problem}") from None
     except RecursionError:
-        raise StorageError(f"{path} is not valid JSON of ours: it is nested too deeply") from None
+        raise StorageError(f"{path} is not valid: its JSON is nested too deeply") from None
     except ValueError as problem:  # not JSON, not UTF-8, or a number of thousands of digits
         raise StorageError(f"{path} is not valid JSON: {problem}") from None
 
@@ -89,7 +109,7 @@ def save_arrays(path: Path, tree: Any, *, mode: int = 0o666) -> None:
     Args:
       path: the file.
       tree: the arrays.
-      mode: who may read and write it, less what the process's umask takes away.
+      mode: its permissions, before the process's umask applies.
 
     Raises:
       StorageError: the disk is full, or the file cannot be written for another reason.
@@ -107,10 +127,10 @@ def load_arrays(path: Path, like: Any) -> Any:
 
     Args:
       path: a file that `save_arrays` wrote.
-      like: a pytree of the same structure, of arrays or of shapes, that says what is expected.
+      like: a pytree of arrays or of shapes, with the expected structure, shapes and types.
 
     Raises:
-      StorageError: if the file is missing, damaged, or holds something else.
+      StorageError: if the file is missing, damaged, or not what is expected.
     """
     try:
         found = load_file(path)

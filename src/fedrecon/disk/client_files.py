@@ -1,4 +1,4 @@
-"""Clients on disk: a folder of `.npy` files that can be mapped, written in one go or one client at a time.
+"""Clients on disk: a folder of `.npy` files that can be memory-mapped, written at once or one client at a time.
 
 The folder holds offsets.npy, names.npy, column-<name>.npy, field-<name>.npy, and manifest.json, written last.
 """
@@ -21,21 +21,27 @@ Columns = Mapping[str, np.ndarray]
 FORMAT = "fedrecon-clients"
 VERSION = 1
 CLIENTS_PER_BLOCK = 16_384
-QUICK_BYTES = 1 << 24  # of a file that is read whenever a folder is opened
+QUICK_BYTES = 1 << 24  # files up to this size are checked whenever a folder is opened
 
 
 class Totals(NamedTuple):
-    """What is known about all clients together without looking at each."""
+    """The number of examples of all clients, and the size of the largest client."""
 
     num_examples: int
     max_size: int
 
 
 class ArrayFile:
-    """A `.npy` file that grows along its first axis, so that a column need never be in memory."""
+    """A `.npy` file that grows along its first axis, so that a column need not fit into memory."""
 
     def __init__(self, path: Path, dtype: Any, shape: tuple[int, ...] = ()) -> None:
-        """Begin a file of entries of one type and shape."""
+        """Start a file.
+
+        Args:
+          path: the file.
+          dtype: of the entries.
+          shape: of each entry.
+        """
         self.dtype, self.shape, self.length = np.dtype(dtype), shape, 0
         self.file = path.open("wb")
         self._write_header()
@@ -46,7 +52,11 @@ class ArrayFile:
         npy.write_array_header_1_0(self.file, {**header, "shape": (self.length, *self.shape)})
 
     def append(self, values: np.ndarray) -> None:
-        """Append entries."""
+        """Append entries.
+
+        Args:
+          values: `(entries, ...)`.
+        """
         self.file.write(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data)
         self.length += len(values)
 
@@ -62,10 +72,14 @@ class ArrayFile:
 
 
 class ClientStream:
-    """Writes clients one by one into a folder; what it keeps in memory does not grow with their number."""
+    """Writes clients one by one into a folder; its memory use does not grow with the number of clients."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin to write into an empty folder."""
+        """Start writing.
+
+        Args:
+          folder: an empty folder.
+        """
         self.folder, self.files = folder, ExitStack()
         self.columns: dict[str, ArrayFile] = {}
         self.offsets = self.files.enter_context(ArrayFile(folder / "offsets.npy", np.int64))
@@ -74,7 +88,12 @@ class ClientStream:
         self.kind, self.width, self.totals = "", 1, Totals(0, 0)
 
     def add(self, name: object, client: Columns) -> None:
-        """Append one client."""
+        """Append one client.
+
+        Args:
+          name: its id, an integer or text.
+          client: its columns.
+        """
         if not self.columns:
             for column, values in client.items():
                 file = ArrayFile(column_path(self.folder, column), values.dtype, values.shape[1:])
@@ -124,7 +143,12 @@ def _shapes(columns: Columns) -> str:
 
 
 def column_path(folder: Path, name: str) -> Path:
-    """Return where a column is, or fail if its name cannot be a file's."""
+    """Return the path of a column's file; raises if the name cannot be part of a file name.
+
+    Args:
+      folder: of the clients.
+      name: of the column.
+    """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ValueError(f"column name {name!r} cannot be a file name: use letters, digits, '_', '-' and '.'.")
     return folder / f"column-{name}.npy"
@@ -137,7 +161,15 @@ def write_manifest(
     totals: Totals,
     fields: Mapping[str, Any],
 ) -> None:
-    """Write the arrays among a subclass's own fields, and the manifest that makes the folder complete."""
+    """Write the array fields of a subclass, and then the manifest, which completes the folder.
+
+    Args:
+      folder: of the clients.
+      kind: the name of the class.
+      columns: their files, by name.
+      totals: of all clients.
+      fields: of the subclass.
+    """
     arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
     for name, value in arrays.items():
         np.save(folder / f"field-{name}.npy", value, allow_pickle=False)
@@ -157,10 +189,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Path, most_bytes: int | None = QUICK_BYTES) -> dict[str, Any]:
-    """Read what a folder holds, or fail with a sentence if it is not one of ours, or is damaged.
+    """Read the manifest of a folder; raises if it is not a folder of clients, or is damaged.
 
-    Files up to 16 MB are read and compared with the digests that were written; of larger ones only the size is, since
-    millions of clients are to open in milliseconds. Folders of earlier versions have no digests.
+    Files up to 16 MB are read and compared with their digests. For larger files only the size is compared, so that
+    millions of clients open in milliseconds. Folders of earlier versions have no digests.
 
     Args:
       folder: the folder.
@@ -187,5 +219,9 @@ def read_manifest(folder: Path, most_bytes: int | None = QUICK_BYTES) -> dict[st
 
 
 def map_array(path: Path) -> np.ndarray:
-    """Map an array without reading it."""
+    """Memory-map an array without reading it.
+
+    Args:
+      path: a `.npy` file.
+    """
     return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -1,4 +1,4 @@
-"""Digests of files, to know that what is read is what was written."""
+"""Digests of files, to check that what is read is what was written."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -9,17 +9,21 @@ from fedrecon.disk.errors import StorageError
 
 
 class DamagedError(StorageError):
-    """A file is not the one that was written."""
+    """A file is missing, or its content is not what was written."""
 
 
 def file_digest(path: str | Path) -> str:
-    """Return the sha256 of a file's content, in hexadecimal."""
+    """Return the sha256 of a file's content, in hexadecimal.
+
+    Args:
+      path: the file.
+    """
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_files(folder: str | Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return what a manifest says about files: by name, their size in `bytes` and their `sha256`.
+    """Return the entries of files in a manifest: by name, their size in `bytes` and their `sha256`.
 
     Args:
       folder: where the files are.
@@ -30,18 +34,18 @@ def describe_files(folder: str | Path, names: Iterable[str]) -> dict[str, dict[s
 
 
 def verify(path: str | Path, expected: Mapping[str, Any], most_bytes: int | None = None) -> bool:
-    """Check a file against what a manifest says about it.
+    """Check a file against its entry in a manifest.
 
     Args:
       path: the file.
-      expected: with its size in `bytes` and its `sha256`, as `describe_files` gives them.
-      most_bytes: of a larger file only the size is checked; None reads every file.
+      expected: its size in `bytes` and its `sha256`, as `describe_files` returns them.
+      most_bytes: if the file is larger, only its size is checked; None reads every file.
 
     Returns:
-      Whether all of the content was checked.
+      Whether the content was checked.
 
     Raises:
-      DamagedError: the file is missing or another one.
+      DamagedError: the file is missing, or not what was written.
     """
     path = Path(path)
     try:
@@ -71,7 +75,7 @@ def verify_files(folder: str | Path, files: Mapping[str, Any], most_bytes: int |
       The names of files whose content was not read because they are larger.
 
     Raises:
-      DamagedError: a file is missing or another one, or the manifest names a file outside of the folder.
+      DamagedError: a file is missing or not what was written, or the manifest names a file outside the folder.
     """
     if not isinstance(files, Mapping):
         raise DamagedError(f"the manifest of {folder} does not list its files")

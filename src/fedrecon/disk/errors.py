@@ -1,5 +1,5 @@
-"""The error of everything that reads or writes files of our own."""
+"""The base class of errors about fedrecon's own files."""
 
 
 class StorageError(ValueError):
-    """Something on disk is not what it should be."""
+    """A file or folder is missing, damaged, not ours, or cannot be written."""

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there."""
+"""Write folders atomically: a folder is either complete or not there."""
 
 import os
 import shutil
@@ -9,15 +9,15 @@ from pathlib import Path
 
 @contextmanager
 def whole_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a folder under a temporary name; it gets its name when the block has succeeded and all is on disk.
+    """Yield a temporary folder, which is renamed to `path` once the block has succeeded and everything is on disk.
 
-    Whoever finds the folder under its name finds all of it. A process that is killed leaves at most a folder with a
-    temporary name, which nobody reads and the next writer removes. Between the two renames of a replacement the old
-    folder has only a temporary name; `standing` finds it there.
+    A folder under its final name is always complete. A killed process leaves at most a temporary folder, which is never
+    read and which the next writer removes. Between the two renames of a replacement the old folder has a temporary
+    name; `standing` finds it there.
 
     Args:
-      path: the name it gets.
-      replace: whether a folder of that name is replaced; otherwise it is an error.
+      path: the final name.
+      replace: whether to replace a folder of that name; otherwise one that exists is an error.
     """
     path = Path(path)
     if path.exists() and not replace:
@@ -46,12 +46,20 @@ def whole_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def standing(path: Path) -> Path:
-    """Return where a whole folder stands: under its name, or where a replacement that was killed had put it aside."""
+    """Return where a complete folder is: under its name, or where a killed replacement had moved it.
+
+    Args:
+      path: its name.
+    """
     return path if path.exists() or not _old(path).exists() else _old(path)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
+    """Wait until a file or folder is on disk.
+
+    Args:
+      path: of the file or folder.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Locks that a process holds on files and folders, and that its death releases."""
+"""Locks on files and folders, which are released when the process ends."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ SECONDS_BETWEEN_TRIES = 0.1
 
 
 class Holder(NamedTuple):
-    """Who holds a lock; an entry is None if the lock file does not say."""
+    """The process that holds a lock; a field is None if the lock file does not have it."""
 
     pid: int | None = None
     host: str | None = None
@@ -33,14 +33,19 @@ class Holder(NamedTuple):
 
 
 class LockedError(StorageError):
-    """Somebody else holds the lock.
+    """Another process holds the lock.
 
     Attributes:
-      holder: who.
+      holder: that process.
     """
 
     def __init__(self, message: str, holder: Holder) -> None:
-        """Keep the message and who holds the lock."""
+        """Make an error.
+
+        Args:
+          message: for the user.
+          holder: the process that holds the lock.
+        """
         super().__init__(message)
         self.holder = holder
 
@@ -55,18 +60,18 @@ def hold(
 ) -> Iterator[Path]:
     """Hold a lock while a block runs.
 
-    The lock is the operating system's (`flock`) and not the existence of the file: it goes when the process goes,
-    however that ends, and a lock file that a killed process leaves behind locks nothing. A forked child shares the
-    lock of its parent. A second `hold` of the same file in one process is refused like any other.
+    The operating system holds the lock (`flock`). It is released when the process ends, however that happens, and a
+    lock file that a killed process leaves behind locks nothing. A forked child shares the lock of its parent. A second
+    `hold` of the same file in one process is refused like any other.
 
     Args:
-      path: the lock file, which says who holds it; missing folders are made, and it is removed in the end.
+      path: the lock file, which names the holder. Missing folders are made; the file is removed at the end.
       what: what is being locked, for the message; None for the lock file's own name.
-      wait: how many seconds to wait for whoever holds it; `math.inf` for as long as it takes.
-      on_wait: called once with the holder if there is somebody to wait for.
+      wait: how many seconds to wait for the lock; `math.inf` for as long as it takes.
+      on_wait: called once with the holder if the lock is taken.
 
     Raises:
-      LockedError: somebody else holds it; the message says who.
+      LockedError: another process holds it; the message says which.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +80,7 @@ def hold(
         holder = held_by(path)
         if time.monotonic() >= until:
             raise LockedError(
-                f"{what or path} is in use by {holder}. Wait until that ends, or choose another place.", holder
+                f"{what or path} is in use by {holder}. Wait until it ends, or choose another folder.", holder
             )
         if on_wait is not None:
             on_wait(holder)
@@ -85,11 +90,15 @@ def hold(
         try:
             yield path
         finally:
-            path.unlink(missing_ok=True)  # before the lock goes: whoever opened this file will see that it is gone
+            path.unlink(missing_ok=True)  # before releasing the lock: others that opened this file see that it is gone
 
 
 def held_by(path: str | Path) -> Holder:
-    """Return who wrote a lock file last, without saying whether that process still lives."""
+    """Return the process that last wrote a lock file, whether or not it still runs.
+
+    Args:
+      path: the lock file.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         return Holder(int(content["pid"]), str(content["host"])[:100], str(content["since"])[:40])
@@ -98,7 +107,7 @@ def held_by(path: str | Path) -> Holder:
 
 
 def _try_to_lock(path: Path) -> IO[str] | None:
-    """Return the lock file, open and locked, with this process written into it; None if it is somebody else's."""
+    """Return the lock file, open, locked and naming this process; None if another process holds the lock."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -108,7 +117,7 @@ def _try_to_lock(path: Path) -> IO[str] | None:
             return None
         except OSError as problem:  # some network file systems have no locks
             warnings.warn(
-                f"cannot lock {path} ({problem.strerror}): make sure that nothing else writes here.", stacklevel=4
+                f"cannot lock {path} ({problem.strerror}): make sure that no other process writes here.", stacklevel=4
             )
         if _is_still_there(path, file):
             break

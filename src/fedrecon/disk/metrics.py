@@ -1,4 +1,4 @@
-"""The metrics of a run: a file of JSON lines that is appended to, cut back, and noticed when damaged."""
+"""The metrics of a run: a file of JSON lines that can be cut back to a checkpoint and detects damage."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from fedrecon.disk.arrays import without_nan, write_bytes, writing
 
 
 class StorageWarning(UserWarning):
-    """Something on disk is damaged, but nothing that is needed."""
+    """A file is damaged, but nothing in it is needed to continue."""
 
 
 class _Content(NamedTuple):
-    lines: list[bytes]  # that are complete
+    lines: list[bytes]  # complete lines
     records: list[tuple[bytes, dict[str, Any]]]
-    bad: list[int]  # numbers of the lines that hold no record
+    bad: list[int]  # numbers of the lines that are not records
 
 
 class Metrics:
-    """One JSON object a round or evaluation."""
+    """A file with one JSON object per round or evaluation."""
 
     def __init__(self, path: Path):
-        """Use the file `path`, which need not be there."""
+        """Use a file.
+
+        Args:
+          path: the file; it need not exist.
+        """
         self.path = path
-        self._digest: Any = None  # of the lines so far, kept up so that sealing costs the same in every round
+        self._digest: Any = None  # of the lines so far, kept up to date so that sealing costs the same in every round
         self._lines = 0
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Append one line."""
+        """Append one line.
+
+        Args:
+          entry: of the round or evaluation.
+        """
         self._catch_up()
         line = (json.dumps(without_nan(entry)) + "\n").encode()
         with writing(self.path), self.path.open("ab") as file:
@@ -41,7 +49,7 @@ class Metrics:
         self._lines += 1
 
     def read(self) -> list[dict[str, Any]]:
-        """Read all complete lines; a last line that was cut off is not one.
+        """Read all complete lines. A last line that was cut off is ignored.
 
         Warns:
           StorageWarning: other lines are damaged; they are left out.
@@ -59,12 +67,12 @@ class Metrics:
     def cut(self, done: int, seal: Any) -> list[dict[str, Any]]:
         """Cut the file back to a checkpoint and return its records.
 
-        A damaged file does not keep a run from going on: it stays beside the new one, which has the lines that can
-        be read.
+        A damaged file does not stop a run: it is kept under another name, and the new file has the lines that can be
+        read.
 
         Args:
-          done: records of later rounds go.
-          seal: as `seal` returned when the checkpoint was made.
+          done: the checkpoint's round; records of later rounds are removed.
+          seal: what `seal` returned when the checkpoint was made.
 
         Warns:
           StorageWarning: the file is damaged.
@@ -76,7 +84,7 @@ class Metrics:
             aside = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
             if self.path.exists() and not aside.exists():
                 write_bytes(aside, self.path.read_bytes())
-            self._warn(f"it is not what was written. The run goes on without it; the damaged file is kept as {aside}")
+            self._warn(f"it is not what was written. The run continues; the damaged file is kept as {aside}")
         kept = [(line, record) for line, record in content.records if record["round"] <= done]
         if self.path.exists() or kept:
             write_bytes(self.path, b"".join(line for line, _ in kept))

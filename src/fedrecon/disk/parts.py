@@ -1,4 +1,4 @@
-"""What a run's folder is made of, where its parts stand, and whether it is ours to write to."""
+"""The parts of a run's folder: their names, where to read them, and whether fedrecon may write to the folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedrecon.disk.replacement import reading_place
 from fedrecon.disk.sealed import read_sealed
 
 RUN, MODEL, CHECKPOINTS, METRICS, PLOTS = "run.json", "model", "checkpoint", "metrics.jsonl", "plots"
-PARTS = (MODEL, f".{MODEL}.old", CHECKPOINTS, METRICS, RUN)  # what is put aside when a run is replaced
+PARTS = (MODEL, f".{MODEL}.old", CHECKPOINTS, METRICS, RUN)  # what is set aside when a run is replaced
 MARKER, LOCK = ".fedrecon", ".lock"
-FORMAT, VERSION = "fedrecon-run", 2  # version 1 had no seals; what it says is read, but it cannot be gone on with
+FORMAT, VERSION = "fedrecon-run", 2  # version 1 had no seals; it can be read, but not continued
 
 ROUND = re.compile(r"round-(\d+)")
 _CHECKPOINT = re.compile(r"round-\d+|\.round-\d+\.(partial|old)")
@@ -26,24 +26,40 @@ _MODEL_FILE = re.compile(r"model\.json|global\.safetensors|\..*\.partial")
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """List the complete checkpoints of a run, the newest last."""
+    """List the complete checkpoints of a run, the newest last.
+
+    Args:
+      path: the run's folder.
+    """
     folder = path / CHECKPOINTS
     found = [(ROUND.fullmatch(entry.name), entry) for entry in folder.iterdir()] if folder.is_dir() else []
     return [entry for _, entry in sorted((int(name[1]), entry) for name, entry in found if name)]
 
 
 def has_begun(path: Path) -> bool:
-    """Say whether a run has left something to keep: a checkpoint or a model."""
+    """Return whether a run has saved anything worth keeping: a checkpoint or a model.
+
+    Args:
+      path: the run's folder.
+    """
     return bool(checkpoints_of(path)) or standing(path / MODEL).exists()
 
 
 def standing_part(path: Path, name: str) -> Path:
-    """Return where a reader finds a part of a run, also while it is being replaced or after that was killed."""
+    """Return where to read a part of a run, also during a replacement or after a killed one.
+
+    Args:
+      path: the run's folder.
+      name: of the part.
+    """
     return standing(reading_place(path, name, begun=has_begun(path)))
 
 
 def read_description(path: Path) -> dict[str, Any]:
     """Read the `run.json` of a run's folder.
+
+    Args:
+      path: the run's folder.
 
     Raises:
       StorageError: it is missing or damaged.
@@ -51,17 +67,20 @@ def read_description(path: Path) -> dict[str, Any]:
     return read_sealed(standing_part(path, RUN), unsealed={})
 
 
-# ---- whose it is ----
+# ---- may fedrecon write here? ----
 
 
 def check_ours(path: Path) -> None:
-    """Check that a folder is not there, is empty, or was made by fedrecon: that a run may be written to it.
+    """Check that a run may be written to a folder: it does not exist, is empty, or fedrecon made it.
+
+    Args:
+      path: the folder.
 
     Raises:
-      StorageError: it is somebody else's.
+      StorageError: fedrecon did not make it.
     """
     if path.exists() and not path.is_dir():
-        raise StorageError(f"{path} is a file; give a new or empty folder, or that of a run")
+        raise StorageError(f"{path} is a file; give a new or empty folder, or the folder of a run")
     inside = _names(path) - {LOCK, f".{MARKER}.partial"}
     known = MARKER in inside or _describes_run(path) or any(path.glob(f"{CHECKPOINTS}/round-*/{MANIFEST}"))
     if inside and not known:
@@ -72,13 +91,16 @@ def check_ours(path: Path) -> None:
 
 @contextmanager
 def held_study(path: Path) -> Iterator[None]:
-    """Keep other processes from writing to the folder of a study while a block runs, and mark it as ours.
+    """Lock the folder of a study while a block runs, and mark it as made by fedrecon.
+
+    Args:
+      path: the folder.
 
     Raises:
-      StorageError: another process writes there, or the folder is somebody else's.
+      StorageError: another process writes there, or fedrecon did not make the folder.
     """
     if path.exists() and not path.is_dir():
-        raise StorageError(f"{path} is a file; give a new or empty folder, or that of a study")
+        raise StorageError(f"{path} is a file; give a new or empty folder, or the folder of a study")
     inside = _names(path) - {LOCK, f".{MARKER}.partial"}
     if inside and not inside & {MARKER, "rows"}:
         raise _somebody_elses(path, inside)
@@ -88,23 +110,30 @@ def held_study(path: Path) -> Iterator[None]:
 
 
 def mark(path: Path) -> None:
-    """Mark a folder as one that fedrecon made."""
+    """Mark a folder as made by fedrecon.
+
+    Args:
+      path: the folder.
+    """
     path.mkdir(parents=True, exist_ok=True)
     if not (path / MARKER).exists():
         write_bytes(path / MARKER, b"fedrecon made this folder; its page docs/files.md says what is in it.\n")
 
 
 def check_model(path: Path) -> None:
-    """Check that a folder is not there, is empty, or holds a model of ours: that it may be replaced.
+    """Check that a model may be written to a folder: it does not exist, is empty, or has a model of ours.
+
+    Args:
+      path: the folder.
 
     Raises:
-      StorageError: it is somebody else's.
+      StorageError: fedrecon did not make it.
     """
     _check_names(path, _MODEL_FILE)
     try:
         about = read_json(path / "model.json")
     except StorageError:
-        return  # missing or damaged, but with no other names beside it than ours
+        return  # missing or damaged, but all other files have names of ours
     if not isinstance(about, dict) or "format" not in about:
         raise _somebody_elses(path, {"another kind of model.json"})
 

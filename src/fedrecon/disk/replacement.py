@@ -1,7 +1,7 @@
-"""Replacing what a folder holds: the old is put aside, and comes back if the new one never came to be.
+"""Replace the contents of a folder: the old contents are set aside, and restored if the new ones are never completed.
 
-While the old is being put aside, what has gone is in `.replaced.partial`; when all of it has, that becomes
-`.replaced.N`, and only then is anything new written. So whatever a killed process leaves, it is known which is which.
+Old files move to `.replaced.partial` one by one. When all have moved, it is renamed to `.replaced.N`, and only then is
+anything new written. So old and new can be told apart at whatever point a process is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ _ASIDE = re.compile(r"\.replaced\.(\d+)")
 
 
 def put_aside(folder: Path, names: Sequence[str]) -> None:
-    """Put aside all of the files and folders `names` that there are."""
+    """Set files and folders aside.
+
+    Args:
+      folder: where they are.
+      names: of the files and folders; those that do not exist are skipped.
+    """
     here = [folder / name for name in names if (folder / name).exists()]
     if not here:
         return
@@ -32,12 +37,12 @@ def put_aside(folder: Path, names: Sequence[str]) -> None:
 
 
 def bring_back(folder: Path, names: Sequence[str], *, begun: bool) -> None:
-    """Undo a replacement that was killed, unless the new one has begun to be worth something.
+    """Undo a replacement that was killed, unless the new contents are worth keeping.
 
     Args:
       folder: where it was.
-      names: what was to be put aside; what the new one has written under these names is removed.
-      begun: whether there is something of the new one to keep.
+      names: of what was set aside; new files under these names are removed.
+      begun: whether the new contents are worth keeping.
     """
     asides = put_aside_in(folder)
     if asides and not begun and not (folder / PARTIAL).exists():
@@ -52,18 +57,22 @@ def bring_back(folder: Path, names: Sequence[str], *, begun: bool) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove what was put aside: what replaces it is complete."""
+    """Remove what was set aside, once the new contents are complete.
+
+    Args:
+      folder: where it is.
+    """
     for old in put_aside_in(folder):
         shutil.rmtree(old)
 
 
 def reading_place(folder: Path, name: str, *, begun: bool) -> Path:
-    """Return where a reader finds a file or folder that may be put aside, whatever a killed process has left.
+    """Return where to read a file or folder that may be set aside, whatever a killed process has left.
 
     Args:
       folder: where it should be.
       name: of the file or folder.
-      begun: whether there is something of a new one, so that what was put aside is past.
+      begun: whether the new contents are worth keeping, so that what was set aside is obsolete.
     """
     if (folder / PARTIAL).is_dir():
         return folder / name if (folder / name).exists() else folder / PARTIAL / name
@@ -72,12 +81,20 @@ def reading_place(folder: Path, name: str, *, begun: bool) -> Path:
 
 
 def put_aside_in(folder: Path) -> list[Path]:
-    """List what was put aside in a folder, the oldest first."""
+    """List what was set aside in a folder, the oldest first.
+
+    Args:
+      folder: where it is.
+    """
     return sorted((path for path in folder.iterdir() if _ASIDE.fullmatch(path.name)), key=_number)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists.
+
+    Args:
+      path: of the file or folder.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

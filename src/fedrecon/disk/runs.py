@@ -1,4 +1,4 @@
-"""A run's folder: its settings, its metrics, its newest checkpoint, its model."""
+"""The folder of a run: its settings, its metrics, its newest checkpoint, its model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fedrecon.disk.replacement import bring_back, forget, put_aside
 from fedrecon.disk.sealed import check_files, read_sealed, seal_folder, write_sealed
 
 CHECKPOINT_FORMAT, CHECKPOINT_VERSION = "fedrecon-checkpoint", 2
-PRIVATE, KEPT = "private", "kept"  # what clients keep is in a folder that nobody else can read
+PRIVATE, KEPT = "private", "kept"  # what clients keep is in a folder that other users cannot read
 
 _PRIVATE = (
     b"What single clients keep between rounds. Whoever reads it learns something about them: do not pass it on.\n"
@@ -45,38 +45,42 @@ _PRIVATE = (
 
 
 class RunFolder:
-    """Where one run is written.
+    """The folder of one run.
 
-    A checkpoint is a folder named after its round, renamed into place when it is complete; metrics are lines that
-    are cut back to the checkpoint's round when a run is resumed. One process at a time writes.
+    A checkpoint is a folder named after its round, and appears under that name when it is complete. Metrics are lines,
+    which are cut back to the checkpoint's round when a run is resumed. Only one process can write at a time.
     """
 
     def __init__(self, path: str | Path):
-        """Use `path`; it is made when something is written."""
+        """Use a folder.
+
+        Args:
+          path: the folder; it is made when something is first written.
+        """
         self.path = Path(path)
         self.metrics = Metrics(self.path / METRICS)
         self._holding = self._marked = False
 
     @property
     def metrics_path(self) -> Path:
-        """The file with one JSON object a round or evaluation."""
+        """The file with one JSON object per round or evaluation."""
         return self.path / METRICS
 
     @property
     def model_path(self) -> Path:
-        """The folder with all that inference needs."""
+        """The folder with everything that inference needs."""
         return self.path / MODEL
 
     @property
     def plots_path(self) -> Path:
-        """The folder for pictures."""
+        """The folder for plots."""
         return self.path / PLOTS
 
-    # ---- whose it is ----
+    # ---- locking and replacing ----
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from writing here while a block runs; within another such block, do nothing.
+        """Keep other processes from writing here while a block runs. Blocks may be nested.
 
         Raises:
           StorageError: another process writes here (the message says which), or fedrecon did not make this folder.
@@ -102,17 +106,17 @@ class RunFolder:
                     self.path.rmdir()
 
     def replace(self) -> None:
-        """Put aside the run that is here; it comes back if the new one is killed before its first checkpoint."""
+        """Set the run that is here aside; it is restored if the new one is killed before its first checkpoint."""
         with self.held():
             put_aside(self.path, PARTS)
 
     def complete(self) -> None:
-        """Forget the run that was put aside: the new one is complete."""
+        """Remove the run that was set aside, once the new one is complete."""
         with self.held():
             forget(self.path)
 
     def holds_run(self) -> bool:
-        """Say whether there is anything of a run here."""
+        """Return whether the folder has any part of a run."""
         return any((self.path / name).exists() for name in PARTS)
 
     def _mark(self) -> None:
@@ -120,10 +124,14 @@ class RunFolder:
             mark(self.path)
         self._marked = True
 
-    # ---- what is in it ----
+    # ---- contents ----
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Write `run.json`: settings, seed, versions, data, times."""
+        """Write `run.json`.
+
+        Args:
+          facts: settings, seed, versions, data, times.
+        """
         self._mark()
         write_sealed(self.path / RUN, {"format": FORMAT, "version": VERSION, **facts})
 
@@ -132,20 +140,24 @@ class RunFolder:
         return read_description(self.path)
 
     def record(self, entry: Mapping[str, Any]) -> None:
-        """Append one line of metrics."""
+        """Append one line of metrics.
+
+        Args:
+          entry: of a round or an evaluation.
+        """
         self._mark()
         self.metrics.append(entry)
 
     def records(self) -> list[dict[str, Any]]:
-        """Read all complete lines of metrics; a last line that was cut off is not one."""
+        """Read all complete lines of metrics. A last line that was cut off is ignored."""
         return self.metrics.read()
 
     def checkpoint(self, done: int, tree: Any) -> None:
-        """Save the state after `done` rounds, then forget older checkpoints.
+        """Save the state after `done` rounds, then remove older checkpoints.
 
         Args:
           done: how many rounds.
-          tree: the state, by name; what is named `kept` is what clients keep, and is written to a private folder.
+          tree: the state, by name. The entry `kept`, what clients keep, is written to a private folder.
         """
         folder = self.path / CHECKPOINTS / f"round-{done:09d}"
         if folder.exists():
@@ -169,7 +181,10 @@ class RunFolder:
             shutil.rmtree(old)
 
     def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
-        """Load the newest complete checkpoint: its round, its state, and the metrics up to there; None if none.
+        """Load the newest complete checkpoint: its round, its state, and the metrics up to it; None if there is none.
+
+        Args:
+          like: a state with the expected structure, shapes and types.
 
         Raises:
           StorageError: it is damaged, or of another version; the message says which file.
@@ -192,11 +207,11 @@ class RunFolder:
             return done, tree, self.metrics.cut(done, manifest.get("metrics"))
 
     def has_checkpoint(self) -> bool:
-        """Say whether there is something to resume from."""
+        """Return whether there is a checkpoint to resume from."""
         return bool(checkpoints_of(self.path))
 
     def rounds_done(self) -> int | None:
-        """Return after how many rounds the newest complete checkpoint was made; None if there is none.
+        """Return the number of rounds of the newest complete checkpoint; None if there is none.
 
         Raises:
           StorageError: it is damaged, or of another version; the message says which file.
@@ -210,7 +225,7 @@ class RunFolder:
 
 
 def _divide(tree: Any) -> tuple[Any, Any]:
-    """Divide a state into what is written openly and what clients keep."""
+    """Divide a state into what the server keeps and what clients keep."""
     if not isinstance(tree, Mapping):
         return tree, ()
     return {name: part for name, part in tree.items() if name != KEPT}, tree.get(KEPT, ())
@@ -221,8 +236,8 @@ def _read_checkpoint(folder: Path) -> dict[str, Any]:
     manifest = read_sealed(file, unsealed={"format": 1})
     if manifest.get("format") != CHECKPOINT_FORMAT or manifest.get("version") != CHECKPOINT_VERSION:
         raise StorageError(
-            f"the checkpoint {folder} was written by another version of fedrecon, and this one cannot go on from it; "
-            "its model can still be used. Go on with that version, or begin anew with --overwrite."
+            f"the checkpoint {folder} was written by another version of fedrecon, and this one cannot continue it; "
+            "its model can still be used. Continue with that version, or start again with --overwrite."
         )
     named = ROUND.fullmatch(folder.name)
     if named is None or manifest.get("rounds") != int(named[1]):

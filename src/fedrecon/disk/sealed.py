@@ -1,6 +1,6 @@
-"""Sealed JSON files and folders: no byte of them changes unnoticed.
+"""Sealed JSON files and folders: any change to them is detected when they are read.
 
-A sealed JSON file ends with the sha256 of itself, taken with zeros in that place. The sealed file of a folder, its
+A sealed JSON file ends with its own sha256, computed with zeros in that position. The sealed file of a folder, its
 manifest, lists the size and the sha256 of every other file in it.
 """
 
@@ -17,12 +17,17 @@ from fedrecon.disk.arrays import read_json, without_nan, write_bytes
 from fedrecon.disk.digests import DamagedError, describe_files, verify
 
 FILES, SEAL = "files", "sha256"
-_BLANK, _AFTER = "0" * 64, '"\n}\n'  # what stands in the seal's place, and what comes after it
+_BLANK, _AFTER = "0" * 64, '"\n}\n'  # the placeholder for the seal, and what follows it
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n\Z')
 
 
 def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
-    """Write an object to a sealed JSON file, which is either the old one or the new one, whenever the process ends."""
+    """Write an object to a sealed JSON file, atomically.
+
+    Args:
+      path: the file.
+      values: the object.
+    """
     content = {name: value for name, value in values.items() if name != SEAL}  # the seal comes last
     text = json.dumps({**without_nan(content), SEAL: _BLANK}, indent=2) + "\n"
     seal = hashlib.sha256(text.encode()).hexdigest()
@@ -34,14 +39,14 @@ def read_sealed(path: Path, *, unsealed: Mapping[str, Any] | None = None) -> dic
 
     Args:
       path: the file.
-      unsealed: what a file of the time before there were seals has in it. Such a one is read as it is.
+      unsealed: entries by which to recognise a file from before there were seals. It is read without a check.
 
     Raises:
       StorageError: it is missing or damaged; the message names it.
     """
     values = read_json(path)
     if not isinstance(values, dict):
-        raise DamagedError(f"{path} is damaged: it should hold an object")
+        raise DamagedError(f"{path} is damaged: it is not a JSON object")
     if unsealed is not None and not {SEAL, FILES} & set(values) and unsealed.items() <= values.items():
         return values
     raw = path.read_bytes()
@@ -53,13 +58,24 @@ def read_sealed(path: Path, *, unsealed: Mapping[str, Any] | None = None) -> dic
 
 
 def seal_folder(folder: Path, manifest: str, facts: Mapping[str, Any]) -> None:
-    """Write a manifest with facts and with the digests of all files of a folder, those in its folders included."""
+    """Write a manifest with facts and with the digests of all files below a folder.
+
+    Args:
+      folder: the folder.
+      manifest: the name of its manifest.
+      facts: what else the manifest says.
+    """
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     write_sealed(folder / manifest, {**facts, FILES: describe_files(folder, files)})
 
 
 def check_files(manifest: Path, values: Mapping[str, Any], *needed: str) -> None:
-    """Check all files that a manifest lists, the needed ones among them.
+    """Check all files that a manifest lists.
+
+    Args:
+      manifest: the manifest's path.
+      values: its contents.
+      *needed: files that it must list.
 
     Raises:
       DamagedError: a file is missing or not what was written; the message names it.

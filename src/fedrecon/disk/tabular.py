@@ -1,4 +1,4 @@
-"""Columns from CSV and Parquet files and from data frames."""
+"""Read columns from CSV files, Parquet files and data frames."""
 
 import csv
 import warnings
@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-MOST_TEXT = 1 << 32  # bytes of a column of text, which numpy stores at the width of its longest entry
+MOST_TEXT = 1 << 32  # bytes of a text column, which numpy stores at the width of its longest entry
 
 
 def import_parquet() -> Any:
-    """Return pyarrow's module for Parquet files, or say how to get it."""
+    """Return pyarrow's module for Parquet files; the error says how to install it."""
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -27,8 +27,8 @@ def read_parquet(
 
     Args:
       path: the file.
-      choose: given the names of all columns, returns those wanted.
-      skip_empty: leave out rows with an empty entry instead of refusing the file.
+      choose: `names of all columns -> names of the columns to read`.
+      skip_empty: skip rows with an empty entry instead of raising an error.
 
     Returns:
       The columns, and how many rows were left out.
@@ -60,7 +60,13 @@ def read_parquet(
 
 
 def check_width(column: str, rows: int, longest: int) -> None:
-    """Refuse a column of text that one long entry makes too large for memory."""
+    """Raise an error if one long entry would make a text column too large for memory.
+
+    Args:
+      column: its name, for the message.
+      rows: how many rows it has.
+      longest: the length of its longest entry.
+    """
     if rows * longest * 4 > MOST_TEXT:
         raise ValueError(
             f"{column} has an entry of {longest:,} characters, which makes {rows:,} rows of text "
@@ -69,12 +75,19 @@ def check_width(column: str, rows: int, longest: int) -> None:
 
 
 def read_csv_column(path: str | Path, index: int, dtype: Any, delimiter: str) -> np.ndarray:
-    """Read one column of a text file with a header line; without a dtype try integers, floats, then text."""
+    """Read one column of a text file with a header line.
+
+    Args:
+      path: the file.
+      index: of the column.
+      dtype: of the column; None tries integers, floats, then text.
+      delimiter: the character between fields.
+    """
     for kind in (np.int64, np.float64, str) if dtype is None else (dtype,):
         try:
             if kind is str:
                 return _read_texts(path, index, delimiter)
-            with warnings.catch_warnings():  # numpy before 2.4 warns where it reads 2.0 as an integer
+            with warnings.catch_warnings():  # numpy before 2.4 warns when it reads 2.0 as an integer
                 warnings.simplefilter("error", DeprecationWarning)
                 return np.loadtxt(
                     path,
@@ -93,7 +106,7 @@ def read_csv_column(path: str | Path, index: int, dtype: Any, delimiter: str) ->
 
 
 def _read_texts(path: str | Path, index: int, delimiter: str) -> np.ndarray:
-    """Read one column as text, whose width is known before it is made an array."""
+    """Read one column as text, and check its width before it becomes an array."""
     texts = []
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
@@ -111,7 +124,7 @@ def _read_texts(path: str | Path, index: int, delimiter: str) -> np.ndarray:
 
 
 def frame_columns(frame: Any, wanted: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Return columns of a data frame of pandas or polars, or of a table of pyarrow, as arrays.
+    """Return columns of a pandas or polars data frame, or of a pyarrow table, as arrays.
 
     Text becomes text of fixed width, dates become whole seconds since 1970, lists of one length become rows.
 
@@ -120,7 +133,7 @@ def frame_columns(frame: Any, wanted: Sequence[str] | None = None) -> dict[str, 
       wanted: names of columns; None for all.
 
     Raises:
-      ValueError: it is no data frame, a column is missing or twice there, or has empty entries.
+      ValueError: it is not a data frame, or a column is missing, occurs twice, or has empty entries.
     """
     if hasattr(frame, "collect") and not hasattr(frame, "to_pandas"):
         raise ValueError("`frame` is a lazy data frame: give frame.collect().")

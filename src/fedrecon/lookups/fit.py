@@ -1,4 +1,4 @@
-"""Which features of the clients' data a model uses, found out by asking it, and whether it fits them."""
+"""Find out which features of the clients' data a model reads, and check that the model fits the data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedrecon.lookups.tracing import Reads, find_reads
 from fedrecon.model import Model, Step, measure, predict_in
 from fedrecon.trees import flatten
 
-RANGE_CHECKED = 2**26  # ids of a feature, at most, whose range is looked at before training
-PROBED = 8  # examples of a batch that is only there to ask questions of a model
+RANGE_CHECKED = 2**26  # at most this many ids of a feature have their range checked before training
+PROBED = 8  # examples of the batch that a model is traced with
 
 
 class _Recorder(Mapping[str, Any]):
-    """A batch that remembers which of its features were read."""
+    """A batch that records which of its features are read."""
 
     def __init__(self, columns: Mapping[str, Any], asked: set[str]):
         self._columns, self._asked = columns, asked
@@ -43,6 +43,10 @@ class _Recorder(Mapping[str, Any]):
 
 def features_used(model: Model, clients: Clients) -> list[str]:
     """List the features that the model's predictions, loss and metrics read, in the order the clients have them.
+
+    Args:
+      model: what is traced.
+      clients: the data.
 
     Raises:
       ValueError: if the model reads a feature that the clients do not have, if a feature that a declared lookup reads
@@ -83,7 +87,11 @@ def _check_ids(model: Model, clients: Clients) -> None:
 def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
     """Find out how a model reads its global parameters, given the clients' data.
 
-    Tables that are read at ids the data has but they have not are left alone: a model may have its own ways with those.
+    A table is not treated as a lookup if the data has ids outside its rows: the model may handle those in its own way.
+
+    Args:
+      model: what is traced.
+      clients: the data.
     """
     used = features_used(model, clients)
     reads = find_reads(model, {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used})
@@ -97,12 +105,18 @@ def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
 
 
 def _in_range(ids: np.ndarray, rows: int) -> bool:
-    # Of more ids than can be looked at in a moment, packing looks at those it packs.
+    # Larger features take too long to check here; packing checks the ids that it packs.
     return ids.size > RANGE_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
 
 
 def stand_ins(model: Model, clients: Clients, used: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return noise for parameters and a real batch with just the features that the model uses."""
+    """Return global parameters, local parameters and a batch to try a model with: noise, noise and real examples.
+
+    Args:
+      model: what is tried.
+      clients: the data.
+      used: the features that the model reads.
+    """
     batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
     params, local = (noise_like(shapes) for shapes in _shapes(model))
     return params, local, batch
@@ -113,7 +127,11 @@ def _shapes(model: Model) -> tuple[Any, Any]:
 
 
 def probe(clients: Clients) -> dict[str, np.ndarray]:
-    """Take a few examples, some more than once if there are not enough; zeros if there are none."""
+    """Return a batch of `PROBED` examples. Examples repeat if there are not enough; without any, all are zeros.
+
+    Args:
+      clients: the data.
+    """
     numbers = {name: column for name, column in clients.columns.items() if column.dtype.kind in "biuf"}
     if clients.num_examples == 0:
         return {name: np.zeros((PROBED, *column.shape[1:]), column.dtype) for name, column in numbers.items()}

@@ -1,4 +1,4 @@
-"""Evaluation of what was traced, equation by equation, with an eye on tables and on the ids that index them."""
+"""Evaluate a jaxpr equation by equation, following tables and the ids that index them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-# Names of primitives. Ids stay ids under the first, in order under the second; rows of a table may be taken before the
-# third just as well as after.
+# Names of primitives. `_MOVES` keep ids as they are and `_IN_ORDER` also keep their order; `_BY_ROW` commute with
+# taking rows of a table.
 _MOVES = {"transpose", "slice", "rev", "copy", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim"}
 _IN_ORDER = {"copy", "convert_element_type", "reshape", "squeeze", "expand_dims"}
 _BY_ROW = {"copy", "convert_element_type", "stop_gradient"}
@@ -24,49 +24,65 @@ class Table(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """Marks a feature's ids, in whatever shape they have come to."""
+    """Marks a feature's ids, possibly reshaped."""
 
     feature: str
-    slots: Any  # where the rows are, in the shape that the ids have come to; None where tables are whole
-    in_order: bool = True  # whether they are all of the feature's ids, in their order
+    slots: Any  # positions of the rows, in the current shape of the ids; None if tables are whole
+    in_order: bool = True  # whether they are all of the feature's ids, in their original order
     most: int | None = None  # ids above this were changed
 
 
 class _About(NamedTuple):
-    """Something computed from ids that only counts together with them."""
+    """Marks an intermediate value computed from ids, such as whether they are negative."""
 
     kind: str
     ids: Ids
 
 
 class _Known(NamedTuple):
-    """Marks a number that is written in the program."""
+    """Marks a constant of the program."""
 
     value: Any
 
 
 class Value(NamedTuple):
-    """A value and what it is marked as, if anything."""
+    """A value and its mark, if it has one."""
 
-    array: Any  # None for a table of which only some rows are here
+    array: Any  # None for a table of which only some rows are available
     tag: Any = None
 
 
 class Tables(Protocol):
-    """Who is asked about the tables that are met."""
+    """What to do when an equation uses a table."""
 
     def take(self, eqn: Any, table: Table, ids: Ids | None, why: str) -> Any:
-        """Take rows in place of a gather; None to let the gather itself be evaluated.
+        """Return the result of a gather from a table; None to evaluate the gather itself.
 
-        `ids` are None if the gather does more or other than taking rows at a feature's ids, as `why` then says.
+        Args:
+          eqn: the gather.
+          table: its operand.
+          ids: its indices; None if it does something other than take rows at a feature's ids.
+          why: in that case, what it does instead.
         """
 
     def spoil(self, table: Table, why: str) -> None:
-        """Hear that a table is not just read by rows, and why."""
+        """Note that a table is used in another way than by rows.
+
+        Args:
+          table: the table.
+          why: how it is used.
+        """
 
 
 def evaluate(jaxpr: Any, consts: Iterable[Value], arguments: Iterable[Value], tables: Tables) -> list[Value]:
-    """Evaluate a jaxpr, asking `tables` for what gathers of rows take and telling it of any other use of a table."""
+    """Evaluate a jaxpr; `tables` handles gathers of rows and is notified of any other use of a table.
+
+    Args:
+      jaxpr: what was traced.
+      consts: values of its constants.
+      arguments: values of its arguments, tables and ids marked.
+      tables: the handler.
+    """
     env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -116,12 +132,12 @@ def _spoiling(name: str) -> str:
     if name in ("scan", "while", "cond"):
         return f"it is read inside a {name}"
     if name.startswith("custom_"):
-        return "it is read inside a function with a derivative of its own"
+        return "it is read inside a function with a custom derivative"
     return f"it is used whole, by {name}"
 
 
 def _checkpointed(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
-    """Evaluate what is to be computed again in the backward pass, so that it is."""
+    """Evaluate a `jax.checkpoint` and keep it one, so that the backward pass still recomputes it."""
     tags: list[Any] = []
 
     def inner(arrays: list[Any]) -> list[Any]:
@@ -137,7 +153,7 @@ def _checkpointed(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
 
 
 def _tag_of(eqn: Any, name: str, tags: list[Any]) -> Any:
-    """Return what is known of an equation's result: whether it still is a feature's ids."""
+    """Return the mark of an equation's result: whether it is still a feature's ids."""
     ids = next((tag for tag in tags if isinstance(tag, Ids)), None)
     if name in ("convert_element_type", "broadcast_in_dim") and isinstance(tags[0], _Known):
         return tags[0]
@@ -184,7 +200,7 @@ def _moved(eqn: Any, name: str, ids: Ids) -> Ids | None:
 
 
 def _column(eqn: Any, tags: list[Any]) -> _About | None:
-    """Recognise indices of rows and of further axes side by side: which column holds the ids of rows."""
+    """Recognise a concatenation of row ids with indices of other axes, and note which column has the row ids."""
     last = eqn.outvars[0].aval.ndim - 1
     columns = [number for number, tag in enumerate(tags) if isinstance(tag, Ids)]
     single = all(atom.aval.shape[-1] == 1 for atom in eqn.invars)
@@ -194,7 +210,7 @@ def _column(eqn: Any, tags: list[Any]) -> _About | None:
 
 
 def _row_gather(eqn: Any, indices: Value) -> tuple[str, Any]:
-    """Return why a gather does not just take rows at ids (empty if it does), and the ids."""
+    """Return the ids if a gather only takes rows at a feature's ids; otherwise None. The text says why not."""
     operand, out = eqn.invars[0].aval, eqn.outvars[0].aval
     numbers, sizes, mode = (eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "mode"))
     tag = indices.tag
@@ -202,17 +218,17 @@ def _row_gather(eqn: Any, indices: Value) -> tuple[str, Any]:
     if isinstance(tag, _About) and tag.kind.startswith("column") and others:
         column = int(tag.kind.removeprefix("column"))
         if numbers.start_index_map[column] != 0 or mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
-            return "it is read along another axis than its rows", None
+            return "it is read along an axis other than its rows", None
         tag = tag.ids
     elif not isinstance(tag, Ids):
         return "its rows are read at indices that are not a feature's ids", None
     elif numbers.start_index_map != (0,):
-        return "it is read along another axis than its rows", None
+        return "it is read along an axis other than its rows", None
     if tuple(sizes) != (1, *operand.shape[1:]) or numbers.operand_batching_dims:
-        return "more or less than single rows of it are read", None
+        return "slices other than single whole rows of it are read", None
     within = len(numbers.offset_dims)
     if tuple(numbers.offset_dims) != tuple(range(out.ndim - within, out.ndim)):
         return "its rows are read in another order of axes", None
     if tag.most is not None and tag.most < operand.shape[0] - 1:
-        return f"its rows are read at ids of which those above {tag.most} were changed", None
+        return f"ids above {tag.most} are changed before its rows are read", None
     return "", tag

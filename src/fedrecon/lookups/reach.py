@@ -1,4 +1,4 @@
-"""How far an optimizer reaches: how little of a table it must be given for its updates to be exact."""
+"""The reach of an optimizer: how little of a table it must see for its updates to be exact."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import optax
 from fedrecon.trees import Params
 
 Reach = Literal["each", "rows", "copy", "whole"]
-SCALES = (1.0, 1e6)  # of the gradients tried: an optimizer that clips does so only where they are large
+SCALES = (1.0, 1e6)  # of the gradients tried: an optimizer that clips does so only if they are large
 
 
 def state_labels(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> Any:
-    """Label the leaves of an optimizer's state with the path of the parameter they belong to, or with None.
+    """Return, for each leaf of an optimizer's state in order, the path of the parameter it belongs to, or None.
 
-    The result is a list in the order of the state's leaves.
+    Args:
+      optimizer: any optax optimizer.
+      params: by path, of arrays or of shapes.
     """
     state = jax.eval_shape(optimizer.init, dict(params))
     labelled = optax.tree_utils.tree_map_params(
@@ -39,16 +41,19 @@ class _Label:
 
 
 def reach(optimizer: optax.GradientTransformation) -> Reach:
-    """Find out how little of a table this optimizer must be given for its updates to be exact.
+    """Find out how little of a table this optimizer must see for its updates to be exact.
 
-    An optimizer is only a pair of functions, so it is asked: a few steps on a small random table, whole, are
-    compared with the same steps on less and less of it, with gradients of ordinary size and with large ones.
+    An optimizer is just a pair of functions, so we try it: a few steps on a small random table are compared with the
+    same steps on less and less of it, with gradients of ordinary size and with large ones.
+
+    Args:
+      optimizer: any optax optimizer.
 
     Returns:
       `each`: every occurrence of a row in a batch on its own (plain SGD);
       `rows`: the rows of a batch, repeats summed, with the state of just those rows (Adagrad; SGD clipped by norm);
       `copy`: all rows that the client has touched so far (momentum, Adam);
-      `whole`: the whole table (weight decay: it moves rows that nobody touched).
+      `whole`: the whole table (weight decay moves rows that no example touches).
     """
     with jax.ensure_compile_time_eval():  # an algorithm may be used for the first time while JAX traces
         ways = {name: jax.tree.map(np.asarray, moved) for name, moved in _trials(optimizer).items()}
@@ -56,8 +61,7 @@ def reach(optimizer: optax.GradientTransformation) -> Reach:
     for trial in range(len(SCALES)):
         expected = {leaf: moved[trial] for leaf, moved in ways["whole"].items()}
         largest = max(float(np.max(np.abs(moved))) for moved in expected.values())
-        # Where nothing moved nothing was learned of the optimizer: its rate may start at 0. The last row is one that no
-        # gradient touches.
+        # If nothing moved, the trial says nothing: the learning rate may start at 0. No gradient touches the last row.
         if largest == 0 or np.any(expected["table"][-1] != 0):
             return "whole"
         close = functools.partial(np.allclose, rtol=1e-4, atol=1e-5 * largest)
@@ -66,7 +70,10 @@ def reach(optimizer: optax.GradientTransformation) -> Reach:
 
 
 def _trials(optimizer: optax.GradientTransformation) -> dict[Reach, Params]:
-    """Take the same steps in every way, with gradients of every scale; return how far all has moved, scales first."""
+    """Take the same steps with each reach and each scale of gradients; return the moves of all parameters, by reach.
+
+    The first dimension of every leaf is the scale.
+    """
     params, grads, touched = _probe()
     so_far = [range(max(map(max, touched[: step + 1])) + 1) for step in range(len(touched))]
 
@@ -83,7 +90,7 @@ def _trials(optimizer: optax.GradientTransformation) -> dict[Reach, Params]:
 
 
 def _probe() -> tuple[dict[str, Any], list[tuple[Any, Any]], list[list[int]]]:
-    """Make a table of five rows, a dense parameter, and four steps of gradients that touch some rows each."""
+    """Make a table of five rows, a dense parameter, and gradients of four steps, each of which touches some rows."""
     generator = np.random.default_rng(1)
     touched, grads = [[0, 1], [1, 2], [0, 3], [2, 0]], []
     for rows in touched:
@@ -104,15 +111,15 @@ def _moves(
     parts: int = 1,
     blank: bool = False,
 ) -> Params:
-    """Descend with the optimizer seeing only some rows of the table in each step; return how far all has moved.
+    """Take steps in which the optimizer sees only some rows of the table; return how far the parameters moved.
 
     Args:
-      optimizer: what is asked.
+      optimizer: the one to try.
       params: a dense parameter and a table.
       grads: of each step, for both.
-      places: the rows seen in each step.
-      parts: how often each of them is seen, with as small a part of its gradient.
-      blank: whether the state begins without knowing the table's values, as a client's does that changes rows.
+      places: the rows that each step sees.
+      parts: how often a step sees each of them, with its gradient divided by that number.
+      blank: whether the state is initialised without the table's values, as for a client that changes rows.
     """
     labels = state_labels(optimizer, params)
     state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])} if blank else params)

@@ -1,4 +1,4 @@
-"""Lookup tables: global tables read only by rows, so that a client holds and changes just its own rows."""
+"""Lookup tables: global tables that are read only by rows, so that a client works on its own rows only."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from jax import Array
 from fedrecon.model import AUTO, Batch, Model
 from fedrecon.trees import Params, flatten, unflatten
 
-ORIGINAL = "\0"  # before a feature's name: its ids as they were; under its own name they are renumbered
+ORIGINAL = "\0"  # prefix of a feature's name for its original ids; the name itself then has renumbered ids
 
 
 class Rows:
-    """A table of which only the rows of one batch are here, in the order of that batch's ids.
+    """Only the rows of a table that one batch reads, in the order of that batch's ids.
 
-    A model writes `table[batch["item"]]` and gets its rows, whether `table` is whole or is this. When the index is
-    the very array these rows were fetched for, no second gather is made; any other use falls back on the array of
-    rows, where the batch's ids (already renumbered to match) are right.
+    A model writes `table[batch["item"]]` and gets its rows, whether `table` is a whole table or this. If the index is
+    the same array object that these rows were fetched for, no second gather is needed. Any other index goes to the
+    array of rows, which the batch's ids (already renumbered) match.
     """
 
     def __init__(self, values: Array, ids: Mapping[str, Array], places: Mapping[str, slice]):
-        """Hold `values` (rows, ...), of which `places[feature]` were fetched for the renumbered `ids[feature]`."""
+        """Hold the rows of a batch.
+
+        Args:
+          values: `(rows, ...)`.
+          ids: renumbered ids, by feature.
+          places: where in `values` the rows of each feature are.
+        """
         self.values, self.ids, self.places = values, ids, places
 
     def __getitem__(self, index: Any) -> Array:
@@ -37,12 +43,12 @@ class Rows:
         return self.values[index]
 
     def __jax_array__(self) -> Array:
-        """Stand in for an array wherever jax.numpy is given one."""
+        """Return the rows, wherever jax.numpy takes an array."""
         return self.values
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the rows that are here."""
+        """The shape of the rows."""
         return self.values.shape
 
     @property
@@ -52,12 +58,15 @@ class Rows:
 
 
 def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
-    """Return, for every lookup table, the features that index it: tables with the same features form a group.
+    """Return, for every lookup table, the features that index it. Tables with the same features form a group.
 
-    There are none as long as they are to be found out.
+    The result is empty while lookups are "auto".
+
+    Args:
+      model: its lookups are returned.
 
     Raises:
-      ValueError: if two tables share some features but not all, since one numbering of rows must serve both.
+      ValueError: if two tables share some features but not all, since both must use the same numbering of rows.
     """
     if model.lookups == AUTO:
         return {}
@@ -75,32 +84,55 @@ def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
 
 
 def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
-    """Return lookups of a model whose global parameters have become a part of others."""
+    """Return the lookups of a model whose global parameters were put under a prefix.
+
+    Args:
+      prefix: of the paths.
+      lookups: of the model before.
+    """
     return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
 
 
 def renumber(batch: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ids by renumbered ones, and keep the original ones beside them."""
+    """Replace ids by renumbered ones, and keep the original ones under another name.
+
+    Args:
+      batch: by feature.
+      ids: renumbered ids, by feature.
+    """
     return {**batch, **{ORIGINAL + feature: batch[feature] for feature in ids}, **ids}
 
 
 def original_batch(batch: Batch) -> Batch:
-    """Undo `renumber`: what loss and metrics see, for whom a row's number means nothing."""
+    """Undo `renumber`, for the loss and the metrics, which need the original ids.
+
+    Args:
+      batch: renumbered or not.
+    """
     before = {name.removeprefix(ORIGINAL): column for name, column in batch.items() if name.startswith(ORIGINAL)}
     return {**{name: batch[name] for name in batch if not name.startswith(ORIGINAL)}, **before} if before else batch
 
 
 def group_name(features: Sequence[str]) -> str:
-    """Name a group of lookup tables by the features that index them."""
+    """Return the name of the group of lookup tables that these features index.
+
+    Args:
+      features: in order.
+    """
     return ",".join(features)
 
 
 def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> None:
-    """Fail if a declared lookup table is used in any other way than by rows.
+    """Raise an error if a declared lookup table is not only read by rows.
 
-    The declaration is compared with the model itself on one batch: predictions from whole tables against
-    predictions from tables that hold only the batch's rows. All parameters are replaced by noise first, since a
-    dense use multiplied by a zero would not show.
+    This compares predictions on one batch, from whole tables and from tables that have only the batch's rows. All
+    parameters are replaced by noise first: a dense use that is multiplied by zero would not show.
+
+    Args:
+      model: its lookups are checked.
+      params: global parameters; only their shapes matter.
+      local: local parameters; only their shapes matter.
+      batch: features in the shapes that the model will see.
 
     Raises:
       ValueError: naming the table, if it does not exist, a feature is missing, or the predictions differ.
@@ -118,7 +150,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
     whole = jax.jit(lambda leaves, local, batch: _use(model, unflatten(structure, leaves), local, batch))
     groups = lookup_groups(model)
     for features in dict.fromkeys(groups.values()):
-        # Ids are renumbered for all tables that they index, so these can only be narrowed together.
+        # Ids are renumbered for all tables that they index, so these tables must be narrowed together.
         paths = [path for path, group in groups.items() if group == features]
         batch = _other_ids(batch, features, min(noise[path].shape[0] for path in paths))
 
@@ -139,13 +171,13 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
         if not honest:
             raise ValueError(
                 f"`lookups` says the table {' and '.join(map(repr, paths))} is only read by rows at "
-                f"{', '.join(features)}, but predictions change when the other rows are missing; read it as "
+                f"{', '.join(features)}, but predictions change without its other rows; read it as "
                 "table[ids], or take it out of `lookups`"
             )
 
 
 def _use(model: Model, params: Params, local: Params, batch: Batch) -> Any:
-    """Use global parameters in every way that a model does: to predict, and for evidence if it takes any."""
+    """Use global parameters in every way that a model does: in predictions, and in evidence if it has any."""
     if model.evidence is not None:
         mask = jnp.ones(next(iter(batch.values())).shape[0], bool)
         local = jax.tree.map(jnp.add, local, model.evidence(params, batch, mask))
@@ -153,25 +185,35 @@ def _use(model: Model, params: Params, local: Params, batch: Batch) -> Any:
 
 
 def _other_ids(batch: Batch, features: Sequence[str], rows: int) -> Batch:
-    """Replace ids by random ones, the k-th never k: in real ones a fixed row may be just where it is looked for."""
+    """Replace ids by random ones, the k-th never k. With real ids, a fixed row could be correct by chance."""
     generator, start, found = np.random.default_rng(0), 0, dict(batch)
     for feature in features:
         old = batch[feature]
-        place = start + np.arange(old.size)
+        position = start + np.arange(old.size)
         start += old.size
-        ids = (place + generator.integers(1, max(rows, 2), old.size)) % rows
+        ids = (position + generator.integers(1, max(rows, 2), old.size)) % rows
         found[feature] = jnp.asarray(ids.reshape(old.shape), old.dtype)
     return found
 
 
 def noise_like(tree: Any) -> Any:
-    """Return noise in the shapes of a pytree: parameters for which no term of a model happens to vanish."""
+    """Return noise in the shapes of a pytree: parameters for which no term of a model vanishes by chance.
+
+    Args:
+      tree: of arrays or of shapes.
+    """
     generator = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype), tree)
 
 
 def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], Rows]:
-    """Fetch the rows of a batch from a table, and the batch's ids renumbered to match."""
+    """Fetch the rows of a batch from a table, and the batch's ids renumbered to match.
+
+    Args:
+      table: `(rows, ...)`.
+      batch: by feature.
+      features: those that index the table.
+    """
     renumbered, places = _lay_out({feature: batch[feature].shape for feature in features})
     values = table[_flat(batch, features)]
     return renumbered, Rows(values, renumbered, places)
@@ -182,7 +224,7 @@ def _flat(batch: Batch, features: Sequence[str]) -> Array:
 
 
 def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], dict[str, slice]]:
-    """Number the ids of several features one after another, and say where each feature's rows then are."""
+    """Number the ids of several features one after another, and return where each feature's rows are."""
     renumbered, places, start = {}, {}, 0
     for feature, shape in shapes.items():
         stop = start + math.prod(shape)
@@ -193,13 +235,13 @@ def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], d
 
 
 class Tables(NamedTuple):
-    """The lookup tables of several clients while they change them.
+    """The lookup tables that several clients change by rows.
 
     Attributes:
-      values: each table as the server sent it, `(table rows, ...)`, shared by all clients.
+      values: each table as the server sent it, `(table rows, ...)`, the same for all clients.
       features: the features that index each table.
-      slots: for each of those features, `(clients, examples, ...)` places in the client's own list of rows.
-      capacity: the length of the list, for each table.
+      slots: for each of those features, `(clients, examples, ...)` positions in the client's own list of rows.
+      capacity: for each table, the length of that list.
     """
 
     values: Mapping[str, Array]
@@ -208,15 +250,25 @@ class Tables(NamedTuple):
     capacity: Mapping[str, int]
 
     def unchanged(self, clients: int) -> dict[str, Array]:
-        """Return the change of every client's rows before the first step: none."""
+        """Return zero changes of every client's rows, `(clients, capacity, ...)` of each table.
+
+        Args:
+          clients: how many there are.
+        """
         return {
             path: jnp.zeros((clients, self.capacity[path], *table.shape[1:]), table.dtype)
             for path, table in self.values.items()
         }
 
     def fetch(self, changes: Mapping[str, Array], batch: Batch, slots: Batch) -> Fetched:
-        """Fetch one client's rows for a batch: the server's values plus what the client has changed so far."""
-        layout = {group: _lay_out({f: batch[f].shape for f in group}) for group in set(self.features.values())}
+        """Fetch one client's rows for a batch: the server's values plus the client's changes so far.
+
+        Args:
+          changes: of the client's rows, by table.
+          batch: by feature.
+          slots: the batch's positions in the client's list of rows, by feature.
+        """
+        laid_out = {group: _lay_out({f: batch[f].shape for f in group}) for group in set(self.features.values())}
         rows, slot = {}, {}
         for path, table in self.values.items():
             group = self.features[path]
@@ -224,8 +276,8 @@ class Tables(NamedTuple):
             # Packing has checked that ids and slots are in range.
             rows[path] = table.at[_flat(batch, group)].get(mode="promise_in_bounds")
             rows[path] += changes[path].at[slot[path]].get(mode="promise_in_bounds")
-        renumbered = {feature: ids for numbered, _ in layout.values() for feature, ids in numbered.items()}
-        places = {path: layout[group][1] for path, group in self.features.items()}
+        renumbered = {feature: ids for numbered, _ in laid_out.values() for feature, ids in numbered.items()}
+        places = {path: laid_out[group][1] for path, group in self.features.items()}
         return Fetched(rows, slot, renumber(batch, renumbered), places)
 
 
@@ -233,20 +285,28 @@ class Fetched(NamedTuple):
     """The rows of one batch of one client."""
 
     rows: dict[str, Array]  # table -> (ids, ...)
-    slot: dict[str, Array]  # table -> (ids,) where they are in the client's list
+    slot: dict[str, Array]  # table -> (ids,) positions in the client's list of rows
     batch: Batch  # with ids renumbered to match
-    places: dict[str, dict[str, slice]]
+    places: dict[str, dict[str, slice]]  # table -> feature -> where its rows are in `rows`
 
     def as_tables(self, rows: Mapping[str, Array]) -> dict[str, Rows]:
-        """Present values of these rows to a model as the tables it expects."""
+        """Return values of these rows as the tables that a model expects.
+
+        Args:
+          rows: table -> (ids, ...).
+        """
         return {path: Rows(values, self.batch, self.places[path]) for path, values in rows.items()}
 
 
 def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
-    """Sum the gradients of rows that occur more than once into their first place.
+    """Sum the gradients of rows that occur more than once into their first occurrence.
+
+    Args:
+      slot: `(ids,)` positions in the client's list of rows.
+      grads: `(ids, ...)`.
 
     Returns:
-      The gradients, zero at repeats, and the slots, beyond the end at repeats so that they are dropped when written.
+      The gradients, zero at repeats, and the slots, past the end at repeats so that these are dropped when written.
     """
     same = slot[:, None] == slot[None, :]
     first = jnp.argmax(same, axis=1) == jnp.arange(len(slot))
@@ -256,7 +316,7 @@ def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
 
 
 def change_rows(lists: Array, slot: Array, values: Array, *, replace: bool = False) -> Array:
-    """Add values to rows of several clients' lists, or put them there; slots beyond the end are dropped.
+    """Add values to rows of several clients' lists, or replace the rows; slots past the end are dropped.
 
     Args:
       lists: `(clients, rows, ...)`.
@@ -267,7 +327,7 @@ def change_rows(lists: Array, slot: Array, values: Array, *, replace: bool = Fal
     clients, rows = lists.shape[:2]
     # One scatter into one long list takes half the time of a batched one.
     beyond = clients * rows
-    place = jnp.where(slot < rows, slot + jnp.arange(clients, dtype=slot.dtype)[:, None] * rows, beyond).reshape(-1)
+    at = jnp.where(slot < rows, slot + jnp.arange(clients, dtype=slot.dtype)[:, None] * rows, beyond).reshape(-1)
     flat, new = lists.reshape(beyond, *lists.shape[2:]), values.reshape(-1, *lists.shape[2:])
-    changed = flat.at[place].set(new, mode="drop") if replace else flat.at[place].add(new, mode="drop")
+    changed = flat.at[at].set(new, mode="drop") if replace else flat.at[at].add(new, mode="drop")
     return changed.reshape(lists.shape)

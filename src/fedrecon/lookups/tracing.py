@@ -1,8 +1,8 @@
-"""Lookups without being told: which tables a model reads only by rows, found by tracing it, and then run by rows.
+"""Find lookups by tracing: which tables a model reads only by rows, and how to run it with only those rows.
 
-A model is traced to a jaxpr at the shapes of whole tables. There a table may only be the operand of gathers of single
-rows, at indices that are a batch's ids but for their shape. What is traced can then be evaluated with fewer rows: all
-equations as they are, except that those gathers take the rows that are here.
+A model is traced to a jaxpr with the shapes of whole tables. A table is a lookup if it is only the operand of gathers
+of single rows, at indices that are a batch's ids, possibly reshaped. The jaxpr can then be evaluated with fewer rows:
+all equations stay the same, except that those gathers take the rows that are available.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reads(NamedTuple):
     """How a model reads one global parameter.
 
     Attributes:
-      features: those whose ids index it, if it is only read by rows; else empty.
+      features: if it is only read by rows, the features whose ids index it; else empty.
       why: why it is not only read by rows; empty if it is.
     """
 
@@ -40,13 +40,18 @@ def find_lookups(model: Model, batch: Batch) -> dict[str, tuple[str, ...]]:
       batch: features in the shapes and types that the model will see; their values do not matter.
 
     Returns:
-      `{path: features}`, to be used as a model's `lookups`.
+      `{path: features}`, for a model's `lookups`.
     """
     return {path: reads.features for path, reads in find_reads(model, batch).items() if reads.features}
 
 
 def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
-    """Find out how a model reads each of its global parameters; see `find_lookups`."""
+    """Find out how a model reads each of its global parameters; see `find_lookups`.
+
+    Args:
+      model: what is traced; nothing is computed.
+      batch: features in the shapes and types that the model will see; their values do not matter.
+    """
     key = jax.random.key(0)
     shared, local = jax.eval_shape(model.init_global, key), jax.eval_shape(model.init_local, key)
     leaves, structure = flatten(shared)
@@ -78,22 +83,26 @@ def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
 
 
 def _without_conflicts(found: dict[str, Reads], leaves: Mapping[str, Any]) -> dict[str, Reads]:
-    """Leave tables dense that share features with a larger one but not all: one numbering must serve both."""
+    """Keep a table dense if it shares some but not all features with a larger one: both must use one numbering."""
     taken: dict[str, tuple[str, ...]] = {}
     for path in sorted(found, key=lambda p: -leaves[p].size):
         features = found[path].features
         other = next((taken[f] for f in features if f in taken and taken[f] != features), None)
         if other is not None:
-            found[path] = Reads((), f"a larger table is read at {' and '.join(other)}, not just the same features")
+            found[path] = Reads((), f"a larger table is read at {' and '.join(other)}, which are not the same features")
         else:
             taken |= dict.fromkeys(features, features)
     return found
 
 
 def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
-    """Return a model whose lookups are these, and which can be run with just some rows of those tables.
+    """Return a model that has these lookups and can run with only some rows of those tables.
 
-    Where it is given whole tables it is the same model, untraced.
+    With whole tables it runs as before, untraced.
+
+    Args:
+      model: any model.
+      lookups: `{path: features}`, as `find_lookups` returns them.
     """
     shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
 
@@ -125,7 +134,7 @@ def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
 
 
 def _with_local(evidence: Any) -> Callable:
-    """Return evidence as a function that takes local parameters, as a model's other functions do."""
+    """Return a model's evidence as a function that also takes local parameters, like the model's other functions."""
     return lambda params, local, *rest: evidence(params, *rest)
 
 
@@ -147,7 +156,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Watch:
-    """Runs gathers on whole tables, and notes which rows are read and what else is done to tables."""
+    """Runs gathers on whole tables, and records by which features tables are read and how else they are used."""
 
     def __init__(self) -> None:
         self.features: dict[str, set[str]] = {}
@@ -171,7 +180,7 @@ class _Watch:
 
 
 class _Narrow:
-    """Runs gathers on the rows that are here."""
+    """Runs gathers on the rows that are available."""
 
     def __init__(self, tables: Mapping[str, Any]):
         self.tables = tables
@@ -197,7 +206,7 @@ class _Narrow:
         return found
 
     def spoil(self, table: Table, why: str) -> None:
-        raise ValueError(f"the table {table.path!r} was found to be read by rows only, but now {why}")
+        raise ValueError(f"the table {table.path!r} was only read by rows when the model was traced, but now {why}")
 
 
 def _run(
@@ -209,7 +218,7 @@ def _run(
     tables: _Watch | _Narrow,
     given: Batch,
 ) -> list[Any]:
-    """Evaluate what was traced, with tables and ids marked as such."""
+    """Evaluate a traced function, with tables and ids marked."""
     marked = {path: tables.value(path, leaf) for path, leaf in leaves.items()}
     columns = {}
     for name, column in batch.items():
@@ -221,5 +230,5 @@ def _run(
     found = evaluate(closed.jaxpr, consts, arguments, tables)
     for value in found:
         if isinstance(value.tag, Table):
-            tables.spoil(value.tag, "it is returned as it is")
+            tables.spoil(value.tag, "it is returned unchanged")
     return [value.array for value in found]

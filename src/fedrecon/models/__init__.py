@@ -1,4 +1,4 @@
-"""Models that come with the package, models of other frameworks, and ways to extend a model."""
+"""Models that come with the package, adapters for other frameworks, and extensions of models."""
 
 from fedrecon.models.adapters.equinox import from_equinox as from_equinox
 from fedrecon.models.adapters.flax import from_flax as from_flax

@@ -1,4 +1,4 @@
-"""Matrix factorization for ratings: item embeddings are global, the user's own embedding is local."""
+"""Matrix factorization for ratings: item embeddings are global, the user's embedding is local."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def matrix_factorization(
     Args:
       num_items: rows of the global table.
       dim: length of the embeddings.
-      biases: add a global mean, a bias of the item (global) and a bias of the user (local).
+      biases: add a mean (global), a bias of the item (global) and a bias of the user (local).
       init_scale: embeddings start uniform between minus and plus this.
-      init_mean: where the global mean starts; only with `biases`.
+      init_mean: where the mean starts; only with `biases`.
       init_item_bias: `(num_items,)` where the items' biases start, zeros by default; only with `biases`.
-      init_local_scale: the same as `init_scale` for the user's embedding, where it should differ; 0 starts at zero.
-      item_traits: `(num_items, traits)` what is known of every item, such as how popular it is. They are sent with the
-        global parameters and never change; a user has a coefficient of each (local, `user_traits`).
+      init_local_scale: `init_scale` for the user's embedding, if it should differ; 0 starts at zero.
+      item_traits: `(num_items, traits)` known features of every item, such as its popularity. They are sent with the
+        global parameters and never change; a user has a coefficient for each (local, `user_traits`).
       accuracy_within: a prediction this close to the rating counts as accurate.
 
     References:
@@ -48,7 +48,7 @@ def matrix_factorization(
         raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")
 
     if init_item_bias is not None and np.shape(init_item_bias) != (num_items,):
-        raise ValueError(f"`init_item_bias` has shape {np.shape(init_item_bias)}; expected ({num_items},), one an item")
+        raise ValueError(f"`init_item_bias` has shape {np.shape(init_item_bias)}; expected ({num_items},)")
     bias_start = np.zeros(num_items) if init_item_bias is None else np.asarray(init_item_bias)
     local_scale = init_scale if init_local_scale is None else init_local_scale
 

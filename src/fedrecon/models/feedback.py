@@ -1,4 +1,4 @@
-"""Implicit feedback: which ids a client's support has, whatever it says of them, moves where reconstruction starts."""
+"""Implicit feedback: the ids in a client's support, whatever their labels, shift where reconstruction starts."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from fedrecon.trees import Params, Which, flatten, matcher, unflatten
 
 @recorded
 def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", moves: Which = "*") -> Model:
-    """Let every id in a client's support add something learned to the start of its local parameters.
+    """Learn, for every id in a client's support, a shift of where its local parameters start.
 
-    What people choose to rate says something about them beside how they rate it. The global parameters become
-    `{"shared": ..., "evidence": ...}`, with one row an id in every leaf of `evidence`, shaped as the local parameters
-    are and zero at first; reconstruction starts from where it did plus the sum of the support's rows, divided by the
-    square root of one more than their number.
+    What people choose to rate says something about them, however they rate it. The global parameters become
+    `{"shared": ..., "evidence": ...}`. Every leaf of `evidence` has one row per id, in the shape of a local parameter,
+    and starts at zero. Reconstruction starts where it did before plus the sum of the support's rows, divided by the
+    square root of one plus their number.
 
-    Where it is trained, a client's upload changes rows of its support examples too, not only of its query examples.
+    In training, a client's upload then has rows of its support examples too, not only of its query examples.
 
     Args:
       model: one that has local parameters and takes no evidence yet.
       num_ids: ids are 0 to `num_ids - 1`.
-      feature: the feature that holds one id an example.
-      moves: which local parameters it moves, as a pattern on their paths; all by default.
+      feature: the feature that holds one id per example.
+      moves: which local parameters are shifted, as a pattern on their paths; all by default.
 
     References:
       Koren, Factorization Meets the Neighborhood, KDD 2008.
     """
     if model.evidence is not None:
-        raise ValueError("the model takes evidence from support already")
+        raise ValueError("the model already takes evidence from support")
     local = jax.eval_shape(model.init_local, jax.random.key(0))
     if not jax.tree.leaves(local):
-        raise ValueError("the model has no local parameters, so there is nothing that evidence could move")
+        raise ValueError("the model has no local parameters, so there is nothing that evidence could shift")
 
     leaves, structure = flatten(local)
-    meant = matcher(moves, "moves", leaves)
-    moved = [path for path, leaf in leaves.items() if meant(path, leaf)]
+    matches = matcher(moves, "moves", leaves)
+    moved = [path for path, leaf in leaves.items() if matches(path, leaf)]
 
     def init_global(key: Array) -> Params:
         zeros = {path: jnp.zeros((num_ids, *leaves[path].shape), leaves[path].dtype) for path in moved}

@@ -1,4 +1,4 @@
-"""A model whose local parameters are all in one global table: for training in one place, or averaging everything."""
+"""A model whose local parameters are rows of global tables: for central training, or for averaging everything."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def client_table(model: Model, num_clients: int, *, feature: str = "client") -> 
     """Make every client's local parameters rows of global tables.
 
     The global parameters become `{"shared": ..., "locals": ...}`, with the clients first in every leaf of `locals`; a
-    batch names each example's client in `feature`. There is nothing local left, so that the model can be trained where
-    all data is in one place, or by federated averaging of everything.
+    batch has each example's client in `feature`. Nothing is local any more, so the model can be trained centrally, on
+    all data in one place, or by federated averaging of everything.
 
     Args:
       model: a partially local model.
@@ -34,7 +34,8 @@ def client_table(model: Model, num_clients: int, *, feature: str = "client") -> 
 
     if model.state is not None:
         raise ValueError(
-            "a table of clients predicts for one example at a time; a model with statistics of batches cannot"
+            "`client_table` predicts one example at a time, which a model with batch statistics cannot; "
+            "make the model with state='frozen'"
         )
 
     def each(params: Params, batch: Batch, step: Step | None) -> Any:

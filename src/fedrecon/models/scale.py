@@ -1,4 +1,4 @@
-"""A model of ratings in their own scale: it works with mean 0 and deviation 1 inside, and predicts within the scale."""
+"""Standardised ratings: a model works with mean 0 and deviation 1 inside, and predicts in the ratings' own scale."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def standardized(
     high: float = math.inf,
     feature: str = "rating",
 ) -> Model:
-    """Let a model predict ratings of mean 0 and deviation 1, and turn what it predicts into ratings as they are given.
+    """Standardise ratings: the model predicts with mean 0 and deviation 1, and its predictions are scaled back.
 
-    The loss is the squared error divided by the variance, so that no learning rate, ridge or prior depends on the unit
-    of the ratings. What is predicted in use and measured stays between `low` and `high`; what is trained and
-    reconstructed does not, since a clipped prediction has no slope. Metrics see ratings as they are given.
+    The loss is the squared error divided by the variance, so learning rates, ridges and priors do not depend on the
+    unit of the ratings. Predictions are clipped to `low` and `high` in use and in evaluation, but not in training and
+    reconstruction, since a clipped prediction has no gradient. Metrics see ratings in their own scale.
 
     Args:
-      model: one with the squared error as its loss, and one prediction an example.
+      model: one with the squared error as its loss, and one prediction per example.
       mean: of the ratings.
       deviation: of the ratings, above 0.
-      low: no prediction is below.
-      high: no prediction is above.
+      low: the lowest prediction.
+      high: the highest prediction.
       feature: the feature that holds the ratings.
     """
     if not (deviation > 0 and math.isfinite(deviation) and math.isfinite(mean)):
         raise ValueError(f"`mean` is {mean}, `deviation` is {deviation}; they must be finite, the deviation above 0")
     if not low <= high:
-        raise ValueError(f"`low` is {low}, `high` is {high}; the scale must not end before it begins")
+        raise ValueError(f"`low` is {low}, `high` is {high}; `low` must not be above `high`")
 
     def fit(params: Params, local: Params, batch: Batch, step: Step) -> Any:
         return mean + deviation * predict_in(model, params, local, batch, step)

@@ -17,9 +17,9 @@ from fedrecon.trees import Params
 def learned_default(model: Model) -> Model:
     """Make the starting point of reconstruction a global parameter.
 
-    The global parameters become `{"shared": ..., "default_local": ...}`. In training the default receives the
-    gradient of the query loss at the rebuilt local parameters (or, in second order, the gradient through R), never
-    the local parameters themselves.
+    The global parameters become `{"shared": ..., "default_local": ...}`. In training the default gets the gradient of
+    the query loss at the reconstructed local parameters (or, in second order, the gradient through R). The local
+    parameters themselves never leave the client.
 
     Args:
       model: one that has local parameters and no learned default yet.
@@ -28,7 +28,7 @@ def learned_default(model: Model) -> Model:
       The same model with `default_local` set.
     """
     if model.default_local is not None:
-        raise ValueError("the model's default is learned already")
+        raise ValueError("the model already has a learned default")
 
     def init_global(key: Array) -> Params:
         shared_key, local_key = jax.random.split(key)
@@ -49,14 +49,22 @@ def learned_default(model: Model) -> Model:
 
 
 def within_shared(function: Callable[..., Params] | None) -> Callable[..., Params] | None:
-    """Return a function of a model's global parameters as one of parameters that hold them under `shared`."""
+    """Return a function of a model's global parameters that finds them under `shared`.
+
+    Args:
+      function: its first argument is the global parameters; None stays None.
+    """
     if function is None:
         return None
     return lambda params, *rest: function(params["shared"], *rest)
 
 
 def state_within_shared(state: State | None) -> State | None:
-    """Return a model's state where its global parameters are held under `shared`."""
+    """Return a model's state for when its global parameters are under `shared`.
+
+    Args:
+      state: of the model; None stays None.
+    """
     if state is None:
         return None
     known = state

@@ -1,4 +1,4 @@
-"""Batches: how several clients go through their examples side by side, each as far as it has any."""
+"""Batches: several clients go through their examples side by side, each until its own examples end."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from jax import Array
 from fedrecon.cohort import Examples
 from fedrecon.model import Batch
 
-# (what is folded, batch, mask, what else the client has) -> what is folded, of one client
+# (carry, batch, mask, the client's context) -> carry, of one client
 Step = Callable[[Any, Batch, Array, Any], Any]
 
 
 def number_of_batches(examples: Examples, size: int) -> Array:
-    """Return how many batches each client has, `(clients,)`; the last may be partial."""
+    """Return how many batches each client has, `(clients,)`; the last may be partial.
+
+    Args:
+      examples: of several clients.
+      size: examples of a batch.
+    """
     return -(-examples.count // size)
 
 
 def batch_places(examples: Examples, number: Array, size: int, *, cyclic: bool) -> tuple[Array, Array]:
-    """Say where the examples of a batch are, and which of them count.
+    """Return the positions of a batch's examples, and which of them are not padding.
 
-    Padding is never read. A partial batch is filled up with the client's last example; or, with `cyclic`, with its
-    examples from the first on, for models that look at statistics of a batch and cannot be given a mask.
+    A partial batch is padded with copies of the client's last example; or, with `cyclic`, with its examples from the
+    first on, for models that use statistics of a batch and take no mask.
 
     Args:
       examples: of several clients.
       number: `(clients,)` which batch of each client.
       size: examples of a batch.
-      cyclic: how a partial batch is filled up.
+      cyclic: how to pad a partial batch.
 
     Returns:
-      Places and mask, both `(clients, size)`.
+      Positions and mask, both `(clients, size)`.
     """
     index = number[:, None] * size + jnp.arange(size)
     mask = index < examples.count[:, None]
@@ -43,7 +48,12 @@ def batch_places(examples: Examples, number: Array, size: int, *, cyclic: bool) 
 
 
 def take_batch(columns: Any, index: Array) -> Any:
-    """Take `(clients, batch)` places of columns of `(clients, examples, ...)`."""
+    """Take one batch of each client.
+
+    Args:
+      columns: of `(clients, examples, ...)`.
+      index: `(clients, batch)` positions of the examples.
+    """
     pick = jax.vmap(lambda column, at: column.at[at].get(mode="promise_in_bounds"))
     return jax.tree.map(lambda column: pick(column, index), dict(columns))
 
@@ -54,12 +64,13 @@ def fold_batches(
     """Fold a function over the batches of several clients, once through all examples.
 
     Args:
-      step: of one client. A client without a next batch is given one whose mask is all false.
-      start: what is folded, clients first.
-      held: what else each client has, clients first.
+      step: `(carry, batch, mask, held) -> carry` of one client. A client without another batch gets one whose mask is
+        all false.
+      start: the initial carry, clients first.
+      held: what each client holds fixed, clients first.
       examples: of each client.
       size: examples of a batch; None for all at once.
-      cyclic: how a partial batch is filled up (see `batch_places`).
+      cyclic: how to pad a partial batch (see `batch_places`).
     """
     length = next(iter(examples.columns.values())).shape[1]
     size = length if size is None else min(size, length)

@@ -23,13 +23,13 @@ from fedrecon.trees import Params
 
 
 class Carry(NamedTuple):
-    """What several clients have between two steps, clients first in every leaf.
+    """The state of several clients between two steps, clients first in every leaf.
 
     Attributes:
       params: what is solved for, without lookup tables.
-      changes: of lookup tables, `(clients, rows, ...)`: how the client's rows have changed so far.
-      state: the optimizer's, for both together.
-      sums: of loss and metrics, `(clients, metrics, 2)`.
+      changes: for every lookup table, `(clients, rows, ...)` how the client's rows have changed so far.
+      state: of the optimizer, for both together.
+      sums: `(clients, metrics, 2)` of loss and metrics.
     """
 
     params: Params
@@ -39,13 +39,13 @@ class Carry(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One step of several clients: which examples each takes, and who takes it at all.
+    """One step of several clients: the examples of each, and which clients take the step.
 
     Attributes:
-      places: `(clients, batch)` where the examples are.
-      mask: `(clients, batch)` which of them count.
+      places: `(clients, batch)` positions of the examples.
+      mask: `(clients, batch)` false for padding.
       active: `(clients,)` whether the client takes this step.
-      keys: of the clients for this step; None where nothing is random.
+      keys: of the clients for this step; None if nothing is random.
     """
 
     places: Array
@@ -62,13 +62,15 @@ def gradient_descent(
     epochs: int = 1,
     steps: int | None = None,
 ) -> Solver:
-    """Descend the loss in batches, in the order of the examples, with a fresh optimizer for every client.
+    """Minimise the loss by gradient descent in batches, with a fresh optimizer state for every client.
+
+    Batches follow the order of the examples.
 
     Args:
       optimizer: any optax optimizer.
       batch_size: examples of a step; a client's last batch may be smaller.
       epochs: how often a client goes through its examples.
-      steps: at most this many steps; None for no cap. 0 leaves the parameters as they started.
+      steps: at most this many steps; None for no limit. 0 leaves the parameters as they started.
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1")
@@ -87,7 +89,7 @@ def gradient_descent(
 
         def advance(t: Array, carry: Carry) -> Carry:
             number = t + 0 * batches if epochs == 1 else t % jnp.maximum(batches, 1)
-            # What fills a partial batch up may enter its statistics where the model has a `fit` of its own.
+            # If the model has a `fit`, padding may enter the statistics of a batch, so it must be real examples.
             index, mask = batch_places(examples, number, batch_size, cyclic=problem.objective.fit is not None)
             active = t < todo
             return step(carry, Turn(index, mask & active[:, None], active, _keys_of_step(problem, t)))
@@ -108,7 +110,7 @@ def _start(problem: Problem, optimizer: optax.GradientTransformation) -> Carry:
     clients = problem.examples.count.shape[0]
     changes = {} if problem.tables is None else problem.tables.unchanged(clients)
     solved = {**problem.params, **changes} if changes else problem.params
-    # The number of clients is explicit, since there may be nothing to solve for.
+    # `axis_size` is explicit, since there may be no leaves to solve for.
     state = jax.vmap(optimizer.init, axis_size=clients)(solved)
     return Carry(problem.params, changes, state, no_sums(problem.objective.model, problem.examples))
 
@@ -120,7 +122,7 @@ def _keys_of_step(problem: Problem, t: Array) -> Array | None:
 
 
 def _longest(examples: Examples, batch_size: int, epochs: int, steps: int | None) -> int:
-    """Return how many steps a client takes whose examples fill the arrays."""
+    """Return how many steps a client takes if its examples fill the arrays."""
     most = -(-next(iter(examples.columns.values())).shape[1] // batch_size) * epochs
     return most if steps is None else min(most, steps)
 
@@ -138,7 +140,7 @@ def _loop(
     optimizer: optax.GradientTransformation,
     batch_size: int,
 ) -> Carry:
-    """Take as many steps as any client has, the first ones on the first rows of growing tables alone."""
+    """Take as many steps as any client has. Early steps work only on the first rows of growing tables."""
     labels = state_labels(optimizer, _first(problem.params)) if problem.grows else []
     t = jnp.int32(0)
     for phase in phases(problem.params, problem.grows, batch_size):
@@ -153,12 +155,12 @@ def _until(until: Array, advance: Callable[[Array, Carry], Carry], t: Array, car
 
 
 def _alone(problem: Problem) -> bool:
-    """Say whether no step is run that its client does not take."""
+    """Return whether every step that runs is one that its client takes."""
     return problem.examples.count.shape[0] == 1 and not problem.differentiable
 
 
 def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Callable[[Carry, Turn], Carry]:
-    """Step on whole parameters: every client has its own copy."""
+    """Return a step on whole parameters, of which every client has its own copy."""
     objective, alone = problem.objective, _alone(problem)
 
     def one(
@@ -183,10 +185,11 @@ def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Ca
 
 
 def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: bool) -> Callable[[Carry, Turn], Carry]:
-    """Step on the rows of a batch: gradients, state and updates of no other row are ever formed.
+    """Return a step on the rows of a batch, which never forms gradients, state or updates of other rows.
 
-    Exact for optimizers whose reach is `each` or `rows`; `each` spares summing repeats first. The change of a row is
-    kept apart from its value: the values stay where all clients share them, and the changes are what a client returns.
+    It is exact for optimizers whose reach is `each` or `rows`; with `each`, the gradients of repeated rows need not be
+    summed first. Changes of rows are separate from their values: all clients share the values, and a client returns
+    only its changes.
     """
     objective, tables, alone = problem.objective, problem.tables, _alone(problem)
     assert tables is not None
@@ -196,7 +199,7 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
     def one(
         carry: Carry, context: Any, batch: Batch, slots: Batch, mask: Array, active: Array, key: Array | None
     ) -> _RowUpdate:
-        fetched = tables.fetch(carry.changes, batch, slots)
+        fetched = tables.fetch(carry.changes, batch, slots)  # rows: (ids, ...), slot: (ids,) of each table
 
         def loss(trained: Params, rows: dict[str, Array]) -> tuple[Array, Array]:
             everything = {**trained, **fetched.as_tables(rows)}
@@ -208,7 +211,7 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
             merged = {path: merge_repeats(slot[path], row_grads[path]) for path in row_grads}
             row_grads = {path: pair[0] for path, pair in merged.items()}
             slot = {path: pair[1] for path, pair in merged.items()}
-        state = _rows_of_state(carry.state, labels, fetched.slot)
+        state = _rows_of_state(carry.state, labels, fetched.slot)  # of tables, (ids, ...)
         solved = {**carry.params, **fetched.rows}
         updates, new_state = optimizer.update({**grads, **row_grads}, state, solved)
         if not alone:
@@ -218,7 +221,7 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
         return _RowUpdate(params, {path: updates[path] for path in slot}, new_state, slot, jnp.where(active, sums, 0))
 
     def advance(carry: Carry, turn: Turn) -> Carry:
-        batch = take_batch(problem.examples.columns, turn.places)
+        batch = take_batch(problem.examples.columns, turn.places)  # (clients, batch, ...)
         slots = take_batch(tables.slots, turn.places)
         new = jax.vmap(one)(carry, problem.context, batch, slots, turn.mask, turn.active, turn.keys)
         changes = {path: change_rows(carry.changes[path], new.slot[path], new.rows[path]) for path in carry.changes}
@@ -234,17 +237,17 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
 
 
 class _RowUpdate(NamedTuple):
-    """What one client's step comes to: new parameters and sums, updates and new state of the batch's rows."""
+    """The result of one client's step: new parameters and sums, updates and new state of the batch's rows."""
 
     params: Params
     rows: dict[str, Array]  # table -> (ids, ...) updates
     state: Any  # of whole parameters, and of the batch's rows
-    slot: dict[str, Array]  # table -> (ids,) where the rows are in the client's list; beyond its end for repeats
+    slot: dict[str, Array]  # table -> (ids,) positions in the client's list of rows; past its end for repeats
     sums: Array
 
 
 def _rows_of_state(state: Any, labels: list[str | None], slot: dict[str, Array]) -> Any:
-    """Take from an optimizer's state, of tables, the rows of a batch."""
+    """Return an optimizer's state with only the batch's rows of lookup tables."""
     leaves, structure = jax.tree.flatten(state)
     small = [leaf[slot[label]] if label in slot else leaf for leaf, label in zip(leaves, labels, strict=True)]
     return jax.tree.unflatten(structure, small)

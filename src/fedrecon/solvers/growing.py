@@ -1,4 +1,4 @@
-"""Growing tables: copies of rows numbered in the order of first use, so that early steps need only the first rows."""
+"""Growing tables: rows are numbered in the order of first use, so early steps touch only the first rows of a copy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PHASES = 4
 
 
 class Phase(NamedTuple):
-    """A run of steps that touch only the first rows of growing tables.
+    """Consecutive steps that touch only the first rows of growing tables.
 
     Attributes:
-      stop: the step before which it ends; None for the last phase.
-      rows: of each growing table, how many rows its steps can have touched by its end; empty where none grows.
+      stop: the step before which the phase ends; None for the last phase.
+      rows: for each growing table, how many rows can have been touched by the end of the phase; empty if none grows.
     """
 
     stop: int | None
@@ -34,14 +34,14 @@ def phases(params: Params, grows: Mapping[str, int], batch_size: int) -> list[Ph
     """
     if not grows:
         return [Phase(None, {})]
-    capacity = {path: params[path].shape[1] for path in grows}
-    found = []
+    capacity = {path: params[path].shape[1] for path in grows}  # of (clients, rows, ...)
+    earlier = []
     for halvings in reversed(range(1, PHASES)):
         rows = {path: capacity[path] >> halvings for path in grows}
         stop = min(rows[path] // (ids * batch_size) for path, ids in grows.items())
         if stop > 0:
-            found.append(Phase(stop, rows))
-    return [*found, Phase(None, capacity)]
+            earlier.append(Phase(stop, rows))
+    return [*earlier, Phase(None, capacity)]
 
 
 def cut(carry: Any, rows: Mapping[str, int], labels: Sequence[Any]) -> Any:
@@ -50,7 +50,7 @@ def cut(carry: Any, rows: Mapping[str, int], labels: Sequence[Any]) -> Any:
     Args:
       carry: with `params` and `state`, clients first.
       rows: how many rows of each table; empty to keep all.
-      labels: of the leaves of the state, the table they belong to.
+      labels: for each leaf of the state, the table that it belongs to.
     """
     if not rows:
         return carry
@@ -61,7 +61,14 @@ def cut(carry: Any, rows: Mapping[str, int], labels: Sequence[Any]) -> Any:
 
 
 def put_back(carry: Any, part: Any, rows: Mapping[str, int], labels: Sequence[Any]) -> Any:
-    """Undo `cut`, with what has changed in `part`."""
+    """Undo `cut`: put the changed first rows back into the whole tables.
+
+    Args:
+      carry: as it was given to `cut`.
+      part: what `cut` returned, changed.
+      rows: as given to `cut`.
+      labels: as given to `cut`.
+    """
     if not rows:
         return part
     params = {

@@ -1,4 +1,4 @@
-"""Least squares as a solver: for squared-error models that are linear in what is solved for."""
+"""Least squares as a solver: for models with a squared error that are linear in what is solved for."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fedrecon.recipes import recorded
 from fedrecon.solvers.problem import Objective, Problem, Solution, Solver
 from fedrecon.trees import Params, by_pattern, flatten, unflatten
 
-Ridge = float | Mapping[str, Any]  # of everything, or by pattern; of a leaf one number, or one for each of its entries
-MOST_SOLVED_FOR = 2048  # least squares forms a square matrix of this side for every client
+Ridge = float | Mapping[str, Any]  # one for all, or by pattern: a number for a leaf, or one for each of its entries
+MOST_SOLVED_FOR = 2048  # numbers per client: least squares forms a square matrix of this side for every client
 
 
 @recorded
 def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
-    """Solve a squared-error model that is linear in what is solved for, at once and exactly.
+    """Solve exactly, in one step, for models with a squared error that are linear in what is solved for.
 
-    Minimises the sum of squared errors plus `ridge` times the squared distance from where the parameters started,
-    which is zero-centred ridge regression for parameters that start near zero, and draws clients with little
-    data towards the default where one is learned. The loss may be a multiple of the squared error.
+    Minimises the sum of squared errors plus `ridge` times the squared distance from where the parameters started. For
+    parameters that start near zero this is ordinary ridge regression; with a learned default it pulls clients with
+    little data towards the default. The loss may be a multiple of the squared error.
 
     Args:
-      ridge: above 0, so that clients with less data than parameters have a solution too. A mapping from patterns on
-        paths of what is solved for to values, such as `{"user_bias": 5.0, "*": 1.0}`; the first that matches counts. A
-        value may be an array that has the parameter's shape.
+      ridge: above 0, so that clients with fewer examples than parameters have a solution too. One value, or a mapping
+        from patterns on paths of what is solved for to values, such as `{"user_bias": 5.0, "*": 1.0}`; the first
+        pattern that matches applies. A value may be an array in the parameter's shape.
       limit: use at most this many examples of a client.
     """
     for value in ridge.values() if isinstance(ridge, Mapping) else [ridge]:
@@ -48,7 +48,10 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
             mask = jnp.arange(next(iter(batch.values())).shape[0]) < count
             start, restore = ravel_pytree(params)
             if start.size > MOST_SOLVED_FOR:
-                raise ValueError(f"least squares would solve for {start.size} numbers; at most {MOST_SOLVED_FOR}")
+                raise ValueError(
+                    f"least squares would solve for {start.size} numbers; it can solve for at most {MOST_SOLVED_FOR}; "
+                    "use gradient_descent"
+                )
 
             def predict(vector: Array) -> Array:
                 return _fit(objective, restore(vector), context, batch, mask)
@@ -75,18 +78,18 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
 
 
 def _fit(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> Array:
-    """Predict as a step of training does, which for some models is not what they predict in use."""
+    """Predict as in a training step, which for some models differs from their predictions in use."""
     if objective.fit is None:
         return objective.predict(params, context, batch)
     return objective.fit(params, context, batch, Step(mask, None))
 
 
 def _ridges(ridge: Ridge, params: Params) -> Array:
-    """Return the ridge of every number that is solved for."""
+    """Return the ridge of every number that is solved for, `(parameters,)`."""
     leaves, structure = flatten(params)
     values = by_pattern(ridge, "ridge", params)
     if without := [path for path in leaves if path not in values]:
-        raise ValueError(f"`ridge` has no pattern for {without[0]!r}; add one, such as '*' for all that are left")
+        raise ValueError(f"`ridge` has no pattern for {without[0]!r}; add one, such as '*' for all others")
     full = {
         path: jnp.broadcast_to(jnp.asarray(values[path], jnp.float32), jnp.shape(leaf)) for path, leaf in leaves.items()
     }
@@ -96,8 +99,12 @@ def _ridges(ridge: Ridge, params: Params) -> Array:
 def solve_positive(matrix: Array, vector: Array) -> Array:
     """Solve a symmetric positive definite system, by elimination without pivots.
 
-    LAPACK's Cholesky would do a sixth of the arithmetic, but called from two CPU devices at once it can wait for itself
-    for ever, and it is not there on every device that a client may run on. Gradients come from one more solve.
+    LAPACK's Cholesky would need a sixth of the arithmetic, but it can deadlock when two CPU devices call it at once,
+    and not every device that a client runs on has it. Gradients take one more solve.
+
+    Args:
+      matrix: `(parameters, parameters)`.
+      vector: `(parameters,)`.
     """
     size = vector.shape[0]
 
@@ -112,9 +119,9 @@ def solve_positive(matrix: Array, vector: Array) -> Array:
 
 
 def _error(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
-    """Return the error of predictions under a loss c (p - y)^2, which is (p - y), and the weights, c times the model's.
+    """Return the errors (p - y) of predictions p under a loss c (p - y)^2, and the weights, c times the model's.
 
-    The slope is 2 c (p - y), and the slope of the slope is 2 c: both follow from the loss alone.
+    Both follow from the loss alone: its first derivative is 2 c (p - y), and its second is 2 c.
     """
 
     def slope(predictions: Array) -> tuple[Array, Array]:
@@ -130,10 +137,10 @@ def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Arra
 
 
 def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
-    """Fail unless predictions are affine in the parameters and the loss is the squared error."""
+    """Raise an error unless predictions are affine in the parameters and the loss is the squared error."""
     if objective.model.state is not None and objective.model.state.local:
         raise ValueError(
-            "least squares predicts with local statistics, which are rebuilt only after it; "
+            "least squares needs predictions that do not use local statistics, which are only set after it; "
             "use gradient_descent, or give the model state='averaged' or state='frozen'"
         )
 
@@ -152,10 +159,10 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
     bend, scale, values, squares = (np.asarray(x) for x in try_out(params, context, batch))
     if not np.all(np.abs(bend) <= 1e-3 * scale):
         raise ValueError(
-            "least squares needs predictions that are linear in what is solved for, and these are not; "
+            "least squares needs predictions that are linear in what is solved for, but these are not; "
             "use gradient_descent"
         )
     if values.shape != squares.shape or not np.allclose(values, squares, 1e-3, 1e-4):
         raise ValueError(
-            "least squares needs the squared error as the loss, one value a prediction; use gradient_descent"
+            "least squares needs the squared error as the loss, one value per prediction; use gradient_descent"
         )

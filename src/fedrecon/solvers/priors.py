@@ -1,4 +1,4 @@
-"""What the server believes of the global parameters before it sees any client: priors around zero, and certainty."""
+"""Priors on global parameters for the server's optimizer: a ridge around zero, or a constant value."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fedrecon.trees import Which, by_pattern, flatten, matcher, unflatten
 def with_prior(
     optimizer: optax.GradientTransformation, prior: float | Mapping[str, float], *, examples: float
 ) -> optax.GradientTransformation:
-    """Let the server's optimizer minimise the loss over all clients' examples plus a ridge on global parameters.
+    """Add a ridge on global parameters to what the server's optimizer minimises.
 
-    The optimizer is given `examples * gradient + prior * parameters`, where `gradient` is the mean over the examples of
-    a cohort, an estimate of the mean over everybody's. So uploads should be weighted by examples, and be plain
-    gradients: one step of SGD with rate 1. What is minimised is the sum of all losses plus
+    The optimizer gets `examples * gradient + prior * parameters`, where `gradient` is the mean over the examples of a
+    cohort, an estimate of the mean over all clients' examples. So uploads should be weighted by examples, and be plain
+    gradients: one step of SGD with rate 1. The server then minimises the sum of all losses plus
     `prior / 2 * |parameters|^2`.
 
-    Without it, rows of a table that few clients have rated follow their noise.
+    Without a prior, table rows that few clients use are fitted to noise.
 
     Args:
-      optimizer: any optimizer; it sees gradients of sums, so that adaptive ones fit best.
+      optimizer: any optimizer; it gets gradients of sums, so adaptive ones fit best.
       prior: one value for all global parameters, or a mapping from patterns on their paths to values; parameters that
-        no pattern matches have none.
+        no pattern matches have no prior.
       examples: how many examples all clients together would update on, as counted in round zero.
     """
     for value in prior.values() if isinstance(prior, Mapping) else [prior]:
@@ -45,11 +45,12 @@ def with_prior(
 
 
 def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> optax.GradientTransformation:
-    """Let the server's optimizer leave some global parameters as they are.
+    """Keep some global parameters at their initial value.
 
     Args:
-      optimizer: of all others.
-      which: the parameters: a glob pattern on the path, several of them, or a predicate `(path, leaf) -> bool`.
+      optimizer: for all other parameters.
+      which: the parameters to keep: a glob pattern on the path, several of them, or a predicate
+        `(path, leaf) -> bool`.
     """
 
     def labels(params: Any) -> Any:

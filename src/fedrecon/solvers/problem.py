@@ -18,14 +18,14 @@ from fedrecon.trees import Params, divide
 
 
 class Objective(NamedTuple):
-    """What one client minimises: the model's loss, seen as a function of what is solved for.
+    """What one client minimises: the model's loss as a function of what is solved for.
 
     Attributes:
-      model: whose loss and metrics are taken.
-      predict: `(what is solved for, what else this client has, batch) -> predictions`.
-      fit: the same in a step of training, `(..., batch, step) -> predictions`; None where there is no difference.
-      penalty: `(what is solved for, what else this client has) -> number`, added to the mean loss of every batch: a
-        pull towards the server's parameters, say. None for nothing.
+      model: its loss is minimised, and its metrics are measured.
+      predict: `(params, context, batch) -> predictions`, where `params` is solved for and `context` is held fixed.
+      fit: the same in a training step, `(params, context, batch, step) -> predictions`; None if there is no difference.
+      penalty: `(params, context) -> number`, added to the mean loss of every batch, such as a pull towards the server's
+        parameters; None for none.
     """
 
     model: Model
@@ -36,7 +36,15 @@ class Objective(NamedTuple):
     def measure(
         self, params: Params, context: Any, batch: Batch, mask: Array, step: Step | None = None
     ) -> tuple[Array, Array]:
-        """Return what is minimised on a batch, and the sums of loss and metrics; with `step`, as training sees them."""
+        """Return the objective on a batch, and the sums of loss and metrics, `(metrics, 2)`.
+
+        Args:
+          params: what is solved for.
+          context: what the client holds fixed.
+          batch: features of `(examples, ...)`.
+          mask: `(examples,)`, false for padding.
+          step: the training step, to predict as in training; None to predict as in use.
+        """
         if self.fit is None or step is None:
             predictions = self.predict(params, context, batch)
         else:
@@ -46,11 +54,11 @@ class Objective(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """What several clients found, clients first in every leaf.
+    """The solutions of several clients, clients first in every leaf.
 
     Attributes:
       params: the solution, without lookup tables.
-      changes: for every lookup table, the change of each row in the client's list.
+      changes: for every lookup table, `(clients, rows, ...)` the change of each row in the client's list.
       sums: `(clients, metrics, 2)` over the examples, each measured before the step that used it.
       examples: `(clients,)` how many examples were processed, counting every epoch.
       steps: `(clients,)` how many steps were taken.
@@ -68,15 +76,15 @@ class Problem(NamedTuple):
 
     Attributes:
       objective: what is minimised.
-      params: where it starts, clients first.
-      context: what else each client has, clients first.
-      examples: what it is minimised on.
-      tables: lookup tables to be changed by rows, beside `params`; None for none.
-      grows: those of `params` that are copies of rows numbered in the order of the examples, and how many ids an
-        example has: a step need not look at rows that no step so far has touched.
-      measured: whether sums of metrics are wanted.
-      differentiable: whether gradients must be able to flow back through the solution.
-      keys: of each client, for what is random in its steps; None where nothing is to be random.
+      params: the starting point, clients first.
+      context: what each client holds fixed, clients first.
+      examples: of each client.
+      tables: lookup tables that are changed by rows, besides `params`; None for none.
+      grows: paths of `params` that are copies of table rows numbered in the order of the examples, and how many ids an
+        example has. Early steps can skip rows that no step has touched yet.
+      measured: whether to sum the loss and the metrics.
+      differentiable: whether gradients must flow back through the solution.
+      keys: of each client, for what is random in its steps; None if nothing should be random.
     """
 
     objective: Objective
@@ -91,14 +99,14 @@ class Problem(NamedTuple):
 
 
 class Solver(NamedTuple):
-    """A way to solve for parameters.
+    """A way to solve for parameters, such as `gradient_descent` or `least_squares`.
 
     Attributes:
       solve: `Problem -> Solution`.
-      limit: no more than this many examples of a client are ever used; None for no limit.
-      reach: how much of a lookup table it must hold (see `lookups.reach`); "whole" if it cannot use them.
-      check: `(objective, params, context, batch, mask)` of one client; raises if this solver cannot solve that.
-      batch_size: how many examples a step sees; None for all.
+      limit: how many examples of a client it uses at most; None for no limit.
+      reach: returns how much of a lookup table it needs (see `lookups.reach`); "whole" if it cannot work on rows.
+      check: `(objective, params, context, batch, mask)` of one client; raises if this solver cannot solve it.
+      batch_size: how many examples a step uses; None for all.
     """
 
     solve: Callable[[Problem], Solution]
@@ -118,16 +126,16 @@ def solve_local(
     keys: Array | None = None,
     differentiable: bool = False,
 ) -> Params:
-    """Solve for the local parameters of several clients, the global ones frozen; local state stays as it started.
+    """Solve for the local parameters of several clients, with the global ones frozen. Local state stays unchanged.
 
     Args:
       model: a partially local model.
       solver: R.
-      params: the global parameters, shared by all clients.
+      params: the global parameters, the same for all clients.
       start: where the local parameters start, clients first.
-      support: what they are solved on.
-      keys: of each client, for what is random in its steps; None where nothing is to be random.
-      differentiable: whether gradients must be able to flow back.
+      support: of each client.
+      keys: of each client, for what is random in its steps; None if nothing should be random.
+      differentiable: whether gradients must flow back through the solution.
     """
     solved, held, join = divide(start, model.local_state)
     if not jax.tree.leaves(solved):
@@ -138,7 +146,13 @@ def solve_local(
 
 
 def local_objective(model: Model, params: Params, join: Callable[[Params, Params], Params]) -> Objective:
-    """Return what R minimises: the loss as a function of local parameters, `join(what is solved for, what is held)`."""
+    """Return what R minimises: the loss as a function of the local parameters that are solved for.
+
+    Args:
+      model: a partially local model.
+      params: the global parameters.
+      join: `(what is solved for, what is held fixed) -> local parameters`.
+    """
 
     def predict(solved: Params, held: Params, batch: Batch) -> Any:
         return model.predict(params, join(solved, held), batch)
@@ -150,7 +164,14 @@ def local_objective(model: Model, params: Params, join: Callable[[Params, Params
 
 
 def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:
-    """Return where a client's reconstruction starts: the learned default or else `fresh`, and what its support adds."""
+    """Return where a client's reconstruction starts.
+
+    Args:
+      model: a partially local model.
+      params: the global parameters.
+      fresh: where it starts if no default is learned.
+      support: of the client; a model with `evidence` adds what it computes from it.
+    """
     start = fresh if model.default_local is None else model.default_local(params)
     if model.evidence is None:
         return start
@@ -159,7 +180,18 @@ def start_local(model: Model, params: Params, fresh: Params, support: Examples) 
 
 
 def measure_all(objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int) -> Array:
-    """Measure several clients on all their examples, without solving: sums of `(clients, metrics, 2)`."""
+    """Measure several clients on all their examples, without solving.
+
+    Args:
+      objective: what to measure.
+      params: of each client, clients first.
+      context: what each client holds fixed, clients first.
+      examples: of each client.
+      batch_size: how many examples are measured at once.
+
+    Returns:
+      Sums of `(clients, metrics, 2)`.
+    """
 
     def step(total: Array, batch: Batch, mask: Array, mine: tuple[Params, Any]) -> Array:
         return total + jnp.where(jnp.any(mask), objective.measure(mine[0], mine[1], batch, mask)[1], 0)
@@ -168,5 +200,10 @@ def measure_all(objective: Objective, params: Params, context: Any, examples: Ex
 
 
 def no_sums(model: Model, examples: Examples) -> Array:
-    """Return the sums of loss and metrics over nothing."""
+    """Return zero sums of loss and metrics, `(clients, metrics, 2)`.
+
+    Args:
+      model: its metrics are summed.
+      examples: of the clients.
+    """
     return jnp.zeros((examples.count.shape[0], len(metric_names(model)), 2))

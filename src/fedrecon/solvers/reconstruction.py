@@ -1,4 +1,4 @@
-"""R for a block of clients: local parameters from their support, with the global ones frozen."""
+"""R for a block of clients: solve for local parameters on support, with the global ones frozen."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from fedrecon.trees import Params, divide
 
 
 class Reconstruction(NamedTuple):
-    """R: `run(global, kept, support, keys, keys of its steps) -> local`, its check and its limit.
+    """R, its check and its limit.
 
-    Without keys of steps nothing in the steps is random: so it is wherever `run` is not part of training.
+    Attributes:
+      run: `(global, kept, support, keys, keys of its steps) -> local`. Without keys of its steps, nothing in them is
+        random, as outside training.
+      check: `(global, local, batch, mask)` of one client; raises if the solver cannot reconstruct this model.
+      limit: how many support examples it uses at most; None for no limit.
     """
 
     run: Callable[..., Params]
@@ -27,7 +31,12 @@ class Reconstruction(NamedTuple):
 
 
 def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
-    """Reconstruct local parameters with a solver; without one, only models that solve for none can be."""
+    """Make R of a solver.
+
+    Args:
+      model: a partially local model.
+      solver: how local parameters are reconstructed; None for models without local parameters to solve for.
+    """
 
     def run(params: Params, kept: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
         del kept
@@ -35,7 +44,7 @@ def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
         local = jax.vmap(lambda mine, examples: start_local(model, params, mine, examples))(fresh, support)
         if jax.tree.leaves(divide(local, model.local_state).solved):
             if solver is None:
-                raise ValueError("the model has local parameters; give `reconstruct`, a way to reconstruct them")
+                raise ValueError("the model has local parameters; give `reconstruct`, a solver that reconstructs them")
             local = solve_local(model, solver, params, local, support, keys=of_steps)
         return settle(model, params, local, support)
 

@@ -1,4 +1,4 @@
-"""Leaves that examples set and no optimizer moves, such as running statistics: passes over examples that set them."""
+"""Set state from examples: leaves that no optimizer moves, such as running statistics."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fedrecon.model import Batch, Model, State
 from fedrecon.solvers.batches import fold_batches
 from fedrecon.trees import Params, flatten, unflatten
 
-SETTLE_BATCH = 64  # examples that statistics are taken over at once: of more, the mean over such batches
+SETTLE_BATCH = 64  # examples that statistics are computed over at once; of more examples, the mean over such batches
 
 
 def settle(model: Model, params: Params, local: Params, examples: Examples) -> Params:
     """Set the local state of several clients from their examples.
 
     A moving average (`State.momenta`) becomes the mean of the batches' own values, over batches of `SETTLE_BATCH`
-    examples: neither its first value nor its momentum matters. Any other leaf becomes the mean of what single batches
-    make of it. Without examples the state stays as it is.
+    examples; its initial value and its momentum do not matter. Any other leaf becomes the mean of its values after each
+    single batch. Without examples the state is unchanged.
 
     Args:
-      model: whose state it is.
-      params: the global parameters, shared by all clients.
+      model: its state is set.
+      params: the global parameters, the same for all clients.
       local: the local parameters, clients first.
       examples: of each client.
     """
@@ -34,7 +34,7 @@ def settle(model: Model, params: Params, local: Params, examples: Examples) -> P
 
     def add(total: dict[str, Array], batch: Batch, mask: Array, local: Params) -> dict[str, Array]:
         found = _of_batch(state, params, local, batch, mask)
-        # Clients that have had their last batch are given one without examples, whose statistics may be anything.
+        # After its last batch a client gets batches of padding, whose statistics mean nothing.
         counted = {path: jnp.where(jnp.any(mask), jnp.sum(mask) * value, 0) for path, value in found.items()}
         return {path: total[path] + counted[path].astype(total[path].dtype) for path in total}
 
@@ -50,9 +50,9 @@ def settle(model: Model, params: Params, local: Params, examples: Examples) -> P
 
 
 def _of_batch(state: State, params: Params, local: Params, batch: Batch, mask: Array) -> dict[str, Array]:
-    """Return what one batch says that one client's local state is.
+    """Return one client's local state as computed from one batch alone.
 
-    A moving average starts from 0 here, so that `1 - momentum` times the batch's value is all that it becomes.
+    Moving averages start from 0 here, so they become `1 - momentum` times the batch's value.
     """
     leaves, structure = flatten(local)
     empty = {path: jnp.zeros_like(leaves[path]) for path in state.momenta}
@@ -68,12 +68,12 @@ def advance_shared(
     batch_size: int | None,
     join: Callable[..., tuple[Params, Params]],
 ) -> dict[str, Array]:
-    """Advance the global state of several clients over their examples, batch by batch, as the layers themselves do.
+    """Advance the global state of several clients over their examples, batch by batch, as the layers do.
 
     Args:
       state: of the model.
-      shared: the state's leaves by path, clients first.
-      rest: what else each client has, clients first.
+      shared: the global state by path, clients first.
+      rest: what else each client needs to predict, clients first.
       examples: of each client.
       batch_size: examples of a batch; None for all.
       join: `(shared, rest) -> (global, local)` of one client.

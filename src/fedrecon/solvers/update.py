@@ -1,4 +1,4 @@
-"""U on global parameters: what a block of clients does to its copies of them, whole or by rows."""
+"""U for a block of clients: update copies of the global parameters on query, whole or by rows."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fedrecon.split import Split
 from fedrecon.trees import Params, Structure, divide, flatten, unflatten
 from fedrecon.upload import DELTA, RowChanges, Upload
 
-# (global, local that is solved for too, what else the client holds, its support, batch, step) -> predictions
+# (global, local parameters that are solved for too, context, support, batch, step) -> predictions
 Predict = Callable[[Params, Params, Any, Examples, Batch, Step | None], Any]
-# (global, what it is given) -> number that is added to the mean loss of every batch
+# (global, pull) -> number that is added to the mean loss of every batch
 Penalty = Callable[[Params, Any], Array]
 
-GLOBAL, LOCAL = "global/", "local/"  # before the paths of what is solved for
+GLOBAL, LOCAL = "global/", "local/"  # prefixes of the paths of what is solved for
 
 
 class Updated(NamedTuple):
-    """What a block of clients has after U.
+    """The result of U for a block of clients.
 
     Attributes:
-      upload: what leaves.
-      local: the local parameters, which do not.
+      upload: what leaves the clients.
+      local: the local parameters, which stay.
       steps: `(clients,)` how many steps were taken.
     """
 
@@ -45,11 +45,11 @@ class Held(NamedTuple):
     """What a client holds fixed in U, clients first in every leaf.
 
     Attributes:
-      context: what predictions need beside what is solved for.
-      support: its support examples, where gradients flow through them; else empty.
+      context: what predictions need besides what is solved for.
+      support: its support examples, if gradients flow through them; else empty.
       statistics: global state by path, which no step changes.
       local_state: local leaves that no step changes.
-      pull: what the penalty is given.
+      pull: the second argument of the penalty.
     """
 
     context: Any
@@ -59,14 +59,14 @@ class Held(NamedTuple):
     pull: Any
 
 
-class _Sent(NamedTuple):
+class _WorkingCopy(NamedTuple):
     """The global parameters as a block of clients works on them.
 
     Attributes:
-      copies: of what every client has a copy, by path, clients first; of lookup tables, copies of its rows.
+      copies: every client's copies, by path, clients first; of lookup tables, copies of the client's rows.
       tables: lookup tables that are changed by rows instead; None for none.
-      growing: the copies that are rows of lookup tables.
-      cohort: the block, with ids renumbered where tables were copied by rows.
+      growing: paths of the copies that are rows of lookup tables.
+      cohort: the block, with ids renumbered if tables were copied by rows.
     """
 
     copies: dict[str, Array]
@@ -78,21 +78,21 @@ class _Sent(NamedTuple):
 class Updater:
     """Runs U for blocks of clients.
 
-    How much of a lookup table a client works on depends on how far its optimizer reaches (see `lookups.reach`):
-    changes of the rows of each batch, a copy of the rows the client ever touches, or a copy of the whole table.
-    Either way the same numbers come out.
+    How much of a lookup table a client works on depends on the reach of its optimizer (see `lookups.reach`): changes of
+    the rows of each batch, a copy of all rows that the client touches, or a copy of the whole table. The results are
+    the same.
     """
 
     def __init__(self, model: Model, update: Solver, *, through_support: bool = False, penalty: Penalty | None = None):
-        """Prepare.
+        """Prepare to run U.
 
         Args:
-          model: whose global parameters are updated.
+          model: its global parameters are updated.
           update: the solver.
-          through_support: whether gradients also reach rows that only support examples touch. They do in any case
-            where the model takes evidence from support.
-          penalty: added to the mean loss of every batch, given the global parameters and what `run` is given as `pull`.
-            It may move rows that no example touches, so clients then work on whole tables.
+          through_support: whether gradients also reach rows that only support examples touch. They always do if the
+            model takes evidence from support.
+          penalty: `(global, pull) -> number`, added to the mean loss of every batch; `run` takes `pull`. A penalty may
+            move rows that no example touches, so clients then work on whole tables.
         """
         through_support = through_support or model.evidence is not None
         self.model, self._update, self._through_support = model, update, through_support
@@ -104,7 +104,12 @@ class Updater:
         self.groups = {path: group_name(features) for path, features in self._features.items()}
 
     def needs(self, split: Split, support_limit: int | None) -> Needs:
-        """Say what must be packed of a client's data."""
+        """Return which parts of a client's data to pack.
+
+        Args:
+          split: how examples become support and query.
+          support_limit: how many support examples are used at most; None for no limit.
+        """
         shapes = flatten(jax.eval_shape(lambda: self.model.init_global(jax.random.key(0))))[0]
         groups: dict[str, tuple[int, tuple[str, ...]]] = {}
         for path, features in self._features.items():
@@ -128,24 +133,24 @@ class Updater:
         """Run U.
 
         Args:
-          params: the global parameters as sent.
+          params: the global parameters that the server sent.
           cohort: the block of clients.
-          predict: predictions from the global parameters, `solved`, `context`, the client's support, a batch and,
-            while training, the step.
+          predict: `(global, solved, context, support, batch, step) -> predictions` of one client; `step` is None
+            outside training.
           context: what each client holds fixed, clients first.
-          solved: local parameters to solve for beside the global ones, clients first.
+          solved: local parameters to solve for besides the global ones, clients first.
           keys: of each client, for what is random in its steps.
-          pull: what the penalty is given, clients first.
+          pull: the second argument of the penalty, clients first.
         """
         leaves, structure = flatten(params)
-        sent = self._send(leaves, cohort)
+        working = self._working_copy(leaves, cohort)
         state = self.model.state
-        statistics = {path: sent.copies[path] for path in (state.shared if state else ())}
+        statistics = {path: working.copies[path] for path in (state.shared if state else ())}
         local = divide(solved, self.model.local_state if jax.tree.leaves(solved) else ())
         local_leaves, local_structure = flatten(local.solved)
-        trained = {GLOBAL + path: leaf for path, leaf in sent.copies.items() if path not in statistics}
+        trained = {GLOBAL + path: leaf for path, leaf in working.copies.items() if path not in statistics}
         trained |= {LOCAL + path: leaf for path, leaf in local_leaves.items()}
-        support = sent.cohort.support if self._through_support else ()
+        support = working.cohort.support if self._through_support else ()
         held = Held(context, support, statistics, local.held, pull)
 
         def local_of(trained: Mapping[str, Any], local_state: Params) -> Params:
@@ -156,24 +161,24 @@ class Updater:
                 self._objective(predict, structure, local_of),
                 trained,
                 held,
-                sent.cohort.query,
-                sent.tables,
-                grows={} if self._through_support else {GLOBAL + p: self._ids(p, cohort) for p in sent.growing},
+                working.cohort.query,
+                working.tables,
+                grows={} if self._through_support else {GLOBAL + p: self._ids(p, cohort) for p in working.growing},
                 keys=keys,
             )
         )
         mine = local_of(solution.params, local.held)
         after = _under(GLOBAL, solution.params)
         if statistics:
-            others = after | self._changed(sent, solution, cohort)
+            others = after | self._changed(working, solution, cohort)
             rest = (others, mine if jax.tree.leaves(mine) else context)
-            after |= self._advance_statistics(statistics, rest, sent, structure)
-        delta = {path: after[path] - copy for path, copy in sent.copies.items()} | _under(GLOBAL, solution.changes)
+            after |= self._advance_statistics(statistics, rest, working, structure)
+        delta = {path: after[path] - copy for path, copy in working.copies.items()} | _under(GLOBAL, solution.changes)
         upload = self._upload({path: delta[path] for path in leaves}, leaves, cohort, solution)
         return Updated(upload, mine, solution.steps)
 
     def _objective(self, predict: Predict, structure: Structure, local_of: Callable[..., Params]) -> Objective:
-        """Return what U minimises, as a function of what is solved for and of what a client holds."""
+        """Return what U minimises, as a function of what is solved for and of what is held fixed."""
 
         def params_of(trained: Mapping[str, Any], held: Held) -> Params:
             return unflatten(structure, {**_under(GLOBAL, trained), **held.statistics})
@@ -191,11 +196,11 @@ class Updater:
         )
 
     def _ids(self, path: str, cohort: Cohort) -> int:
-        """Count the ids that one example has of a table."""
+        """Return how many ids of a table one example has."""
         return sum(math.prod(cohort.slots[feature].shape[2:]) for feature in self._features[path])
 
-    def _send(self, leaves: dict[str, Array], cohort: Cohort) -> _Sent:
-        """Lay out the global parameters: copies for every client, and lookup tables that are changed by rows."""
+    def _working_copy(self, leaves: dict[str, Array], cohort: Cohort) -> _WorkingCopy:
+        """Copy the global parameters for every client, except lookup tables that are changed by rows."""
         clients = cohort.query.count.shape[0]
         rows = {path: cohort.rows[group] for path, group in self.groups.items()}
         dense = {
@@ -204,7 +209,7 @@ class Updater:
             if path not in rows
         }
         if not rows:
-            return _Sent(dense, None, (), cohort)
+            return _WorkingCopy(dense, None, (), cohort)
         if self._by_steps:
             tables = Tables(
                 {GLOBAL + path: jnp.asarray(leaves[path]) for path in rows},
@@ -212,12 +217,12 @@ class Updater:
                 cohort.slots,
                 {GLOBAL + path: ids.shape[1] for path, ids in rows.items()},
             )
-            return _Sent(dense, tables, (), cohort)
+            return _WorkingCopy(dense, tables, (), cohort)
         copies = {path: jnp.asarray(leaves[path]).at[ids].get(mode="promise_in_bounds") for path, ids in rows.items()}
-        return _Sent({**dense, **copies}, None, tuple(copies), self._renumbered(cohort))
+        return _WorkingCopy({**dense, **copies}, None, tuple(copies), self._renumbered(cohort))
 
     def _upload(self, delta: dict[str, Array], leaves: Mapping[str, Any], cohort: Cohort, solution: Solution) -> Upload:
-        """Put together what leaves: of lookup tables, the changes of a client's rows and which rows these are."""
+        """Make the upload; of lookup tables, it has the ids and the changes of a client's rows."""
 
         def change(path: str) -> Any:
             group = self.groups.get(path)
@@ -227,21 +232,21 @@ class Updater:
 
         return Upload({DELTA: {path: change(path) for path in delta}}, solution.examples, solution.sums)
 
-    def _changed(self, sent: _Sent, solution: Solution, cohort: Cohort) -> dict[str, Array]:
-        """Copy each client's rows of the lookup tables that it changed by rows, as they are now."""
-        if sent.tables is None:
+    def _changed(self, working: _WorkingCopy, solution: Solution, cohort: Cohort) -> dict[str, Array]:
+        """Return each client's rows, after U, of the lookup tables that were changed by rows."""
+        if working.tables is None:
             return {}
         changes = _under(GLOBAL, solution.changes)
-        values = _under(GLOBAL, sent.tables.values)
+        values = _under(GLOBAL, working.tables.values)
         return {path: values[path][cohort.rows[self.groups[path]]] + changes[path] for path in changes}
 
     def _advance_statistics(
-        self, statistics: dict[str, Array], rest: Any, sent: _Sent, structure: Structure
+        self, statistics: dict[str, Array], rest: Any, working: _WorkingCopy, structure: Structure
     ) -> dict[str, Array]:
-        """Advance the global state over the query, with everything else as it is after U."""
+        """Advance the global state over query, with everything else as it is after U."""
         assert self.model.state is not None
-        # Rows that were changed by rows are copies by now, so ids must be renumbered to match them.
-        cohort = sent.cohort if sent.tables is None else self._renumbered(sent.cohort)
+        # `rest` holds copies of the changed rows only, so ids must be renumbered to match them.
+        cohort = working.cohort if working.tables is None else self._renumbered(working.cohort)
         return advance_shared(
             self.model.state,
             statistics,
@@ -252,27 +257,31 @@ class Updater:
         )
 
     def _renumbered(self, cohort: Cohort) -> Cohort:
-        """Replace ids by places in the client's list of rows."""
+        """Replace ids by positions in the client's list of rows."""
         query = Examples(renumber(cohort.query.columns, cohort.slots), cohort.query.count)
         support = Examples(renumber(cohort.support.columns, cohort.support_slots), cohort.support.count)
         return cohort._replace(query=query, support=support)
 
 
 def _under(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is below a prefix, under the paths without it."""
+    """Return the leaves whose paths have a prefix, without the prefix."""
     return {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
 
 
 def hold(model: Model) -> Predict:
-    """Predict with local parameters that do not follow the global ones: the first-order method."""
+    """Predict with local parameters that are held fixed while the global ones change: the first-order method.
+
+    Args:
+      model: a partially local model.
+    """
 
     def predict(
         params: Params, solved: Params, context: Any, support: Examples, batch: Batch, step: Step | None
     ) -> Any:
         local = solved if jax.tree.leaves(solved) else context
         if model.default_local is not None or model.evidence is not None:
-            # What was learned of the start gets the gradient of the local parameters that were reconstructed from it,
-            # as if reconstruction had only added something; their value stays what it is.
+            # The learned start gets the gradient of the local parameters that were reconstructed from it, as if
+            # reconstruction had only added a constant. The value of the local parameters does not change.
             start = start_local(model, params, jax.tree.map(jnp.zeros_like, local), support)
             local = jax.tree.map(lambda x, d: x + d - jax.lax.stop_gradient(d), local, start)
         return predict_in(model, params, local, batch, step)
@@ -281,9 +290,14 @@ def hold(model: Model) -> Predict:
 
 
 def differentiate_through(model: Model, reconstruct: Solver) -> Predict:
-    """Predict with local parameters reconstructed from the very global ones at hand, so that gradients see R too.
+    """Predict with local parameters that are reconstructed in every step, so that gradients flow through R.
 
-    What a client holds is where its local parameters start and the key of R's steps, if these are random.
+    A client's context is then a pair: where its local parameters start, and the key of R's steps (None if these are
+    not random).
+
+    Args:
+      model: a partially local model.
+      reconstruct: the solver of R.
     """
 
     def predict(

@@ -241,7 +241,7 @@ def run_job(
         valid=observer,
         evaluate_every=setting.every,
         seed=seed,
-        place=fr.layout(1, 1) if central else None,
+        layout=fr.layout(1, 1) if central else None,
         progress=progress,
     )
     if run.interrupted:

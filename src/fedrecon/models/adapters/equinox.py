@@ -24,19 +24,19 @@ def from_equinox(
 ) -> Model:
     """Make a partially local model of an Equinox module.
 
-    A module's weights are what its initialisation made of them: given a module, every seed begins with these global
-    parameters and every client with these local ones. Given `key -> module`, both are drawn from the key.
+    A module already has its weights: with every seed, training starts from these global parameters and every client
+    from these local ones. With `key -> module`, both are drawn from the key.
 
-    Equinox's BatchNorm cannot be told which examples count: where a client's last batch is partial it is filled up with
-    examples of the client from the first on, and these enter the statistics, though not the loss.
+    Equinox's BatchNorm takes no mask. A client's last batch, if partial, is padded with the client's examples from the
+    first on, and these enter the statistics, though not the loss.
 
     Args:
-      module: an Equinox module, or `key -> module`; a pair `(module, state)` as `eqx.nn.make_with_state` returns it, or
-        a function that returns such a pair, for a module with state.
-      batched: whether the module takes a whole batch. By default it takes one example and is mapped over them.
-      axis_name: what the axis of examples is called when it is mapped, as given to BatchNorm.
-      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`. `local` may
-        be a module inside this one. `state` says what becomes of BatchNorm's statistics.
+      module: an Equinox module, or `key -> module`; for a module with state, a pair `(module, state)` as
+        `eqx.nn.make_with_state` returns it, or a function that returns such a pair.
+      batched: whether the module takes a whole batch. By default it takes one example and is mapped over the batch.
+      axis_name: the name of the mapped axis, as given to BatchNorm.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `local` may be a
+        module inside this one. `state` decides how BatchNorm's statistics are treated.
     """
     eqx = need("equinox", "equinox")
     given = module[0] if isinstance(module, tuple) else module
@@ -50,7 +50,7 @@ def from_equinox(
         made, state = pair(key)
         return flatten(eqx.filter(made, eqx.is_inexact_array))[0], dict(_numbered(state))
 
-    # What is not a parameter does not depend on the key: activation functions, sizes, flags.
+    # Everything that is not a parameter (activation functions, sizes, flags) does not depend on the key.
     fixed_module, fixed_state = pair(jax.random.key(0))
     trained, static = eqx.partition(fixed_module, eqx.is_inexact_array)
     structure = flatten(trained)[1]
@@ -59,15 +59,15 @@ def from_equinox(
 
     def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
         whole = _in_mode(eqx, eqx.combine(unflatten(structure, params), static), mode)
-        # Equinox compares the types of old and new state, and a counter that comes from outside of what is being traced
-        # has another type than one that was added to.
+        # Equinox compares the types of old and new state, and a counter from outside the trace has another type than
+        # the result of an addition.
         state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf for name, leaf in state.items()}
         states = (_put_leaves(fixed_state, state),) if has_state else ()
 
         def call(inputs: tuple, named: dict[str, Any], key: Array | None) -> Any:
             more = {"key": key} if "key" in names else {}
-            found = whole(*inputs, *states, **named, **more)
-            return found if has_state else (found, None)
+            result = whole(*inputs, *states, **named, **more)
+            return result if has_state else (result, None)
 
         if batched:
             outputs, new = call(inputs, named, mode.key)
@@ -84,15 +84,15 @@ def from_equinox(
 
 
 def _numbered(state: Any) -> list[tuple[str, Any]]:
-    """Name the leaves of an Equinox state, whose places have no names of their own."""
+    """Name the leaves of an Equinox state by number, since they have no paths."""
     return [(f"state/{number}", leaf) for number, leaf in enumerate(jax.tree.leaves(state))]
 
 
 def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
-    """Name the momentum of each statistic that is a moving average.
+    """Return the momentum of each statistic that is a moving average.
 
-    With `mode="ema"` the first batch sets statistics as they are, and the flag that says which batch is the first is
-    no float, so it stays as it was given: from then on, or never, they are moving averages.
+    With `mode="ema"` the first batch sets the statistics directly. The flag for the first batch is not a float, so it
+    is frozen: such statistics are either always moving averages, or never.
     """
 
     def is_norm(node: Any) -> bool:
@@ -113,7 +113,7 @@ def _put_leaves(state: Any, leaves: Arrays) -> Any:
 
 
 def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:
-    """Set the `inference` flags: those of BatchNorm by whether statistics are wanted, all others by the key."""
+    """Set the `inference` flags: of BatchNorm by `mode.statistics`, of all other layers by the key."""
 
     def has_flag(node: Any) -> bool:
         return hasattr(node, "inference")
@@ -127,7 +127,7 @@ def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:
 
 
 def _locate(module: Any, layer: Any) -> list[str]:
-    """List the paths below a module inside another."""
+    """List the paths of a layer's parameters inside a module."""
     found = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer)[0]
     prefix = next((path_name(path) for path, node in found if node is layer), None)
     if prefix is None:

@@ -38,20 +38,20 @@ def from_flax(
 ) -> Model:
     """Make a partially local model of a Flax module.
 
-    A Linen module's parameters are drawn from our key by its own initialisers. So are those of a function
-    `rngs -> NNX module` (a class that takes just `rngs` is one). An NNX module itself has its weights already: every
-    seed begins with these global parameters and every client with these local ones.
+    The initialisers of a Linen module draw its parameters from the run's key. So do those of a function
+    `rngs -> NNX module` (such as a class that takes just `rngs`). An NNX module already has its weights: with every
+    seed, training starts from these global parameters and every client from these local ones.
 
-    In training `deterministic` and `use_running_average` are set as `state` and dropout want them, and a module whose
-    `__call__` has an argument such as `train`, `training` or `deterministic` is given it. BatchNorm's statistics leave
-    out examples that only fill up a batch.
+    In training, `deterministic` and `use_running_average` are set according to `state` and dropout. If a module's
+    `__call__` has an argument such as `train`, `training` or `deterministic`, it is passed. BatchNorm's statistics
+    leave out padding.
 
     Args:
       module: a Linen module, an NNX module, or a function that makes an NNX module from `nnx.Rngs`.
-      example: a batch, or clients, whose inputs tell a Linen module its shapes; NNX does not need it.
-      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`. `local` may
-        be a module inside an NNX module, or a Linen module that was given a name. `state` says what becomes of
-        BatchNorm's statistics; variables of other kinds keep their values.
+      example: a batch, or clients, from which a Linen module infers its shapes; not needed for NNX.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `local` may be a
+        module inside an NNX module, or a Linen module with a name. `state` decides how BatchNorm's statistics are
+        treated; variables of other kinds keep their values.
     """
     check_options(options)
     linen = need("flax.linen", "flax")
@@ -63,11 +63,11 @@ def from_flax(
 def _linen(module: Any, example: Batch | None, options: Options) -> Network:
     linen = need("flax.linen", "flax")
     if example is None:
-        raise ValueError("`example` is missing: a Linen module learns its shapes from inputs; give a batch or clients")
+        raise ValueError("`example` is missing: a Linen module infers its shapes from it; give a batch or clients")
     inputs, named = feed(options["inputs"], {name: jnp.asarray(x) for name, x in example.items() if _is_number(x)})
     off = mode_arguments(type(module).__call__, Mode())
     structures: dict[str, Any] = {}
-    drops: list[bool] = []  # of each layer that was called, whether it may
+    drops: list[bool] = []  # for each layer that was called, whether it may use dropout
     momenta: dict[str, float] = {}
 
     def first_call(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -113,7 +113,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-    """Call a Linen layer with the mode's word where it has one on statistics or on dropout."""
+    """Call a Linen layer in a mode: with batch statistics or running ones, with or without dropout."""
     layer = context.module
     if context.method_name != "__call__":
         return call(*args, **kwargs)
@@ -131,13 +131,13 @@ def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: An
 
 
 def _may_drop(layer: Any) -> bool:
-    """Tell whether a Linen layer wants to know if dropout is off: Dropout itself, attention."""
+    """Return whether a Linen layer may use dropout: Dropout itself, attention."""
     return hasattr(layer, "deterministic") and "deterministic" in inspect.signature(type(layer).__call__).parameters
 
 
 @contextlib.contextmanager
 def _without(layer: Any, attribute: str) -> Iterator[None]:
-    """Take away a setting that a layer would refuse to be given twice."""
+    """Remove a layer's setting for a while, since the layer refuses it as an attribute and an argument at once."""
     before = getattr(layer, attribute)
     object.__setattr__(layer, attribute, None)
     try:
@@ -154,7 +154,7 @@ def _masked_batch_norm() -> type:
     layer: Any = need("flax.nnx", "flax").BatchNorm
 
     class MaskedBatchNorm(layer):
-        """BatchNorm whose statistics leave out examples that only fill up a batch."""
+        """BatchNorm whose statistics leave out padding."""
 
         def __call__(self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
             return super().__call__(x, use_running_average, mask=both(mask, over_examples(_mask.get(), x)))
@@ -189,7 +189,7 @@ def _nnx(module: Any) -> Network:
             value = variable[...]
             if key is not None and isinstance(variable, nnx.RngKey):
                 value = jax.random.fold_in(key, number)
-            # A variable belongs to the trace it was made in, so that even one with its old value is made anew.
+            # A variable belongs to the trace it was made in, so even one with its old value must be made anew.
             pairs.append((path, variable.replace(value)))
         return nnx.from_flat_state(pairs)
 

@@ -24,22 +24,21 @@ def from_function(
 ) -> Model:
     """Make a partially local model of a plain function.
 
-    Where `apply` has arguments of these names they are given: `training` (or `train`, `deterministic`, ...), `key`
-    (in training, else None) and `mask` (`(examples,)`, false where an example only fills a batch up; None where all
-    count): statistics of a batch must leave out what the mask does.
+    `apply` may have these arguments: `training` (or `train`, `deterministic`, ...), `key` (None outside training) and
+    `mask` (`(examples,)`, false for padding; None if there is no padding). Batch statistics must leave out padding.
 
     Args:
-      apply: `(params, *inputs) -> outputs` for a batch; with `init_state`, `(params, state, *inputs)` that returns the
-        outputs and the new state.
-      init: `key -> params`, any pytree; or the parameters themselves, where every client then starts the same.
+      apply: `(params, *inputs) -> outputs` for a batch; with `init_state`,
+        `(params, state, *inputs) -> (outputs, new state)`.
+      init: `key -> params`, any pytree; or the parameters themselves, and then every client starts from them.
       init_state: state that is not trained, such as running statistics; see `state`.
       momentum: of state that is a moving average, `momentum * old + (1 - momentum) * batch`: one number for all of it,
-        or one for each path. State that is not named here becomes what single batches make of it.
-      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`.
+        or one for each path. Other state is set to the mean of its values after each single batch.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`.
     """
     make = init if callable(init) else lambda key: init
     names = inspect.signature(apply).parameters
-    structures: dict[str, Any] = {}  # of parameters and state, which are known once `make` has run
+    structures: dict[str, Any] = {}  # of parameters and state, known once `make` has run
 
     def start(key: Array) -> tuple[Arrays, Arrays]:
         params, structures["params"] = flatten(make(key))
@@ -57,7 +56,7 @@ def from_function(
     momenta = momentum if isinstance(momentum, Mapping) else dict.fromkeys(flatten(init_state)[0], momentum)
     for path, value in momenta.items():
         if path not in flatten(init_state)[0]:
-            raise ValueError(f"`momentum` names {path!r}{near_miss(path, flatten(init_state)[0])}, which is no state")
+            raise ValueError(f"`momentum` names {path!r}{near_miss(path, flatten(init_state)[0])}, which is not state")
         if not 0 <= value < 1:
             raise ValueError(f"`momentum` of {path!r} is {value}; it must be at least 0 and below 1")
     return adapt(Network(start, run, random="key" in names, momenta=momenta), **options)

@@ -36,19 +36,19 @@ SEED = "seed_generator_state"  # what Keras calls the variables that hold random
 def from_keras(model: Any, *, example: Batch | Clients | None = None, **options: Unpack[Options]) -> Model:
     """Make a partially local model of a Keras 3 model: sequential, functional or subclassed.
 
-    A weight that is still as its layer's initialiser made it is drawn anew from our key, for every seed and, where it
-    is local, for every client. A weight that was trained, loaded or made without an initialiser of its layer's
-    (`add_weight` in a subclass) keeps its value: then every client starts from it.
+    A weight that still has its initial value is drawn anew from the run's key, for every seed and, if it is local, for
+    every client. A weight that was trained or loaded, or that no initialiser of its layer made (`add_weight` in a
+    subclass), keeps its value, and every client starts from it.
 
-    BatchNormalization's statistics leave out examples that only fill up a batch. Weights of layers with
-    `trainable=False` are frozen. Losses that layers add (regularizers) are not used.
+    BatchNormalization's statistics leave out padding. Weights of layers with `trainable=False` are frozen. Losses that
+    layers add (regularizers) are not used.
 
     Args:
-      model: a Keras model, built or, with `example`, not yet built.
+      model: a Keras model; without `example` it must be built.
       example: a batch, or clients, to build the model with.
-      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `adapter.Options`. `local` may
-        be a layer of the model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be
-        a `keras.losses` object. `state` says what becomes of statistics and other non-trainable weights.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `local` may be a
+        layer of the model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be a
+        `keras.losses` object. `state` decides how statistics and other non-trainable weights are treated.
     """
     check_options(options)
     keras = need("keras", "keras")
@@ -73,7 +73,7 @@ def _network(keras: Any, model: Any) -> Network:
     named_variables = {_path(model, variable): variable for variable in model.weights}
     if len(named_variables) != len(model.weights):
         raise ValueError("two weights of the Keras model have the same path; give their layers different names")
-    # Statistics and the like; a frozen layer's are constants, as all its weights are.
+    # Statistics and the like; those of a frozen layer are constants, like all its weights.
     untrained = {id(v) for layer in layers if layer.trainable for v in layer._non_trainable_variables}
     state = {path: v for path, v in named_variables.items() if id(v) in untrained}
     frozen = {path: v for path, v in named_variables.items() if not v.trainable and path not in state}
@@ -126,10 +126,10 @@ def _current(scope: Any, variable: Any) -> Array:
 
 
 def _initializer(layer: Any, variable: Any) -> Any:
-    """Find the initialiser that would make a weight again just as it is; None if there is none.
+    """Return the initialiser that made a weight; None if none made its current value.
 
-    Initialisers give the same values every time they are called, so that a weight which is not what its initialiser
-    gives was trained or loaded, or was made in another way.
+    Initialisers return the same values every time. A weight with other values was trained or loaded, or was made in
+    another way.
     """
     for name in (variable.name, variable.name.removesuffix("_kernel")):
         found = getattr(layer, f"{name}_initializer", None)
@@ -151,13 +151,13 @@ def _call(keras: Any, model: Any, inputs: tuple, named: dict[str, Any], more: di
 
 
 def _values_of(loss: Any) -> Callable[[Any, Any], Any]:
-    """Return a Keras loss as values for each example, of predictions and labels."""
+    """Return a Keras loss as a function `(predictions, labels) -> values`, one for each example."""
     return lambda predictions, labels: loss.call(labels, predictions)
 
 
 @contextlib.contextmanager
 def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
-    """Give layers the mode's word on statistics and dropout, where Keras has one word for both."""
+    """Set statistics and dropout of layers separately, which Keras's `training` argument cannot."""
     kinds = keras.layers
     random = (kinds.Dropout, kinds.GaussianDropout, kinds.GaussianNoise, kinds.AlphaDropout)
     changed = []
@@ -179,8 +179,8 @@ def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
 def _normalizing(call: Callable, mode: Mode) -> Callable:
     def normalize(inputs: Array, training: Any = None, mask: Array | None = None) -> Array:
         del training
-        fills = over_examples(mode.mask, inputs)
+        real = over_examples(mode.mask, inputs)
         # Keras's masks have no channels.
-        return call(inputs, training=mode.statistics, mask=both(mask, None if fills is None else fills[..., 0]))
+        return call(inputs, training=mode.statistics, mask=both(mask, None if real is None else real[..., 0]))
 
     return normalize

@@ -1,4 +1,4 @@
-"""Losses and metrics by name, and functions of predictions and labels made into those of a model."""
+"""Losses and metrics of models, from names or from functions of predictions and labels."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Metrics = Sequence[str] | Mapping[str, str | Values | Metric]
 
 
 def _aligned(predictions: Any, labels: Array) -> Array:
-    """Drop a last dimension of 1 that labels do not have: (examples, 1) against (examples,) would broadcast."""
+    """Drop a last dimension of 1 that labels do not have: (examples, 1) and (examples,) would broadcast."""
     predictions = jnp.asarray(predictions)
     if predictions.ndim == labels.ndim + 1 and predictions.shape[-1] == 1:
         predictions = predictions[..., 0]
     if predictions.shape != labels.shape:
         raise ValueError(
             f"predictions have shape {predictions.shape} and labels {labels.shape}, which this loss or metric cannot "
-            "compare; let the model return the labels' shape, or give a function of predictions and labels"
+            "compare; make the model return the labels' shape, or give a function of predictions and labels"
         )
     return predictions
 
@@ -87,7 +87,13 @@ METRICS: dict[str, tuple[Values, Callable[[Any], Any]]] = {
 
 
 def feature(batch: Batch, name: str, argument: str) -> Array:
-    """Return a feature of a batch; fail naming the argument that asked for it."""
+    """Return a feature of a batch; the error names the argument.
+
+    Args:
+      batch: by feature.
+      name: of the feature.
+      argument: that named it.
+    """
     if name not in batch:
         raise ValueError(
             f"`{argument}` names the feature {name!r}{near_miss(name, batch)}; a batch has: {', '.join(batch)}"
@@ -96,12 +102,24 @@ def feature(batch: Batch, name: str, argument: str) -> Array:
 
 
 def make_loss(loss: Loss, label: str | None, weight: str | None) -> Callable[[Any, Batch], Weighted]:
-    """Make the loss of a model from a name or a function; see `adapter.adapt`."""
+    """Make the loss of a model from a name or a function; see `Options`.
+
+    Args:
+      loss: a name or a function.
+      label: the feature with the labels; None for the whole batch.
+      weight: the feature with the weights; None if all weigh the same.
+    """
     return _weighted(_values(loss, "loss", LOSSES), "loss", label, weight)
 
 
 def make_metrics(metrics: Metrics, label: str | None, weight: str | None) -> dict[str, Metric]:
-    """Make the metrics of a model from names, functions or ready ones; see `adapter.adapt`."""
+    """Make the metrics of a model from names, functions or `Metric`s; see `Options`.
+
+    Args:
+      metrics: names, or a mapping from names.
+      label: the feature with the labels; None for the whole batch.
+      weight: the feature with the weights; None if all weigh the same.
+    """
     named = metrics if isinstance(metrics, Mapping) else {name: name for name in _names(metrics)}
     found = {}
     for name, metric in named.items():
@@ -147,7 +165,7 @@ def _weighted(values: Values, name: str, label: str | None, weight: str | None) 
         if shape[:1] != (examples,):
             raise ValueError(
                 f"`{name}` returned shape {shape} for {examples} examples; return one value for every example "
-                f"({examples}, ...) and take no mean"
+                f"({examples}, ...) and do not take the mean"
             )
         weights = jnp.ones(shape) if weight is None else feature(batch, weight, "weight")
         if jnp.shape(weights) != shape:

@@ -1,4 +1,4 @@
-"""Models of any framework as partially local models: what a framework must provide, and all that is the same then."""
+"""Models of any framework as partially local models: what an adapter must provide, and what all adapters share."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NEEDED = ("local", "inputs", "loss")  # of the options
 
 
 class Mode(NamedTuple):
-    """How a network is to run.
+    """How to run a network.
 
     Attributes:
-      statistics: whether layers that keep statistics use those of the batch and bring their own up to date.
-      key: for dropout and the like; None where nothing is to be random.
-      mask: `(examples,)`, false where an example only fills the batch up; None where all count.
+      statistics: whether layers with running statistics normalise by the batch and update their statistics.
+      key: for dropout and the like; None if nothing should be random.
+      mask: `(examples,)`, false for padding; None if there is no padding.
     """
 
     statistics: bool = False
@@ -42,11 +42,11 @@ class Network(NamedTuple):
     """A model of some framework as functions.
 
     Attributes:
-      init: `key -> (parameters by path, state by path)`. What the key does not decide is the same for every key.
+      init: `key -> (parameters by path, state by path)`. Values that are not random are the same for every key.
       apply: `(parameters, state, inputs, named inputs, mode) -> (outputs, state)`.
-      random: whether anything in it may want a key.
-      locate: `layer -> paths of its parameters`, None for what is not a layer.
-      momenta: of the state that is a moving average, the momentum by path, at least 0 and below 1.
+      random: whether anything in it may use a key.
+      locate: `layer -> paths of its parameters`; None if the argument is not a layer.
+      momenta: the momentum, by path, of state that is a moving average; at least 0 and below 1.
     """
 
     init: Callable[[Array], tuple[Arrays, Arrays]]
@@ -57,25 +57,26 @@ class Network(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """What is said of a model beside the model itself, in every framework.
+    """Options of every adapter.
 
     Attributes:
-      local: which parameters are local: a glob pattern on paths (`"user"`, `"*/bias"`; what is below a match is
+      local: which parameters are local: a glob pattern on paths (`"user"`, `"*/bias"`; everything below a match is
         selected too), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or a list of these. `()` for none,
         `"*"` for all.
-      inputs: the feature that feeds the model, a list of several in the order of its arguments, or a mapping from the
-        model's names of its inputs to features.
+      inputs: the feature that is the model's input, a list of several in the order of its arguments, or a mapping from
+        the names of the model's inputs to features.
       loss: "mse", "mae", "huber", "cross_entropy" (of logits), "binary_cross_entropy" (of logits), or a function
-        `(predictions, labels) -> values`, one or more for each example and no mean over them.
-      label: the feature with the labels, "label" by default; None gives functions the whole batch instead.
+        `(predictions, labels) -> values` with one or more values per example; it must not take the mean.
+      label: the feature with the labels, "label" by default; with None, functions get the whole batch instead.
       metrics: names ("accuracy", "rmse", "perplexity", or a loss) or a mapping from names to functions like a loss.
       weight: the feature with the weight of each value of loss and metrics; by default all weigh the same.
       frozen: which parameters keep their values, in the forms of `local`. Those that are not floating point always do.
-      state: what becomes of running statistics and other state that training changes. "local": training normalises by
-        batch, and statistics are rebuilt from support, a client's own. "averaged": they are global, advanced by clients
-        after U and averaged. "frozen": they keep their values, in training too. By default "local" for a model that has
-        local parameters and "averaged" for one that has none. State that is not floating point is always frozen.
-      lookups: "auto" (the default) finds the tables that are only read by rows; a mapping declares them; `{}` says
+      state: how to treat running statistics and other state that training changes. "local": training normalises by
+        batch, and each client sets its own statistics from its support. "averaged": statistics are global; clients
+        advance them after U, and the server averages them. "frozen": they keep their values, also in training. The
+        default is "local" for a model with local parameters and "averaged" for one without. State that is not floating
+        point is always frozen.
+      lookups: "auto" (the default) finds the tables that are only read by rows; a mapping declares them; `{}` means
         there are none.
     """
 
@@ -93,11 +94,11 @@ class Options(TypedDict, total=False):
 def adapt(network: Network, **options: Unpack[Options]) -> Model:
     """Make a partially local model of a network.
 
-    The global parameters become `{path: array}` and so do the local ones.
+    Both global and local parameters are `{path: array}`.
 
     Args:
-      network: what a framework's model comes down to.
-      **options: see `Options`; `local`, `inputs` and `loss` are needed.
+      network: the framework's model as functions.
+      **options: see `Options`; `local`, `inputs` and `loss` are required.
     """
     check_options(options)
     state, inputs = options.get("state"), options["inputs"]
@@ -111,31 +112,31 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     floats = {path for path, leaf in state_shapes.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
     treatment = state or ("local" if parts.has_local else "averaged")
     averaged = tuple(sorted(floats)) if treatment == "averaged" else ()
-    rebuilt = tuple(sorted(floats)) if treatment == "local" else ()
-    live = bool(averaged or rebuilt)
-    momenta = {path: network.momenta[path] for path in rebuilt if path in network.momenta}
-    constants = _constants(network, parts.frozen, set(state_shapes) - set(averaged) - set(rebuilt))
+    local_state = tuple(sorted(floats)) if treatment == "local" else ()
+    live = bool(averaged or local_state)
+    momenta = {path: network.momenta[path] for path in local_state if path in network.momenta}
+    constants = _constants(network, parts.frozen, set(state_shapes) - set(averaged) - set(local_state))
 
     def run(shared: Params, own: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
         params = {**parts.merge(shared, own), **constants[0]}
-        held = {**constants[1], **{path: shared[path] for path in averaged}, **{path: own[path] for path in rebuilt}}
-        return network.apply(params, held, *feed(inputs, batch), mode)
+        state = {**constants[1], **{path: shared[path] for path in averaged}}
+        return network.apply(params, state | {path: own[path] for path in local_state}, *feed(inputs, batch), mode)
 
     def fit(shared: Params, own: Params, batch: Batch, step: Step) -> Any:
         return run(shared, own, batch, Mode(live, step.key, step.mask if live else None))[0]
 
     def advance(shared: Params, own: Params, batch: Batch, mask: Array) -> tuple[Arrays, Arrays]:
         new = run(shared, own, batch, Mode(True, None, mask))[1]
-        return {path: new[path] for path in averaged}, {path: new[path] for path in rebuilt}
+        return {path: new[path] for path in averaged}, {path: new[path] for path in local_state}
 
-    # Inside a jit what is not asked for is not computed: drawing one client's local parameters draws no global table.
+    # jit drops unused results, so drawing one client's local parameters does not draw the global tables.
     def init_global(key: Array) -> Params:
-        params, found = network.init(key)
-        return parts.shared(params) | {path: found[path] for path in averaged}
+        params, state = network.init(key)
+        return parts.shared(params) | {path: state[path] for path in averaged}
 
     def init_local(key: Array) -> Params:
-        params, found = network.init(key)
-        return parts.local(params) | {path: found[path] for path in rebuilt}
+        params, state = network.init(key)
+        return parts.local(params) | {path: state[path] for path in local_state}
 
     return Model(
         init_global=jax.jit(init_global),
@@ -145,20 +146,24 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         metrics=make_metrics(options.get("metrics", ()), label, weight),
         lookups=options.get("lookups", AUTO),
         fit=fit if live or network.random else None,
-        state=State(averaged, rebuilt, advance, momenta) if live else None,
+        state=State(averaged, local_state, advance, momenta) if live else None,
         frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
     )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Fail naming an option that is not known or that is needed and missing."""
+    """Raise an error that names an unknown option, or a required one that is missing.
+
+    Args:
+      options: as given to an adapter.
+    """
     for name in options:
         if name not in Options.__annotations__:
             known = near_miss(name, Options.__annotations__)
-            raise TypeError(f"`{name}` is no option{known}; there are: {', '.join(Options.__annotations__)}")
+            raise TypeError(f"`{name}` is not an option{known}; the options are: {', '.join(Options.__annotations__)}")
     for name in NEEDED:
         if name not in options:
-            raise TypeError(f"`{name}` is missing; a model is made with at least `local`, `inputs` and `loss`")
+            raise TypeError(f"`{name}` is missing; `local`, `inputs` and `loss` are required")
 
 
 class _Parts:
@@ -195,10 +200,10 @@ class _Parts:
     def merge(self, shared: Arrays, own: Arrays) -> Arrays:
         whole = {path: shared[path] for path in self._shared} | {path: own[path] for path in self._whole}
         for path, ids in self._rows.items():
-            place = np.argsort(np.concatenate([self._rest[path], ids]))
+            order = np.argsort(np.concatenate([self._rest[path], ids]))
             whole[path] = jnp.concatenate([shared[path], own[path]])
-            if (place != np.arange(len(place))).any():
-                whole[path] = whole[path][place]
+            if (order != np.arange(len(order))).any():
+                whole[path] = whole[path][order]
         return whole
 
 
@@ -215,7 +220,12 @@ def _constants(network: Network, params: set[str], state: set[str]) -> tuple[Arr
 
 
 def feed(inputs: Inputs, batch: Batch) -> tuple[tuple, dict[str, Any]]:
-    """Take a model's inputs, positional and named, from a batch."""
+    """Return a model's inputs, positional and named, from a batch.
+
+    Args:
+      inputs: which features they are; see `Options`.
+      batch: by feature.
+    """
     if isinstance(inputs, str):
         return (feature(batch, inputs, "inputs"),), {}
     if isinstance(inputs, Mapping):
@@ -224,14 +234,23 @@ def feed(inputs: Inputs, batch: Batch) -> tuple[tuple, dict[str, Any]]:
 
 
 def as_batch(example: Batch | Clients | None) -> Batch | None:
-    """Return the first examples of clients as a batch; a batch as it is."""
+    """Return the first examples of clients as a batch; a batch is returned unchanged.
+
+    Args:
+      example: clients, a batch, or None.
+    """
     if not isinstance(example, Clients):
         return example
     return {name: jnp.asarray(column[:2]) for name, column in example.columns.items() if column.dtype.kind in "biuf"}
 
 
 def mode_arguments(call: Callable[..., Any], mode: Mode) -> dict[str, Any]:
-    """Say how to run in the words that a model's own function has for it, such as `train` or `deterministic`."""
+    """Return the mode as the arguments that a model's function has for it, such as `train` or `deterministic`.
+
+    Args:
+      call: the function.
+      mode: how to run.
+    """
     training = mode.statistics or mode.key is not None
     words = {
         **dict.fromkeys(("train", "training", "is_training"), training),
@@ -243,26 +262,45 @@ def mode_arguments(call: Callable[..., Any], mode: Mode) -> dict[str, Any]:
 
 
 def moving(momenta: Mapping[str, Any]) -> dict[str, float]:
-    """Leave out layers whose statistics never move, as those of momentum 1."""
+    """Drop momenta of statistics that never change, such as 1.
+
+    Args:
+      momenta: by path.
+    """
     return {path: float(momentum) for path, momentum in momenta.items() if 0 <= momentum < 1}
 
 
 def over_examples(mask: Array | None, x: Array) -> Array | None:
-    """Shape a mask of examples to fit a layer's input; None where its first dimension is not that of the examples."""
+    """Broadcast a mask of examples to a layer's input; None if the input's first dimension is not the examples.
+
+    Args:
+      mask: `(examples,)`; None for no mask.
+      x: the input.
+    """
     if mask is None or x.ndim == 0 or x.shape[0] != mask.shape[0]:
         return None
     return jnp.broadcast_to(mask.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
 
 
 def both(mask: Array | None, other: Array | None) -> Array | None:
-    """Return where two masks are true; one that is None is true everywhere."""
+    """Return where two masks are both true; None is true everywhere.
+
+    Args:
+      mask: one mask.
+      other: the other.
+    """
     if mask is None or other is None:
         return other if mask is None else mask
     return jnp.logical_and(mask, other)
 
 
 def need(module: str, extra: str) -> Any:
-    """Import a module of a framework; fail naming the extra that installs it."""
+    """Import a module of a framework; the error names the extra that installs it.
+
+    Args:
+      module: to import.
+      extra: of fedrecon.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

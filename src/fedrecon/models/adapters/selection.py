@@ -1,4 +1,4 @@
-"""Which parameters are meant: by pattern, by layer, by predicate, or some rows of a table."""
+"""Select parameters: by pattern, by layer, by predicate, or some rows of a table."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class LocalRows(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Parameters that were selected: whole ones, and rows `{path: ascending ids}` of others."""
+    """The selected parameters: whole ones, and rows `{path: ascending ids}` of others."""
 
     whole: frozenset[str]
     rows: Mapping[str, np.ndarray]
 
 
 def rows(pattern: str, ids: slice | Sequence[int] | np.ndarray) -> LocalRows:
-    """Select some rows of a table, to be given as `local`: the rest of the table stays global.
+    """Select some rows of a table for `local`; the other rows stay global.
 
     Args:
       pattern: the path of the table, or a pattern that matches it.
@@ -41,14 +41,14 @@ def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate 
     """Find the parameters that an argument selects.
 
     Args:
-      which: a glob pattern on paths (it also selects all that is below what it matches, so that "head" is every
-        parameter of the layer `head`), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or several of these.
-      argument: the name of the argument, for errors.
+      which: a glob pattern on paths (it also selects everything below a match, so "head" is every parameter of the
+        layer `head`), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or several of these.
+      argument: the name of the argument, for error messages.
       leaves: parameters by path.
       locate: finds the paths of a layer's parameters.
 
     Raises:
-      ValueError: if anything given selects nothing.
+      ValueError: if any of them selects nothing.
     """
     whole: set[str] = set()
     by_row: dict[str, np.ndarray] = {}
@@ -85,7 +85,7 @@ def _paths(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate)
         )
     found = [path for path, leaf in leaves.items() if which(path, leaf)]
     if not found:
-        raise ValueError(f"`{argument}` is a predicate that is true of no parameter; {_listing(leaves)}")
+        raise ValueError(f"`{argument}` is a predicate that selects no parameter; {_listing(leaves)}")
     return found
 
 
@@ -99,7 +99,12 @@ def _match(pattern: str, argument: str, leaves: Mapping[str, Any]) -> list[str]:
 
 
 def near_miss(name: str, known: Collection[str]) -> str:
-    """Return " (did you mean ...?)" for a name that is nearly one of those known or of what these are below."""
+    """Return " (did you mean ...?)" for a name that is close to a known path or to a prefix of one.
+
+    Args:
+      name: that is not known.
+      known: names or paths.
+    """
     places = {"/".join(parts[:n]) for parts in (path.split("/") for path in known) for n in range(1, len(parts) + 1)}
     close = difflib.get_close_matches(name.strip("*/"), sorted(places | set(known)), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

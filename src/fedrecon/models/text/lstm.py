@@ -1,4 +1,4 @@
-"""A long short-term memory over sentences, with a derivative written for speed."""
+"""An LSTM over sentences, with a custom derivative for speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from fedrecon.models.text.merging import merging
 
-TILE = 32  # sentences that go through time together, at most: what they need is to stay in a core's cache
+TILE = 32  # at most this many sentences run together, so that their data stays in a core's cache
 
 
 @jax.custom_vjp
@@ -29,14 +29,14 @@ def lstm(
       kernel: `(features, 4 * hidden)`.
       recurrent: `(hidden, 4 * hidden)`.
       bias: `(4 * hidden,)`.
-      lengths: `(batch,)` how many inputs of each sentence count.
-      moved: `(batch,)`, false for sentences whose inputs depend on nothing but `held`.
-      held: not used but to know whether it is differentiated.
+      lengths: `(batch,)` how many inputs of each sentence are not padding.
+      moved: `(batch,)`, false for sentences whose inputs depend only on `held`.
+      held: only tells whether it is differentiated.
 
     Returns:
-      Two arrays of `(batch, time, hidden)` whose sum are the outputs, zero after the end of a sentence. Where neither
-      the weights nor `held` are differentiated, as in reconstruction, the second has the sentences that are not moved:
-      it has no gradient, and is not computed if nobody looks at it. Else it is zero.
+      Two arrays of `(batch, time, hidden)` whose sum is the outputs, zero after the end of a sentence. If neither the
+      weights nor `held` are differentiated, as in reconstruction, the second array has the sentences that are not
+      moved: it has no gradient, and is not computed unless it is used. Otherwise it is zero.
 
     References:
       Hochreiter, Schmidhuber, Long Short-Term Memory, 1997; Gers et al., Learning to Forget, 2000.
@@ -47,21 +47,25 @@ def lstm(
 
 
 # What makes it fast on a CPU:
-# - The product with the inputs is one for all times, and so are the products that form the weights' gradients, after
-#   the way back through time instead of on it.
+# - The product with the inputs is a single one for all times. So are the products for the weights' gradients, which
+#   come after the backward loop instead of inside it.
 # - In the recurrent products one side is a large matrix and the other only as wide as the batch. They take little more
-#   than half the time when the narrow side has the batch last going in (forward) or coming out (backward), with the
-#   large one as it is stored in both. Hence the transposes in `_advance` and `_retreat`, each of a narrow matrix.
-# - A step is as few operations as can be: one nonlinearity for all gates, and on the way back none at all.
-# - Clients that share the weights are one batch (see `merging`). It is divided into tiles of sentences of similar
-#   length, and a tile takes as many steps as its longest sentence has. On the way back a sentence is as long as the
-#   gradients that come to it reach, and has no length where none comes.
-# - In reconstruction only the words of the client's own are differentiated. Sentences without one go forward apart from
-#   the others, which the compiler leaves out where nobody asks for the loss.
+#   than half the time if the narrow side has the batch last as input (forward) or as output (backward), with the large
+#   one as it is stored. Hence the transposes in `_advance` and `_retreat`, each of a narrow matrix.
+# - A step has as few operations as possible: one nonlinearity for all gates, and none in the backward pass.
+# - Clients with the same weights form one batch (see `merging`). It is divided into tiles of sentences of similar
+#   length, and a tile takes as many steps as its longest sentence. In the backward pass, a sentence is as long as the
+#   last of its outputs that has a gradient.
+# - In reconstruction only the client's own words are differentiated. Sentences without one are computed separately,
+#   and the compiler drops them if the loss is not used.
 
 
 def _advance(state: tuple[Array, Array], driven: Array, recurrent: Array, bias: Array) -> Any:
-    """Take a step: from the last output of (hidden, batch) and cell to the next, and also the output and the gates."""
+    """Take a step forward in time.
+
+    The state is the last output, `(hidden, batch)`, and the cell, `(batch, hidden)`. Returns the new state, and the
+    output, the cell and the gates, batch first.
+    """
     output, cell = state
     kept = lax.dot_general(output, recurrent, (((0,), (0,)), ((), ())))  # (batch, 4 * hidden)
     twice = jnp.repeat(jnp.array([1, 1, 2, 1], kept.dtype), kept.shape[-1] // 4)
@@ -73,10 +77,10 @@ def _advance(state: tuple[Array, Array], driven: Array, recurrent: Array, bias: 
 
 
 def _slopes(gates: Array, cells: Array) -> tuple[Array, Array, Array]:
-    """Return all that a way back must know, for all times: `(batch, time, ...)`.
+    """Return the derivatives that the backward pass needs, for all times: `(batch, time, ...)`.
 
-    These are how the cell moves with the first three gates before their nonlinearity, and the output with the last;
-    how the output moves with the cell; and how the cell moves with the one before.
+    These are of the cell by the first three gates before their nonlinearity, and of the output by the last gate; of
+    the output by the cell; and of the cell by the previous cell.
     """
     i, f, g, o = jnp.split(gates, 4, -1)
     out = jnp.tanh(cells)
@@ -88,7 +92,7 @@ def _retreat(carry: tuple[Array, Array], d_output: Array, slopes: Sequence[Array
     """Take a step back: from the gradients of the gates and the cell one step later to those of this one."""
     d_later, d_cell = carry
     of_gates, of_output, of_cell = slopes
-    # Hidden from the compiler, which would rather have this product the other way round, transpose and all.
+    # The barrier keeps the compiler from turning this product around, which is slower.
     d_before = lax.optimization_barrier(lax.dot_general(recurrent, d_later, (((1,), (1,)), ((), ()))))
     d_output += d_before.T  # from (hidden, batch)
     d_cell += d_output * of_output
@@ -96,7 +100,7 @@ def _retreat(carry: tuple[Array, Array], d_output: Array, slopes: Sequence[Array
     return (d_gates, d_cell * of_cell), d_gates
 
 
-# ---- as scans, which can be differentiated once more ----
+# ---- as scans, which can be differentiated again ----
 
 
 def _scan_over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -111,7 +115,7 @@ def _scan_over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, A
 
 
 def _scan_back(batches: tuple[Array, Array, Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return the gradients of the inputs and of the gates before their nonlinearity, from those of the outputs."""
+    """Return the gradients of the inputs and of the gates before their nonlinearity, given those of the outputs."""
     (d_outputs, cells, gates, lengths), (kernel, recurrent) = batches, weights
     d_outputs = jnp.where(_there(lengths, d_outputs.shape[1]), d_outputs, 0)
     start = jnp.zeros_like(gates[:, 0]), jnp.zeros_like(cells[:, 0])
@@ -121,13 +125,13 @@ def _scan_back(batches: tuple[Array, Array, Array, Array], weights: tuple[Array,
     return _product(d_gates, kernel.T), d_gates
 
 
-# ---- as loops, which end with the sentences ----
+# ---- as loops, which stop after the longest sentence ----
 
 
 @merging(axis=0, plain=_scan_over_time)
 def _over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     """Do what `_scan_over_time` does."""
-    if jax.default_backend() != "cpu":  # where a loop of unknown length costs more than it saves
+    if jax.default_backend() != "cpu":  # on other devices a loop of unknown length costs more than it saves
         return _scan_over_time(batches, weights)
     (x, lengths), (kernel, recurrent, bias) = batches, weights
     hidden, batch, time = recurrent.shape[0], *x.shape[:2]
@@ -179,25 +183,25 @@ def _back_in_time(batches: tuple[Array, Array, Array, Array], weights: tuple[Arr
 
 
 class _Rows:
-    """Which sentences of a batch are meant, and how to read and write their values."""
+    """Some sentences of a batch, and how to read and write their values."""
 
     def __init__(self, index: Array | None):
-        """Mean the sentences at `index`, where an index beyond the last stands for nobody; all for None."""
+        """Select the sentences at `index`, where an index past the end is padding; None selects all."""
         self._index, self.are_all = index, index is None
 
     def all_of(self, values: Array) -> Array:
-        """Return their values."""
+        """Return the values of these sentences."""
         return values if self._index is None else values.at[self._index].get(mode="clip")
 
     def put(self, values: Array, t: Array, new: Array) -> Array:
-        """Replace their values at time `t`."""
+        """Replace the values of these sentences at time `t`."""
         if self._index is None:
             return lax.dynamic_update_index_in_dim(values, new, t, 1)
         return values.at[self._index, t].set(new, mode="drop", unique_indices=True)
 
 
 def _by_tiles(tile: Callable[[_Rows, Array, Any], Any], lengths: Array, found: Any) -> Any:
-    """Fold `tile(sentences, the longest one's length, found) -> found` over tiles of sentences of similar length."""
+    """Fold `tile(sentences, longest length, results) -> results` over tiles of sentences of similar length."""
     batch = len(lengths)
     if batch <= TILE:
         return tile(_Rows(None), jnp.max(lengths), found)
@@ -228,7 +232,7 @@ def _forward(
     frozen = not any(leaf.perturbed for leaf in (kernel, recurrent, bias, *held))
     wanted = jnp.where(moved.value, lengths.value, 0) if frozen else lengths.value
     outputs, cells, gates = _over_time((x.value, wanted), weights)
-    # Apart from each other, so that the compiler can leave out the sentences that reconstruction takes no interest in.
+    # Computed separately, so that the compiler can drop the sentences that reconstruction does not use.
     others = _over_time((x.value, lengths.value - wanted), weights)[0] if frozen else jnp.zeros_like(outputs)
     return (outputs, others), (weights[:2], wanted, cells, gates, None if frozen else (x.value, outputs))
 
@@ -254,7 +258,7 @@ def _at(values: Array, t: Array) -> Array:
 
 
 def _flat(values: Array) -> Array:
-    """Put the batch and the time into one dimension, so that a product over both is a plain one."""
+    """Merge the batch and the time into one dimension, so that a product over both is a plain one."""
     return values.reshape(-1, values.shape[-1])
 
 
@@ -268,5 +272,5 @@ def _one_later(values: Array) -> Array:
 
 
 def _there(lengths: Array, time: int) -> Array:
-    """Return `(batch, time, 1)`, whether a sentence is that long."""
+    """Return `(batch, time, 1)`, true before the end of each sentence."""
     return (jnp.arange(time) < lengths[:, None])[..., None]

@@ -1,4 +1,4 @@
-"""Clients side by side as one batch, wherever they share the weights."""
+"""Run clients with the same weights as one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _plain: ContextVar[bool] = ContextVar("plain", default=False)
 
 @contextlib.contextmanager
 def plain_layers() -> Iterator[None]:
-    """Trace layers in their plain form, without loops of unknown length and orders: the form that is exported."""
+    """Trace layers in their plain form, without loops of unknown length and without sorting, for export."""
     token = _plain.set(True)
     try:
         yield
@@ -27,18 +27,18 @@ def plain_layers() -> Iterator[None]:
 
 
 def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
-    """Make `jax.vmap` of a layer merge what it maps over into the layer's batch, if the weights are not mapped over.
+    """Make `jax.vmap` of a layer merge the mapped axis into the layer's batch, if the weights are not mapped.
 
-    Clients whose global parameters are frozen then go through the same products, as if they were one client with a
-    larger batch. A product of many rows costs less a row than one of few. Where the weights are mapped over too, every
-    client has its own, and a single client runs as it would without `jax.vmap`.
+    Clients whose global parameters are frozen then run like one client with a larger batch, and a product of many rows
+    costs less per row than one of few. If the weights are mapped too, every client has its own. A single client runs
+    as without `jax.vmap`.
 
-    The layer must treat the members of a batch independently of each other. Derivatives of any order work.
+    The layer must treat the examples of a batch independently of each other. Derivatives of any order work.
 
     Args:
       axis: the batch axis, of all arrays of the layer's first argument and of all its results.
-      plain: the same function for derivatives and for several clients with weights of their own, where the layer itself
-        is not written for that; by default the layer.
+      plain: the same function, for derivatives and for clients with their own weights, if the layer itself does not
+        support them; by default the layer.
     """
 
     def decorate(layer: Layer) -> Layer:
@@ -67,7 +67,7 @@ def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
         def differentiable(batches: Any, weights: Any) -> Any:
             return simple(batches, weights) if _plain.get() else batched(batches, weights)
 
-        # A function with a rule for vmap has no derivative of its own.
+        # A function with a custom vmap rule has no derivative, so we define one.
         differentiable.defvjp(
             lambda batches, weights: (differentiable(batches, weights), (batches, weights)),
             lambda arguments, cotangent: jax.vjp(simple, *arguments)[1](cotangent),

@@ -1,4 +1,4 @@
-"""Next word prediction: an LSTM whose embeddings of out-of-vocabulary words are each client's own."""
+"""Next-word prediction: an LSTM whose embeddings of out-of-vocabulary words are local."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def next_word(
     local_oov: bool = True,
     loss_over: Literal["tokens", "positions"] = "tokens",
 ) -> Model:
-    """Predict the next word at every place of a sentence.
+    """Predict the next word at every position of a sentence.
 
-    Words are embedded, run through an LSTM, projected and compared with all outputs; nothing is tied. Words outside the
-    vocabulary fall into buckets. Their embeddings as inputs are local, so that every client has words of its own;
-    as outputs they are global.
+    Words are embedded, run through an LSTM, projected and compared with all outputs; no weights are tied. Words outside
+    the vocabulary are hashed into buckets. Their input embeddings are local, so every client has its own; their output
+    embeddings are global.
 
     A batch has, each `(examples, length)`:
 
@@ -40,24 +40,24 @@ def next_word(
     - `oov`: 0 where the input is in the vocabulary, else its bucket + 1;
     - `target`: the output that should come next: 0 for padding, words and end as above, then the buckets.
 
-    Padding comes last in a sentence. It changes nothing: no earlier output sees it, and it has no weight.
+    Padding comes last in a sentence. It changes nothing: no earlier output depends on it, and it has no weight.
 
-    Predictions are logits of `(examples, length, vocabulary + 3 + oov_buckets)`, kept as the product they come from
-    until `np.asarray` asks for them.
+    Predictions are logits of `(examples, length, vocabulary + 3 + oov_buckets)`. They are computed only when needed,
+    for example by `np.asarray`.
 
     Args:
-      vocabulary: how many words it knows.
-      oov_buckets: how many buckets there are for the other words.
+      vocabulary: how many words it has.
+      oov_buckets: how many buckets there are for other words.
       embedding: length of the embeddings.
       hidden: width of the LSTM.
-      projection: width of what the outputs are compared with.
-      local_oov: keep the embeddings of out-of-vocabulary words local; without, they are global as `oov_embedding` and
-        nothing is local.
-      loss_over: the mean is over `tokens` that are not padding, or over all `positions`, padding adding nothing.
+      projection: width of the projection that is compared with the outputs.
+      local_oov: whether the embeddings of out-of-vocabulary words are local; if not, they are global, as
+        `oov_embedding`, and nothing is local.
+      loss_over: take the mean loss over `tokens` that are not padding, or over all `positions`, where padding adds 0.
 
     Returns:
-      A `Model`. `accuracy` is that of the first choice among all outputs, at targets that are words of the vocabulary;
-      where several outputs share the highest logit, any of them counts.
+      A `Model`. `accuracy` is that of the most probable output, at targets that are words of the vocabulary; if several
+      outputs have the highest logit, any of them counts.
 
     References:
       Hard et al., Federated Learning for Mobile Keyboard Prediction, 2018; Reddi et al., Adaptive Federated
@@ -143,7 +143,7 @@ def next_word(
 
 
 def _lengths(batch: Batch) -> Array:
-    """Return how long each sentence is; all of it where there are no targets to tell."""
+    """Return the length of each sentence; the full length if there are no targets."""
     examples, length = batch["oov"].shape
     if "target" not in batch:
         return jnp.full(examples, length, jnp.int32)

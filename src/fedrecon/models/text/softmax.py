@@ -1,4 +1,4 @@
-"""Cross-entropy over many outputs, without logits that nobody needs, or more at a time than fit into a cache."""
+"""Cross-entropy over many outputs, which computes only the logits that are needed, in parts that fit into a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedrecon.models.text.merging import merging
 Rows = tuple[Array, Array]  # hidden, and the targets
 Weights = tuple[Array, Array]  # kernel and bias
 
-LOGITS_BYTES = 2**22  # of logits that are there at once where they need not all be: they are to stay in a cache
+LOGITS_BYTES = 2**22  # logits are computed in parts of at most this size, to stay in a cache
 
 
 @functools.partial(
@@ -29,17 +29,17 @@ LOGITS_BYTES = 2**22  # of logits that are there at once where they need not all
 )
 @dataclasses.dataclass
 class Logits:
-    """Logits as the product that they come from: as an array only when it is asked for, by `np.asarray`.
+    """Logits as a product that is not computed yet; `np.asarray` computes it.
 
     Attributes:
       hidden: `(..., features)`.
       kernel: `(features, outputs)`.
       bias: `(outputs,)`.
-      moved: `(...)`, where `hidden` depends on anything else than what is in `held`.
-      where_moved: `hidden` again where it is moved, anything elsewhere: it may take less to compute.
-      held: what `hidden` depends on where it is not moved. In reconstruction none of this is differentiated, and only
+      moved: `(...)`, true where `hidden` depends on anything besides `held`.
+      where_moved: the same as `hidden` where `moved` is true; elsewhere it may be anything, to be cheaper to compute.
+      held: what `hidden` depends on where `moved` is false. In reconstruction none of this is differentiated, and only
         rows that are moved have a gradient.
-      found: what `against` returned last, and for what.
+      found: the last argument and result of `against`.
     """
 
     hidden: Array
@@ -51,16 +51,16 @@ class Logits:
     found: tuple[Any, Any] = dataclasses.field(default=(None, None), repr=False)
 
     def against(self, target: Array) -> tuple[Array, Array]:
-        """Compare with the outputs that should have been.
+        """Compare with the targets.
 
         Args:
           target: `(...)`; 0 is padding.
 
         Returns:
           The cross-entropies, and 1 where no output has a higher logit than the target (0 elsewhere), both `(...)` and
-          0 where there is padding.
+          0 for padding.
         """
-        if self.found[0] is not target:  # the loss and each metric ask for the same
+        if self.found[0] is not target:  # the loss and each metric need the same result
             rows, moved_rows = (h.reshape(-1, h.shape[-1]) for h in (self.hidden, self.where_moved))
             losses, best = cross_entropy(
                 rows, self.kernel, self.bias, target.reshape(-1), self.moved.reshape(-1), moved_rows, self.held
@@ -94,11 +94,11 @@ def cross_entropy(
       hidden: `(rows, features)`.
       kernel: `(features, outputs)`.
       bias: `(outputs,)`.
-      target: `(rows,)`, the outputs that should have been; 0 for rows that are padding, whose results are 0.
-      moved: `(rows,)`, false for rows that depend on nothing but `held`.
-      where_moved: `(rows, features)`: `hidden` where it is moved, anything elsewhere. It has the gradient, and `hidden`
-        none, where neither the weights nor `held` are differentiated.
-      held: not used but to know whether it is differentiated.
+      target: `(rows,)`; 0 for padding, whose results are 0.
+      moved: `(rows,)`, false for rows that depend only on `held`.
+      where_moved: `(rows, features)`: the same as `hidden` where `moved` is true. If neither the weights nor `held` are
+        differentiated, it gets the gradient instead of `hidden`.
+      held: only tells whether it is differentiated.
     """
     del moved, where_moved, held
     return _losses((hidden, target), (kernel, bias))
@@ -117,8 +117,8 @@ def _forward(
     if kernel.perturbed or bias.perturbed:
         compared = _compare(hidden.value @ kernel.value + bias.value, target.value)
         return compared[:2], (values, compared[2:], None, None)
-    # With the weights frozen, as in reconstruction, all that remains of the logits is the slope in the rows. It is
-    # found apart from the losses, in which reconstruction takes no interest: the compiler can leave those out.
+    # With the weights frozen, as in reconstruction, only the gradient by the rows is needed. It is computed separately
+    # from the losses, which reconstruction does not use, so that the compiler can drop them.
     losses = _losses((hidden.value, target.value), weights)
     if any(leaf.perturbed for leaf in held):
         return losses, (None, None, _slopes((hidden.value, target.value), weights), None)
@@ -147,7 +147,7 @@ cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
-    """Return cross-entropies, whether the target is best, and the softmax as exponentials and their total."""
+    """Return cross-entropies, whether the target has the highest logit, and the softmax as exponentials and a total."""
     highest = jnp.max(logits, -1)
     exponentials = jnp.exp(logits - lax.stop_gradient(highest)[:, None])
     total = jnp.sum(exponentials, -1)
@@ -158,12 +158,12 @@ def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _losses_at_once(rows: Rows, weights: Weights) -> tuple[Array, Array]:
-    """Return the cross-entropies, and whether the target is best."""
+    """Return the cross-entropies, and whether the target has the highest logit."""
     return _compare(rows[0] @ weights[0] + weights[1], rows[1])[:2]
 
 
 def _slopes_at_once(rows: Rows, weights: Weights) -> Array:
-    """Return the gradient of each cross-entropy in its row."""
+    """Return the gradient of each cross-entropy by its row."""
     (hidden, target), (kernel, bias) = rows, weights
     *_, exponentials, total = _compare(hidden @ kernel + bias, target)
     slope = (exponentials @ kernel.T) / total[:, None] - kernel[:, target].T
@@ -171,9 +171,9 @@ def _slopes_at_once(rows: Rows, weights: Weights) -> Array:
 
 
 def _in_parts(at_once: Callable[[Rows, Weights], Any], rows: Rows, weights: Weights) -> Any:
-    """Do something for as many rows at a time as `LOGITS_BYTES` allows, and for no padding.
+    """Apply a function to as many rows at a time as `LOGITS_BYTES` allows, without padding.
 
-    A third of the places in a batch of sentences is padding. Put last, it is in parts that are never reached.
+    A third of the positions in a batch of sentences is padding. It is sorted to the end, in parts that are never run.
     """
     count, kernel = len(rows[1]), weights[0]
     parts = -(-count * kernel.shape[1] * kernel.dtype.itemsize // LOGITS_BYTES)
