@@ -6,6 +6,7 @@ Sizes are exact. Times depend on the machine. If Chromium or playwright is missi
 """
 
 import argparse
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -15,10 +16,12 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from fedrecon.app.cli.demo import SETTINGS
-from fedrecon.app.config import Factorization, RatingsConfig, Reconstruct
+from fedrecon.app.config import Factorization, RatingsConfig, Reconstruct, Scale
+from fedrecon.app.presets import DEFAULT
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.saved import bundle_model
@@ -27,10 +30,19 @@ from fedrecon_device import Bundle
 RATED = 100
 
 
+def of_defaults(num_items):
+    """A model of the default settings with numbers as large as trained ones, without titles."""
+    scale = Scale(mean=3.5, deviation=1.0, low=0.5, high=5.0, standardized=True, trait_ridges=(20.0, 30.0))
+    config = dataclasses.replace(DEFAULT, model=dataclasses.replace(DEFAULT.model, scale=scale))
+    items = untrained(num_items, 1).legend
+    draw = np.random.default_rng(0)
+    shapes = jax.eval_shape(RATINGS.build_model(config, items).init_global, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
+    return SavedModel(config, params, items)
+
+
 def untrained(num_items, dim, *, titles=False, **reconstruct):
     """A model with numbers as large as trained ones."""
-    import dataclasses
-
     draw = np.random.default_rng(0)
     config: RatingsConfig = dataclasses.replace(
         RATINGS.untrained,
@@ -42,7 +54,7 @@ def untrained(num_items, dim, *, titles=False, **reconstruct):
         "item_bias": draw.normal(0, 0.3, num_items).astype(np.float32),
         "mean": np.float32(3.5),
     }
-    names = np.array([f"A title of the usual length {k}" for k in range(num_items)]) if titles else None
+    names = np.array([f"A usual title ({k:06} AD)" for k in range(num_items)]) if titles else None  # 25 characters
     counts = np.minimum(draw.zipf(1.6, num_items), 400)
     return SavedModel(config, params, Items(np.arange(num_items), names, counts, (0.5, 5.0)))
 
@@ -59,6 +71,13 @@ def loaded_by_the_page(folder):
 
 def page_of(folder):
     return sum(file.stat().st_size for file in (folder / "web").rglob("*") if file.is_file())
+
+
+def titles_of(folder):
+    """How many bytes of a bundle are titles."""
+    items = json.loads((folder / "items.json").read_text())
+    whole, without = (len(json.dumps(one, separators=(",", ":"))) for one in (items, {**items, "labels": None}))
+    return whole - without
 
 
 def timed(run, times=20):
@@ -119,6 +138,8 @@ def measured(place):
     small = bundle_model(untrained(9066, 50, titles=True, **settings), place / "small", quantise="int8")
     export = time.perf_counter() - begun
     large = bundle_model(untrained(100_000, 50, **settings), place / "large", quantise="int8")
+    usual = bundle_model(of_defaults(100_000), place / "usual", quantise="int8")
+    per_title = titles_of(small) / 9066
     importing = timed(lambda: subprocess.run([sys.executable, "-c", "import fedrecon_device"], check=True), 5)
     starting = timed(lambda: subprocess.run([sys.executable, "-c", "import numpy"], check=True), 5)
     device = Bundle(small)
@@ -129,6 +150,8 @@ def measured(place):
         "page_bytes": page_of(small),
         "loaded_bytes": loaded_by_the_page(small),
         "large_bytes": size_of(large),
+        "default_bytes": size_of(usual),
+        "bytes_a_title": per_title,
         "export_seconds": export,
         "import_seconds": importing,
         "numpy_seconds": starting,
@@ -142,6 +165,8 @@ def measured(place):
         ("the page without tables", f"{page_of(small) / 1e3:.0f} kB", "100 kB"),
         ("all that the page loads, 9,066 films x 50, int8", f"{loaded_by_the_page(small) / 1e6:.2f} MB", "2.5 MB"),
         ("a bundle of 100,000 items x 50 without titles, int8", f"{size_of(large) / 1e6:.2f} MB", "6 MB"),
+        ("the same, default settings (16 dimensions)", f"{size_of(usual) / 1e6:.2f} MB", "6 MB"),
+        ("titles of 25 characters, for 100,000 items", f"{per_title / 10:.2f} MB more", ""),
         ("fedrecon bundle, 9,066 films", f"{export:.0f} s", "60 s"),
         ("import fedrecon_device, in a new process", f"{importing:.2f} s (numpy alone {starting:.2f})", "0.3 s"),
         (f"least squares from {RATED} ratings, ONNX Runtime", f"{1000 * here:.1f} ms", ""),

@@ -143,6 +143,7 @@ SLOW = {
     "defaults": [""],
     "tuning": [""],
     "device_bundle": [""],
+    "device_runtime": ["test_anything_in_a_bundle"],
     "device_text": [""],
     "device_web": ["test_the_page_of_a_ratings_run", "test_the_shared_vectors"],
     "device_inlining": ["test_a_rewritten_function"],

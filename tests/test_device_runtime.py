@@ -19,6 +19,7 @@ import shutil
 
 import fedrecon_device
 from device_models import ITEMS, MOST, factorization, ratings_bundle, trained
+from fedrecon.device.page import page_files
 from fedrecon.personalize import recommend
 from fedrecon_device import Bundle, BundleError, Personal, StoreError, check
 from fedrecon_device.__main__ import main
@@ -30,8 +31,12 @@ from fedrecon_device.tensors import read_tensors
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "films"
-    ratings_bundle(out, factorization(default=True), "least-squares")
+    ratings_bundle(out, factorization(default=True), "least-squares", web=page_files)
     return out
+
+
+def files_of(folder):
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
 
 @pytest.fixture
@@ -56,10 +61,25 @@ def test_a_whole_bundle_passes(made, capsys):
     assert "6 test vectors" in capsys.readouterr().out
 
 
+def test_a_changed_byte_of_any_file_is_found(made, folder):
+    names = files_of(folder)
+    assert {"manifest.json", "predict.onnx", "web/app.js"} < set(names)
+    for name in names:
+        whole = (made / name).read_bytes()
+        for where in (0, len(whole) // 2, len(whole) - 1):
+            changed = bytearray(whole)
+            changed[where] ^= 1
+            (folder / name).write_bytes(changed)
+            with pytest.raises(BundleError):
+                check(folder)
+        (folder / name).write_bytes(whole)
+    check(folder)
+
+
 @settings(max_examples=60, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), which=st.integers(0, 100), flip=st.integers(1, 255))
 def test_a_changed_byte_anywhere_is_found(made, tmp_path_factory, where, which, flip):
-    files = sorted(file.name for file in made.iterdir())
+    files = files_of(made)
     name = files[which % len(files)]
     data = bytearray((made / name).read_bytes())
     data[int(where * len(data))] ^= flip
@@ -67,6 +87,94 @@ def test_a_changed_byte_anywhere_is_found(made, tmp_path_factory, where, which, 
     shutil.copytree(made, folder)
     (folder / name).write_bytes(data)
     with pytest.raises(BundleError):
+        check(folder)
+
+
+JUNK = st.sampled_from(
+    [
+        None,
+        True,
+        -1,
+        0,
+        1 << 70,
+        1e308,
+        float("nan"),
+        "",
+        "x",
+        "../x",
+        [],
+        {},
+        [[]],
+        [-1],
+        [1 << 40],
+        {"first": 0, "count": 1 << 40},
+    ]
+)
+
+
+def replaced_somewhere(content, data):
+    """Replace one value of nested JSON, however deep, or leave it out."""
+    where, inside = None, content
+    while isinstance(inside, (dict, list)) and inside and (where is None or data.draw(st.integers(0, 3))):
+        keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
+        where = (inside, data.draw(st.sampled_from(keys)))
+        inside = inside[where[1]]
+    parent, key = where
+    if isinstance(parent, dict) and data.draw(st.booleans()):
+        del parent[key]
+    else:
+        parent[key] = data.draw(JUNK)
+    return content
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "items.json", "test_vectors.json"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_anything_in_a_bundle_whose_digests_fit_is_read_or_refused(made, tmp_path_factory, name, data):
+    """Somebody hostile writes digests that fit; whatever they wrote, no other error comes out."""
+    folder = tmp_path_factory.mktemp("hostile") / "films"
+    shutil.copytree(made, folder)
+    changed = replaced_somewhere(json.loads((folder / name).read_text()), data)
+    if name == "manifest.json":
+        (folder / name).write_bytes(manifest_bytes(changed))
+    else:
+        rewritten(folder, name, json.dumps(changed).encode())
+    try:
+        check(folder)
+        if Bundle(folder).task == "ratings":
+            Personal(folder, folder.parent / "me.json").recommend(3)
+    except BundleError:
+        return
+    finally:
+        shutil.rmtree(folder)
+
+
+def rewritten(folder, name, content):
+    """Replace a file, with a digest that fits."""
+    (folder / name).write_bytes(content)
+    about = {"bytes": len(content), "sha256": fedrecon_device.files.digest_of(content)}
+    rewrite(folder, lambda manifest: manifest["files"].update({name: about}))
+
+
+@pytest.mark.parametrize("name", ["items.json", "test_vectors.json"])
+def test_json_inside_that_goes_too_deep_is_refused(folder, name):
+    rewritten(folder, name, b"[" * 200_000)
+    with pytest.raises(BundleError, match="not valid JSON"):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda manifest: manifest["examples"].update(most=1 << 40), "`examples` is damaged; expected at most"),
+        (lambda manifest: manifest["examples"]["columns"]["item"].update(shape=[1 << 40]), "expected at most"),
+        (lambda manifest: manifest["examples"]["columns"]["item"].update(dtype="O"), "columns.item` is damaged"),
+        (lambda manifest: manifest["graphs"]["predict"]["inputs"][0].update(shape=[1 << 40, 6]), "the manifest says"),
+    ],
+)
+def test_huge_shapes_are_refused_before_there_is_room_for_them(folder, change, message):
+    rewrite(folder, change)
+    with pytest.raises(BundleError, match=message):
         check(folder)
 
 

@@ -13,8 +13,10 @@ import numpy as np
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import read_checked, read_manifest
 from fedrecon_device.graphs import Graph
+from fedrecon_device.manifest import described
 from fedrecon_device.tensors import GLOBAL, START, as_float32, read_tensors
 
+MOST_ITEMS = 1 << 24
 TABLES, ITEMS, WORDS = "global.safetensors", "items.json", "words.json"
 
 
@@ -32,16 +34,10 @@ class Bundle:
         """
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
-        try:
-            self.task: str = self.manifest["task"]
-            self.most: int = self.manifest["examples"]["most"]
-            self.columns: dict[str, dict[str, Any]] = self.manifest["examples"]["columns"]
-            self.scale: list[float] | None = self.manifest["scale"]
-            self.least_count: int = self.manifest["least_count"]
-            self.warm_start: bool = self.manifest["reconstruct"]["warm_start"]
-            self.model_digest: str = self.manifest["files"][TABLES]["sha256"]
-        except (KeyError, TypeError) as problem:
-            raise BundleError(f"{self.folder}: its manifest lacks {problem}") from None
+        about = described(self.manifest, TABLES)
+        self.task, self.most, self.columns, self.scale = about.task, about.most, about.columns, about.scale
+        self.least_count, self.warm_start = about.least_count, about.warm_start
+        self.model_digest, self.roles, self._about = about.model_digest, about.roles, about
 
     def read_json(self, name: str) -> Any:
         """Read one of its JSON files."""
@@ -78,10 +74,9 @@ class Bundle:
           BundleError: the bundle has none; the message says why.
         """
         if name not in self._graphs:
-            about = self.manifest["graphs"].get(name)
-            if not about or "file" not in about:
-                why = (about or {}).get("missing", "it was not exported")
-                raise BundleError(f"{self.folder} has no {name} graph: {why}")
+            about = self._about.graphs.get(name, {"missing": "it was not exported"})
+            if "missing" in about:
+                raise BundleError(f"{self.folder} has no {name} graph: {about['missing']}")
             data = read_checked(self.folder, self.manifest, about["file"])
             self._graphs[name] = Graph(about["file"], data, about)
         return self._graphs[name]
@@ -142,15 +137,18 @@ class Items:
         """Read the content of items.json."""
         try:
             self.ids: list[int | str] = _listed(content["ids"])
-            self.labels: list[str] = [str(k) for k in self.ids] if content["labels"] is None else content["labels"]
-            counts = content["counts"]
-        except (KeyError, TypeError) as problem:
+            labels, counts = content["labels"], content["counts"]
+            self.labels: list[str] = [str(one) for one in (self.ids if labels is None else labels)]
+            self.counts = None if counts is None else np.array([int(count) for count in counts], np.int64)
+            self.index = {one: k for k, one in enumerate(self.ids)}
+        except (KeyError, TypeError, ValueError, OverflowError) as problem:
             raise BundleError(f"{ITEMS} is damaged: {problem!r}") from None
-        self.counts = None if counts is None else np.asarray(counts, np.int64)
-        sizes = {len(self.ids), len(self.labels), len(self.ids) if self.counts is None else len(self.counts)}
-        if len(sizes) != 1:
-            raise BundleError(f"{ITEMS} has {len(self.ids)} ids, {len(self.labels)} labels and other counts")
-        self.index = {one: k for k, one in enumerate(self.ids)}
+        number_of_counts = len(self.ids) if self.counts is None else len(self.counts)
+        if not len(self.ids) == len(self.index) == len(self.labels) == number_of_counts:
+            raise BundleError(
+                f"{ITEMS} has {len(self.ids)} ids, {len(self.index)} of them different, {len(self.labels)} labels "
+                f"and {number_of_counts} counts; expected as many of each"
+            )
 
     def __len__(self) -> int:
         """Return how many items there are."""
@@ -160,5 +158,8 @@ class Items:
 def _listed(ids: Any) -> list[int | str]:
     """Return ids, which may be given as a range: the first, and how many."""
     if isinstance(ids, Mapping):
-        return list(range(ids["first"], ids["first"] + min(ids["count"], 1 << 24)))
+        first, count = int(ids["first"]), int(ids["count"])
+        if not 0 <= count <= MOST_ITEMS:
+            raise ValueError(f"{count} items; at most {MOST_ITEMS} are expected")
+        return list(range(first, first + count))
     return list(ids)

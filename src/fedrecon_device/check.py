@@ -41,9 +41,9 @@ def check(folder: str | Path) -> Checked:
         raise BundleError(f"{VECTORS} has no test vectors")
     try:
         worst = max(_differences(bundle, case) for case in cases)
-    except (KeyError, TypeError, IndexError, ValueError) as problem:
-        if isinstance(problem, BundleError):
-            raise
+    except BundleError:
+        raise
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError, MemoryError) as problem:
         raise BundleError(f"{VECTORS} is damaged: {problem!r}") from None
     return Checked(files, len(cases), worst)
 

@@ -197,7 +197,7 @@ class Personal:
         liked = columns["item"][columns["rating"] >= columns["rating"].mean()].tolist() if rated else []
         best = rank(scores, n, left_out=rated, counts=items.counts, least=self.bundle.least_count)
         shown = clipped(scores, self.bundle.scale)
-        table = self.bundle.tables.get(self.bundle.manifest["roles"].get("item_embedding", ""))
+        table = self.bundle.tables.get(self.bundle.roles.get("item_embedding", ""))
         found = []
         for k in best.tolist():
             near = [] if table is None else nearest(table, k, liked)

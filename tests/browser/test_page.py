@@ -165,7 +165,7 @@ def test_five_ratings_give_the_parameters_scores_and_order_that_python_gives(sav
     told = [float(text) for text in page.locator("#best .score").all_inner_texts()]
     assert told == pytest.approx([one.rating for one in best], abs=0.0501)
     assert all(0.5 <= rating <= 5 for rating in told)
-    assert "near what you like" in page.inner_text("#best li")
+    assert "close to " in page.inner_text("#best li")
     assert page.problems == []
 
 

@@ -29,16 +29,16 @@ class Legend(NamedTuple):
       files: JSON contents by the name of the file.
       scale: the lowest and highest rating; None if there is none.
       least_count: items with fewer ratings are not recommended.
-      counts: whether the model has learned log(1 + rating); what a device takes and gives are the ratings themselves.
       roles: where a page without ONNX finds its tables, by what they are.
+      counts: whether the model has learned log(1 + rating); what a device takes and gives are the ratings themselves.
     """
 
     task: str = "model"
     files: Mapping[str, Any] = {}
     scale: Sequence[float] | None = None
     least_count: int = 0
-    counts: bool = False
     roles: Mapping[str, str] = {}
+    counts: bool = False
 
 
 def wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:

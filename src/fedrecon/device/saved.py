@@ -102,7 +102,7 @@ def ratings_legend(saved: SavedModel[Items], least_count: int | None = None) -> 
     }
     least = settings.least_ratings if least_count is None else least_count
     counts = settings.scale is not None and settings.scale.transform == "log1p"
-    return Legend("ratings", {ITEMS: content}, shown_scale(saved), least, counts, _roles(saved))
+    return Legend("ratings", {ITEMS: content}, shown_scale(saved), least, _roles(saved), counts)
 
 
 def _short(ids: list[Any]) -> Any:

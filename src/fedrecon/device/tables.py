@@ -12,6 +12,7 @@ from fedrecon_device.tensors import GLOBAL, ROW_SCALE, START, as_float32
 
 Quantisation = Literal["int8", "float16"]
 SMALL = 1024  # numbers: smaller leaves stay float32, since nothing would be won
+NARROW = 4  # numbers of a row: with a scale of four bytes, int8 rows of so few are no smaller than float16
 
 
 def packed(leaves: Mapping[str, Any], quantise: Quantisation | None) -> dict[str, np.ndarray]:
@@ -19,8 +20,8 @@ def packed(leaves: Mapping[str, Any], quantise: Quantisation | None) -> dict[str
 
     Args:
       leaves: float arrays by path.
-      quantise: `int8`, with one float32 scale for each row of a table and long vectors in float16, or `float16`; None
-        keeps float32.
+      quantise: `int8`, with one float32 scale for each row of a table, and in float16 what has few numbers a row; or
+        `float16`; None keeps float32.
 
     Raises:
       ValueError: a leaf has numbers that the form cannot hold.
@@ -32,7 +33,7 @@ def packed(leaves: Mapping[str, Any], quantise: Quantisation | None) -> dict[str
             raise ValueError(f"global parameter {path!r} has entries that are not finite; train again or repair it")
         if quantise is None or values.dtype != np.float32 or values.size < SMALL:
             found[GLOBAL + path] = values
-        elif quantise == "float16" or values.ndim < 2:  # of a vector, a scale a row would be longer than itself
+        elif quantise == "float16" or values.size <= NARROW * len(values):
             if np.max(np.abs(values)) > np.finfo(np.float16).max:
                 raise ValueError(f"global parameter {path!r} has entries above 65504: float16 cannot hold them")
             found[GLOBAL + path] = values.astype(np.float16)

@@ -33,7 +33,7 @@ async function main() {
     store.forget();
     await page?.show();
     describe();
-    say("Everything is forgotten.");
+    say("Everything has been forgotten.");
     at("kept-what").focus();
   });
   addEventListener("storage", async () => {

@@ -97,7 +97,8 @@ export async function showFilms(bundle, { onChange }) {
     const mine = ratings().reverse();
     refill(rated, mine.map(([item, rating]) => row(item, rating, "rated")));
     const heading = /** @type {HTMLElement} */ (document.getElementById("rated-heading"));
-    heading.textContent = mine.length === 0 ? "Your ratings" : `Your ratings (${mine.length})`;
+    const called = model.counts ? "Your numbers" : "Your ratings";
+    heading.textContent = mine.length === 0 ? called : `${called} (${mine.length})`;
     /** @type {HTMLElement} */ (document.getElementById("rated-none")).hidden = mine.length > 0;
   };
 
@@ -116,7 +117,7 @@ export async function showFilms(bundle, { onChange }) {
     /** @type {HTMLElement} */ (document.getElementById("best-none")).hidden = mine.length > 0;
     const rare = /** @type {HTMLElement} */ (document.getElementById("best-rare"));
     rare.hidden = mine.length === 0 || chosen.length > 0;
-    rare.textContent = `Nothing is left to recommend: only titles with at least ${counted(least, "rating")} are.`;
+    rare.textContent = `Nothing to recommend: a title needs at least ${counted(least, "rating")} by others.`;
     more.hidden = mine.length === 0 || chosen.length < top;
     Object.assign(globalThis, { fedrecon: { local: Array.from(local), scores, best: chosen, took } }); // for tests
   };
@@ -134,8 +135,8 @@ export async function showFilms(bundle, { onChange }) {
     const near = nearest(model.embedding, model.dim, item, among);
     if (near.length) {
       const known = new Map(ratings());
-      const names = near.map((k) => `${labels[k]} (${known.get(k)})`).join(", ");
-      line.append(element("span", { class: "why", text: `near what you like: ${names}` }));
+      const names = near.map((k) => `${labels[k]} (${known.get(k)?.toLocaleString("en")})`).join(" · ");
+      line.append(element("span", { class: "why", text: `close to ${names}` }));
     }
     return line;
   };
@@ -155,7 +156,12 @@ export async function showFilms(bundle, { onChange }) {
     showBest();
   };
   show();
+  if (model.counts) {
+    /** @type {HTMLElement} */ (document.getElementById("rate-heading")).textContent = "Enter what you know";
+    /** @type {HTMLElement} */ (document.getElementById("best-none")).textContent =
+      "Enter three or four numbers to begin. What is recommended changes with every one.";
+  }
   /** @type {HTMLElement} */ (document.getElementById("ratings")).hidden = false;
   /** @type {HTMLElement} */ (document.getElementById("parts")).hidden = false;
-  return { show, describe: () => counted(ratings().length, "rating") };
+  return { show, describe: () => counted(ratings().length, model.counts ? "number" : "rating") };
 }

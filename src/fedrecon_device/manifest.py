@@ -1,0 +1,120 @@
+"""What a manifest says about a bundle, checked before anything relies on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fedrecon_device.errors import BundleError
+
+COLUMN_TYPES = ("float32", "int32", "int64", "int16", "bool")
+MOST_NUMBERS = 1 << 27  # in all columns of a person's examples: half a gigabyte
+
+
+class Description(NamedTuple):
+    """What a runtime needs to know of a bundle.
+
+    Attributes:
+      task: `ratings`, `text` or `model`.
+      most: how many examples reconstruction takes.
+      columns: `{"dtype", "shape"}` of each feature.
+      scale: the lowest and highest rating, or None.
+      least_count: items with fewer ratings are not recommended.
+      warm_start: whether to go on from old local parameters.
+      graphs: by name: `{"file", "inputs", "outputs"}`, or `{"missing"}` with the reason.
+      roles: where tables are, by what they are.
+      model_digest: of the global parameters.
+    """
+
+    task: str
+    most: int
+    columns: dict[str, dict[str, Any]]
+    scale: list[float] | None
+    least_count: int
+    warm_start: bool
+    graphs: dict[str, dict[str, Any]]
+    roles: dict[str, str]
+    model_digest: str
+
+
+def described(manifest: Mapping[str, Any], tables: str) -> Description:
+    """Return what a manifest says.
+
+    Args:
+      manifest: as `read_manifest` returns it.
+      tables: the name of the file with the global parameters.
+
+    Raises:
+      BundleError: something is missing or makes no sense; the message names it.
+    """
+    examples, solver = _object(manifest, "examples"), _object(manifest, "reconstruct")
+    most, columns = _whole(examples, "most"), _object(examples, "columns")
+    _expect(most >= 1 and bool(columns), "examples", "at least one example of at least one column")
+    numbers = sum(most * math.prod(_column(name, about)) for name, about in columns.items())
+    _expect(numbers <= MOST_NUMBERS, "examples", f"at most {MOST_NUMBERS} numbers")
+    graphs = {name: _graph(name, about) for name, about in _object(manifest, "graphs").items()}
+    roles = _object(manifest, "roles")
+    _expect(all(isinstance(path, str) for path in roles.values()), "roles", "names of tables")
+    task, digest = manifest.get("task"), _object(_object(manifest, "files"), tables).get("sha256")
+    _expect(isinstance(task, str), "task", "a name")
+    _expect(isinstance(digest, str), "files", f"a digest of {tables}")
+    warm = solver.get("warm_start")
+    _expect(isinstance(warm, bool), "reconstruct.warm_start", "true or false")
+    least = _whole(manifest, "least_count")
+    return Description(task, most, columns, _scale(manifest), least, warm, graphs, roles, digest)  # type: ignore[arg-type]
+
+
+def _expect(fine: bool, name: str, what: str) -> None:
+    if not fine:
+        raise BundleError(f"manifest.json: `{name}` is damaged; expected {what}")
+
+
+def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = parent.get(name)
+    _expect(isinstance(found, dict), name, "an object")
+    return found  # type: ignore[return-value]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _whole(parent: Mapping[str, Any], name: str) -> int:
+    found = parent.get(name)
+    _expect(_is_whole(found), name, "a whole number from 0 on")
+    return found  # type: ignore[return-value]
+
+
+def _column(name: str, about: Any) -> list[int]:
+    """Return the shape of one example of a column."""
+    known = isinstance(about, dict) and about.get("dtype") in COLUMN_TYPES and isinstance(about.get("shape"), list)
+    known = known and len(about["shape"]) <= 8 and all(_is_whole(size) for size in about["shape"])
+    _expect(known, f"examples.columns.{name}", f"a dtype of {', '.join(COLUMN_TYPES)} and a shape")
+    return about["shape"]
+
+
+def _scale(manifest: Mapping[str, Any]) -> list[float] | None:
+    scale = manifest.get("scale")
+    if scale is None:
+        return None
+    two = isinstance(scale, list) and len(scale) == 2 and all(isinstance(end, (int, float)) for end in scale)
+    _expect(two and all(abs(end) < 1e300 for end in scale) and scale[0] <= scale[1], "scale", "two numbers in order")
+    return scale
+
+
+def _graph(name: str, about: Any) -> dict[str, Any]:
+    if isinstance(about, dict) and isinstance(about.get("missing"), str):
+        return {"missing": about["missing"]}
+    _expect(isinstance(about, dict) and isinstance(about.get("file"), str), f"graphs.{name}", "a file or a reason")
+    for side in ("inputs", "outputs"):
+        ends = about.get(side)
+        fine = isinstance(ends, list) and all(
+            isinstance(one, dict)
+            and isinstance(one.get("name"), str)
+            and isinstance(one.get("dtype"), str)
+            and isinstance(one.get("shape"), list)
+            for one in ends
+        )
+        _expect(fine, f"graphs.{name}.{side}", "a list of names, types and shapes")
+    return about
