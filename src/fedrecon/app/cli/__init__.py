@@ -13,10 +13,10 @@ from typing import Any
 from fedrecon._version import __version__
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
-    "train": "train a model, of ratings or text, whose personal parameters never leave the clients",
-    "tune": "find settings for one's own ratings on validation users",
+    "train": "train a model, of ratings, clicks or text, whose personal parameters never leave the clients",
+    "tune": "find settings for one's own ratings or clicks on validation users",
     "evaluate": "measure a trained model on clients it has never met",
-    "recommend": "recommend items to the users of a ratings file",
+    "recommend": "recommend items to the users of a file of ratings or clicks",
     "complete": "suggest next words to a person, their own words among them",
     "bundle": "write what reconstructs and predicts without Python or JAX, or check such a folder",
     "page": "serve a bundle's page on this machine and open it in the browser",

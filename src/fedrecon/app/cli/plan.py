@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon.app.cli import options, show
-from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
+from fedrecon.app.config import Config, RatingsConfig, TextConfig, config_from_json, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,8 @@ def parse(argv: Sequence[str]) -> MakePlan:
     if isinstance(data, dict):
         data["source"] = ""
     default = config_from_json(values, str(file), task)
-    assert default.task in CONFIGS
+    if default.task not in COMMANDS:
+        raise options.UsageError(f"{file} has settings for {default.task}; plans are for {' and '.join(COMMANDS)}")
     command = COMMANDS[default.task]
     given = {"items" if command is PlanRatings else "words": tyro.MISSING}
     return options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
