@@ -149,6 +149,7 @@ def help_texts():
             main([command, "--help"])
             if command == "train":
                 main([command, "--task", "text", "--help"])
+                main([command, "--task", "clicks", "--help"])
             if command == "privacy":
                 for part in ("plan", "leakage", "audit"):
                     main([command, part, "--help"])

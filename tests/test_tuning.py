@@ -41,7 +41,7 @@ def test_the_settings_found_are_a_config_file(tuned):
     settings = parse(["--config", str(tuned / "tuned" / "config.json"), "--out", "x"]).settings
     assert settings.data.source == str(tuned / "ratings.csv")
     trials = json.loads((tuned / "tuned" / "trials.json").read_text())
-    best = min((one for one in trials if one["finished"]), key=lambda one: one["rmse"])
+    best = min((one for one in trials if one["finished"]), key=lambda one: one["value"])
     if best is not trials[0]:  # the first has settings outside of what is tried: 4 rounds
         assert settings.model.prior == best["values"]["model.prior"]
     else:
@@ -53,7 +53,7 @@ def test_the_first_trial_is_what_training_measures(tuned):
     options = ["--rounds", "4", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
     assert main(["train", str(tuned / "ratings.csv"), "--out", str(tuned / "run"), *options]) == 0
     last = json.loads((tuned / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["micro"]["rmse"] == pytest.approx(first["rmse"], rel=1e-5)
+    assert last["micro"]["rmse"] == pytest.approx(first["value"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("20", 20)])

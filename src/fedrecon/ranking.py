@@ -314,7 +314,9 @@ def by_count(counts: np.ndarray) -> Scorer:
     return lambda known: np.broadcast_to(scores, (known.users, len(scores)))
 
 
-def item_knn(train: Sets, num_items: int, *, neighbours: int = 100, shrink: float = 20.0) -> Scorer:
+def item_knn(
+    train: Sets, num_items: int, *, neighbours: int = 100, shrink: float = 20.0, both: np.ndarray | None = None
+) -> Scorer:
     """Rank items by how similar they are to those that a user has: cosines, shrunk if few users have both.
 
     Args:
@@ -322,8 +324,9 @@ def item_knn(train: Sets, num_items: int, *, neighbours: int = 100, shrink: floa
       num_items: item ids are 0 to `num_items - 1`.
       neighbours: use only this many most similar items of each item.
       shrink: added to the denominator of the cosine.
+      both: what `together` returns for these users, where it is known.
     """
-    both = together(train, num_items)
+    both = together(train, num_items) if both is None else both
     count = np.diag(both).copy()
     similar = both / (np.sqrt(np.outer(count, count)) + shrink + 1e-12)
     np.fill_diagonal(similar, 0)
@@ -333,21 +336,22 @@ def item_knn(train: Sets, num_items: int, *, neighbours: int = 100, shrink: floa
     return lambda known: known.matrix(num_items) @ similar
 
 
-def ease(train: Sets, num_items: int, *, ridge: float = 300.0) -> Scorer:
+def ease(train: Sets, num_items: int, *, ridge: float = 300.0, both: np.ndarray | None = None) -> Scorer:
     """Rank items by a linear autoencoder without a diagonal, in closed form.
 
     Args:
       train: what the training users have.
       num_items: item ids are 0 to `num_items - 1`.
       ridge: on all weights.
+      both: what `together` returns for these users, where it is known.
 
     References:
       Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019.
     """
     if not ridge > 0:
         raise ValueError(f"`ridge` is {ridge}; it must be above 0")
-    both = together(train, num_items).astype(np.float64)
-    inverse = np.linalg.inv(both + ridge * np.eye(num_items))
+    both = together(train, num_items) if both is None else both
+    inverse = np.linalg.inv(both.astype(np.float64) + ridge * np.eye(num_items))
     weights = (-inverse / np.diag(inverse)).astype(np.float32)
     np.fill_diagonal(weights, 0)
     return lambda known: known.matrix(num_items) @ weights

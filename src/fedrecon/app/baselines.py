@@ -76,8 +76,9 @@ def _ranked(train: ranking.Sets, division: ranking.Division, num_items: int) -> 
         return {}
     scorers = {"popularity": ranking.popularity(train, num_items)}
     if num_items <= MOST_ITEMS:
-        scorers["item kNN"] = ranking.item_knn(train, num_items)
-        scorers["EASE"] = ranking.ease(train, num_items, ridge=EASE_RIDGE)
+        both = ranking.together(train, num_items)
+        scorers["item kNN"] = ranking.item_knn(train, num_items, both=both)
+        scorers["EASE"] = ranking.ease(train, num_items, ridge=EASE_RIDGE, both=both)
     return {name: _metrics(score, division, num_items) for name, score in scorers.items()}
 
 

@@ -62,6 +62,9 @@ def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, 
 
 def _slower(config: Config) -> str:
     """Say what to do about parameters that run away."""
+    if config.task == "clicks":
+        rate = config.server.learning_rate
+        return f"If this goes on, lower --server.learning-rate (now {rate:g}) or raise --model.ridge."
     return (
         f"If this goes on, lower --update.learning-rate (now {config.update.learning_rate:g}) and "
         f"--reconstruct.learning-rate (now {config.reconstruct.learning_rate:g}), set --aggregate.clip-norm, or bring "

@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedrecon.app.baselines import Table, beside
 from fedrecon.app.build import build_algorithm, build_layout
-from fedrecon.app.config import RatingsConfig, to_json
+from fedrecon.app.config import ClicksConfig, RatingsConfig, to_json
 from fedrecon.app.experiment import make_evaluator
 from fedrecon.app.plots import write_figure
 from fedrecon.app.presets import DEFAULT
-from fedrecon.app.tasks import RATINGS, Users
+from fedrecon.app.tasks import Users, task_of
 from fedrecon.data import Ratings
 from fedrecon.disk.arrays import write_bytes, write_json
 from fedrecon.disk.parts import held_study
@@ -43,6 +43,34 @@ SPACE: Mapping[str, Any] = {
     "server.learning_rate": [0.003, 0.05],
     "rounds": (100, 200, 400),
 }
+CLICKS_SPACE: Mapping[str, Any] = {
+    "model.dim": (16, 32, 64, 128),
+    "model.unobserved": [0.05, 2.0],
+    "model.ridge": [0.1, 10.0],
+    "model.prior": [1.0, 100.0],
+    "server.learning_rate": [0.003, 0.05],
+    "rounds": (100, 200, 400),
+}
+
+
+class Goal(NamedTuple):
+    """What tuning looks at.
+
+    Attributes:
+      metric: its name in an evaluation.
+      title: for people.
+      space: what is tried.
+      sign: 1 if less is better, -1 if more is.
+    """
+
+    metric: str
+    title: str
+    space: Mapping[str, Any]
+    sign: int = 1
+
+
+GOALS = {"ratings": Goal("rmse", "RMSE", SPACE), "clicks": Goal("ndcg@100", "NDCG@100", CLICKS_SPACE, -1)}
+Tunable = RatingsConfig | ClicksConfig
 
 
 @dataclass(frozen=True)
@@ -51,12 +79,13 @@ class Trial:
 
     Attributes:
       values: `{path of the setting: value}`.
-      rmse: on the validation users after the last evaluation; infinite if it diverged.
+      value: the RMSE, or of clicks the NDCG@100, on the validation users after the last evaluation; not finite if it
+        diverged.
       finished: whether it was trained to its end; others were given up early.
     """
 
     values: Mapping[str, Any]
-    rmse: float
+    value: float
     finished: bool
 
 
@@ -70,14 +99,19 @@ class Tuned:
       baselines: how the baselines do on the same query of the validation users.
     """
 
-    config: RatingsConfig
+    config: Tunable
     trials: tuple[Trial, ...]
     baselines: Table
 
     @property
+    def goal(self) -> Goal:
+        """What was looked at."""
+        return GOALS[self.config.task]
+
+    @property
     def best(self) -> Trial:
-        """The trial with the smallest error, of those that were finished."""
-        return min((trial for trial in self.trials if trial.finished), key=lambda trial: trial.rmse)
+        """The best trial of those that were finished."""
+        return min((trial for trial in self.trials if trial.finished), key=lambda trial: self.goal.sign * trial.value)
 
 
 def seconds_of(budget: str) -> float:
@@ -89,21 +123,21 @@ def seconds_of(budget: str) -> float:
 
 
 def tune(
-    config: RatingsConfig | str,
+    config: Tunable | str,
     *,
     budget: str | float = "5m",
     trials: int | None = None,
     folder: str | Path | None = None,
     say: Say = lambda text: None,
 ) -> Tuned:
-    """Find settings for ratings by trying them on validation users.
+    """Find settings for ratings or clicks by trying them on validation users.
 
     The first trial has the settings as they are. Those that follow are proposed by optuna, and given up early if they
-    do worse than others did at the same point. The more is tried on few users, the more of the best is luck: the error
+    do worse than others did at the same point. The more is tried on few users, the more of the best is luck: the figure
     on test users, which `fedrecon train` says with the settings found, is the one to believe.
 
     Args:
-      config: what to train on, or all settings to begin with.
+      config: ratings to train on, or all settings to begin with.
       budget: how long, as text or in seconds; at least one trial is finished.
       trials: at most so many.
       folder: where `config.json`, `trials.json`, `report.md` and a picture go; nothing is written by default.
@@ -115,11 +149,12 @@ def tune(
     optuna = _optuna()
     if isinstance(config, str):
         config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
-    if not config.model.round_zero:
+    if isinstance(config, RatingsConfig) and not config.model.round_zero:
         raise ValueError("tuning tries settings around --preset default, with model.round_zero; these have none of it")
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
-    ratings = RATINGS.load(config, silent)
-    bench = _Bench(config, ratings, RATINGS.divide(config, ratings, silent), time.monotonic() + length)
+    task, goal = task_of(config), GOALS[config.task]
+    ratings = task.load(config, silent)
+    bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
     if not len(bench.users.valid):
         raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
     for remark in bench.remarks():
@@ -128,17 +163,17 @@ def tune(
         sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    study.enqueue_trial({path: _within(space, _get(config, path)) for path, space in SPACE.items()})
+    study.enqueue_trial({path: _within(space, _get(config, path)) for path, space in goal.space.items()})
 
     def objective(trial: Any) -> float:
-        values = {path: _suggest(trial, path, space) for path, space in SPACE.items()}
+        values = {path: _suggest(trial, path, space) for path, space in goal.space.items()}
         return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
 
     def tell(study: Any, trial: Any) -> None:
-        say(_told(_trial(trial), trial.number, study.best_trial.number if _any_finished(study) else None))
+        say(_told(_trial(trial, goal), goal, trial.number, study.best_trial.number if _any_finished(study) else None))
 
     study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
-    done = tuple(map(_trial, study.trials))
+    done = tuple(_trial(trial, goal) for trial in study.trials)
     tuned = Tuned(config, done, bench.baselines())
     tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is done[0] else tuned.best.values))
     if folder is not None:
@@ -159,31 +194,32 @@ def _optuna() -> Any:
 class _Bench:
     """Data, and how settings do on it."""
 
-    def __init__(self, config: RatingsConfig, ratings: Ratings, users: Users, deadline: float):
+    def __init__(self, config: Tunable, ratings: Ratings, users: Users, deadline: float):
         self.config, self.ratings, self.users, self._deadline = config, ratings, users, deadline
         self._finished = 0
-        self._items = RATINGS.legend(config, ratings)
+        self._task, self._goal = task_of(config), GOALS[config.task]
+        self._items = self._task.legend(config, ratings)
 
     def remarks(self) -> tuple[str, ...]:
         """Say what was read."""
-        return RATINGS.prepare(self.config, self.ratings, self.users, self._items).remarks
+        return self._task.prepare(self.config, self.ratings, self.users, self._items).remarks
 
     def baselines(self) -> Table:
         """Measure baselines on the validation users."""
-        ready = RATINGS.prepare(self.config, self.ratings, self.users, self._items)
+        ready = self._task.prepare(self.config, self.ratings, self.users, self._items)
         return beside(self.config, ready.users, "valid", ready.legend)
 
     def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
         """Train with some settings and return the error on the validation users, or give up."""
         config = _with(self.config, values)
-        ready = RATINGS.prepare(config, self.ratings, self.users, self._items)
+        ready = self._task.prepare(config, self.ratings, self.users, self._items)
         algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
         place = build_layout(config, algorithm.model)
 
         def watch(record: dict[str, Any]) -> None:
             if record["kind"] != "evaluation" or record["round"] == config.rounds:
                 return
-            trial.report(_rmse(record), round(CHECKS * record["round"] / config.rounds))
+            trial.report(self._error(record), round(CHECKS * record["round"] / config.rounds))
             if trial.should_prune() or (self._finished and time.monotonic() > self._deadline):
                 raise pruned
 
@@ -201,12 +237,12 @@ class _Bench:
         if run.interrupted:
             raise KeyboardInterrupt
         self._finished += 1
-        return _rmse(run.history[-1])
+        return self._error(run.history[-1])
 
-
-def _rmse(record: Mapping[str, Any]) -> float:
-    rmse = record["micro"]["rmse"]
-    return rmse if record["diverged"] == 0 and math.isfinite(rmse) else math.inf
+    def _error(self, record: Mapping[str, Any]) -> float:
+        """Return what is to become small."""
+        value = record["micro"][self._goal.metric]
+        return self._goal.sign * value if record["diverged"] == 0 and math.isfinite(value) else math.inf
 
 
 def _suggest(trial: Any, path: str, space: Any) -> Any:
@@ -215,20 +251,20 @@ def _suggest(trial: Any, path: str, space: Any) -> Any:
     return trial.suggest_float(path, *space, log=True)
 
 
-def _trial(trial: Any) -> Trial:
+def _trial(trial: Any, goal: Goal) -> Trial:
     finished = trial.state.name == "COMPLETE"
     last = list(trial.intermediate_values.values())[-1:] or [math.inf]
-    return Trial(trial.params, trial.value if finished else last[0], finished)
+    return Trial(trial.params, goal.sign * (trial.value if finished else last[0]), finished)
 
 
 def _any_finished(study: Any) -> bool:
     return any(trial.state.name == "COMPLETE" for trial in study.trials)
 
 
-def _told(trial: Trial, number: int, best: int | None) -> str:
+def _told(trial: Trial, goal: Goal, number: int, best: int | None) -> str:
     what = in_words(trial.values) if number else "the settings to begin with"
     ending = ", the best so far" if number == best else "" if trial.finished else ", given up"
-    return f"trial {number + 1}: RMSE {trial.rmse:.4f}{ending} ({what})"
+    return f"trial {number + 1}: {goal.title} {trial.value:.4f}{ending} ({what})"
 
 
 def in_words(values: Mapping[str, Any]) -> str:
@@ -253,7 +289,7 @@ def _get(config: Any, path: str) -> Any:
     return config
 
 
-def _with(config: RatingsConfig, values: Mapping[str, Any]) -> RatingsConfig:
+def _with(config: Tunable, values: Mapping[str, Any]) -> Tunable:
     """Return settings with others at some paths."""
     groups: dict[str, dict[str, Any]] = {}
     alone = {}
@@ -271,15 +307,16 @@ def _with(config: RatingsConfig, values: Mapping[str, Any]) -> RatingsConfig:
 
 
 def what_mattered(tuned: Tuned) -> dict[str, float]:
-    """Return how strongly each setting goes with the error, from 0 to 1, the strongest first.
+    """Return how strongly each setting goes with what is tuned for, from 0 to 1, the strongest first.
 
     It is the absolute rank correlation over the finished trials; a hint, not a proof.
     """
-    done = [trial for trial in tuned.trials if trial.finished and math.isfinite(trial.rmse)]
+    done = [trial for trial in tuned.trials if trial.finished and math.isfinite(trial.value)]
     if len(done) < 4:
         return {}
-    error = _ranks([trial.rmse for trial in done])
-    found = {path: abs(_correlation(_ranks([trial.values[path] for trial in done]), error)) for path in SPACE}
+    error = _ranks([trial.value for trial in done])
+    space = tuned.goal.space
+    found = {path: abs(_correlation(_ranks([trial.values[path] for trial in done]), error)) for path in space}
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
@@ -302,7 +339,7 @@ def write_tuned(tuned: Tuned, folder: Path) -> None:
     """Write settings, trials, a report and a picture of what mattered."""
     write_bytes(folder / "config.json", (json.dumps(to_json(tuned.config), indent=2) + "\n").encode())
     trials = [dataclasses.asdict(trial) for trial in tuned.trials]
-    write_json(folder / "trials.json", [one | {"rmse": _or_none(one["rmse"])} for one in trials])
+    write_json(folder / "trials.json", [one | {"value": _or_none(one["value"])} for one in trials])
     _draw(tuned, folder / "what_mattered.png")
     write_bytes(folder / "report.md", report(tuned, folder).encode())
 
@@ -311,37 +348,42 @@ def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def compared(tuned: Tuned) -> list[tuple[str, str]]:
+    """Return rows of a table: the best settings, those to begin with, the baselines."""
+    rows = {"the best settings": tuned.best.value, "the settings to begin with": tuned.trials[0].value}
+    rows |= {f"baseline: {name}": row[tuned.goal.metric] for name, row in tuned.baselines.items()}
+    return [(name, f"{value:.4f}") for name, value in rows.items()]
+
+
 def report(tuned: Tuned, folder: Path) -> str:
     """Say what was tried and found."""
-    best, first = tuned.best, tuned.trials[0]
-    rows = [["the best settings", f"{best.rmse:.4f}"], ["the settings to begin with", f"{first.rmse:.4f}"]]
-    rows += [[f"baseline: {name}", f"{row['rmse']:.4f}"] for name, row in tuned.baselines.items()]
-    lines = ["# Tuning", "", f"Data: {tuned.config.data.source}. RMSE on validation users:", "", "```text"]
-    lines += [*lay_out([["", "RMSE"], *rows], right=True), "```", ""]
+    best, goal = tuned.best, tuned.goal
+    lines = ["# Tuning", "", f"Data: {tuned.config.data.source}. {goal.title} on validation users:", "", "```text"]
+    lines += [*lay_out([["", goal.title], *map(list, compared(tuned))], right=True), "```", ""]
     lines += [f"Best: {in_words(best.values)}.", "", f"Train with them: `{command_of(tuned, folder)}`", ""]
-    lines += ["They were chosen on these users, so the error on test users is likely to be larger.", ""]
+    lines += ["They were chosen on these users, so test users are likely to be served a little worse.", ""]
     if mattered := what_mattered(tuned):
         told = ", ".join(f"{path.replace('_', '-')} {value:.2f}" for path, value in mattered.items())
-        lines += [f"What went with the error (rank correlation): {told}.", "", "![](what_mattered.png)", ""]
+        lines += [f"What went with it (rank correlation): {told}.", "", "![](what_mattered.png)", ""]
     done = sum(trial.finished for trial in tuned.trials)
     lines += [f"{len(tuned.trials)} trials, {done} of them finished; `trials.json` has all of them.", ""]
     return "\n".join(lines)
 
 
 def _draw(tuned: Tuned, path: Path) -> None:
-    """Draw the error against every setting."""
+    """Draw what is tuned for against every setting."""
     from matplotlib.figure import Figure
 
-    done = [trial for trial in tuned.trials if math.isfinite(trial.rmse)]
-    columns = math.ceil(len(SPACE) / 2)
+    done, goal = [trial for trial in tuned.trials if math.isfinite(trial.value)], tuned.goal
+    columns = math.ceil(len(goal.space) / 2)
     figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
-    figure.suptitle("RMSE on validation users; hollow: given up early")
-    for axes, (name, space) in zip(figure.subplots(2, columns).flat, SPACE.items(), strict=False):
+    figure.suptitle(f"{goal.title} on validation users; hollow: given up early")
+    for axes, (name, space) in zip(figure.subplots(2, columns).flat, goal.space.items(), strict=False):
         axes.set(xlabel=name.replace("_", "-"))
         axes.grid(alpha=0.25)
         if isinstance(space, list):
             axes.set_xscale("log")
         for trial in done:
             face = "tab:blue" if trial.finished else "none"
-            axes.scatter([float(trial.values[name])], [trial.rmse], facecolors=face, edgecolors="tab:blue")
+            axes.scatter([float(trial.values[name])], [trial.value], facecolors=face, edgecolors="tab:blue")
     write_figure(figure, path)

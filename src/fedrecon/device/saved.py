@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrecon.app.recommender import shown_scale
 from fedrecon.app.saved import SavedModel
-from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.app.tasks import CLICKS, RATINGS, Items
 from fedrecon.data import Vocabulary, personal_text, unique_labels
 from fedrecon.data.text.sentences import prompt_columns
 from fedrecon.device.exporting import Legend
@@ -45,6 +45,10 @@ def bundle_model(
       onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
       replace: whether a folder that is there is replaced.
     """
+    if saved.task is CLICKS:
+        raise ValueError(
+            "bundles are for models of ratings and text; a model of clicks serves with fedrecon recommend or fr.load"
+        )
     if saved.task is RATINGS:
         legend = ratings_legend(saved, least_count)
         like = made_up_ratings(len(saved.legend), legend.scale, most)

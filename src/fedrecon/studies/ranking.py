@@ -28,7 +28,7 @@ JOBS = (
     Job(
         "item-knn",
         "Item kNN",
-        Setting(method="item kNN", tried={"neighbours": (50.0, 100.0, 200.0), "shrink": (0.0, 20.0, 100.0)}),
+        Setting(method="item kNN", tried={"neighbours": (50.0, 200.0), "shrink": (0.0, 20.0, 100.0)}),
     ),
     Job("ease", "EASE", Setting(method="EASE", tried={"ridge": (300.0, 500.0, 800.0, 1200.0)})),
     Job(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Mapping
@@ -78,6 +79,11 @@ class Divided:
             "the others on all.",
         ]
 
+    @functools.cached_property
+    def together(self) -> np.ndarray:
+        """How many training users have both of two items."""
+        return ranking.together(self.train, self.clicks.num_items)
+
     def rank(self, score: Scorer, part: str) -> Ranked:
         """Measure a scorer on the users of a part."""
         return ranking.rank(score, self.hidden[part], self.clicks.num_items)
@@ -147,9 +153,10 @@ def _fit(setting: Setting, data: Divided, values: Mapping[str, float], seed: int
     if setting.method == "popularity":
         return ranking.popularity(train, items)
     if setting.method == "item kNN":
-        return ranking.item_knn(train, items, neighbours=int(values["neighbours"]), shrink=values["shrink"])
+        few = int(values["neighbours"])
+        return ranking.item_knn(train, items, neighbours=few, shrink=values["shrink"], both=data.together)
     if setting.method == "EASE":
-        return ranking.ease(train, items, ridge=values["ridge"])
+        return ranking.ease(train, items, ridge=values["ridge"], both=data.together)
     return ials(
         train,
         items,

@@ -15,10 +15,10 @@ from typing import Any
 from fedrecon._version import __version__
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
-    "train": "train a model of ratings or text whose local parameters never leave the clients",
-    "tune": "find settings for your own ratings, on validation users",
+    "train": "train a model of ratings, clicks or text whose local parameters never leave the clients",
+    "tune": "find settings for your own ratings or clicks, on validation users",
     "evaluate": "measure a trained model on clients that took no part in training",
-    "recommend": "recommend items to the users of a ratings file",
+    "recommend": "recommend items to the users of a file of ratings or clicks",
     "complete": "suggest the next word to a person, their own words included",
     "bundle": "write a folder that reconstructs and predicts without Python or JAX, or check one",
     "page": "try a model on a web page that this machine serves",

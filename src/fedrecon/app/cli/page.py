@@ -48,11 +48,11 @@ def run(args: Page) -> int:
         folder = args.run
         if not (folder / MANIFEST).is_file():
             from fedrecon.app.saved import open_model
-            from fedrecon.app.tasks import RATINGS
+            from fedrecon.app.tasks import TEXT
             from fedrecon.device.saved import bundle_model
 
             saved = open_model(folder)
-            needs_onnx = saved.task is not RATINGS  # a page of ratings computes in plain JavaScript
+            needs_onnx = saved.task is TEXT  # a page of ratings computes in plain JavaScript
             if needs_onnx and args.onnxruntime_web is None:
                 raise options.UsageError(
                     "a page of text needs onnxruntime-web: npm install onnxruntime-web, "

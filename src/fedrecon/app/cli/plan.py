@@ -12,7 +12,7 @@ import tyro
 
 from fedrecon.app.cli import options, show
 from fedrecon.app.cli.train import defaults
-from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig
+from fedrecon.app.config import Config, RatingsConfig, TextConfig
 from fedrecon.app.presets import Preset
 
 
@@ -82,8 +82,9 @@ def parse(argv: Sequence[str]) -> MakePlan:
     if task is not None and task not in COMMANDS:
         raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
     default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    if default.task not in COMMANDS:
+        raise options.UsageError(f"{file} has settings for {default.task}; plans are for {' and '.join(COMMANDS)}")
     default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
-    assert default.task in CONFIGS
     command = COMMANDS[default.task]
     given = {"items" if command is PlanRatings else "words": tyro.MISSING}
     return options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))

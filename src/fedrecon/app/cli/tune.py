@@ -11,16 +11,13 @@ import tyro
 
 from fedrecon.app.cli import options, show
 from fedrecon.app.cli.train import defaults
-from fedrecon.app.config import RatingsConfig
+from fedrecon.app.config import ClicksConfig, Config, RatingsConfig
 from fedrecon.app.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Try settings on the validation users of a ratings file, and write the best of them as a config file.
-
-    The first trial uses the given settings. Test users are never looked at. Needs optuna: pip install
-    'fedrecon[tune]'. Example: fedrecon tune ratings.csv --budget 5m --out tuned
+    """What tuning of any task is asked for.
 
     Attributes:
       out: the folder for config.json, trials.json, report.md and a picture of what mattered.
@@ -30,7 +27,7 @@ class Tune:
       config: a JSON file of settings to start from; options given here override it.
     """
 
-    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+    settings: Annotated[Config, tyro.conf.arg(name="")]
     out: Path
     budget: str = "5m"
     trials: int | None = None
@@ -38,31 +35,55 @@ class Tune:
     config: Path | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TuneRatings(Tune):
+    """Try settings on the validation users of a ratings file, and write the best of them as a config file.
+
+    The first trial has the settings as given. Test users are never looked at. Needs optuna: pip install
+    'fedrecon[tune]'. Example: fedrecon tune ratings.csv --budget 5m --out tuned
+    """
+
+    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneClicks(Tune):
+    """Try settings on the validation users of a file of clicks, and write the best of them as a config file.
+
+    The first trial has the settings as given. Test users are never looked at. Needs optuna: pip install
+    'fedrecon[tune]'. Example: fedrecon tune plays.csv --task clicks --budget 5m --out tuned
+    """
+
+    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
+
+
+COMMANDS: dict[str, type[Tune]] = {"ratings": TuneRatings, "clicks": TuneClicks}
+
+
 def parse(argv: Sequence[str]) -> Tune:
-    """Parse the options."""
-    file = options.given("--config", argv)
-    task = options.given("--task", argv)
-    if task not in (None, "ratings"):
-        raise options.UsageError(f"--task is {task!r}; tuning is for ratings")
-    default = defaults("ratings", None if file is None else Path(file), options.given("--preset", argv))
-    assert isinstance(default, RatingsConfig)
-    return options.parse(Tune, "tune", argv, default=Tune(settings=default, out=tyro.MISSING))
+    """Parse the options, those of the task."""
+    file, task = options.given("--config", argv), options.given("--task", argv)
+    if task is not None and task not in COMMANDS:
+        raise options.UsageError(f"--task is {task!r}; tuning is for {' and '.join(COMMANDS)}")
+    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    if default.task not in COMMANDS:
+        raise options.UsageError(f"{file} has settings for {default.task}; tuning is for {' and '.join(COMMANDS)}")
+    command = COMMANDS[default.task]
+    return options.parse(command, "tune", argv, default=command(settings=default, out=tyro.MISSING))
 
 
 def run(args: Tune) -> int:
     """Tune, and say what was found."""
-    from fedrecon.app.tuning import command_of, seconds_of, tune, what_mattered
+    from fedrecon.app.tuning import command_of, compared, seconds_of, tune, what_mattered
     from fedrecon.engine import start_devices
 
     seconds_of(args.budget)
     if args.trials is not None and args.trials < 1:
         raise options.UsageError(f"--trials is {args.trials}; it must be at least 1")
+    assert isinstance(args.settings, RatingsConfig | ClicksConfig)
     start_devices(args.settings.devices)
     found = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
-    rows = [("the best settings", f"{found.best.rmse:.4f}")]
-    rows += [("the settings to begin with", f"{found.trials[0].rmse:.4f}")]
-    rows += [(f"baseline: {name}", f"{row['rmse']:.4f}") for name, row in found.baselines.items()]
-    show.table("validation users, who chose the settings", ("", "RMSE"), rows)
+    show.table("validation users, who chose the settings", ("", found.goal.title), compared(found))
     if mattered := what_mattered(found):
         print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
     print(f"saved: {args.out} (report.md says what was tried)")

@@ -1,0 +1,195 @@
+"""Clicks from a file to recommendations: what counts as a click, who is measured how, and what stands beside it."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fedrecon as fr
+from fedrecon import ranking
+from fedrecon.app.baselines import beside, verdict, with_coverage
+from fedrecon.app.cli import main
+from fedrecon.app.config import ClickData, ClicksConfig, Reconstruct
+from fedrecon.app.presets import DEFAULT
+from fedrecon.app.tasks import CLICKS
+from fedrecon.app.tuning import CLICKS_SPACE
+from fedrecon.data.errors import DataError
+from fedrecon.evaluation import Evaluation
+from fedrecon.progress import silent
+
+OPTIONS = ["--rounds", "60", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
+OPTIONS += ["--server.learning-rate", "0.05", "--evaluate-every", "0"]
+
+
+def rows_of_two_kinds(people=60, seed=0):
+    """Two kinds of people, each with items of their own half; counts and times are noise."""
+    rng = np.random.default_rng(seed)
+    for user, kind in enumerate(rng.integers(0, 2, people)):
+        for item in rng.permutation(10)[: rng.integers(5, 9)]:
+            yield f"u{user}", f"i{10 * kind + item}", rng.integers(1, 6), rng.integers(0, 1000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with `clicks.csv` and the run that was trained on it."""
+    folder = tmp_path_factory.mktemp("clicks")
+    lines = [",".join(map(str, row)) for row in rows_of_two_kinds()]
+    (folder / "clicks.csv").write_text("\n".join(["user,item,count,time", *lines]) + "\n")
+    assert main(["train", str(folder / "clicks.csv"), "--task", "clicks", "--out", str(folder / "run"), *OPTIONS]) == 0
+    return folder
+
+
+def load(path, **options):
+    config = ClicksConfig(data=ClickData(source=str(path), **options))
+    return config, CLICKS.load(config, silent)
+
+
+def test_training_ends_with_ranking_beside_baselines(folder, capsys):
+    test = json.loads((folder / "run" / "run.json").read_text())["test"]
+    names = {"ndcg@100", "recall@20", "recall@50", "hit@20", "coverage@20"}
+    assert names <= set(test["micro"])
+    assert set(test["baselines"]) == {"popularity", "item kNN", "EASE"}
+    assert all(set(row) == names for row in test["baselines"].values())
+    assert test["micro"]["ndcg@100"] > test["baselines"]["popularity"]["ndcg@100"]
+
+
+def test_evaluation_of_a_run_gives_what_training_gave(folder, capsys):
+    assert main(["evaluate", str(folder / "run"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    test = json.loads((folder / "run" / "run.json").read_text())["test"]
+    assert found["micro"] == pytest.approx(test["micro"], abs=1e-5)
+    assert found["baselines"] == test["baselines"]
+
+
+def test_a_model_ranks_as_the_ranking_module_says(folder):
+    config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
+    test = CLICKS.divide(config, clicks, silent).test
+    saved = fr.load(folder / "run").saved
+    division = ranking.divide(test, fr.split.fraction(0.8))
+    found = ranking.rank(ranking.by_model(saved.algorithm, saved.params), division, clicks.num_items)
+    told = json.loads((folder / "run" / "run.json").read_text())["test"]["micro"]
+    assert found.metrics == pytest.approx({name: told[name] for name in found.metrics}, abs=1e-5)
+
+
+def test_the_table_of_another_file_has_popularity_beside_the_model(folder, capsys):
+    assert main(["evaluate", str(folder / "run"), "--clicks", str(folder / "clicks.csv")]) == 0
+    out = capsys.readouterr().out
+    assert "mean over users" in out
+    assert "baseline: popularity" in out
+    assert "macro" not in out
+
+
+def test_recommendations_are_of_what_a_person_does_not_have(folder, capsys):
+    (folder / "mine.csv").write_text("user,item\nme,i1\nme,i2\nme,i3\n")
+    assert main(["recommend", str(folder / "run"), "--clicks", str(folder / "mine.csv"), "-n", "4", "--json"]) == 0
+    [me] = json.loads(capsys.readouterr().out)["users"]
+    items = [one["item"] for one in me["recommendations"]]
+    assert set(items) <= {f"i{k}" for k in range(10)} - {"i1", "i2", "i3"}
+    in_python = fr.load(folder / "run").recommend({"i1": 1, "i2": 1, "i3": 1}, 4)
+    assert [one.item for one in in_python] == items
+
+
+@pytest.mark.parametrize("given", [["--ratings", "mine.csv"], []])
+def test_a_model_of_clicks_asks_for_clicks(folder, capsys, given):
+    given = [str(folder / word) if word.endswith("csv") else word for word in given]
+    assert main(["recommend", str(folder / "run"), *given]) == 2
+    assert "trained on clicks" in capsys.readouterr().err
+
+
+def test_tuning_tries_settings_on_validation_users(folder, capsys):
+    out = folder / "tuned"
+    small = [*OPTIONS, "--rounds", "4", "--trials", "1"]
+    assert main(["tune", str(folder / "clicks.csv"), "--task", "clicks", "--out", str(out), *small]) == 0
+    [trial] = json.loads((out / "trials.json").read_text())
+    assert set(trial["values"]) == set(CLICKS_SPACE)
+    assert 0 < trial["value"] <= 1
+    assert "NDCG@100 on validation users" in (out / "report.md").read_text()
+    assert json.loads((out / "config.json").read_text())["task"] == "clicks"
+
+
+# ---- what counts as a click ----
+
+
+def test_files_need_no_counts(tmp_path):
+    (tmp_path / "two.csv").write_text("user,item\na,x\na,y\nb,x\n")
+    clicks = load(tmp_path / "two.csv")[1]
+    np.testing.assert_array_equal(clicks.columns["rating"], [1, 1, 1])
+    (tmp_path / "plain.tsv").write_text("7\t1\n7\t2\n8\t1\n")
+    assert load(tmp_path / "plain.tsv")[1].num_examples == 3
+    (tmp_path / "quoted.csv").write_text('user,item\n"a, b",x\nb,x\n')  # read row by row
+    np.testing.assert_array_equal(load(tmp_path / "quoted.csv")[1].columns["rating"], [1, 1])
+
+
+def test_parquet_files_need_no_counts(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"user": ["a", "a", "b"], "item": [3, 4, 3]}), tmp_path / "clicks.parquet")
+    clicks = load(tmp_path / "clicks.parquet")[1]
+    np.testing.assert_array_equal(clicks.columns["rating"], [1, 1, 1])
+
+
+def test_low_ratings_are_no_clicks(tmp_path):
+    (tmp_path / "rated.csv").write_text("user,item,rating\na,x,5\na,y,3\na,z,4\nb,y,2\nb,x,4\n")
+    clicks = load(tmp_path / "rated.csv", at_least=4)[1]
+    assert clicks.item_ids.tolist() == ["x", "z"]
+    assert clicks.skipped["low_ratings"] == 2
+
+
+def test_rows_of_an_event_log_add_up(tmp_path):
+    (tmp_path / "log.csv").write_text("user,item,time\na,x,1\na,x,2\na,y,3\na,x,4\n")
+    clicks = load(tmp_path / "log.csv", at_least=2)[1]
+    assert clicks.item_ids.tolist() == ["x"]
+    np.testing.assert_array_equal(clicks.columns["rating"], [3])
+
+
+def test_counts_weigh_by_their_logarithm(tmp_path):
+    (tmp_path / "counts.csv").write_text("user,item,count\na,x,1\na,y,20\n")
+    config, clicks = load(tmp_path / "counts.csv")
+    config = ClicksConfig(data=config.data, model=type(config.model)(counts="log"))
+    np.testing.assert_allclose(CLICKS.view(config, clicks).columns["weight"], [1, 1 + np.log(20)], rtol=1e-6)
+    (tmp_path / "zero.csv").write_text("user,item,count\na,x,0\na,y,20\n")
+    with pytest.raises(DataError, match="count of 0"):
+        CLICKS.view(config, load(tmp_path / "zero.csv")[1])
+
+
+def test_whoever_is_measured_keeps_all_items(folder):
+    config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2), max_examples=3)
+    users = CLICKS.divide(config, clicks, silent)
+    assert users.train.sizes.max() == 3
+    assert users.test.sizes.max() > 3
+
+
+def test_settings_without_effect_are_refused():
+    with pytest.raises(ValueError, match="nothing to set in reconstruct"):
+        ClicksConfig(data=ClickData(source="x"), reconstruct=Reconstruct(steps=3))
+    with pytest.raises(ValueError, match=r"split\.train is 'none'"):
+        ClicksConfig(
+            data=ClickData(source="x"), split=type(ClicksConfig(data=ClickData(source="x")).split)(train="none")
+        )
+
+
+# ---- the verdict ----
+
+
+def evaluation(ndcg):
+    return Evaluation("recon", 3, 0, 9, {"ndcg@100": ndcg, "loss": 0.5}, {}, {}, {})
+
+
+def test_the_table_says_so_when_the_model_loses():
+    table = {"popularity": {"ndcg@100": 0.2}, "EASE": {"ndcg@100": 0.4}}
+    assert verdict(evaluation(0.41), table) is None
+    told = verdict(evaluation(0.3), table)
+    assert "'EASE' has NDCG@100 0.4000, the model 0.3000" in told
+
+
+def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, monkeypatch):
+    monkeypatch.setattr("fedrecon.app.baselines.MOST_ITEMS", 3)
+    config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
+    users = CLICKS.divide(config, clicks, silent)
+    assert set(beside(config, users, "test", CLICKS.legend(config, clicks))) == {"popularity"}
+
+
+def test_coverage_is_for_ranking_alone():
+    found = evaluation(0.3)
+    assert with_coverage(DEFAULT, None, None, None, found) is found
