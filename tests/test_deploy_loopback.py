@@ -85,10 +85,30 @@ def test_everything_is_killed_and_every_user_counts_once_in_every_round(tmp_path
     union, parts = files_of(tmp_path)
     (tmp_path / "items.csv").write_text("item\n" + "\n".join(str(100 + k) for k in range(ITEMS)) + "\n")
     keys, plan, run = tmp_path / "keys", tmp_path / "plan", tmp_path / "run"
-    settings = f"--preset paper --model.dim 3 --data.max-examples 10 --reconstruct.solver least-squares --rounds {ROUNDS}".split()
+    settings = [
+        "--preset",
+        "paper",
+        "--model.dim",
+        "3",
+        "--data.max-examples",
+        "10",
+        "--reconstruct.solver",
+        "least-squares",
+    ]
     for words in (
         ("keys", keys, "--nodes", "n0", "n1", "n2", "stranger"),
-        ("plan", "--items", tmp_path / "items.csv", "--out", plan, *settings, "--evaluate-every", 0),
+        (
+            "plan",
+            "--items",
+            tmp_path / "items.csv",
+            "--out",
+            plan,
+            *settings,
+            "--rounds",
+            ROUNDS,
+            "--evaluate-every",
+            0,
+        ),
     ):
         assert processes.start("made", *words).wait(120) == 0
     (keys / "nodes" / "stranger.pub").unlink()

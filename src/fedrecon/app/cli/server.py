@@ -85,10 +85,10 @@ def run(args: RunServer) -> int:
     """Train over nodes and say how the model serves their held-out users."""
     from fedrecon.app.plots import learning_curve
     from fedrecon.deploy.algorithm_plan import bring
-    from fedrecon.deploy.flower import flower_grid
+    from fedrecon.deploy.flower_server import flower_grid
     from fedrecon.deploy.plan import Plan
-    from fedrecon.deploy.settings_plan import SettingsPlan
     from fedrecon.deploy.server import NotEnoughNodes, Pace, serve
+    from fedrecon.deploy.settings_plan import SettingsPlan
     from fedrecon.disk.runs import RunFolder
 
     plan = Plan.open(args.plan, None if args.algorithm is None else bring(args.algorithm, None).algorithm)
@@ -138,7 +138,7 @@ def run(args: RunServer) -> int:
 
 def _files(args: RunServer) -> tuple[Any, list[Path]]:
     """Return certificates and the public keys of nodes; None and none of them if it is to be insecure."""
-    from fedrecon.deploy.flower import Tls
+    from fedrecon.deploy.superlink import Tls
 
     if args.insecure:
         return None, []
