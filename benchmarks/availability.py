@@ -21,7 +21,7 @@ import numpy as np
 import fedrecon as fr
 
 WANTED = 1000  # replies that close a round, of up to 10 million clients
-ROUNDS = 96  # one every quarter of an hour: a day
+ROUNDS = 24  # one an hour: a day
 THERE = 0.1  # the share of clients that are there, on average over a day
 SWING = 0.9  # how much more at night than by day
 DROPS = 0.08  # invited clients that never answer

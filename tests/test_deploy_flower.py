@@ -10,12 +10,13 @@ import pytest
 
 import fedrecon.deploy.flower as flower
 import fedrecon.deploy.flower_server as flower_server
+import fedrecon.deploy.superlink_process as superlink_process
 
 pytest.importorskip("cryptography")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Flower's own command line uses what click deprecates
     flwr = pytest.importorskip("flwr", reason="the extra `deploy` is not installed")
-SOURCES = [Path(flower.__file__), Path(flower_server.__file__)]
+SOURCES = [Path(module.__file__) for module in (flower, flower_server, superlink_process)]
 
 
 def names_of_flower():

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,37 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from deployed import ITEMS, files_of, simulated
+from deployed import ITEMS, Processes, files_of, simulated
 from fedrecon.app.saved import open_model
 from fedrecon.deploy.demo import free_port
 from fedrecon.deploy.plan import Plan
 
 pytest.importorskip("flwr", reason="the extra `deploy` is not installed", exc_type=ImportError)
 ROUNDS, LONGEST = 14, 420
-
-
-class Processes:
-    """Processes of one test, none of which outlives it."""
-
-    def __init__(self, folder):
-        self.folder, self.all = folder, []
-
-    def start(self, name, *words):
-        with (self.folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "fedrecon", *map(str, words)]
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.all.append(process)
-        return process
-
-    def kill(self, process, how=signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        process.wait(30)
-
-    def end(self):
-        for process in self.all:
-            if process.poll() is None:
-                self.kill(process)
 
 
 @pytest.fixture

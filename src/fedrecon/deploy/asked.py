@@ -8,8 +8,10 @@ from typing import Any
 from fedrecon.deploy import measure, round_zero
 from fedrecon.deploy.messages import Failure
 from fedrecon.deploy.plan import Plan
+from fedrecon.deploy.secret import length_of
 from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.hosts import total_shapes
+from fedrecon.wire import nbytes
 
 TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last with the number of a question behind it
 _LENGTH = struct.Struct(">I")
@@ -34,6 +36,14 @@ def shapes_of(plan: Plan, of: str) -> Any:
         return round_zero.nothing(round_zero.numbered(plan.config, len(plan.legend), number))  # type: ignore[arg-type]
     except ValueError as problem:
         raise Failure("garbage", str(problem)) from None
+
+
+def largest_message(plan: Plan) -> int:
+    """Return a bound on the bytes of any message of a plan, in either direction."""
+    total = total_shapes(plan.algorithm)
+    arrays = max(nbytes(plan.message_shapes), nbytes(plan.params_shapes), nbytes(total), 8 * length_of(total))
+    first = 16 * 3 * len(plan.legend) if isinstance(plan, SettingsPlan) else 0  # of round zero: three numbers an item
+    return 2 * max(arrays, first, len(plan.content)) + 2**24
 
 
 def two_in_one(first: bytes, second: bytes) -> bytes:

@@ -77,7 +77,8 @@ def run_node(
             if refused >= PATIENCE:
                 raise FlowerError(
                     f"{server} has refused this node for {PATIENCE:g} s: {problem} Does the server have the public "
-                    f"half of {key}? Is it a fedrecon server, with the same version of Flower?"
+                    f"half of {key}? Is this machine's clock right? (Flower allows 5 s ahead and 300 s behind.) Is it "
+                    "a fedrecon server, with the same version of Flower?"
                 ) from None
             say(f"{server} refuses this node, or is not ready: {problem} Trying again")
         except Exception as problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,7 +139,12 @@ class FlowerGrid:
 
 @contextmanager
 def flower_grid(
-    listen: str, folder: Path, tls: Tls | None, node_keys: Collection[Path], say: Callable[[str], None]
+    listen: str,
+    folder: Path,
+    tls: Tls | None,
+    node_keys: Collection[Path],
+    say: Callable[[str], None],
+    most: int = 2**31,
 ) -> Iterator[FlowerGrid]:
     """Start a SuperLink, register nodes, and reach them as long as a block runs.
 
@@ -148,10 +154,11 @@ def flower_grid(
       tls: certificates; None for no encryption, in which case anybody may be a node.
       node_keys: public keys of the nodes.
       say: is told what happens.
+      most: bytes of the largest request that Flower takes.
     """
     quiet_flower()
     os.environ["FLWR_HOME"] = str(folder / "home")
-    link = SuperLink(listen, folder, tls)
+    link = SuperLink(listen, folder, tls, most)
     link.start()
     try:
         grid, completed = FlowerGrid(link, node_keys, say), False
@@ -220,7 +227,9 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
     from flwr.supercore.task_identity import TaskIdentity
     from flwr.superlink.grid.http_grid import HttpGrid
 
-    fab = build_fab_from_files({"pyproject.toml": APP, "nothing.py": b"app = None\n"})[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Flower uses what pathspec deprecates
+        fab = build_fab_from_files({"pyproject.toml": APP, "nothing.py": b"app = None\n"})[0]
     control = _control(link)
     try:
         started = control.StartRun(StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {}))))
