@@ -22,7 +22,10 @@ from pathlib import Path
 NODES, ROUNDS, KILLED_AFTER = 4, 15, 5
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 LONGEST = 600  # seconds, whatever happens
-MODEL = "--preset paper --model.dim 8 --model.biases --model.init-mean 3.5 --reconstruct.solver least-squares --reconstruct.ridge 2"
+MODEL = (
+    "--preset paper --model.dim 8 --model.biases --model.init-mean 3.5 "
+    "--reconstruct.solver least-squares --reconstruct.ridge 2"
+)
 TRAINING = (
     f"--update.learning-rate 0.5 --server.learning-rate 5 --rounds {ROUNDS} --evaluate-every 0 --data.min-ratings 2"
 )

@@ -17,7 +17,7 @@ from fedrecon.deploy.superlink import OFFLINE, PATIENCE, FlowerError
 
 RECORD, FIELD, TYPE = "fedrecon", "message", "query"  # where in Flower's messages ours are
 # seconds between two questions of a node, and as a share of the time since its last message
-BUSY, IDLE, SHARE = 0.05, 0.5, 0.15
+BUSY, IDLE, SHARE = 0.05, 2.0, 0.15
 AGAIN = 2.0  # seconds until a node that was refused, or cut off, tries again
 
 
