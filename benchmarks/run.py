@@ -31,6 +31,8 @@ PARTS = {
     "secure-sum": ("a secure sum", ["secure_sum.py"]),
     "train": ("fedrecon train with the paper's settings, start to saved model", ["train_command.py", "paper"]),
     "train-default": ("fedrecon train without options, start to saved model", ["train_command.py", "default"]),
+    "deployment": ("a deployment with four nodes on loopback", ["deployment.py"]),
+    "availability": ("who is heard, of 10 million clients", ["availability.py"]),
     "serving": ("from ratings to recommendations", ["serving.py"]),
 }
 

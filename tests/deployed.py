@@ -1,6 +1,11 @@
 """A small deployment in one process: files of a few nodes, nodes as objects, a clock that does not wait."""
 
+import contextlib
 import csv
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 
@@ -109,3 +114,31 @@ def simulated(plan, union):
         seed=plan.config.seed,
     )
     return run, users
+
+
+class Processes:
+    """Processes of one test, none of which outlives it."""
+
+    def __init__(self, folder):
+        self.folder, self.all = folder, []
+
+    def start(self, name, *words):
+        return self.launch(name, [sys.executable, "-m", "fedrecon", *map(str, words)])
+
+    def launch(self, name, command, **environment):
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **environment}
+            )
+        self.all.append(process)
+        return process
+
+    def kill(self, process, how=signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        process.wait(30)
+
+    def end(self):
+        for process in self.all:
+            if process.poll() is None:
+                self.kill(process)

@@ -1,6 +1,9 @@
 """Deployments in which things go wrong: bad nodes, nodes that leave, servers that are killed, messages of any kind."""
 
+import asyncio
 import dataclasses
+import resource
+import signal
 
 import jax
 import numpy as np
@@ -32,6 +35,7 @@ from fedrecon.deploy.messages import Envelope, Failure, pack, unpack
 from fedrecon.deploy.plan import Plan, digest_of, names
 from fedrecon.deploy.secret import from_integers, to_integers
 from fedrecon.deploy.secret import grid_of as ring_of
+from fedrecon.deploy.superlink_process import Bounded
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.runs import RunFolder
 from fedrecon.hosts import total_shapes
@@ -198,6 +202,74 @@ def test_a_killed_server_goes_on_to_the_same_parameters(files, tmp_path):
     assert_close(saved.params, outcome.params, 0)
 
 
+def test_a_full_disk_ends_the_server_with_a_sentence_and_loses_no_round(files, tmp_path):
+    union, parts = files
+    grid, limits = grid_of(parts), resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing fails as on a full disk
+
+    def fill(record):
+        if record["round"] == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+
+    try:
+        with pytest.raises(StorageError, match="cannot be written: File too large"):
+            serve(PLAN, grid, RunFolder(tmp_path / "run"), Pace(min_nodes=3), clock=Waiting(), on_record=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    outcome = deployed(PLAN, grid, tmp_path / "run", resume=True)
+    assert_close(outcome.params, simulated(PLAN, union)[0].params)
+    assert [r["round"] for r in RunFolder(tmp_path / "run").records() if r["kind"] == "round"] == [1, 2, 3]
+
+
+class Huge(bytes):
+    """Bytes that say they are ten gigabytes, and fail when anybody looks at them."""
+
+    def __len__(self):
+        return 10 * 2**30
+
+    def __getitem__(self, key):
+        raise AssertionError("a message was read before its size was looked at")
+
+
+def test_a_message_of_ten_gigabytes_is_refused_unread_on_both_sides(files, tmp_path):
+    node = node_of(files[1][0])
+    answer(node, message_of(PLAN, "join"))
+    assert unpack(node.handle(Huge()), 2**20).facts["reason"] == "too_large"
+    handlers = {0: node_of(files[1][0]).handle, 1: spoiled(node_of(files[1][1]).handle, lambda good: Huge())}
+    outcome = deployed(PLAN, InProcess(handlers), tmp_path / "run", min_nodes=1)
+    assert [r["failed"] for r in outcome.history if r["kind"] == "round"] == [{"too_large": 1}] * 3
+
+
+def test_requests_beyond_a_size_do_not_reach_flower():
+    """By what a request says of its size, and by what it turns out to be."""
+    reached, sent = [], []
+
+    async def app(scope, receive, send):
+        while (part := await receive())["type"] == "http.request":
+            reached.append(len(part["body"]))
+            if not part["more_body"]:
+                break
+
+    async def send(part):
+        sent.append(part.get("status"))
+
+    def ask(headers, *bodies):
+        parts = [{"type": "http.request", "body": b, "more_body": k < len(bodies) - 1} for k, b in enumerate(bodies)]
+
+        async def receive():
+            return parts.pop(0)
+
+        asyncio.run(Bounded(app, 100)({"type": "http", "headers": headers}, receive, send))
+
+    ask([(b"content-length", str(10 * 2**30).encode())], b"")
+    assert (reached, sent[0]) == ([], 413)
+    ask([], *[bytes(60)] * 5)
+    assert reached == [60]
+    ask([(b"content-length", b"100")], bytes(100))
+    assert reached == [60, 100]
+
+
 # ---- what a node refuses ----
 
 
@@ -315,7 +387,8 @@ def joined(files):
 def test_no_message_makes_a_node_or_the_server_fail(joined, data):
     """Bytes changed, cut, repeated or invented: a node answers with a refusal or a sum, the server counts a failure."""
     node, good = joined
-    kind = data.draw(st.sampled_from(["train", "prepare", "join", "evaluate", "share", "mask", "unmask", "finish", "advertise"]))
+    kinds = "train prepare join evaluate share mask unmask finish advertise"
+    kind = data.draw(st.sampled_from(kinds.split()))
     for whole, read in (
         (pack(message_of(PLAN, kind)), lambda raw: unpack(node.handle(raw), 2**30)),
         (good, lambda raw: read_tree(raw, message_of(PLAN), total_shapes(PLAN.algorithm))),

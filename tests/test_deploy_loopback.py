@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,37 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from deployed import ITEMS, files_of, simulated
+from deployed import ITEMS, Processes, files_of, simulated
 from fedrecon.app.saved import open_model
 from fedrecon.deploy.demo import free_port
 from fedrecon.deploy.plan import Plan
 
 pytest.importorskip("flwr", reason="the extra `deploy` is not installed", exc_type=ImportError)
 ROUNDS, LONGEST = 14, 420
-
-
-class Processes:
-    """Processes of one test, none of which outlives it."""
-
-    def __init__(self, folder):
-        self.folder, self.all = folder, []
-
-    def start(self, name, *words):
-        with (self.folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "fedrecon", *map(str, words)]
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.all.append(process)
-        return process
-
-    def kill(self, process, how=signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        process.wait(30)
-
-    def end(self):
-        for process in self.all:
-            if process.poll() is None:
-                self.kill(process)
 
 
 @pytest.fixture
@@ -85,10 +59,30 @@ def test_everything_is_killed_and_every_user_counts_once_in_every_round(tmp_path
     union, parts = files_of(tmp_path)
     (tmp_path / "items.csv").write_text("item\n" + "\n".join(str(100 + k) for k in range(ITEMS)) + "\n")
     keys, plan, run = tmp_path / "keys", tmp_path / "plan", tmp_path / "run"
-    settings = f"--preset paper --model.dim 3 --data.max-examples 10 --reconstruct.solver least-squares --rounds {ROUNDS}".split()
+    settings = [
+        "--preset",
+        "paper",
+        "--model.dim",
+        "3",
+        "--data.max-examples",
+        "10",
+        "--reconstruct.solver",
+        "least-squares",
+    ]
     for words in (
         ("keys", keys, "--nodes", "n0", "n1", "n2", "stranger"),
-        ("plan", "--items", tmp_path / "items.csv", "--out", plan, *settings, "--evaluate-every", 0),
+        (
+            "plan",
+            "--items",
+            tmp_path / "items.csv",
+            "--out",
+            plan,
+            *settings,
+            "--rounds",
+            ROUNDS,
+            "--evaluate-every",
+            0,
+        ),
     ):
         assert processes.start("made", *words).wait(120) == 0
     (keys / "nodes" / "stranger.pub").unlink()

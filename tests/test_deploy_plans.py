@@ -18,9 +18,9 @@ from fedrecon.app.presets import DEFAULT
 from fedrecon.app.saved import open_model
 from fedrecon.app.tasks.factors import prepare_ratings
 from fedrecon.deploy import InProcess, Memory, Node, Plan, PlanError, hold, plan_for, signing, weaker
+from fedrecon.deploy.asked import shapes_of
 from fedrecon.deploy.holding import read_holding
 from fedrecon.deploy.messages import Envelope, pack, unpack
-from fedrecon.deploy.node import shapes_of
 from fedrecon.deploy.operating import Operator
 from fedrecon.deploy.secret import length_of
 from fedrecon.deploy.server import ROUND_ZERO

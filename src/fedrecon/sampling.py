@@ -72,6 +72,19 @@ class Sampling:
         """
         return min(self.wanted(clients) / clients, 1.0) if self.poisson else 1.0
 
+    def replies(self, generator: np.random.Generator, drawn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return who of the invited answers, as places in `drawn`, whoever answers first first.
+
+        A subclass may have a model of devices instead, such as which of them are slow.
+
+        Args:
+          generator: draws what is random in this round.
+          drawn: `(invited,)` indices of clients.
+          sizes: `(invited,)` how many examples they have.
+        """
+        del drawn
+        return np.flatnonzero((sizes >= self.min_examples) & (generator.random(len(sizes)) >= self.drop_out))
+
     def capacity(self, clients: int) -> int:
         """Return how many clients a round has room for.
 
@@ -132,15 +145,15 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
     else:
         invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
     drawn = generator.choice(len(clients), invited, replace=False)
-    large = clients.ends[drawn] - clients.starts[drawn] >= sampling.min_examples
-    answered = generator.random(invited) >= sampling.drop_out
-    taken = drawn[large & answered][:wanted]
+    sizes = clients.ends[drawn] - clients.starts[drawn]
+    answered = sampling.replies(generator, drawn, sizes)
+    taken = drawn[answered][:wanted]
     chosen = np.full(wanted, ABSENT, np.int64)
     chosen[: len(taken)] = taken
     if sampling.poisson:
         return Sample(chosen, {})
-    counts = {"invited": invited, "too_small": int((~large).sum()), "dropped": int((large & ~answered).sum())}
-    return Sample(chosen, counts)
+    small = int((sizes < sampling.min_examples).sum())
+    return Sample(chosen, {"invited": invited, "too_small": small, "dropped": invited - small - len(answered)})
 
 
 class Prepared(NamedTuple):

@@ -174,9 +174,7 @@ class AlgorithmPlan(Plan):
         return Users(*everyone.split_clients(*self.fractions, seed=self.split_seed))
 
     @classmethod
-    def read(
-        cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]
-    ) -> AlgorithmPlan:
+    def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> AlgorithmPlan:
         """Undo `subject`, with the algorithm that was brought."""
         if algorithm is None:
             raise PlanError(

@@ -14,7 +14,8 @@ from fedrecon.deploy.grid import Clock, Grid
 from fedrecon.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, unpack
 from fedrecon.wire import SLACK, WireError, from_bytes, nbytes
 
-PAUSE = 0.05  # seconds between two looks for replies
+# seconds between two looks for replies, and as a share of the time waited
+PAUSE, LONGEST_PAUSE, SHARE = 0.05, 0.5, 0.15
 REASONS = frozenset(  # that a node may give; what it says is not trusted to be short or sensible
     {
         "garbage",
@@ -82,7 +83,7 @@ def ask(
       seconds: how long to wait.
       clock: tells the time.
     """
-    found, end = Answers(), clock.monotonic() + seconds
+    found, began = Answers(), clock.monotonic()
     waiting: dict[Any, int] = {}
     for node, data in requests.items():
         waiting[grid.send(node, data, seconds)] = node
@@ -100,9 +101,9 @@ def ask(
                 found.good[node] = read(node, reply.data)
             except Failure as failure:
                 found.failed[node] = failure.reason
-        if not waiting or len(found.good) >= enough or clock.monotonic() >= end:
+        if not waiting or len(found.good) >= enough or clock.monotonic() - began >= seconds:
             break
-        clock.sleep(PAUSE)
+        clock.sleep(min(max(PAUSE, SHARE * (clock.monotonic() - began)), LONGEST_PAUSE))
     found.late = sorted(waiting.values())
     return found
 

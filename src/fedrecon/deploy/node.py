@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.tasks import Users
 from fedrecon.deploy import measure, round_zero, signing
+from fedrecon.deploy.asked import PARTS, PREPARE, TRAIN, question_in, shapes_of, two_of
 from fedrecon.deploy.holding import Holding, taking_part
 from fedrecon.deploy.memory import MOST_TRIES, Memory
 from fedrecon.deploy.messages import MOST_HEADER, OK, Envelope, Failure, pack, refusal, unpack
@@ -23,9 +24,7 @@ from fedrecon.hosts import client_total, total_shapes
 from fedrecon.keys import round_key
 from fedrecon.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
 
-TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last with the number of a question behind it
 MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
-_LENGTH = struct.Struct(">I")
 
 
 class Node:
@@ -273,8 +272,10 @@ class Node:
         if len(users) < plan.least_users:
             self._say(f"round {number + 1}: {len(users)} of its {plan.task.people} would take part, too few: zeros")
             return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
+        began = time.monotonic()
         total = client_total(plan.algorithm, message, users, round_key(plan.seed, number), lengths=plan.lengths).total
-        self._say(f"round {number + 1}: {len(users)} {plan.task.people} trained")
+        seconds = time.monotonic() - began
+        self._say(f"round {number + 1}: {len(users)} {plan.task.people} trained in {seconds:.3f} s")
         return total
 
     def _evaluate(self, part: str, params: Any) -> Any:
@@ -370,39 +371,6 @@ class Node:
         from fedrecon.privacy import secure_sum
 
         return self._step(message, lambda state: secure_sum.unmask(state, message.body))
-
-
-def question_in(of: str) -> int | None:
-    """Return the number of a question of round zero from what a sum is of; None if it is of something else."""
-    number = of.removeprefix(PREPARE)
-    return int(number) if of.startswith(PREPARE) and number.isdecimal() and len(number) < 4 else None
-
-
-def shapes_of(plan: Plan, of: str) -> Any:
-    """Return what a node sends, with shapes or zeros: of training, of an evaluation, or of a question of round zero."""
-    if of == TRAIN:
-        return total_shapes(plan.algorithm)
-    number = question_in(of)
-    if number is None:
-        return measure.nothing(plan.algorithm.model)
-    if not isinstance(plan, SettingsPlan) or not plan.unprepared:
-        raise Failure("garbage", "this plan has no round zero, or it is over")
-    try:
-        return round_zero.nothing(round_zero.numbered(plan.config, len(plan.legend), number))  # type: ignore[arg-type]
-    except ValueError as problem:
-        raise Failure("garbage", str(problem)) from None
-
-
-def two_in_one(first: bytes, second: bytes) -> bytes:
-    """Write two bodies as one."""
-    return _LENGTH.pack(len(first)) + first + second
-
-
-def two_of(body: bytes) -> tuple[bytes, bytes]:
-    """Read two bodies from one."""
-    if len(body) < _LENGTH.size or (size := _LENGTH.unpack_from(body)[0]) > len(body) - _LENGTH.size:
-        raise Failure("garbage", "the message should have two parts")
-    return body[_LENGTH.size : _LENGTH.size + size], body[_LENGTH.size + size :]
 
 
 def _finite(tree: Any) -> bool:

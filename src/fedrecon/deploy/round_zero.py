@@ -24,6 +24,7 @@ from fedrecon.wire import from_bytes, to_bytes
 UNDECIDED = -1.0
 TRANSFORMS: tuple[Transform, ...] = ("none", "log1p")
 NUMBERS = ("mean", "deviation", "noise", "item_variance", "user_variance", "fitted_ridge")
+ARRAYS = ("item_bias", "item_count", "trait_variance")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,18 +89,17 @@ def read_question(data: bytes, config: RatingsConfig, items: int) -> Question:
         return begun
     if transform not in (0.0, 1.0) or not 0 <= passes <= sum(begun.message.plan):
         raise ValueError("there is no such question in round zero")
-    values = {name: float(tree[name]) for name in NUMBERS}
+    values: dict[str, Any] = {name: float(tree[name]) for name in NUMBERS}
     if not min(values[name] for name in NUMBERS[1:]) > 0 or not (tree["trait_variance"] > 0).all():
         raise ValueError("a question of round zero has variances that are not above 0")
-    arrays = {name: tree[name] for name in ("item_bias", "item_count", "trait_variance")}
+    arrays: dict[str, Any] = {name: tree[name] for name in ARRAYS}
     message = begun.message._replace(passes=passes, **values, **arrays)
     return Question(TRANSFORMS[int(transform)], message)
 
 
 def _tree(transform: Transform | None, message: Preparation) -> dict[str, np.ndarray]:
     """Return what travels: the ends of the scale do not, since no answer depends on them."""
-    values = {name: getattr(message, name) for name in (*NUMBERS, "passes", "item_bias", "item_count")}
-    values["trait_variance"] = message.trait_variance
+    values = {name: getattr(message, name) for name in (*NUMBERS, *ARRAYS, "passes")}
     values["transform"] = UNDECIDED if transform is None else TRANSFORMS.index(transform)
     return {name: np.asarray(value, np.float64) for name, value in values.items()}
 
@@ -211,9 +211,7 @@ def build_model(found: Found, config: Any, items: int) -> Model:
 def preparation_of(found: Found, config: RatingsConfig) -> Preparation:
     """Return what was found as `fedrecon.preparation` has it."""
     values = found._values
-    numbers = {name: float(values[name]) for name in (*NUMBERS, "low", "high")}
-    arrays = {name: values[name] for name in ("item_bias", "item_count", "trait_variance")}
+    numbers: dict[str, Any] = {name: float(values[name]) for name in (*NUMBERS, "low", "high")}
+    arrays: dict[str, Any] = {name: values[name] for name in ARRAYS}
     begun = first(config, len(values["item_bias"])).message
     return begun._replace(passes=int(values["passes"]), **numbers, **arrays)
-
-

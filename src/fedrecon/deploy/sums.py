@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fedrecon.deploy import signing
+from fedrecon.deploy.asked import TRAIN, question_in, shapes_of, two_in_one
 from fedrecon.deploy.asking import Answers, ask, open_reply, read_tree
 from fedrecon.deploy.grid import Clock, Grid
 from fedrecon.deploy.messages import Envelope, pack
-from fedrecon.deploy import signing
-from fedrecon.deploy.node import TRAIN, question_in, shapes_of, two_in_one
 from fedrecon.deploy.plan import Plan
 
 

@@ -13,19 +13,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from fedrecon.deploy.superlink_process import MOST
+
 OFFLINE = {  # Flower asks nobody, and installs nothing
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
 PATIENCE = 120.0  # seconds that a SuperLink may take to start, and to know a node
-START = """\
-import contextlib, ctypes, signal
-with contextlib.suppress(OSError, AttributeError):
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # on Linux: be killed when the parent is, however that happens
-from flwr.superlink.cli.flower_superlink import flower_superlink
-flower_superlink()
-"""
+PROCESS = Path(__file__).with_name("superlink_process.py")
 
 
 class FlowerError(ValueError):
@@ -43,12 +39,12 @@ class Tls(NamedTuple):
 class SuperLink:
     """Flower's SuperLink as a process of our own, started again if it dies; it dies with us."""
 
-    def __init__(self, listen: str, folder: Path, tls: Tls | None):
-        """Prepare to listen at `host:port`, with files in `folder`."""
+    def __init__(self, listen: str, folder: Path, tls: Tls | None, most: int = 2**31):
+        """Prepare to listen at `host:port`, with files in `folder`, for requests of up to `most` bytes."""
         self.host, _, port = listen.rpartition(":")
         if not self.host or not port.isdigit():
             raise FlowerError(f"--listen is {listen!r}; give host:port, such as 0.0.0.0:8000")
-        self.port, self.folder, self.tls = int(port), folder, tls
+        self.port, self.folder, self.tls, self.most = int(port), folder, tls, most
         self.address = f"127.0.0.1:{port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
         self.secret = secrets.token_bytes(32)
         self.process: subprocess.Popen[bytes] | None = None
@@ -63,7 +59,7 @@ class SuperLink:
     def start(self) -> None:
         """Start it, wait until it answers, and start it again whenever it dies."""
         self._launch()
-        self._await()
+        self.wait()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -83,10 +79,11 @@ class SuperLink:
         if self.tls is not None:
             safety = ["--ssl-certfile", str(self.tls.certificate), "--ssl-keyfile", str(self.tls.key)]
             safety += ["--ssl-ca-certfile", str(self.tls.authority), "--enable-supernode-auth"]
-        command = [sys.executable, "-c", START]
+        command = [sys.executable, "-P", str(PROCESS)]  # what lies beside it is not to be imported
         command += ["--host", self.host, "--port", str(self.port), "--isolation", "process", *safety]
-        command += ["--database", str(self.folder / "flower.db"), "--superexec-auth-secret-file", str(secret)]
-        environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home")}
+        # In memory a request costs half as much as with SQLite. What dies with it we can tell it again.
+        command += ["--database", ":flwr-in-memory:", "--superexec-auth-secret-file", str(secret)]
+        environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home"), MOST: str(self.most)}
         with (self.folder / "superlink.log").open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -97,7 +94,12 @@ class SuperLink:
                 start_new_session=True,
             )
 
-    def _await(self) -> None:
+    def wait(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+          FlowerError: it ends, or takes too long.
+        """
         end = time.monotonic() + PATIENCE
         host, _, port = self.address.rpartition(":")
         while time.monotonic() < end:

@@ -85,10 +85,11 @@ def run(args: RunServer) -> int:
     """Train over nodes and say how the model serves their held-out users."""
     from fedrecon.app.plots import learning_curve
     from fedrecon.deploy.algorithm_plan import bring
-    from fedrecon.deploy.flower import flower_grid
+    from fedrecon.deploy.asked import largest_message
+    from fedrecon.deploy.flower_server import flower_grid
     from fedrecon.deploy.plan import Plan
-    from fedrecon.deploy.settings_plan import SettingsPlan
     from fedrecon.deploy.server import NotEnoughNodes, Pace, serve
+    from fedrecon.deploy.settings_plan import SettingsPlan
     from fedrecon.disk.runs import RunFolder
 
     plan = Plan.open(args.plan, None if args.algorithm is None else bring(args.algorithm, None).algorithm)
@@ -108,7 +109,7 @@ def run(args: RunServer) -> int:
 
     beside = args.out.with_name(args.out.name + ".flower")
     try:
-        with flower_grid(args.listen, beside, tls, keys, show.remark) as grid:
+        with flower_grid(args.listen, beside, tls, keys, show.remark, largest_message(plan)) as grid:
             found = serve(plan, grid, folder, pace, resume=args.resume, on_record=on_record, say=show.remark)
     except NotEnoughNodes as problem:
         raise ValueError(str(problem)) from None
@@ -138,7 +139,7 @@ def run(args: RunServer) -> int:
 
 def _files(args: RunServer) -> tuple[Any, list[Path]]:
     """Return certificates and the public keys of nodes; None and none of them if it is to be insecure."""
-    from fedrecon.deploy.flower import Tls
+    from fedrecon.deploy.superlink import Tls
 
     if args.insecure:
         return None, []

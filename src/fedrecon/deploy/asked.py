@@ -1,0 +1,58 @@
+"""What nodes are asked for: sums of training, of an evaluation or of round zero, and which arrays these are."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from fedrecon.deploy import measure, round_zero
+from fedrecon.deploy.messages import Failure
+from fedrecon.deploy.plan import Plan
+from fedrecon.deploy.secret import length_of
+from fedrecon.deploy.settings_plan import SettingsPlan
+from fedrecon.hosts import total_shapes
+from fedrecon.wire import nbytes
+
+TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last with the number of a question behind it
+_LENGTH = struct.Struct(">I")
+
+
+def question_in(of: str) -> int | None:
+    """Return the number of a question of round zero from what a sum is of; None if it is of something else."""
+    number = of.removeprefix(PREPARE)
+    return int(number) if of.startswith(PREPARE) and number.isdecimal() and len(number) < 4 else None
+
+
+def shapes_of(plan: Plan, of: str) -> Any:
+    """Return what a node sends, with shapes or zeros: of training, of an evaluation, or of a question of round zero."""
+    if of == TRAIN:
+        return total_shapes(plan.algorithm)
+    number = question_in(of)
+    if number is None:
+        return measure.nothing(plan.algorithm.model)
+    if not isinstance(plan, SettingsPlan) or not plan.unprepared:
+        raise Failure("garbage", "this plan has no round zero, or it is over")
+    try:
+        return round_zero.nothing(round_zero.numbered(plan.config, len(plan.legend), number))  # type: ignore[arg-type]
+    except ValueError as problem:
+        raise Failure("garbage", str(problem)) from None
+
+
+def largest_message(plan: Plan) -> int:
+    """Return a bound on the bytes of any message of a plan, in either direction."""
+    total = total_shapes(plan.algorithm)
+    arrays = max(nbytes(plan.message_shapes), nbytes(plan.params_shapes), nbytes(total), 8 * length_of(total))
+    first = 16 * 3 * len(plan.legend) if isinstance(plan, SettingsPlan) else 0  # of round zero: three numbers an item
+    return 2 * max(arrays, first, len(plan.content)) + 2**24
+
+
+def two_in_one(first: bytes, second: bytes) -> bytes:
+    """Write two bodies as one."""
+    return _LENGTH.pack(len(first)) + first + second
+
+
+def two_of(body: bytes) -> tuple[bytes, bytes]:
+    """Read two bodies from one."""
+    if len(body) < _LENGTH.size or (size := _LENGTH.unpack_from(body)[0]) > len(body) - _LENGTH.size:
+        raise Failure("garbage", "the message should have two parts")
+    return body[_LENGTH.size : _LENGTH.size + size], body[_LENGTH.size + size :]
