@@ -79,7 +79,7 @@ class _Ready:
     """What reconstruction by an algorithm needs, compiled once for every shape."""
 
     def __init__(self, algorithm: Algorithm):
-        self.place = layout(model=algorithm.model)
+        self.place = layout(model=algorithm.model, alone=True)
 
         def block(shared: Any, part: Any) -> Any:
             keys = client_keys(shared[1], part.identity)

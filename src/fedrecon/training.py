@@ -15,6 +15,8 @@ from jax import Array
 from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
+from fedrecon.cluster.folders import first_writes
+from fedrecon.cluster.wire import check_same
 from fedrecon.disk.runs import RunFolder
 from fedrecon.engine import Layout, compile_rounds, everywhere, layout
 from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
@@ -105,6 +107,11 @@ def train(
         raise ValueError("`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1")
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
+    folder = None if folder is None else first_writes(folder)
+    check_same(
+        "clients (how many, of how many examples), rounds, seed or when to evaluate and save",
+        [len(clients), clients.num_examples, rounds, seed, evaluate_every, checkpoint_every if folder else 0],
+    )
     algorithm = decide_lookups(algorithm, clients)
     check_fit(algorithm, clients)
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
@@ -220,8 +227,9 @@ class _Loop:
         ready = self._ahead
         if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
-        who = ready.cohorts.client[0]
-        theirs = jax.tree.map(lambda x: x[np.maximum(who, 0)], self.now.kept)
+        who = ready.orders[0]
+        mine = np.maximum(self.place.mine(who), 0)
+        theirs = jax.tree.map(lambda x: x[mine], self.now.kept)
         server, theirs, reports = self._run(
             self.now.server, theirs, ready.cohorts, self._key, ready.first, ready.number
         )
