@@ -147,6 +147,7 @@ def _receive(place: Place, wait: float) -> dict[int, Peer]:
 def _refuse(peers: dict[int, Peer], sentence: str) -> HostError:
     for peer in peers.values():
         peer.send(refused=sentence)
+        peer.close()
     return HostError(sentence)
 
 
@@ -170,7 +171,8 @@ def _greeted(connection: socket.socket, place: Place, peers: dict[int, Peer]) ->
     """Return who calls; None if it is no process of ours."""
     try:
         connection.settimeout(5)
-        hello = json.loads(connection.makefile("rb").readline(LONGEST_HELLO))
+        with connection.makefile("rb") as lines:
+            hello = json.loads(lines.readline(LONGEST_HELLO))
         peer = Peer(connection, int(hello["process"]), str(hello["host"])[:100])
         version, number = str(hello["fedrecon"])[:40], int(hello["processes"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -184,8 +186,7 @@ def _greeted(connection: socket.socket, place: Place, peers: dict[int, Peer]) ->
     elif not 0 < peer.process < place.processes or peer.process in peers:
         problem = f"{peer} has come, but there is such a process already"
     if problem:
-        peer.send(refused=problem)
-        raise HostError(problem)
+        raise _refuse({peer.process: peer}, problem)
     return peer
 
 
@@ -210,9 +211,11 @@ def _call(place: Place, wait: float) -> tuple[Peer, int]:
     try:
         answer = json.loads(peer.lines.readline())
     except (OSError, ValueError) as problem:
+        peer.close()
         raise HostError(f"the first process at {where} did not answer ({problem}): it has ended") from None
     connection.settimeout(wires.SILENCE)
     if "refused" in answer:
+        peer.close()
         raise HostError(str(answer["refused"]))
     return peer, int(answer["welcome"])
 

@@ -47,6 +47,11 @@ class Peer:
         with contextlib.suppress(OSError), self._sending:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
+    def close(self) -> None:
+        """Close the connection."""
+        self.lines.close()
+        self._connection.close()
+
     def hang_up(self) -> None:
         """Say that nothing more comes."""
         with contextlib.suppress(OSError):
