@@ -21,7 +21,7 @@ STEPS = fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=3)
 TEXT = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "4", "--model.max-words", "5"]
 TEXT += ["--model.hidden", "4", "--model.embedding", "4", "--model.projection", "4", "--devices", "2"]
 TEXT += ["--reconstruct.steps", "2", "--update.steps", "2", "--sampling.clients-per-round", "3"]
-TEXT += ["--rounds", "4", "--evaluate-every", "2", "--checkpoint-every", "2"]
+TEXT += ["--data.fractions", "0.4", "0.3", "0.3", "--rounds", "4", "--evaluate-every", "2", "--checkpoint-every", "2"]
 
 
 def clients():

@@ -108,24 +108,35 @@ def test_two_processes_give_the_bits_of_one_with_two_devices(tmp_path):
 # ---- who dies ----
 
 
-def kill_after_a_checkpoint(processes, run, victim, after=0):
-    """Kill one process when the run has a checkpoint past round `after`; return how the other ended."""
-    until = time.monotonic() + LONG
-    while not any(int(path.name[6:]) > after for path in (run / "checkpoint").glob("round-*[0-9]")):
+def wait_for_a_checkpoint(processes, run):
+    """Wait until a run has a newer checkpoint than it has now."""
+    until, before = time.monotonic() + LONG, newest(run)
+    while newest(run) <= before:
         assert time.monotonic() < until
         assert processes[0].poll() is None, processes[0].communicate()
         time.sleep(0.01)
-    os.killpg(processes[victim].pid, signal.SIGKILL)
-    return ended(processes[1 - victim], within=60)
+
+
+def newest(run):
+    return max((int(path.name[6:]) for path in (run / "checkpoint").glob("round-*[0-9]")), default=0)
 
 
 def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_bits(tmp_path):
     ratings, run, alone = write_ratings(tmp_path / "ratings.csv"), tmp_path / "run", tmp_path / "alone"
     command = ["train", str(ratings), "--out", str(run), *SMALL]
-    for victim, more in ((1, []), (0, ["--resume"])):
-        with started(*two([*command, *more])) as processes:
-            last = max((int(p.name[6:]) for p in (run / "checkpoint").glob("round-*[0-9]")), default=0)
-            code, _, err = kill_after_a_checkpoint(processes, run, victim, last)
+    with started(*two(command)) as processes:  # Ctrl-C reaches every process of a launcher
+        wait_for_a_checkpoint(processes, run)
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        results = [ended(process, within=60) for process in processes]
+    assert [code for code, _, _ in results] == [130, 130], results
+    assert "to go on: fedrecon train" in results[0][2]
+    assert json.loads((run / "run.json").read_text())["interrupted"] is True
+    for victim in (1, 0):
+        with started(*two([*command, "--resume"])) as processes:
+            wait_for_a_checkpoint(processes, run)
+            os.killpg(processes[victim].pid, signal.SIGKILL)
+            code, _, err = ended(processes[1 - victim], within=60)
         assert code == 1, err
         assert f"fedrecon: process {victim} on " in err.splitlines()[-1]
         assert "has died" in err
@@ -135,7 +146,7 @@ def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_bits(tmp_pa
     assert [code for code, _, _ in results] == [0, 0], results
     assert results[1][1:] == ("", ""), "the second process says nothing"
     facts = json.loads((run / "run.json").read_text())
-    assert len(facts["resumed"]) == 2
+    assert len(facts["resumed"]) == 3
     assert facts["layout"]["processes"] == 2
     with started(["-m", "fedrecon", "train", ratings, "--out", alone, *SMALL]) as (one,):
         code, _, err = ended(one)

@@ -16,7 +16,7 @@ from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
 from fedrecon.cluster.folders import first_writes
-from fedrecon.cluster.wire import check_same
+from fedrecon.cluster.wire import check_same, interruptible
 from fedrecon.disk.runs import RunFolder
 from fedrecon.engine import Layout, compile_rounds, everywhere, layout
 from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
@@ -152,11 +152,14 @@ def train(
 
     stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
     interrupted = False
-    with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
+    held = folder.held() if folder else contextlib.nullcontext()
+    with held, progress("training", rounds) as advance, interruptible() as asked_to_stop:
         advance(done, "compiling" if done < rounds else "")
         try:
             evaluate_if_due()  # an interruption may have come between a round and its evaluation
             while loop.now.round < rounds:
+                if asked_to_stop():
+                    raise KeyboardInterrupt
                 loop.advance(_next_stop(loop.now.round, rounds, *stops))
                 record_pending()
                 evaluate_if_due()

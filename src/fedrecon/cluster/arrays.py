@@ -57,7 +57,7 @@ def replicate(tree: Any) -> Any:
 
 def gather(tree: Any) -> Any:
     """Return arrays with all processes' clients in every process."""
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and jax.tree.leaves(tree):
         tree = _everywhere()(tree)
     return jax.tree.map(np.asarray, tree)
 

@@ -109,7 +109,10 @@ def _detect() -> Place:
     """Ask JAX, which knows how SLURM, Kubernetes and Open MPI tell processes who they are."""
     from jax._src.clusters import ClusterEnv  # jax.distributed asks here too, but tells nobody what it was told
 
-    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(WAIT))
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(WAIT))
+    except (RuntimeError, KeyError, OSError) as problem:
+        raise HostError(f"the environment does not say which process this is: {problem}") from None
     if any(value is None for value in found[:3]):
         raise HostError(
             "nothing in the environment says which process this is: SLURM, Kubernetes or Open MPI would. Give the "

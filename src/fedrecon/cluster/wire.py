@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from fedrecon.printing import plain
@@ -69,7 +69,8 @@ class Wire:
         self._done: set[int] = set()
         self._ended, self._over = threading.Event(), False
         self._quitting = threading.Lock()
-        self._interrupted = -SILENCE
+        self._asked = self._pressed = False
+        self._last_pressed = -BEAT
         for peer in peers.values():
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -149,20 +150,32 @@ class Wire:
     # ---- Ctrl-C ----
 
     def handle_interrupts(self) -> None:
-        """Leave Ctrl-C to the first process, which saves; pressed again elsewhere, it ends all."""
+        """Take Ctrl-C to the first process; pressed again, it ends all."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._interrupt)
 
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[Callable[[], bool]]:
+        """Give a block a question that all processes ask together: whether Ctrl-C was pressed in one of them."""
+        self._pressed, self._asked = False, True
+        try:
+            yield lambda: self.agree(lambda: self._pressed)
+        finally:
+            self._asked = False
+
     def _interrupt(self, number: int, frame: Any) -> None:
         del number, frame
-        before, self._interrupted = self._interrupted, time.monotonic()
-        again = self._interrupted - before < BEAT  # launchers send it to every process, which all tell the first
-        if self.first and not again:
+        before, self._last_pressed = self._last_pressed, time.monotonic()
+        if self._last_pressed - before < BEAT:
+            return  # launchers send it to every process, and all tell the first
+        if not self._asked:
             raise KeyboardInterrupt
-        if not self.first:
-            if before > 0 and not again:
-                raise KeyboardInterrupt
-            self._tell(interrupt=True)
+        # In threads: what this signal interrupts may be sending something.
+        if self._pressed:
+            threading.Thread(target=self.fail, args=("interrupted", 130)).start()
+        elif not self.first:
+            threading.Thread(target=self._tell, kwargs={"interrupt": True}).start()
+        self._pressed = True
 
     # ---- threads ----
 
@@ -230,6 +243,16 @@ def is_first() -> bool:
 def agree(make: Callable[[], Any]) -> Any:
     """Return in every process what `make` returns in the first (see `Wire.agree`)."""
     return make() if _wire is None else _wire.agree(make)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Give a block a question that several processes ask together: whether Ctrl-C was pressed in one of them.
+
+    Where a process is alone, Ctrl-C raises `KeyboardInterrupt` as ever, and the answer is no.
+    """
+    with contextlib.nullcontext(lambda: False) if _wire is None else _wire.interruptible() as pressed:
+        yield pressed
 
 
 def check_same(what: str, value: Any) -> None:

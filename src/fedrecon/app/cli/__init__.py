@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            code = command.run(command.parse(args[1:]))
-            return code if code in (0, FAILED) else _end_others("interrupted", code)
+            return command.run(command.parse(args[1:]))
     except SystemExit as leaving:  # how a help text ends, and some errors of use
         return leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt:
