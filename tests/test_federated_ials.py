@@ -118,7 +118,7 @@ def test_first_order_leaves_the_support_of_a_client_alone():
 def test_by_rows_and_by_whole_tables_give_the_same():
     def run(model):
         algorithm = ials(model, server=optax.adam(0.05), split=None)
-        return fr.train(algorithm, CLIENTS, rounds=3, clients_per_round=4, seed=2, place=one_by_one()).params
+        return fr.train(algorithm, CLIENTS, rounds=3, clients_per_round=4, seed=2, layout=one_by_one()).params
 
     assert_close(run(MODEL), run(MODEL._replace(lookups={})))
 

@@ -28,6 +28,7 @@ from fedrecon.app.tuning import Trial as Trial
 from fedrecon.app.tuning import Tuned as Tuned
 from fedrecon.app.tuning import tune as tune
 from fedrecon.clients import Clients as Clients
+from fedrecon.cluster.wire import HostError as HostError
 from fedrecon.cohort import Lengths as Lengths
 from fedrecon.comparison import Comparison as Comparison
 from fedrecon.comparison import compare as compare
@@ -39,6 +40,7 @@ from fedrecon.disk.runs import RunFolder as RunFolder
 from fedrecon.engine import Layout as Layout
 from fedrecon.engine import layout as layout
 from fedrecon.engine import start_devices as start_devices
+from fedrecon.engine import start_hosts as start_hosts
 from fedrecon.evaluation import Evaluation as Evaluation
 from fedrecon.evaluation import Evaluator as Evaluator
 from fedrecon.evaluation import evaluate as evaluate

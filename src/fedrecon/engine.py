@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, Client, Message, ServerState, encode, finish_round, shapes_of, summand_shapes
+from fedrecon.cluster.arrays import AXIS, all_devices, gather, replicate, share, spread
+from fedrecon.cluster.meeting import WAIT, join, meet, processes
 from fedrecon.cohort import Cohort, arrange
 from fedrecon.keys import client_keys
 from fedrecon.lookups.tables import lookup_groups
@@ -23,9 +25,11 @@ from fedrecon.model import Model, metric_names
 from fedrecon.trees import flatten
 from fedrecon.upload import Total, add, no_total
 
-AXIS = "clients"
 BLOCK_BYTES = 2**20  # for a block's copies of global parameters by default: about a core's cache
 MOST_IN_BLOCK = 10
+SMALL_ACCELERATOR = 2**32  # bytes, of one that does not say how many it has
+MOST_ON_ACCELERATOR = 128  # clients side by side where memory decides
+COPIES = 8  # of the global parameters that a client needs: values, gradients, an optimizer's state, intermediates
 SHARING_BYTES = 2**24  # for the local parameters of a block that shares the global ones
 MOST_SHARING = 16
 MOST_DEVICES = 64  # on a CPU, unless it has more cores
@@ -38,15 +42,51 @@ def start_devices(devices: int | None = None) -> None:
     started, nothing changes, and `layout` refuses more devices than there are.
 
     Args:
-      devices: how many; None for one per core.
+      devices: how many, of all processes together if there are several (`start_hosts`); None for one per core.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number = cores if devices is None else devices
+    hosts = processes()
+    if devices is not None and devices % hosts:
+        raise ValueError(f"devices is {devices}; {hosts} processes have equally many each")
+    number = cores if devices is None else devices // hosts
     if not 1 <= number <= max(MOST_DEVICES, cores):
         raise ValueError(f"`devices` is {number}; it must be between 1 and {max(MOST_DEVICES, cores)} on this machine")
     # Once JAX has started this raises an error, and it is too late to change the number.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
+    join()
+
+
+def start_hosts(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    devices: int | None = None,
+    wait: float = WAIT,
+) -> None:
+    """Run one simulation in several processes, on one host or on many.
+
+    Every process runs the same program on the same data and calls this before anything else uses JAX. From then on
+    `layout` has the devices of all of them, each process packs and runs its share of the clients, and all get the same
+    results. Only the first writes to a `RunFolder`; the others print nothing unless you do.
+
+    A process that dies, or ends with an error, ends all others with a sentence and an exit code that is not 0; so does
+    one that never comes. A process that has finished waits for the others when Python ends.
+
+    Args:
+      coordinator: `host:port` at which the first process waits for the others; None where SLURM, Kubernetes or Open
+        MPI starts the processes and says which each is. Use a network that you trust: whoever calls first is taken in.
+      processes: how many there are.
+      process: which this is, from 0.
+      devices: how many devices on CPUs all processes have together; None for one a core in each.
+      wait: how many seconds to wait for the others.
+
+    Raises:
+      HostError: somebody did not come, was started differently, or JAX has been used before.
+    """
+    meet(coordinator, processes, process, wait=wait)
+    start_devices(devices)
 
 
 class Layout(NamedTuple):
@@ -66,6 +106,15 @@ class Layout(NamedTuple):
     def devices(self) -> int:
         """The number of devices."""
         return int(self.mesh.devices.size)
+
+    def mine(self, order: np.ndarray) -> np.ndarray:
+        """Return those clients of a cohort in this layout's order that run in this process."""
+        return order[share(len(order))] if self.processes > 1 else order
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that have these devices."""
+        return len({device.process_index for device in self.mesh.devices.flat})
 
     def arrange(self, indices: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Put clients in the order in which this layout runs them best (see `cohort.arrange`).
@@ -90,7 +139,12 @@ class Layout(NamedTuple):
 
 
 def layout(
-    block: int | None = None, devices: int | None = None, *, sharing: int | None = None, model: Model | None = None
+    block: int | None = None,
+    devices: int | None = None,
+    *,
+    sharing: int | None = None,
+    model: Model | None = None,
+    alone: bool = False,
 ) -> Layout:
     """Choose on which devices and in what blocks clients run.
 
@@ -99,18 +153,15 @@ def layout(
 
     Args:
       block: clients side by side, each with its own copy. By default as many as fit their copies of the model's dense
-        global parameters into a core's cache, at most `MOST_IN_BLOCK`.
-      devices: how many of the devices that JAX sees; all by default.
+        global parameters into a core's cache, at most `MOST_IN_BLOCK`; on an accelerator, into a quarter of its memory.
+      devices: how many of the devices that JAX sees; all by default, those of other processes included.
       sharing: clients side by side that share the global parameters, a multiple of `block`. By default the same as
         `block` if that is given; else up to `MOST_SHARING`, as long as their local parameters are small.
       model: its size decides the defaults.
+      alone: of several processes (`start_hosts`), use the devices of this one only, so that it need not wait for the
+        others. Reconstruction for serving does.
     """
-    available = jax.devices()
-    if devices is not None and not 1 <= devices <= len(available):
-        raise ValueError(
-            f"`devices` is {devices}; JAX sees {len(available)}. On a CPU, call fedrecon.start_devices(n) before "
-            "anything else uses JAX"
-        )
+    mesh = _mesh(devices, alone)
     chosen = _default_blocks(model) if block is None and model is not None else (block, block)
     block = MOST_IN_BLOCK if chosen[0] is None else chosen[0]
     if block < 1:
@@ -118,23 +169,65 @@ def layout(
     sharing = (chosen[1] or block) if sharing is None else sharing
     if sharing < 1 or sharing % block:
         raise ValueError(f"`sharing` is {sharing}; it must be a multiple of `block`, which is {block}")
-    mesh = jax.make_mesh(
-        (devices or len(available),), (AXIS,), axis_types=(AxisType.Auto,), devices=available[:devices]
-    )
     return Layout(mesh, block, sharing)
 
 
+def _mesh(devices: int | None, alone: bool) -> Mesh:
+    every = all_devices()
+    if alone and jax.process_count() > 1:
+        every = Mesh(every.devices[share(every.size)], (AXIS,), axis_types=every.axis_types)
+    if devices is None or devices == every.size:
+        return every
+    if jax.process_count() > 1 and not alone:
+        raise ValueError(
+            f"`devices` is {devices}; the {jax.process_count()} processes have {every.size}, and all take part: start "
+            "so many"
+        )
+    if not 1 <= devices <= every.size:
+        raise ValueError(
+            f"`devices` is {devices}; JAX sees {every.size}. On a CPU, call fedrecon.start_devices(n) before "
+            "anything else uses JAX"
+        )
+    return Mesh(every.devices[:devices], (AXIS,), axis_types=every.axis_types)
+
+
 def _default_blocks(model: Model) -> tuple[int, int]:
-    """Return `block` and `sharing` for a model's size. They differ only if copies keep `block` small."""
+    """Return `block` and `sharing` for a model's size and the devices that there are."""
     shapes = flatten(shapes_of(model.init_global))[0]
     lookups = lookup_groups(model)
     dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
-    block = int(np.clip(BLOCK_BYTES // max(dense, 1), 1, MOST_IN_BLOCK))
-    if block == MOST_IN_BLOCK:
+    return blocks_for(dense, _bytes(shapes_of(model.init_local)), _memory())
+
+
+def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
+    """Return `block` and `sharing`: both the same unless copies are what keeps blocks small.
+
+    Args:
+      dense: bytes of the global parameters that every client copies.
+      local: bytes of a client's local parameters.
+      memory: bytes of an accelerator's memory, of which a quarter is for blocks; None on a CPU, where its cache
+        decides, since wider blocks win nothing there.
+    """
+    if memory is None:
+        copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
+    else:
+        copies, shared, most, most_sharing = (
+            memory // 4 // COPIES,
+            memory // 4,
+            MOST_ON_ACCELERATOR,
+            MOST_ON_ACCELERATOR,
+        )
+    block = int(np.clip(copies // max(dense, 1), 1, most))
+    if block == most:
         return block, block
-    local = _bytes(shapes_of(model.init_local))
-    sharing = min(SHARING_BYTES // max(local, 1), MOST_SHARING)
+    sharing = min(shared // max(local, 1), most_sharing)
     return block, max(sharing // block, 1) * block
+
+
+def _memory() -> int | None:
+    """Return the bytes of an accelerator's memory that JAX may use; None on a CPU."""
+    device = jax.local_devices()[0]
+    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit", SMALL_ACCELERATOR)
 
 
 def _bytes(shapes: Any) -> int:
@@ -157,7 +250,8 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
       `(state, kept, cohorts, key, first, number) -> (state, kept, report)`, which runs `number` rounds from round
       `first` on. Their cohorts are packed together: in every leaf the first dimension is the round, the second the
       client. Any `number` up to how many are packed runs the same compiled code. Randomness depends on the key and the
-      round's number only, so the results do not depend on how rounds are grouped into calls.
+      round's number only, so the results do not depend on how rounds are grouped into calls. Each of several processes
+      gives its own clients (`Layout.mine`), and gets what all of them keep.
     """
     metrics = len(metric_names(algorithm.model))
 
@@ -193,7 +287,15 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
         out_specs=(whole, by_client, whole),
         check_vma=False,  # blocks start from zeros that do not vary over devices yet
     )
-    return jax.jit(sharded)
+    compiled = jax.jit(sharded)
+    if layout.processes == 1:
+        return compiled
+
+    def together(state: ServerState, kept: Any, cohorts: Cohort, key: Array, first: int, number: int) -> Any:
+        state, kept, report = compiled(state, spread(kept), spread(cohorts, axis=1), key, first, number)
+        return state, gather(kept), report
+
+    return together
 
 
 def _run_blocks(
@@ -238,7 +340,7 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
 
     Args:
       function: `(what all clients share, clients) -> result`; `clients` and the result have the clients first in every
-        leaf.
+        leaf. Each of several processes gives its own clients (`Layout.mine`), and gets the results of all.
       layout: on which devices and in what blocks clients run.
     """
 
@@ -247,11 +349,14 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
         return _unblock(jax.lax.map(lambda part: function(shared, part), _blocks(clients, wide)))
 
     by_client = PartitionSpec(AXIS)
-    return jax.jit(
+    compiled = jax.jit(
         jax.shard_map(
             run, mesh=layout.mesh, in_specs=(PartitionSpec(), by_client), out_specs=by_client, check_vma=False
         )
     )
+    if layout.processes == 1:
+        return compiled
+    return lambda shared, clients: gather(compiled(shared, spread(clients)))
 
 
 def everywhere(tree: Any, layout: Layout) -> Any:
@@ -261,4 +366,6 @@ def everywhere(tree: Any, layout: Layout) -> Any:
       tree: the arrays.
       layout: on which devices and in what blocks clients run.
     """
+    if layout.processes > 1:
+        return replicate(tree)
     return jax.device_put(tree, NamedSharding(layout.mesh, PartitionSpec()))

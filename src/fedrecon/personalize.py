@@ -79,7 +79,7 @@ class _Ready:
     """An algorithm's reconstruction, compiled once for every shape."""
 
     def __init__(self, algorithm: Algorithm):
-        self.layout = layout(model=algorithm.model)
+        self.layout = layout(model=algorithm.model, alone=True)
 
         def block(shared: Any, part: Any) -> Any:
             keys = client_keys(shared[1], part.identity)

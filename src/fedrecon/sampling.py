@@ -161,8 +161,9 @@ class Prepared(NamedTuple):
 
     first: int
     number: int
-    cohorts: Cohort
+    cohorts: Cohort  # of this process's clients, where there are several
     samples: list[Sample]
+    orders: list[np.ndarray]  # all clients of each round, in the order of the layout
 
 
 class Cohorts:
@@ -198,9 +199,10 @@ class Cohorts:
         orders = [self._arrange(s.clients) for s in samples]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
         draws = np.stack([redraw(fold_words(self._client_words, first + r)) for r in range(self._at_once)])
-        packed = self._packer.pack(np.concatenate(orders), np.repeat(draws, len(orders[0])))
+        mine = [self._layout.mine(order) for order in orders]
+        packed = self._packer.pack(np.concatenate(mine), np.repeat(draws, len(mine[0])))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
-        return Prepared(first, number, cohorts, samples)
+        return Prepared(first, number, cohorts, samples, orders)
 
     def _arrange(self, chosen: np.ndarray) -> np.ndarray:
         safe = np.maximum(chosen, 0)

@@ -15,6 +15,8 @@ from jax import Array
 from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, ServerState
 from fedrecon.clients import Clients
+from fedrecon.cluster.folders import first_writes
+from fedrecon.cluster.wire import check_same, interruptible
 from fedrecon.disk.runs import RunFolder
 from fedrecon.engine import Layout, compile_rounds, everywhere
 from fedrecon.engine import layout as choose_layout
@@ -109,6 +111,11 @@ def train(
         )
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
+    folder = None if folder is None else first_writes(folder)
+    check_same(
+        "clients (how many, of how many examples), rounds, seed or when to evaluate and save",
+        [len(clients), clients.num_examples, rounds, seed, evaluate_every, checkpoint_every if folder else 0],
+    )
     algorithm = decide_lookups(algorithm, clients)
     check_fit(algorithm, clients)
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
@@ -119,9 +126,10 @@ def train(
     log = _Log(folder, on_record)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
-    with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
+    held = folder.held() if folder else contextlib.nullcontext()
+    with held, progress("training", rounds) as advance, interruptible() as asked_to_stop:
         advance(done, "compiling" if done < rounds else "")
-        interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance)
+        interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance, asked_to_stop)
     params = jax.tree.map(np.asarray, loop.params())
     done = loop.now.round
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
@@ -130,7 +138,13 @@ def train(
 
 
 def _run_rounds(
-    loop: _Loop, rounds: int, evaluations: _Evaluations, checkpoint_every: int, log: _Log, advance: Advance
+    loop: _Loop,
+    rounds: int,
+    evaluations: _Evaluations,
+    checkpoint_every: int,
+    log: _Log,
+    advance: Advance,
+    asked_to_stop: Callable[[], bool],
 ) -> bool:
     """Run rounds until the last one, with evaluations and checkpoints; return whether Ctrl-C stopped them."""
     folder = log.folder
@@ -143,6 +157,8 @@ def _run_rounds(
     try:
         evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation
         while loop.now.round < rounds:
+            if asked_to_stop():
+                raise KeyboardInterrupt
             stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every if folder else 0)
             loop.advance(stop)
             record_pending()
@@ -246,8 +262,9 @@ class _Loop:
         ready = self._ahead
         if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
-        who = ready.cohorts.client[0]
-        theirs = jax.tree.map(lambda x: x[np.maximum(who, 0)], self.now.kept)
+        who = ready.orders[0]
+        mine = np.maximum(self.layout.mine(who), 0)
+        theirs = jax.tree.map(lambda x: x[mine], self.now.kept)
         server, theirs, reports = self._run(
             self.now.server, theirs, ready.cohorts, self._key, ready.first, ready.number
         )

@@ -64,8 +64,8 @@ class Config:
       evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
       checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
       seed: seed of the parameters and of who takes part when.
-      devices: how many devices run clients; by default all, with one for each core of a CPU.
-      block: how many clients a device runs side by side; by default as many as suit its cache.
+      devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.
+      block: how many clients a device runs side by side; by default as many as suit its cache or memory.
     """
 
     task: TaskName

@@ -34,6 +34,8 @@ from fedrecon.app.resuming import (
 from fedrecon.app.saved import SavedModel, save_model
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.app.tasks.task import Dataset
+from fedrecon.cluster.folders import first_writes
+from fedrecon.cluster.wire import agree, check_same, is_first
 from fedrecon.data.errors import DataError
 from fedrecon.disk.runs import RunFolder
 from fedrecon.engine import Layout
@@ -87,7 +89,8 @@ def run_experiment(
     """Train as settings say, evaluate on the test users, and write everything to a folder.
 
     Nothing in the folder changes before the data is read and the run can start. A run that is replaced is put aside
-    until the new one is complete.
+    until the new one is complete. Of several processes (`fr.start_hosts`), all read the data and only the first reads
+    and writes the folder.
 
     Args:
       config: the settings.
@@ -105,12 +108,15 @@ def run_experiment(
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one keeps what the other removes")
+    folder = first_writes(folder)
     with folder.held():
-        earlier = None if overwrite else run_to_resume(config, folder, resume)
+        earlier = agree(lambda: None if overwrite else run_to_resume(config, folder, resume))
+        check_same("settings and versions", [_settings(config), _versions()])
         start_same_devices(config, folder, earlier, say)
         task = task_of(config)
         data = task.load(config, progress)
         facts = _facts(config, data.fingerprint(), earlier, made_by)
+        check_same("fingerprints of the data", facts["data"]["fingerprint"])
         check_fingerprint(folder, facts, earlier)
         users = task.divide(config, data, progress)
         prepared = task.prepare(config, data, users, task.legend(config, data))
@@ -190,17 +196,17 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         on_record=watched,
     )
     failed = why_failed(run.history, task)
-    model = save_model(folder.model_path, config, run.params, legend, failed)
+    model = _save(folder, SavedModel(config, run.params, legend, failed))
     test: Evaluation | None = None
     table: Table = {}
     if not run.interrupted and len(users.test):
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
         if on_test:
             test = with_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
-        table = beside(config, users, "test", legend)
+        table = beside(config, users, "test", legend) if is_first() else {}
         if (found := why_failed(run.history, task, test)) != failed:
             failed = found
-            model = save_model(folder.model_path, config, run.params, legend, failed)
+            model = _save(folder, dataclasses.replace(model, failed=failed))
     folder.describe(
         facts
         | {
@@ -216,6 +222,12 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
     if not run.interrupted:
         folder.complete()
     return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, table, described, failed)
+
+
+def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
+    if is_first():
+        save_model(folder.model_path, model.config, model.params, model.legend, model.failed)
+    return model
 
 
 def make_evaluator(
@@ -287,11 +299,7 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "made_by": made_by,
         "config": to_json(config),
         "seed": config.seed,
-        "versions": {
-            "python": platform.python_version(),
-            "fedrecon": __version__,
-            **{module.__name__: module.__version__ for module in (jax, np, optax)},
-        },
+        "versions": _versions(),
         "data": {
             "source": config.data.source,
             "path": str(source.resolve()) if source.exists() else None,
@@ -307,6 +315,17 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "stopped": None,
         "test": None,
     }
+
+
+def _versions() -> dict[str, str]:
+    numeric = {module.__name__: module.__version__ for module in (jax, np, optax)}
+    return {"python": platform.python_version(), "fedrecon": __version__, **numeric}
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return all settings but where the data is, which may be another place on another host."""
+    settings = to_json(config)
+    return settings | {"data": {**settings["data"], "source": None}}
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:

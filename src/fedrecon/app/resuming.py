@@ -13,6 +13,7 @@ from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.build import build_layout
 from fedrecon.app.config import Config, ConfigError, config_from_json, differences, to_json
+from fedrecon.cluster.wire import wire
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import standing
 from fedrecon.disk.parts import FORMAT, RUN, VERSION, read_description
@@ -99,6 +100,7 @@ def layout_facts(place: Layout) -> dict[str, Any]:
         "devices": place.devices,
         "block": place.block,
         "sharing": place.sharing,
+        **({"processes": place.processes} if place.processes > 1 else {}),
     }
 
 
@@ -113,7 +115,7 @@ def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any
     except ValueError:
         raise _other_machine(folder, earlier) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if earlier["layout"].get("platform") == "cpu" and began != cores:
+    if earlier["layout"].get("platform") == "cpu" and began != cores and wire() is None:
         say(
             f"goes on with {began} devices, as it began, although this machine has {cores} cores: the bits depend on it"
         )
@@ -135,7 +137,8 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
 
 def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
     began = earlier["layout"]
+    of = f" of {began['processes']} processes" if "processes" in began else ""
     return StorageError(
-        f"the run in {folder.path} began on {began['devices']} devices ({began.get('platform')}), which there are not "
-        "here; on others its bits would change. Go on where it began, or begin anew with --overwrite."
+        f"the run in {folder.path} began on {began['devices']} devices{of} ({began.get('platform')}), which there are "
+        "not here; on others its bits would change. Go on where it began, or begin anew with --overwrite."
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedrecon.cluster.wire import is_first
 from fedrecon.data.errors import DataError
 from fedrecon.disk.locks import Holder, hold
 
@@ -53,8 +54,9 @@ def cached(
 
 
 def say_who(holder: Holder) -> None:
-    """Say on standard error for whom we wait."""
-    print(f"waiting for {holder}, which makes the same file", file=sys.stderr, flush=True)
+    """Say on standard error for whom we wait; of several processes of a simulation, the first does."""
+    if is_first():
+        print(f"waiting for {holder}, which makes the same file", file=sys.stderr, flush=True)
 
 
 def download(

@@ -81,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # whoever reads our output has had enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return _end_others("nobody reads what it prints", 141)
     except Exception as problem:
         if debug:
             traceback.print_exc()
-        return _fail(*_sentence(problem))
+        return _fail(*_sentence(problem), problem)
 
 
 def _sentence(problem: Exception) -> tuple[str, int]:
@@ -117,8 +117,19 @@ def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = N
     print(f"fedrecon: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
-def _fail(sentence: str, code: int) -> int:
+def _fail(sentence: str, code: int, problem: Exception | None = None) -> int:
     from fedrecon.printing import plain
 
+    _end_others(sentence, code, problem)
     print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)
+    return code
+
+
+def _end_others(sentence: str, code: int, problem: Exception | None = None) -> int:
+    """End all processes of a simulation, which cannot go on without this one; return the code where there are none."""
+    from fedrecon.cluster.wire import wire
+
+    if (others := wire()) is not None:
+        others.wait_for_verdict(problem)
+        others.fail(sentence, code)
     return code

@@ -107,8 +107,9 @@ def _flags(kind: Any, prefix: str = "--") -> list[str]:
     """List the options of a dataclass."""
     found = []
     hints = typing.get_type_hints(kind)
+    called = {"settings": "", "processes": "distributed"} if prefix == "--" else {}
     for field in dataclasses.fields(kind):
-        name = "" if field.name == "settings" else field.name.replace("_", "-")
+        name = called.get(field.name, field.name.replace("_", "-"))
         if dataclasses.is_dataclass(hints[field.name]):
             found += _flags(hints[field.name], f"{prefix}{name}." if name else prefix)
         else:

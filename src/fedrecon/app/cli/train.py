@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from fedrecon.app.cli import FAILED, options, show
 from fedrecon.app.config import CONFIGS, ClicksConfig, Config, RatingsConfig, TextConfig, config_from_json, read_config
 from fedrecon.app.presets import PRESETS, Preset, base_of
+from fedrecon.cluster.meeting import WAIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Which of several processes this is, where nothing in the environment says so.
+
+    Attributes:
+      coordinator: HOST:PORT at which the first process waits for the others.
+      processes: how many processes there are.
+      process_id: which this is, from 0; the first writes and shows everything.
+      wait: how many seconds to wait for all to come.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process_id: int | None = None
+    wait: float = WAIT
+
+    @property
+    def given(self) -> bool:
+        """Whether this says anything."""
+        return (self.coordinator, self.processes, self.process_id) != (None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +51,7 @@ class Train:
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
       resume: continue the run in the folder, to the same parameters as if it had never stopped.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
+      distributed: run in several processes, which SLURM, Kubernetes or Open MPI started; each has the same options.
     """
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
@@ -35,6 +60,8 @@ class Train:
     config: Path | None = None
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    distributed: Literal["auto"] | None = None
+    processes: Annotated[Processes, tyro.conf.arg(name="distributed")] = field(default_factory=Processes)
     typed: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
@@ -104,26 +131,49 @@ def defaults(task: str | None, file: Path | None, preset: str | None) -> Config:
     return found if named else dataclasses.replace(found, data=dataclasses.replace(found.data, source=tyro.MISSING))
 
 
+def meet_others(args: Train) -> None:
+    """Meet the other processes, if the options say that there are any."""
+    from fedrecon.cluster.meeting import meet
+    from fedrecon.cluster.wire import is_first
+
+    if args.distributed is None and not args.processes.given:
+        return
+    if args.distributed is not None and args.processes.given:
+        raise options.UsageError(
+            "--distributed auto finds out what --distributed.coordinator, .processes and .process-id say: give one or "
+            "the other"
+        )
+    if args.settings.data.source == "-":
+        raise options.UsageError("several processes cannot read one standard input: give a file")
+    of = args.processes
+    meet(of.coordinator, of.processes, of.process_id, wait=of.wait)
+    if not is_first():
+        warnings.simplefilter("ignore")  # the first process has the same, and says so
+
+
 def run(args: Train) -> int:
     """Train, evaluate on the test users, and say what to do next."""
     from fedrecon.app.experiment import run_experiment
     from fedrecon.app.plots import learning_curve
     from fedrecon.app.tasks import task_of
+    from fedrecon.cluster.wire import is_first
     from fedrecon.disk.replacement import put_aside_in
     from fedrecon.disk.runs import RunFolder
     from fedrecon.privacy.ledger import NOT_COVERED
     from fedrecon.progress import bars
 
+    meet_others(args)
     folder, task = RunFolder(args.out), task_of(args.settings)
+    shown: dict[str, Any] = {
+        "progress": bars,
+        "on_record": lambda record: show.progress_of(record, task.measures),
+        "say": show.remark,
+    }
     found = run_experiment(
-        args.settings,
-        folder,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        progress=bars,
-        on_record=lambda record: show.progress_of(record, task.measures),
-        say=show.remark,
+        args.settings, folder, resume=args.resume, overwrite=args.overwrite, **(shown if is_first() else {})
     )
+    if not is_first():
+        return 130 if found.run.interrupted else 0 if found.failed is None else FAILED
     if not found.described:
         show.left_out(found.left_out)
     learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
