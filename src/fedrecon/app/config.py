@@ -89,7 +89,8 @@ class Config:
         check_run(self)
         if self.aggregate.secure and self.aggregate.clip_norm is None and not self.privacy.on:
             raise ValueError("aggregate.secure needs aggregate.clip_norm: sums of integers must not overflow")
-        if self.privacy.on and (self.aggregate.clip_norm or self.aggregate.clip_quantile or self.aggregate.zero_norm):
+        norms = (self.aggregate.clip_norm, self.aggregate.clip_quantile, self.aggregate.zero_norm)
+        if self.privacy.on and not set(norms) <= {None, "auto"}:
             raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
         if self.privacy.clip_quantile and self.aggregate.secure:
             raise ValueError(

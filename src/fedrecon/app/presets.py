@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fedrecon.app.config import (
+    Aggregate,
     Config,
     Data,
     Factorization,
@@ -41,6 +42,8 @@ DEFAULT = RatingsConfig(
     reconstruct=Reconstruct(solver="least-squares"),
     update=Update(learning_rate=1.0, steps=1, batch_size=150, second_order=True),
     server=Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all"),
+    # Clients far longer than the median are shortened; three times it leaves nearly all others as they are.
+    aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None),
     rounds=200,
     evaluate_every=50,
