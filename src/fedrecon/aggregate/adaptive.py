@@ -71,7 +71,9 @@ def adaptive_clip(
         here = (summand.scale > 0).astype(jnp.float32)
         histogram = here[:, None] * (_bin(norm)[:, None] == jnp.arange(BINS))  # (clients, BINS)
         summand = clip_to(summand, norm, limit)
-        return summand._replace(flags={**summand.flags, HISTOGRAM: histogram.astype(jnp.float32)})
+        clipped = jnp.where(limit > 0, summand.flags["clipped"], 0.0)  # nobody is while norms are measured
+        flags = {**summand.flags, "clipped": clipped, HISTOGRAM: histogram.astype(jnp.float32)}
+        return summand._replace(flags=flags)
 
     def decode(state: NormsSeen, total: Total, key: Array) -> tuple[Total, NormsSeen, Report]:
         del key

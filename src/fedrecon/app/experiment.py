@@ -20,7 +20,7 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.app.baselines import Table, beside, with_baselines
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
-from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.health import Watch, updates_of, why_failed
 from fedrecon.app.protection import Protection, protect, say_promise
 from fedrecon.app.resuming import (
     Say,
@@ -207,6 +207,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
             "rounds": run.rounds,
             "interrupted": run.interrupted,
             "failed": failed,
+            "updates": updates_of(run.history),
             "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
             "stopped": run.stopped,
             "test": with_baselines(test, table) if test else None,
@@ -302,6 +303,7 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "rounds": None,
         "interrupted": None,
         "failed": None,
+        "updates": None,
         "privacy": None,
         "stopped": None,
         "test": None,

@@ -49,6 +49,11 @@ DEFAULT = RatingsConfig(
     evaluate_every=50,
 )
 
+TEXT = TextConfig(
+    data=TextData(source=""),
+    aggregate=Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0),
+)
+
 PRESETS: Mapping[str, RatingsConfig] = {
     "default": DEFAULT,
     "quick": dataclasses.replace(DEFAULT, rounds=50, evaluate_every=25),
@@ -75,7 +80,7 @@ def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
                 f"--preset is {preset!r}, which is for ratings; fedrecon reproduce text --scale paper has the paper's "
                 "settings for text"
             )
-        return TextConfig(data=TextData(source=""))
+        return TEXT
     if preset is None:
         preset = "paper" if all(name in values for name in GROUPS) else "default"
     return PRESETS[preset]

@@ -94,6 +94,7 @@ def defaults(task: str | None, file: Path | None, preset: str | None) -> Config:
 def run(args: Train) -> int:
     """Train, evaluate on the test users, and say what to do next."""
     from fedrecon.app.experiment import run_experiment
+    from fedrecon.app.health import say_updates
     from fedrecon.app.plots import learning_curve
     from fedrecon.app.tasks import task_of
     from fedrecon.disk.replacement import put_aside_in
@@ -129,6 +130,8 @@ def run(args: Train) -> int:
     else:
         title = f"{len(found.users.test)} test {task.people}, none seen in training"
         show.evaluation(title, found.test, task, found.baselines)
+    if updates := say_updates(found.run.history):
+        print(updates)
     if found.run.ledger is not None:
         print(f"privacy: {found.run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
