@@ -44,6 +44,7 @@ class Run:
       interrupted: whether it was stopped before the last round.
       ledger: what was spent of privacy; None where nothing is promised.
       stopped: why training ended before the last round although nobody interrupted it; None if it did not.
+      best: after which round the parameters were as they are here, with `patience`; None for the last.
     """
 
     params: Any
@@ -53,6 +54,7 @@ class Run:
     interrupted: bool = False
     ledger: Ledger | None = None
     stopped: str | None = None
+    best: int | None = None
 
 
 def train(
@@ -65,6 +67,7 @@ def train(
     valid: Clients | Evaluate | None = None,
     evaluate_every: int = 0,
     evaluate_split: Split | None = None,
+    patience: int | None = None,
     seed: int = 0,
     ledger: Ledger | None = None,
     folder: RunFolder | None = None,
@@ -85,6 +88,9 @@ def train(
         clients), or any function of the global parameters and of what the training clients kept.
       evaluate_every: evaluate after every so many rounds, and after the last; 0 for the last alone.
       evaluate_split: support and query in evaluation; half and half by default.
+      patience: end training when so many evaluations in a row were no better than the best one, and keep the global
+        parameters of the best: the least loss with the fewest diverged clients. None runs all rounds and keeps the
+        last. For clients that keep nothing between rounds.
       seed: of everything random.
       ledger: of what was spent on these clients' privacy before (`fedrecon.privacy.ledger.Ledger`), for an aggregator
         that adds noise. Evaluations then have `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -115,6 +121,8 @@ def train(
         if isinstance(valid, Clients)
         else valid
     )
+    if patience is not None:
+        loop.keep_best(patience, evaluator is not None)
     history: list[dict[str, Any]] = []
     done = loop.restore(folder, history) if folder else 0
 
@@ -140,7 +148,9 @@ def train(
         rebuilt = isinstance(evaluator, Evaluator) and evaluator.protocol == "recon"
         kept = () if rebuilt else loop.now.kept
         cost = {} if spent is None else {"epsilon": spent.after(now).epsilon}
-        record({"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary(), **cost})
+        entry = {"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary(), **cost}
+        loop.judge(entry)
+        record(entry)
         evaluated = now
 
     stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
@@ -149,22 +159,31 @@ def train(
         advance(done, "compiling" if done < rounds else "")
         try:
             evaluate_if_due()  # an interruption may have come between a round and its evaluation
-            while loop.now.round < rounds:
+            while loop.now.round < rounds and not loop.patience_is_over(history):
                 loop.advance(_next_stop(loop.now.round, rounds, *stops))
                 record_pending()
                 evaluate_if_due()
-                if folder and _due(loop.now.round, rounds, checkpoint_every):
+                over = loop.patience_is_over(history)
+                if folder and (over or _due(loop.now.round, rounds, checkpoint_every)):
                     folder.checkpoint(loop.now.round, loop.everything())
         except KeyboardInterrupt:
             interrupted = True
             record_pending()
             if folder:
                 folder.checkpoint(loop.now.round, loop.everything())
-    params = jax.tree.map(np.asarray, loop.params())
-    done = loop.now.round
+    done, best = loop.now.round, loop.best
+    params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
+    if done < rounds and not interrupted and best is not None:
+        stopped = f"{patience} evaluations in a row were no better than that of round {best.round}"
     after = None if spent is None else spent.after(done)
-    return Run(params, history, done, loop.now.kept, interrupted, after, stopped)
+    return Run(params, history, done, loop.now.kept, interrupted, after, stopped, None if best is None else best.round)
+
+
+def _rank(evaluation: dict[str, Any]) -> tuple[float, float]:
+    """Return what makes one evaluation better than another if it is less: diverged clients, then the loss."""
+    loss = evaluation["micro"].get("loss")
+    return evaluation["diverged"], loss if loss is not None and np.isfinite(loss) else np.inf
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -184,6 +203,14 @@ class _Now(NamedTuple):
     kept: Any
 
 
+class Best(NamedTuple):
+    """The best evaluation so far: after which round, what it found, and the global parameters."""
+
+    round: int
+    rank: tuple[float, float]
+    params: Any
+
+
 class _Loop:
     """Training between rounds, and how to run some more of them."""
 
@@ -197,14 +224,48 @@ class _Loop:
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, place, keys, at_once)
         self._ahead: Prepared | None = None
+        self._patience: int | None = None
+        self.best: Best | None = None
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # where metrics stay with the clients
         self._run = compile_rounds(algorithm, place)
 
     def params(self) -> Any:
         return self._algorithm.params(self.now.server)
 
+    def keep_best(self, patience: int, evaluates: bool) -> None:
+        """Judge evaluations from now on."""
+        if patience < 1 or not evaluates:
+            raise ValueError(
+                f"`patience` is {patience} with{'' if evaluates else 'out'} `valid`: it is at least 1, and needs clients "
+                "to evaluate on"
+            )
+        if jax.tree.leaves(self.now.kept):
+            raise ValueError("`patience` keeps global parameters alone, and here clients keep some from round to round")
+        self._patience = patience
+
+    def judge(self, evaluation: dict[str, Any]) -> None:
+        """Keep the parameters if this evaluation is better than all before it."""
+        if self._patience and (self.best is None or _rank(evaluation) < self.best.rank):
+            # A copy: the next call may write to the buffers of this one.
+            self.best = Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
+
+    def patience_is_over(self, history: list[dict[str, Any]]) -> bool:
+        """Say whether enough evaluations in a row were no better than the best."""
+        if self._patience is None or self.best is None:
+            return False
+        last = history[-1]
+        if last["kind"] != "evaluation" or last["round"] == self.best.round:
+            return False
+        since = sum(entry["kind"] == "evaluation" and entry["round"] > self.best.round for entry in history)
+        return since >= self._patience
+
     def everything(self) -> Any:
-        return {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
+        state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
+        if self._patience is None:
+            return state
+        best = Best(0, (np.inf, np.inf), self.params()) if self.best is None else self.best
+        numbers = np.array([best.round, *best.rank], np.float64)
+        return state | {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
 
     def restore(self, folder: RunFolder, history: list[dict[str, Any]]) -> int:
         found = folder.restore(self.everything())
@@ -213,6 +274,9 @@ class _Loop:
         done, saved, records = found
         self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.place), saved["kept"])
         history.extend(records)
+        if self._patience and saved["best"]["numbers"][0] > 0:
+            best, diverged, loss = map(float, saved["best"]["numbers"])
+            self.best = Best(int(best), (diverged, loss), saved["best"]["params"])
         return done
 
     def advance(self, stop: int) -> None:

@@ -44,6 +44,9 @@ from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
 
 
+JUDGES = 20  # validation clients; the loss of fewer is mostly chance
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run leaves in memory.
@@ -181,6 +184,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         sampling=config.sampling,
         valid=evaluator,
         evaluate_every=config.evaluate_every,
+        patience=patience_of(config, users),
         seed=config.seed,
         ledger=ledger,
         folder=folder,
@@ -210,12 +214,18 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
             "updates": updates_of(run.history),
             "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
             "stopped": run.stopped,
+            "best_round": run.best,
             "test": with_baselines(test, table) if test else None,
         }
     )
     if not run.interrupted:
         folder.complete()
     return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, table, described, failed)
+
+
+def patience_of(config: Config, users: Users) -> int | None:
+    """Return how long training waits for a better evaluation: as settings say, if there are enough to judge it by."""
+    return config.patience if len(users.valid) >= JUDGES else None
 
 
 def make_evaluator(
@@ -306,6 +316,7 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "updates": None,
         "privacy": None,
         "stopped": None,
+        "best_round": None,
         "test": None,
     }
 

@@ -46,7 +46,8 @@ DEFAULT = RatingsConfig(
     aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None),
     rounds=200,
-    evaluate_every=50,
+    evaluate_every=25,
+    patience=3,
 )
 
 TEXT = TextConfig(

@@ -57,6 +57,7 @@ def check_run(config: Any) -> None:
     """Check the settings that a run has outside of its groups, and those of sampling."""
     check_number("rounds", config.rounds, most=MOST_ROUNDS)
     check_number("evaluate_every", config.evaluate_every, most=MOST_ROUNDS)
+    check_number("patience", config.patience, least=1, most=MOST_ROUNDS, fails="or none at all")
     check_number("checkpoint_every", config.checkpoint_every, least=1, most=MOST_ROUNDS)
     check_seed("seed", config.seed)
     check_number("block", config.block, least=1, most=MOST)
