@@ -393,5 +393,5 @@ def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():
 def test_patience_needs_somebody_to_judge_and_clients_that_keep_nothing():
     with pytest.raises(ValueError, match="without `valid`"):
         run(momentum(), valid=None, patience=2)
-    with pytest.raises(ValueError, match="clients keep some from round to round"):
+    with pytest.raises(ValueError, match="clients of this method keep state"):
         run(keeping(), patience=2)

@@ -1,6 +1,6 @@
-"""Round zero: the scale of the ratings, item biases and variances, from sums over clients and nothing else.
+"""Round zero: the scale of the ratings, item biases and variances, from nothing but sums over clients.
 
-Before the first round the server asks its clients a few times. Each time a client answers with sums over its own
+Before the first round the server queries its clients a few times. Each time a client answers with sums over its own
 ratings, the answers are added up (by a simulator, a server or a secure sum), and the server works with the total:
 
     message = preparation.start(num_items)
@@ -31,12 +31,12 @@ Sums = dict[str, np.ndarray]
 TRAITS = ("bias", "popularity")
 SKEWED = 2.0  # ratings have a skewness between -1 and 0; plays and clicks of 10 or more
 FEW = 0.05  # counts have no more than this share of ratings below 0, which then count as 0
-BINS, BIN = 200, 0.1  # the ends of the scale are looked for in 200 bins, each a tenth of a deviation wide
+BINS, BIN = 200, 0.1  # to find the ends of the scale: 200 bins, each a tenth of a deviation wide
 LEAST_VARIANCE = 1e-4  # of standardised ratings, so that no ridge is infinite
 
 
 class Plan(NamedTuple):
-    """How often clients are asked after the first time: to fit biases, then the variances of traits' coefficients."""
+    """How many passes over clients follow the first: to fit biases, then the variances of trait coefficients."""
 
     biases: int = 10
     traits: int = 5
@@ -49,15 +49,15 @@ class Preparation(NamedTuple):
     """What the server knows so far, and sends to every client.
 
     Attributes:
-      plan: how often clients are asked.
+      plan: how many passes there are.
       passes: how many totals the server has seen.
       transform: `log1p` for counts, which are fitted as log(1 + x); else `none`.
       mean: of the transformed ratings.
       deviation: of the transformed ratings; 1 if all are the same.
-      low: the lowest rating there is, transformed; predictions below it are raised to it.
-      high: the highest.
-      item_bias: `(items,)` of standardised ratings; 0 for items that nobody has rated.
-      item_count: `(items,)` how many ratings of it there are.
+      low: the lowest rating, transformed; predictions are clipped to it.
+      high: the highest rating, in the same way.
+      item_bias: `(items,)` of standardised ratings; 0 for items without ratings.
+      item_count: `(items,)` how many ratings each item has.
       noise: the variance that neither bias explains.
       item_variance: of the item biases.
       user_variance: of the user biases.
@@ -86,7 +86,7 @@ class Preparation(NamedTuple):
 
     @property
     def user_ridge(self) -> float:
-        """The ridge on a user's bias: how many ratings the prior is worth."""
+        """The ridge on a user's bias: the prior counts as much as this many ratings."""
         return self.noise / self.user_variance
 
     @property
@@ -100,18 +100,26 @@ class Preparation(NamedTuple):
         return self.noise / self.trait_variance
 
     def traits(self) -> np.ndarray:
-        """Return what is known of every item, `(items, traits)`: its bias and the logarithm of its popularity.
+        """Return the traits of every item, `(items, traits)`: its bias and the logarithm of its popularity.
 
-        Both have mean 0 and deviation 1 over ratings, and are 0 as long as no rating is known.
+        Both have mean 0 and deviation 1 over ratings, and are 0 before any rating has been counted.
         """
         return _scaled_traits(self, self.item_bias, self.item_count)
 
     def standardize(self, rating: Any) -> np.ndarray:
-        """Return ratings with mean 0 and deviation 1."""
+        """Return ratings with mean 0 and deviation 1.
+
+        Args:
+          rating: ratings as they are given.
+        """
         return (_transformed(rating, self.transform) - self.mean) / self.deviation
 
     def restore(self, standardized: Any) -> np.ndarray:
-        """Undo `standardize`, and move what is outside of the scale to its ends."""
+        """Undo `standardize`, and clip to the scale.
+
+        Args:
+          standardized: ratings or predictions with mean 0 and deviation 1.
+        """
         values = np.clip(self.mean + self.deviation * np.asarray(standardized), self.low, self.high)
         return np.expm1(values) if self.transform == "log1p" else values
 
@@ -123,11 +131,11 @@ def _transformed(rating: Any, transform: Transform) -> np.ndarray:
 
 
 def start(num_items: int, plan: Plan = DEFAULT) -> Preparation:
-    """Return what the server sends before it knows anything.
+    """Return the first message of the server.
 
     Args:
       num_items: item ids are 0 to `num_items - 1`.
-      plan: how often clients are asked.
+      plan: how many passes there are.
     """
     if num_items < 1:
         raise ValueError(f"`num_items` is {num_items}; it must be at least 1")
@@ -138,7 +146,7 @@ def start(num_items: int, plan: Plan = DEFAULT) -> Preparation:
 
 
 def done(message: Preparation) -> bool:
-    """Return whether nothing is left to ask.
+    """Return whether round zero is complete.
 
     Args:
       message: what the server would send next.
@@ -147,14 +155,14 @@ def done(message: Preparation) -> bool:
 
 
 def answer(message: Preparation, item: Any, rating: Any, client: Any | None = None) -> Sums:
-    """Return a client's sums for what the server sent: by item, by bin of the scale, and over everything.
+    """Return a client's answer to a message: sums by item, by bin of the scale, and over everything.
 
     Args:
       message: what the server sent.
-      item: `(ratings,)` which items the client has rated.
-      rating: `(ratings,)` how.
-      client: `(ratings,)` to answer for several clients at once, the number of each rating's client, from 0. The
-        answer is then the sum of their answers.
+      item: `(ratings,)` the items that the client has rated.
+      rating: `(ratings,)` their ratings.
+      client: `(ratings,)` the number of each rating's client, from 0, to answer for several clients at once. The
+        result is the sum of their answers.
     """
     item, rating = np.asarray(item), np.asarray(rating, np.float64)
     if not np.isfinite(rating).all():
@@ -172,12 +180,12 @@ def answer(message: Preparation, item: Any, rating: Any, client: Any | None = No
 
 
 def advance(message: Preparation, total: Mapping[str, Any], *, transform: Transform | None = None) -> Preparation:
-    """Return what the server sends next.
+    """Return the next message of the server.
 
     Args:
-      message: what it sent last.
-      total: the sum of all clients' answers to that.
-      transform: of the ratings, where it should not be decided from their skewness.
+      message: the last one.
+      total: the sum of all clients' answers to it.
+      transform: of the ratings; by default their skewness decides.
     """
     if message.passes == 0:
         return _scale(message, total, transform)
@@ -195,8 +203,8 @@ def prepare(
     Args:
       clients: with columns `item` and `rating`.
       num_items: item ids are 0 to `num_items - 1`.
-      plan: how often clients are asked.
-      transform: of the ratings, where it should not be decided from their skewness.
+      plan: how many passes there are.
+      transform: of the ratings; by default their skewness decides.
     """
     rows = rows_of(clients.starts, clients.ends)
     item, rating = clients.columns["item"][rows], clients.columns["rating"][rows]
@@ -257,7 +265,7 @@ def _bins(standardized: np.ndarray) -> Sums:
 
 
 def _ends(message: Preparation, total: Mapping[str, Any]) -> Preparation:
-    """Take the means of the outermost bins with ratings as the ends of the scale: for stars they are the ends."""
+    """Set the ends of the scale to the means of the outermost bins with ratings. For star ratings this is exact."""
     count, values = np.asarray(total["bin_count"]), np.asarray(total["bin_sum"])
     there = np.flatnonzero(count > 0)
     low, high = (message.mean + message.deviation * values[i] / count[i] for i in (there[0], there[-1]))
@@ -290,7 +298,7 @@ def _fit(message: Preparation, total: Mapping[str, Any]) -> Preparation:
     if not ratings > 0 or not users > 0:
         raise ValueError("the clients have no ratings to fit biases to")
     noise, ridge, seen = message.noise, message.item_ridge, count > 0
-    if message.passes > 1:  # the errors are those of the item biases that were sent, and the first ones are unknown
+    if message.passes > 1:  # the errors belong to the item biases that were sent; in the first pass there were none
         known = message.item_count
         noise = (float(total["error"]) + (known * noise / (known + ridge)).sum()) / ratings
     bias = np.where(seen, np.asarray(total["item_sum"]) / (count + ridge), 0.0)
@@ -306,11 +314,11 @@ def _fit(message: Preparation, total: Mapping[str, Any]) -> Preparation:
     )
 
 
-# ---- what users make of an item's traits ----
+# ---- how users respond to an item's traits ----
 
 
 def _scaled_traits(message: Preparation, bias: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Scale traits of items as they are over all ratings."""
+    """Standardise traits by their mean and deviation over all ratings."""
     weight = message.item_count / max(message.item_count.sum(), 1.0)
     known = np.stack([message.item_bias, np.log1p(message.item_count)], 1)
     mean = weight @ known
@@ -319,9 +327,9 @@ def _scaled_traits(message: Preparation, bias: np.ndarray, count: np.ndarray) ->
 
 
 def _trait_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
-    """Sum the squares of users' coefficients, each fitted to what items are without that user's own rating.
+    """Sum the squares of users' coefficients, each fitted to item traits without that user's own rating.
 
-    With it, the bias of an item that two people have rated would look like the opinion of both.
+    Otherwise the bias of an item with two ratings would mostly be each user's own opinion.
     """
     users = int(owner.max(initial=-1)) + 1
     size = np.bincount(owner, minlength=users)

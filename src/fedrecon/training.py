@@ -1,4 +1,4 @@
-"""The training loop: run rounds, evaluate, report, checkpoint."""
+"""The training loop: run rounds, evaluate, record, checkpoint."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from fedrecon.fitting import check_fit, decide_lookups
 from fedrecon.keys import run_keys
 from fedrecon.model import finish, metric_names
 from fedrecon.privacy.ledger import Ledger
-from fedrecon.privacy.spending import spending
-from fedrecon.progress import Progress, silent
+from fedrecon.privacy.spending import Spending, spending
+from fedrecon.progress import Advance, Progress, silent
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 
-ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that starting it does not show
+ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
 OnRecord = Callable[[dict[str, Any]], None]
-Evaluate = Callable[[Any, Any], Evaluation]  # of the global parameters and of what the training clients kept
+Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
 
 
 @dataclasses.dataclass
 class Run:
-    """What training leaves in memory.
+    """The result of training.
 
     Attributes:
       params: the global parameters.
-      history: one dict a round or evaluation, as in `metrics.jsonl`.
+      history: one dict per round and per evaluation, as in `metrics.jsonl`.
       rounds: how many rounds were run in all.
-      kept: what the owners kept, clients first; empty for stateless clients.
-      interrupted: whether it was stopped before the last round.
-      ledger: what was spent of privacy; None where nothing is promised.
-      stopped: why training ended before the last round although nobody interrupted it; None if it did not.
-      best: after which round the parameters were as they are here, with `patience`; None for the last.
+      kept: what the clients kept, clients first; empty for methods that keep nothing.
+      interrupted: whether Ctrl-C stopped it before the last round.
+      ledger: the privacy spent; None if `train` got no ledger.
+      stopped: why training ended before the last round by itself; None if it did not.
+      best: with `patience`, after which round the parameters were as they are here; None for the last.
     """
 
     params: Any
@@ -83,32 +83,35 @@ def train(
       clients: the population.
       rounds: how many rounds in all, those of a resumed run included.
       clients_per_round: short for `sampling=Sampling(clients_per_round=...)`.
-      sampling: who takes part in a round.
+      sampling: how the clients of a round are chosen.
       valid: clients to evaluate on, an evaluator of them (with StandardEval, of other examples of the training
         clients), or any function of the global parameters and of what the training clients kept.
-      evaluate_every: evaluate after every so many rounds, and after the last; 0 for the last alone.
+      evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
       evaluate_split: support and query in evaluation; half and half by default.
-      patience: end training when so many evaluations in a row were no better than the best one, and keep the global
-        parameters of the best: the least loss with the fewest diverged clients. None runs all rounds and keeps the
-        last. For clients that keep nothing between rounds.
-      seed: of everything random.
-      ledger: of what was spent on these clients' privacy before (`fedrecon.privacy.ledger.Ledger`), for an aggregator
-        that adds noise. Evaluations then have `epsilon`, and training ends before the ledger's budget is exceeded.
+      patience: stop after this many evaluations in a row that are no better than the best one, and keep the global
+        parameters of the best: the smallest loss with the fewest diverged clients. None runs all rounds and keeps the
+        last. For methods whose clients keep nothing between rounds.
+      seed: for everything random.
+      ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
+        adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
       folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one.
-      checkpoint_every: how many rounds at most are lost when the process is killed.
+      checkpoint_every: how many rounds are lost, at most, when the process is killed.
       place: on which devices and in what blocks clients run.
       progress: a progress display.
       on_record: called with every record of the history.
 
     Returns:
-      A `Run`. Ctrl-C ends training early, with what was learned until then.
+      A `Run`. Ctrl-C ends training early and keeps what was learned until then.
     """
     if sampling is not None and clients_per_round is not None:
         raise ValueError("give `clients_per_round` or `sampling`, not both")
     if sampling is None:
         sampling = Sampling() if clients_per_round is None else Sampling(clients_per_round)
     if rounds < 0 or checkpoint_every < 1 or evaluate_every < 0:
-        raise ValueError("`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1")
+        raise ValueError(
+            "`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1, not "
+            f"{rounds}, {evaluate_every} and {checkpoint_every}"
+        )
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
     algorithm = decide_lookups(algorithm, clients)
@@ -116,74 +119,105 @@ def train(
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
     planned, rounds = rounds, rounds if spent is None else spent.allowed(rounds)
     loop = _Loop(algorithm, clients, sampling, seed, place or layout(model=algorithm.model))
-    evaluator = (
-        Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
-        if isinstance(valid, Clients)
-        else valid
-    )
+    if isinstance(valid, Clients):
+        valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, place=loop.place)
     if patience is not None:
-        loop.keep_best(patience, evaluator is not None)
-    history: list[dict[str, Any]] = []
-    done = loop.restore(folder, history) if folder else 0
-
-    def record(entry: dict[str, Any]) -> None:
-        history.append(entry)
-        if folder:
-            folder.record(entry)
-        if on_record:
-            on_record(entry)
-
-    def record_pending() -> None:
-        while loop.pending:
-            record(loop.pending.popleft())
-            advance(1, f"loss {history[-1]['loss']:.4f}")
-
-    evaluated = max((entry["round"] for entry in history if entry["kind"] == "evaluation"), default=0)
-
-    def evaluate_if_due() -> None:
-        nonlocal evaluated
-        now = loop.now.round
-        if evaluator is None or now == evaluated or not _due(now, rounds, evaluate_every):
-            return
-        rebuilt = isinstance(evaluator, Evaluator) and evaluator.protocol == "recon"
-        kept = () if rebuilt else loop.now.kept
-        cost = {} if spent is None else {"epsilon": spent.after(now).epsilon}
-        entry = {"kind": "evaluation", "round": now, **evaluator(loop.params(), kept).summary(), **cost}
-        loop.judge(entry)
-        record(entry)
-        evaluated = now
-
-    stops = (evaluate_every if evaluator else 0, checkpoint_every if folder else 0)
-    interrupted = False
+        loop.keep_best(patience, valid is not None)
+    log = _Log(folder, on_record)
+    done = loop.restore(folder, log.history) if folder else 0
+    evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
     with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
         advance(done, "compiling" if done < rounds else "")
-        try:
-            evaluate_if_due()  # an interruption may have come between a round and its evaluation
-            while loop.now.round < rounds and not loop.patience_is_over(history):
-                loop.advance(_next_stop(loop.now.round, rounds, *stops))
-                record_pending()
-                evaluate_if_due()
-                over = loop.patience_is_over(history)
-                if folder and (over or _due(loop.now.round, rounds, checkpoint_every)):
-                    folder.checkpoint(loop.now.round, loop.everything())
-        except KeyboardInterrupt:
-            interrupted = True
-            record_pending()
-            if folder:
-                folder.checkpoint(loop.now.round, loop.everything())
+        interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance)
     done, best = loop.now.round, loop.best
     params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
-    if done < rounds and not interrupted and best is not None:
+    if best is not None and not interrupted and done < rounds:
         stopped = f"{patience} evaluations in a row were no better than that of round {best.round}"
     after = None if spent is None else spent.after(done)
-    return Run(params, history, done, loop.now.kept, interrupted, after, stopped, None if best is None else best.round)
+    kept_from = None if best is None else best.round
+    return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped, kept_from)
+
+
+def _run_rounds(
+    loop: _Loop, rounds: int, evaluations: _Evaluations, checkpoint_every: int, log: _Log, advance: Advance
+) -> bool:
+    """Run rounds until the last one, with evaluations and checkpoints; return whether Ctrl-C stopped them."""
+    folder = log.folder
+
+    def record_pending() -> None:
+        while loop.pending:
+            log.record(loop.pending.popleft())
+            advance(1, f"loss {log.history[-1]['loss']:.4f}")
+
+    try:
+        evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation
+        while loop.now.round < rounds and not loop.patience_is_over(log.history):
+            stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every if folder else 0)
+            loop.advance(stop)
+            record_pending()
+            evaluations.run_if_due(loop)
+            over = loop.patience_is_over(log.history)
+            if folder and (over or _due(loop.now.round, rounds, checkpoint_every)):
+                folder.checkpoint(loop.now.round, loop.everything())
+    except KeyboardInterrupt:
+        record_pending()
+        if folder:
+            folder.checkpoint(loop.now.round, loop.everything())
+        return True
+    return False
+
+
+@dataclasses.dataclass
+class _Log:
+    """The history of a run, which also goes to its folder and to `on_record`."""
+
+    folder: RunFolder | None
+    on_record: OnRecord | None
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def record(self, entry: dict[str, Any]) -> None:
+        self.history.append(entry)
+        if self.folder:
+            self.folder.record(entry)
+        if self.on_record:
+            self.on_record(entry)
+
+
+class _Evaluations:
+    """The evaluations during training: when they are due, and what they record."""
+
+    def __init__(self, evaluate: Evaluate | None, every: int, rounds: int, spent: Spending | None, log: _Log):
+        self.every = 0 if evaluate is None else every
+        self._evaluate, self._rounds, self._spent, self._log = evaluate, rounds, spent, log
+        evaluated = (entry["round"] for entry in log.history if entry["kind"] == "evaluation")
+        self._last = max(evaluated, default=0)
+
+    def run_if_due(self, loop: _Loop) -> None:
+        now = loop.now.round
+        if self._evaluate is None or now == self._last or not _due(now, self._rounds, self.every):
+            return
+        reconstructs = isinstance(self._evaluate, Evaluator) and self._evaluate.protocol == "recon"
+        kept = () if reconstructs else loop.now.kept
+        cost = {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
+        entry = {"kind": "evaluation", "round": now, **self._evaluate(loop.params(), kept).summary(), **cost}
+        loop.judge(entry)
+        self._log.record(entry)
+        self._last = now
 
 
 def _rank(evaluation: dict[str, Any]) -> tuple[float, float]:
-    """Return what makes one evaluation better than another if it is less: diverged clients, then the loss."""
+    """Return what an evaluation is judged by, less is better: diverged clients, then the loss."""
     loss = evaluation["micro"].get("loss")
     return evaluation["diverged"], loss if loss is not None and np.isfinite(loss) else np.inf
+
+
+class _Best(NamedTuple):
+    """The best evaluation so far: its round, its rank, and the global parameters."""
+
+    round: int
+    rank: tuple[float, float]
+    params: Any
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -191,28 +225,20 @@ def _due(done: int, rounds: int, every: int) -> bool:
 
 
 def _next_stop(now: int, rounds: int, *every: int) -> int:
-    """Return the next round after which the loop has something else to do."""
+    """Return the next round after which there is something to evaluate or to save, or the last round."""
     return min([rounds, *((now // n + 1) * n for n in every if n)])
 
 
 class _Now(NamedTuple):
-    """Where training is: replaced as a whole after every call, so that an interruption finds it consistent."""
+    """The state of training, replaced as a whole after every call, so that an interruption leaves it consistent."""
 
     round: int
     server: ServerState
     kept: Any
 
 
-class Best(NamedTuple):
-    """The best evaluation so far: after which round, what it found, and the global parameters."""
-
-    round: int
-    rank: tuple[float, float]
-    params: Any
-
-
 class _Loop:
-    """Training between rounds, and how to run some more of them."""
+    """The state of training between rounds, and how to run more of them."""
 
     def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, place: Layout):
         self.place, self._algorithm = place, algorithm
@@ -225,8 +251,8 @@ class _Loop:
         self._cohorts = Cohorts(algorithm, clients, sampling, place, keys, at_once)
         self._ahead: Prepared | None = None
         self._patience: int | None = None
-        self.best: Best | None = None
-        self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # where metrics stay with the clients
+        self.best: _Best | None = None
+        self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, place)
 
     def params(self) -> Any:
@@ -236,25 +262,22 @@ class _Loop:
         """Judge evaluations from now on."""
         if patience < 1 or not evaluates:
             raise ValueError(
-                f"`patience` is {patience} with{'' if evaluates else 'out'} `valid`: it is at least 1, and needs clients "
-                "to evaluate on"
+                f"`patience` is {patience} with{'' if evaluates else 'out'} `valid`: it must be at least 1, and needs "
+                "clients to evaluate on"
             )
         if jax.tree.leaves(self.now.kept):
-            raise ValueError("`patience` keeps global parameters alone, and here clients keep some from round to round")
+            raise ValueError("`patience` keeps only global parameters, but the clients of this method keep state, too")
         self._patience = patience
 
     def judge(self, evaluation: dict[str, Any]) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
         if self._patience and (self.best is None or _rank(evaluation) < self.best.rank):
-            # A copy: the next call may write to the buffers of this one.
-            self.best = Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
+            # A copy, since the next call may write to these buffers.
+            self.best = _Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
 
     def patience_is_over(self, history: list[dict[str, Any]]) -> bool:
-        """Say whether enough evaluations in a row were no better than the best."""
-        if self._patience is None or self.best is None:
-            return False
-        last = history[-1]
-        if last["kind"] != "evaluation" or last["round"] == self.best.round:
+        """Say whether enough evaluations in a row were no better than the best one."""
+        if self._patience is None or self.best is None or history[-1]["kind"] != "evaluation":
             return False
         since = sum(entry["kind"] == "evaluation" and entry["round"] > self.best.round for entry in history)
         return since >= self._patience
@@ -263,7 +286,7 @@ class _Loop:
         state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
         if self._patience is None:
             return state
-        best = Best(0, (np.inf, np.inf), self.params()) if self.best is None else self.best
+        best = _Best(0, (np.inf, np.inf), self.params()) if self.best is None else self.best
         numbers = np.array([best.round, *best.rank], np.float64)
         return state | {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
 
@@ -276,11 +299,11 @@ class _Loop:
         history.extend(records)
         if self._patience and saved["best"]["numbers"][0] > 0:
             best, diverged, loss = map(float, saved["best"]["numbers"])
-            self.best = Best(int(best), (diverged, loss), saved["best"]["params"])
+            self.best = _Best(int(best), (diverged, loss), saved["best"]["params"])
         return done
 
     def advance(self, stop: int) -> None:
-        """Run one call of rounds, `stop` at most, packing the next call's cohorts while the devices run this one's."""
+        """Run some rounds in one call, at most up to `stop`, and pack the next cohorts while the devices are busy."""
         ready = self._ahead
         if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
@@ -291,9 +314,9 @@ class _Loop:
         )
         done = ready.first + ready.number
         self._ahead = self._cohorts.prepare(done, stop - done) if done < stop else None
-        found = jax.tree.map(np.asarray, reports)
+        reports = jax.tree.map(np.asarray, reports)
         self.now = _Now(done, server, _put(self.now.kept, who, theirs))
-        self.pending.extend(self._entry(ready, found, r) for r in range(ready.number))
+        self.pending.extend(self._entry(ready, reports, r) for r in range(ready.number))
 
     def _entry(self, ready: Prepared, reports: Report, r: int) -> dict[str, Any]:
         report = {name: value[r] for name, value in reports.items()}
@@ -309,13 +332,13 @@ class _Loop:
 
 
 def _number(value: Any) -> float | int:
-    """Return a count as an integer, anything else as it is."""
+    """Return a whole number as an integer, any other as a float."""
     number = float(value)
     return int(number) if number.is_integer() else number
 
 
 def _put(kept: Any, client: np.ndarray, theirs: Any) -> Any:
-    """Return what owners keep with the entries of some clients replaced."""
+    """Return what clients keep with the entries of some clients replaced."""
 
     def put(store: np.ndarray, new: Array) -> np.ndarray:
         store = store.copy()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from fedrecon.app.cli import FAILED, options, show
-from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config
+from fedrecon.app.config import CONFIGS, Config, RatingsConfig, TextConfig, config_from_json, read_config, to_json
 from fedrecon.app.presets import PRESETS, Preset, base_of
+
+Log = Literal["tensorboard", "mlflow", "wandb"]  # as in fedrecon.app.logs, which is imported where it is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class Train:
       preset: settings to begin with; a config file and options override them. default suits ratings of any scale and
         number, quick is the same in fewer rounds, paper is what the paper used for MovieLens 1M.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
+      log: draw the training with tensorboard (in the folder tensorboard/), mlflow or wandb, as it goes.
       resume: go on with the run in the folder, to the same parameters as if it had never stopped.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
     """
@@ -33,6 +37,7 @@ class Train:
     out: Path
     preset: Preset | None = None
     config: Path | None = None
+    log: Log | None = None
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     typed: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -95,6 +100,7 @@ def run(args: Train) -> int:
     """Train, evaluate on the test users, and say what to do next."""
     from fedrecon.app.experiment import run_experiment
     from fedrecon.app.health import say_updates
+    from fedrecon.app.logs import log_to
     from fedrecon.app.plots import learning_curve
     from fedrecon.app.tasks import task_of
     from fedrecon.disk.replacement import put_aside_in
@@ -103,15 +109,23 @@ def run(args: Train) -> int:
     from fedrecon.progress import bars
 
     folder, task = RunFolder(args.out), task_of(args.settings)
-    found = run_experiment(
-        args.settings,
-        folder,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        progress=bars,
-        on_record=lambda record: show.progress_of(record, task.measures),
-        say=show.remark,
-    )
+    logging = log_to(args.log, args.out, to_json(args.settings)) if args.log else contextlib.nullcontext(None)
+    with logging as log:
+
+        def told(record: dict[str, Any]) -> None:
+            show.progress_of(record, task.measures)
+            if log is not None:
+                log(record)
+
+        found = run_experiment(
+            args.settings,
+            folder,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            progress=bars,
+            on_record=told,
+            say=show.remark,
+        )
     if not found.described:
         show.left_out(found.left_out)
     learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
