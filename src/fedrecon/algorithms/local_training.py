@@ -1,4 +1,4 @@
-"""Local training: every client for itself alone. What any federated way must beat."""
+"""Local training: every client trains alone. A baseline that any federated algorithm should beat."""
 
 from __future__ import annotations
 
@@ -14,17 +14,27 @@ from fedrecon.trees import flatten
 
 @recorded
 def local_training(model: Model, *, train: Solver) -> Algorithm:
-    """Let every client train a whole model on its own support examples, and send nothing.
+    """Train a whole model on every client's own support examples, and send nothing.
 
-    There is nothing to learn in rounds; evaluate it as it is, on any clients, with the empty parameters that
-    `init` gives it. Training is then what rebuilds local parameters, in which dropout is off.
+    There are no rounds to run. Evaluate the algorithm as it is, on any clients, with the empty global parameters that
+    `init` returns. A client trains when its local parameters are reconstructed, so dropout is off.
+
+    Example:
+        model = fr.models.from_function(
+            lambda params, x: params["w"] * x + params["b"],
+            {"w": jnp.zeros(()), "b": jnp.zeros(())},
+            local="*", inputs="x", label="y", loss="mse",
+        )
+        alone = fr.local_training(model, train=fr.gradient_descent(optax.sgd(0.1), batch_size=5, epochs=20))
+        nothing = alone.params(alone.init(jax.random.key(0)))  # no global parameters
+        print(fr.evaluate(alone, nothing, clients).micro["loss"])
 
     Args:
       model: one with nothing global, such as `from_flax(module, local="*", ...)`.
       train: how a client trains, from a fresh start.
 
     Returns:
-      An `Algorithm` whose `reconstruct` is all there is to it.
+      An `Algorithm` that does nothing but reconstruct.
 
     Raises:
       ValueError: if the model has global parameters.

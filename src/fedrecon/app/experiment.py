@@ -43,7 +43,6 @@ from fedrecon.privacy.spending import spending
 from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
 
-
 JUDGES = 20  # validation clients; the loss of fewer is mostly chance
 
 

@@ -1,9 +1,9 @@
 """Which ratings round zero believes: all but those far outside of what most clients have, found from sums alone.
 
-A mean follows whoever is loudest: ten ratings of 1,000 among 2,000 from 1 to 5 make 9 of a mean of 3.5. So clients add up
-their moments by bins of magnitude, and a histogram in which every client counts once, whatever it sends. Quartiles of
-that histogram tell where most ratings are; bins far beyond them are left out. Fewer than a quarter of the clients
-cannot move the quartiles far (a tenth, where half of all ratings are the same).
+One client can move a mean as far as it likes: ten ratings of 1,000 among 2,000 from 1 to 5 raise it from 3.5 to 8.5. So
+clients add up their moments by bins of magnitude, and a histogram in which every client counts once, whatever it sends.
+Quartiles of that histogram tell where most ratings are; bins far beyond them are left out. Fewer than a quarter of the
+clients cannot move the quartiles far (a tenth, where half of all ratings are the same).
 """
 
 from __future__ import annotations
