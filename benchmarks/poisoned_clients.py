@@ -1,7 +1,13 @@
 """How many hostile clients out of a hundred spoil a model, with a plain mean and with clipping to the median norm.
 
 python benchmarks/poisoned_clients.py
+python benchmarks/poisoned_clients.py --defaults  # of fedrecon train, with its round zero
 """
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -42,6 +48,51 @@ def train(aggregate, clients, items, rounds=ROUNDS, per_round=PER_ROUND):
     return algorithm, run.params
 
 
+def with_defaults(count, transform="auto", rating=RATING, rated=RATED, rounds=ROUNDS):
+    """Run `fedrecon train` without options on a file of 145 users, of whom `count` of those that train are hostile."""
+    from fedrecon.app.experiment import run_experiment
+    from fedrecon.app.presets import DEFAULT
+    from fedrecon.app.tasks import task_of
+    from fedrecon.disk.runs import RunFolder
+    from fedrecon.progress import silent
+
+    ratings = fr.data.synthetic_ratings(num_users=145, num_items=120, mean_ratings=30, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "ratings.csv")
+        data = dataclasses.replace(DEFAULT.data, source=str(file), fractions=(0.7, 0.0, 0.3), transform=transform)
+        config = dataclasses.replace(DEFAULT, data=data, rounds=rounds, evaluate_every=0)
+        write(ratings, file)
+        task = task_of(config)
+        training = task.divide(config, task.load(config, silent), silent).train.names
+        hostile = {str(name) for name in training[:count]}
+        write(ratings, file, hostile, rating, rated)
+        found = run_experiment(config, RunFolder(Path(folder, "run")))
+        updates = [record for record in found.run.history if record["kind"] == "round"]
+        clipped = sum(record.get("clipped", 0) for record in updates)
+        clipped /= max(1, sum(record["clients"] for record in updates))
+        return len(training), found, clipped
+
+
+def write(ratings, file, hostile=(), rating=RATING, rated=RATED):
+    """Write ratings to a CSV file; hostile users rate `rated` items with `rating`."""
+    lines = ["user,item,rating"]
+    for user in range(len(ratings)):
+        mine, bad = ratings[user], str(user) in hostile
+        pairs = list(zip(mine["item"], mine["rating"], strict=True))[: rated if bad else None]
+        lines += [f"{user},{item},{rating if bad else own}" for item, own in pairs]
+    file.write_text("\n".join(lines) + "\n")
+
+
+def main_with_defaults(counts=(0, 1, 2, 5, 10, 20, 30, 40)):
+    print(f"{'poisoned':>12} {'RMSE':>9} {'diverged':>10} {'clipped':>8}   of ratings as they are; auto would take")
+    for count in counts:
+        auto = with_defaults(count, rounds=1)[1].model.config.model.scale.transform
+        training, found, clipped = with_defaults(count, "none")
+        of, test = f"{count} of {training}", found.test
+        rmse, diverged = test.micro["rmse"], f"{test.diverged} of {test.clients}"
+        print(f"{of:>12} {rmse:>9.3f} {diverged:>10} {clipped:>8.1%}   {auto}", flush=True)
+
+
 def main(counts=(0, 1, 2, 5, 10, 20, 30, 40)):
     ratings = fr.data.synthetic_ratings(num_users=140, num_items=120, mean_ratings=30, seed=0)
     honest, valid = ratings.take(np.arange(100)), ratings.take(np.arange(100, 140))
@@ -54,4 +105,4 @@ def main(counts=(0, 1, 2, 5, 10, 20, 30, 40)):
 
 
 if __name__ == "__main__":
-    main()
+    main_with_defaults() if "--defaults" in sys.argv[1:] else main()

@@ -110,6 +110,7 @@ SLOW = {
         "test_a_resumed_run_ends",
         "test_ctrl_c",
         "test_drop_out",
+        "test_a_run_with_patience_resumes",
     ],
     "trust": [
         "test_clients_with_a_single_example",

@@ -9,7 +9,16 @@ import fedrecon as fr
 from fedrecon.app.baselines import beside_saved, verdict
 from fedrecon.app.cli import main
 from fedrecon.app.cli.train import parse
-from fedrecon.app.config import Data, Factorization, RatingsConfig, TextConfig, TextData, config_from_json, to_json
+from fedrecon.app.config import (
+    Aggregate,
+    Data,
+    Factorization,
+    RatingsConfig,
+    TextConfig,
+    TextData,
+    config_from_json,
+    to_json,
+)
 from fedrecon.app.presets import PRESETS
 from fedrecon.app.saved import open_model
 from fedrecon.evaluation import Evaluation
@@ -48,7 +57,9 @@ def test_the_paper_is_a_preset_and_no_longer_the_default():
 
 
 def test_text_has_its_own_defaults_and_no_presets():
-    assert parse(["x", "--task", "text", "--out", "y"]).settings == TextConfig(data=TextData(source="x"))
+    settings = parse(["x", "--task", "text", "--out", "y"]).settings
+    clipped = Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0)
+    assert settings == TextConfig(data=TextData(source="x"), aggregate=clipped)
     with pytest.raises(ValueError, match="reproduce text --scale paper"):
         parse(["x", "--task", "text", "--out", "y", "--preset", "paper"])
 
@@ -81,6 +92,51 @@ def test_settings_of_round_zero_survive_json():
 def test_settings_that_do_not_fit_are_refused(options, message, capsys):
     assert main(["train", "x.csv", "--out", "y", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "followed"),
+    [
+        ([], 0.5),
+        (["--preset", "quick"], 0.5),
+        (["--preset", "paper"], None),
+        (["--aggregate.clip-norm", "1"], None),
+        (["--aggregate.clip-quantile", "None"], None),
+        (["--aggregate.clip-quantile", "0.8"], 0.8),
+        (["--aggregate.secure", "--aggregate.clip-norm", "1"], None),
+    ],
+)
+def test_norms_are_clipped_unless_an_option_says_otherwise(options, followed):
+    assert parse(["x.csv", "--out", "y", *options]).settings.aggregate.followed == followed
+
+
+# ---- a hostile client ----
+
+
+def test_a_client_with_ratings_of_1000_does_not_harm_a_run_without_options(tmp_path, capsys):
+    ratings = fr.data.synthetic_ratings(num_users=80, num_items=40, mean_ratings=16, seed=1)
+    train, _, test = ratings.split_clients(0.76, 0.0, 0.24, seed=0)
+    hostile = str(train.names[0])
+    lines = ["user,item,rating"]
+    for user in range(80):
+        mine, bad = ratings[user], str(user) == hostile
+        pairs = list(zip(mine["item"], mine["rating"], strict=True))[: 10 if bad else None]
+        lines += [f"{user},{item},{1000 if bad else rating}" for item, rating in pairs]
+    (tmp_path / "ratings.csv").write_text("\n".join(lines) + "\n")
+    run = tmp_path / "run"
+    command = ["train", str(tmp_path / "ratings.csv"), "--out", str(run), *SMALL, "--rounds", "20"]
+    assert main([*command, "--data.fractions", "0.76", "0", "0.24"]) == 0
+
+    told, found = capsys.readouterr(), json.loads((run / "run.json").read_text())
+    assert "10 ratings of training users are far outside" in told.err
+    assert "look like counts" not in told.err
+    assert (found["test"]["clients"], found["test"]["diverged"]) == (len(test), 0)
+    assert found["test"]["micro"]["rmse"] < 1.02 * found["test"]["baselines"]["item + user bias"]["rmse"]
+    rounds = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rounds = [record for record in rounds if record["kind"] == "round"]
+    assert [record["measuring"] for record in rounds] == [1] + 19 * [0]
+    assert found["updates"]["shortened"] == sum(record["clipped"] for record in rounds) >= 10
+    assert f"of {found['updates']['learned_from']:,} updates {found['updates']['shortened']} were longer" in told.out
 
 
 # ---- a run on counts ----

@@ -107,6 +107,28 @@ def test_weights_made_without_a_layer_s_initialiser_are_where_everybody_starts()
         np.testing.assert_array_equal(model.init_local(jax.random.key(n))["user"], network.user.value)
 
 
+class Own(keras.layers.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.start = keras.initializers.RandomNormal()
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 1), initializer=self.start, name="weights")
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+def test_weights_of_a_layer_of_one_s_own_are_drawn_anew_if_it_keeps_the_initialiser():
+    network = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), Own(name="own")])
+    options = {"local": "own", "inputs": "x", "loss": "mse"}
+    one, other = (fr.models.from_keras(network, **options).init_local(jax.random.key(n)) for n in (1, 2))
+    assert (one["own/weights"] != other["own/weights"]).all()
+    network.get_layer("own").set_weights([np.ones((2, 1), np.float32)])
+    kept = fr.models.from_keras(network, **options).init_local(KEY)
+    assert kept["own/weights"].tolist() == [[1], [1]]
+
+
 def test_a_recurrent_layer_keeps_the_biases_that_its_initialiser_did_not_make():
     network = keras.Sequential([keras.Input((5, 4)), keras.layers.LSTM(3, name="lstm"), keras.layers.Dense(1)])
     model = fr.models.from_keras(network, local="lstm", inputs="x", loss="mse")
@@ -139,6 +161,19 @@ def test_a_model_of_several_inputs_is_fed_by_order_or_name(inputs):
     batch = {"a": jnp.ones((3, 2)), "b": jnp.zeros((3, 2))}
     found = model.predict(model.init_global(KEY), {"own/bias": jnp.array([5.0, 6.0])}, batch)
     assert found.tolist() == [[1, 1, 5, 6]] * 3
+
+
+@pytest.mark.parametrize("mapping", [False, True], ids=["list", "mapping"])
+def test_inputs_follow_from_their_names(mapping):
+    first, second = keras.Input((2,), name="b"), keras.Input((2,), name="a")
+    joined = keras.layers.Concatenate()([first, keras.layers.Dense(2, name="own")(second)])
+    network = keras.Model({"b": first, "a": second} if mapping else [first, second], joined)
+    model = fr.models.from_keras(network, local="own/bias", loss="mse")
+    batch = {"b": jnp.ones((3, 2)), "a": jnp.zeros((3, 2))}
+    found = model.predict(model.init_global(KEY), {"own/bias": jnp.array([5.0, 6.0])}, batch)
+    assert found.tolist() == [[1, 1, 5, 6]] * 3
+    with pytest.raises(TypeError, match="`inputs` is missing"):
+        fr.models.from_keras(sequential(), local="user", loss="mse")
 
 
 class Pair(keras.Model):

@@ -170,3 +170,59 @@ def test_how_much_users_differ_about_popularity_is_found(deviation):
     bias, popularity = found.trait_variance * found.deviation**2
     assert popularity == pytest.approx(deviation**2, abs=0.015)
     assert bias < 0.02
+
+
+# ---- ratings far outside ----
+
+
+def with_strangers(count, rating, rated=10, users=61):
+    clients = generated(users=users)
+    columns = {name: column.copy() for name, column in clients.columns.items()}
+    ends = clients.ends.copy()
+    for user in range(count):
+        ends[user] = min(ends[user], clients.starts[user] + rated)
+        columns["rating"][clients.starts[user] : ends[user]] = rating
+    return Clients(columns, clients.starts, ends)
+
+
+@pytest.mark.parametrize("rating", [1000.0, -1000.0, 1e30])
+@pytest.mark.parametrize("count", [1, 12])
+def test_ratings_far_outside_of_what_most_have_count_for_nothing(rating, count):
+    found = preparation.prepare(with_strangers(count, rating), 30)
+    honest = preparation.prepare(with_strangers(0, rating).take(np.arange(count, 61)), 30)
+    assert (found.transform, found.mean) == ("none", pytest.approx(honest.mean))
+    assert found.deviation == pytest.approx(honest.deviation)
+    assert (found.low, found.high) == (pytest.approx(honest.low), pytest.approx(honest.high))
+    np.testing.assert_allclose(found.item_bias, honest.item_bias)
+    assert found.outside == with_strangers(count, rating).sizes[:count].sum()
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        {1: 0.05, 2: 0.1, 3: 0.2, 4: 0.35, 5: 0.3},
+        {1: 0.03, 5: 0.97},
+        {0: 0.97, 1: 0.01, 100: 0.02},
+        {-10: 0.3, -0.5: 0.1, 0: 0.2, 10: 0.4},
+        {1000: 0.5, 1000.5: 0.5},
+        {0.5: 0.01, 4.5: 0.49, 5: 0.5},
+    ],
+    ids=str,
+)
+def test_every_rating_of_a_scale_counts(scale):
+    rating = np.random.default_rng(0).choice(list(scale), 5000, p=list(scale.values()))
+    clients = Clients.from_columns({"item": np.zeros(5000, int), "rating": rating}, client=np.arange(5000) // 10)
+    found = preparation.prepare(clients, 1, plan=Plan(1, 0), transform="none")
+    assert found.outside == 0
+    assert (found.low, found.high) == (pytest.approx(min(scale), abs=1e-6), pytest.approx(max(scale)))
+
+
+def test_one_stranger_makes_neither_counts_of_ratings_nor_ratings_of_counts():
+    assert preparation.prepare(with_strangers(1, 1000.0), 30).transform == "none"
+    rng = np.random.default_rng(0)
+    counts = np.floor(np.exp(rng.normal(1, 1.5, 610)))
+    counts[:3] = -1
+    clients = Clients.from_columns({"item": rng.integers(0, 5, 610), "rating": counts}, client=np.arange(610) // 10)
+    found = preparation.prepare(clients, 5)
+    assert found.transform == "log1p"
+    assert np.isfinite(found.item_bias).all()

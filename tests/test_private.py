@@ -166,6 +166,14 @@ def test_a_quantile_is_found_from_a_histogram():
     assert quantile_of(jnp.zeros(BINS).at[10].set(4.0), 0.5) == pytest.approx(2.0 ** (-40 + 10.5 / 4))
 
 
+def test_the_limit_is_a_multiple_of_the_quantile():
+    norms = uploads(*np.arange(1.0, 10.0)[:, None])
+    one, three = (through(fr.aggregate.adaptive_clip(times=times), norms)[1] for times in (1.0, 3.0))
+    assert float(three.limit) == pytest.approx(3 * float(one.limit))
+    with pytest.raises(ValueError, match="`times` is 0"):
+        fr.aggregate.adaptive_clip(times=0)
+
+
 def test_the_first_round_measures_and_the_next_clips_to_the_median():
     aggregate = fr.aggregate.chain(
         fr.aggregate.finite(), fr.aggregate.adaptive_clip(), fr.aggregate.by_weight("uniform")
@@ -174,6 +182,7 @@ def test_the_first_round_measures_and_the_next_clips_to_the_median():
     first, second = run.history
     assert first["skipped"]
     assert first["measuring"]
+    assert (first["clipped"], second["clipped"]) == (0, 1)
     assert not second["skipped"]
     assert 1.44 / 2**0.25 <= second["clip_norm"] <= 1.44 * 2**0.25
     assert abs(run.params["w"]) < 1.44 * 2**0.25

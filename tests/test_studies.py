@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
+import optax
 import pytest
 
 import fedrecon as fr
@@ -15,10 +17,10 @@ from fedrecon.studies import claims, figures, movielens
 from fedrecon.studies.numbers import Measured, Spread, measured, spread
 from fedrecon.studies.rating_jobs import Divided, Setting, run_job, shortened
 from fedrecon.studies.rating_tables import RATINGS, Row, beyond_section, few_section, paper_section
-from fedrecon.studies.report import compose, to_markdown
+from fedrecon.studies.report import compose, to_html, to_markdown
 from fedrecon.studies.reproduce import Plan, reproduce
 from fedrecon.studies.runner import Runner
-from fedrecon.studies.study import Claim, Figure, Job, Study, digest
+from fedrecon.studies.study import Claim, Figure, Job, Study, Table, digest
 
 TINY = Setting(
     model=Factorization(dim=2, biases=True, init_mean=3.5),
@@ -289,6 +291,49 @@ def test_a_report_says_of_every_claim_whether_it_held(finished):
     empty = to_markdown(compose(movielens.STUDY, {}, [], folder), folder)
     for claim in movielens.STUDY.claims:
         assert f"**{claim.text}**: not measured" in empty
+
+
+def test_a_quick_study_judges_no_claim(finished):
+    folder, _ = finished
+    found = {job: [{"setting": {"rounds": 1}}] for job in ("base", "none")}
+    study = dataclasses.replace(
+        STUDY, sections=(), figures=(), claims=(Claim("It holds", ("base",), lambda results: (True, "By a lot.")),)
+    )
+    told = to_markdown(compose(study, {"base": found["base"]}, [], folder, quick=True), folder)
+    assert "**No claim is judged**" in told
+    assert "**It holds**: not judged. By a lot." in told
+
+
+def test_a_page_has_no_marks_of_markdown():
+    page = to_html(["# Title", "Run `a < b` **now**.", ["`one`"], Table(("`head`",), [("`cell`",)])])
+    assert "<code>a &lt; b</code> <strong>now</strong>" in page
+    assert page.count("<code>") == 4
+    assert "`" not in page
+
+
+def test_baselines_of_a_study_are_those_of_the_library_on_the_same_query(ratings):
+    divided = Divided(ratings, 300)
+    parts = divided.of("unseen", 1)
+    names = ("global mean", "item + user bias")
+    setting = Setting(train="baselines", measures=names, rounds=1, every=1)
+    (found,) = run_job(setting, divided, 1)["evaluations"]
+    expected = fr.baselines.measure(parts.train, parts.test, which=names, num_items=ratings.num_items)
+    trained = fr.evaluate(*_nothing_learned(ratings), parts.test)
+    for name in names:
+        assert found[name]["micro"] == expected.table[name]
+        assert found[name]["examples"] == trained.examples
+        assert found[name]["clients"] == trained.clients
+    assert measured([{"evaluations": [found], "setting": {"rounds": 1}}], names[0]).users == trained.clients
+
+
+def _nothing_learned(ratings):
+    algorithm = fr.federated_reconstruction(
+        fr.models.matrix_factorization(ratings.num_items, dim=1),
+        reconstruct=fr.least_squares(1.0),
+        update=fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=1),
+        server=optax.sgd(1.0),
+    )
+    return algorithm, algorithm.params(algorithm.init(jax.random.key(0)))
 
 
 def test_the_movielens_study_has_the_papers_rows_in_order():

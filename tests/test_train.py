@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.training import _next_stop
+from fedrecon.evaluation import Evaluation
+from fedrecon.training import _next_stop, _rank
 from toy_models import (
     a_and_b,
     assert_same_bits,
@@ -320,3 +321,77 @@ def test_the_loop_stops_wherever_something_is_due(rounds, evaluate_every, checkp
 def test_no_clients_a_round_are_refused():
     with pytest.raises(ValueError, match="clients_per_round >= 1"):
         fr.train(momentum(), ratings(), rounds=1, clients_per_round=0)
+
+
+# ---- patience ----
+
+
+def norm_of(params):
+    return float(np.linalg.norm(leaves_of(params)))
+
+
+def judged_by(best):
+    """Return an evaluation whose loss is least for parameters of this norm."""
+
+    def evaluate(params, kept):
+        del kept
+        loss = abs(norm_of(params) - best)
+        return Evaluation("recon", 4, 0, 9, {"loss": loss}, {"loss": loss}, {"loss": {}}, {})
+
+    return evaluate
+
+
+@pytest.fixture(scope="module")
+def norms():
+    """The norm of the parameters after every second round, which grows."""
+    found = []
+    valid = judged_by(0.0)
+
+    def measure(params, kept):
+        found.append(norm_of(params))
+        return valid(params, kept)
+
+    run(momentum(), valid=measure, evaluate_every=2)
+    assert found == sorted(found)
+    return found
+
+
+def patient(norms, **options):
+    return run(momentum(), valid=judged_by(norms[1]), evaluate_every=2, patience=2, **options)
+
+
+def test_training_ends_when_evaluations_get_no_better_and_keeps_the_best(norms):
+    found = patient(norms)
+    assert (found.rounds, found.best) == (8, 4)
+    assert found.stopped == "2 evaluations in a row were no better than that of round 4"
+    assert_same_bits(found.params, run(momentum(), rounds=4).params)
+    every = run(momentum(), valid=judged_by(norms[-1]), evaluate_every=2, patience=2)
+    assert (every.rounds, every.best, every.stopped) == (12, 12, None)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("round", 3), ("evaluation", 4), ("round", 5), ("evaluation", 8)])
+def test_a_run_with_patience_resumes_to_the_same_bits(tmp_path, norms, kind, number):
+    whole = patient(norms)
+    assert patient(norms, folder=tmp_path, on_record=Stop(kind, number)).interrupted
+    found = patient(norms, folder=tmp_path)
+    assert (found.rounds, found.best, found.interrupted) == (8, 4, False)
+    assert_same_bits(found.params, whole.params)
+    assert found.history == whole.history
+    again = patient(norms, folder=tmp_path)
+    assert (again.rounds, again.best, len(again.history)) == (8, 4, len(whole.history))
+    assert_same_bits(again.params, whole.params)
+
+
+def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():
+    def evaluation(diverged, loss):
+        return {"diverged": diverged, "micro": {"loss": loss}}
+
+    ranks = [_rank(evaluation(*of)) for of in [(0, 0.5), (0, 0.7), (0, np.inf), (0, np.nan), (1, 0.1)]]
+    assert ranks == sorted(ranks)
+
+
+def test_patience_needs_somebody_to_judge_and_clients_that_keep_nothing():
+    with pytest.raises(ValueError, match="without `valid`"):
+        run(momentum(), valid=None, patience=2)
+    with pytest.raises(ValueError, match="clients of this method keep state"):
+        run(keeping(), patience=2)

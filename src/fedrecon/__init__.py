@@ -21,6 +21,7 @@ from fedrecon.algorithms.federated_reconstruction import federated_reconstructio
 from fedrecon.algorithms.finetuning import then_finetune as then_finetune
 from fedrecon.algorithms.local_training import local_training as local_training
 from fedrecon.algorithms.scaffold import scaffold as scaffold
+from fedrecon.app.logs import log_to as log_to
 from fedrecon.app.recommender import Recommended as Recommended
 from fedrecon.app.recommender import Recommender as Recommender
 from fedrecon.app.recommender import load as load

@@ -7,7 +7,8 @@ ratings, the answers are added up (by a simulator, a server or a secure sum), an
     while not preparation.done(message):
         message = preparation.advance(message, sum of preparation.answer(message, item, rating) over clients)
 
-The first total gives the scale: mean, deviation, and whether the ratings are counts. The following ones fit
+The first total gives the scale: mean, deviation, and whether the ratings are counts. Ratings far outside of what most
+clients have are left out of it and of all that follows, so that no single client decides. The following totals fit
 `y = item bias + user bias + noise` to the standardised ratings, the variances of all three by expectation maximisation.
 The last ones find out how much users differ in what they make of two traits of an item, its bias and how popular it is:
 some follow the majority and some do not. Users' biases and coefficients never leave the clients.
@@ -21,12 +22,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fedrecon.clients import Clients, rows_of
+from fedrecon.data.ratings.believed import BINS as MAGNITUDES
+from fedrecon.data.ratings.believed import MOMENTS, Believed, believe, moments, negative_share
 
 Transform = Literal["none", "log1p"]
 Sums = dict[str, np.ndarray]
 
 TRAITS = ("bias", "popularity")
 SKEWED = 2.0  # ratings have a skewness between -1 and 0; plays and clicks of 10 or more
+FEW = 0.05  # counts have no more than this share of ratings below 0, which then count as 0
 BINS, BIN = 200, 0.1  # to find the ends of the scale: 200 bins, each a tenth of a deviation wide
 LEAST_VARIANCE = 1e-4  # of standardised ratings, so that no ridge is infinite
 
@@ -59,6 +63,8 @@ class Preparation(NamedTuple):
       user_variance: of the user biases.
       fitted_ridge: the ridge that `item_bias` was fitted with.
       trait_variance: `(traits,)` of the users' coefficients of item traits.
+      believed: which ratings count: none that are far outside.
+      outside: how many ratings do not.
     """
 
     plan: Plan
@@ -75,6 +81,8 @@ class Preparation(NamedTuple):
     user_variance: float = 0.15
     fitted_ridge: float = 0.7 / 0.15
     trait_variance: np.ndarray = np.full(len(TRAITS), 0.02)
+    believed: Believed = Believed()
+    outside: int = 0
 
     @property
     def user_ridge(self) -> float:
@@ -117,9 +125,9 @@ class Preparation(NamedTuple):
 
 
 def _transformed(rating: Any, transform: Transform) -> np.ndarray:
-    """Return ratings, or log(1 + ratings), in double precision."""
+    """Return ratings, or log(1 + ratings) with those below 0 as 0, in double precision."""
     values = np.asarray(rating, np.float64)
-    return np.log1p(values) if transform == "log1p" else values
+    return np.log1p(np.maximum(values, 0)) if transform == "log1p" else values
 
 
 def start(num_items: int, plan: Plan = DEFAULT) -> Preparation:
@@ -159,9 +167,12 @@ def answer(message: Preparation, item: Any, rating: Any, client: Any | None = No
     item, rating = np.asarray(item), np.asarray(rating, np.float64)
     if not np.isfinite(rating).all():
         raise ValueError("some ratings are not finite numbers; leave them out")
-    if message.passes == 0:
-        return _moments(rating)
     owner = np.zeros(len(item), np.int64) if client is None else np.asarray(client)
+    if message.passes == 0:
+        return moments(rating, owner)
+    if message.outside:
+        here = message.believed.has(rating)
+        item, rating, owner = item[here], rating[here], owner[here]
     if message.passes > message.plan.biases:
         return _trait_sums(message, item, message.standardize(rating), owner)
     sums = _bias_sums(message, item, message.standardize(rating), owner)
@@ -207,34 +218,31 @@ def prepare(
 # ---- the scale ----
 
 
-def _moments(rating: np.ndarray) -> Sums:
-    """Sum powers of the ratings and of log(1 + x); negative ratings have no logarithm and are only counted."""
-    logs = np.log1p(np.maximum(rating, 0))
-    sums = {
-        "count": len(rating),
-        "negative": np.sum(rating < 0),
-        "sum": rating.sum(),
-        "square": (rating**2).sum(),
-        "cube": (rating**3).sum(),
-        "log_sum": logs.sum(),
-        "log_square": (logs**2).sum(),
-    }
-    return {name: np.asarray(value, np.float64) for name, value in sums.items()}
-
-
 def _scale(message: Preparation, total: Mapping[str, Any], transform: Transform | None) -> Preparation:
-    count = float(total["count"])
+    count = float(np.sum(total["count"]))
     if not count > 0:
         raise ValueError("the clients have no ratings to learn a scale from")
-    if transform == "log1p" and total["negative"] > 0:
-        raise ValueError(f"log(1 + x) needs ratings of at least 0; {int(total['negative'])} are below")
+    few = negative_share(total) <= FEW
+    if transform == "log1p" and not few:
+        below = int(np.sum(np.asarray(total["count"])[: MAGNITUDES // 2]))
+        raise ValueError(f"log(1 + x) needs ratings of at least 0; {below} are below")
     if transform is None:
-        transform = "log1p" if total["negative"] == 0 and skewness(total) > SKEWED else "none"
+        skewed = skewness(believe(total, logarithm=False).sums(total)) > SKEWED
+        transform = "log1p" if few and skewed else "none"
+    believed = believe(total, logarithm=transform == "log1p")
+    sums = believed.sums(total)
     first, second = ("log_sum", "log_square") if transform == "log1p" else ("sum", "square")
-    mean = float(total[first]) / count
-    variance = float(total[second]) / count - mean**2
+    mean = sums[first] / sums["count"]
+    variance = sums[second] / sums["count"] - mean**2
     deviation = variance**0.5 if variance > 1e-12 * (1 + mean**2) else 1.0
-    return message._replace(passes=1, transform=transform, mean=mean, deviation=deviation)
+    return message._replace(
+        passes=1,
+        transform=transform,
+        mean=mean,
+        deviation=deviation,
+        believed=believed,
+        outside=round(count - sums["count"]),
+    )
 
 
 def skewness(total: Mapping[str, Any]) -> float:
@@ -243,8 +251,8 @@ def skewness(total: Mapping[str, Any]) -> float:
     Args:
       total: of the clients' first answers.
     """
-    count = float(total["count"])
-    mean, square, cube = (float(total[name]) / count for name in ("sum", "square", "cube"))
+    summed = {name: float(np.sum(total[name])) for name in MOMENTS}
+    mean, square, cube = (summed[name] / summed["count"] for name in ("sum", "square", "cube"))
     variance = square - mean**2
     if not variance > 1e-12 * (1 + mean**2):
         return 0.0

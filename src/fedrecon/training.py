@@ -47,6 +47,7 @@ class Run:
       interrupted: whether Ctrl-C stopped it before the last round.
       ledger: the privacy spent; None if `train` got no ledger.
       stopped: why training ended before the last round by itself; None if it did not.
+      best: with `patience`, after which round the parameters were as they are here; None for the last.
     """
 
     params: Any
@@ -56,6 +57,7 @@ class Run:
     interrupted: bool = False
     ledger: Ledger | None = None
     stopped: str | None = None
+    best: int | None = None
 
 
 def train(
@@ -68,6 +70,7 @@ def train(
     valid: Clients | Evaluate | None = None,
     evaluate_every: int = 0,
     evaluate_split: Split | None = None,
+    patience: int | None = None,
     seed: int = 0,
     ledger: Ledger | None = None,
     folder: RunFolder | None = None,
@@ -88,6 +91,9 @@ def train(
         clients), or any function of the global parameters and of what the training clients kept.
       evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
       evaluate_split: support and query in evaluation; half and half by default.
+      patience: stop after this many evaluations in a row that are no better than the best one, and keep the global
+        parameters of the best: the smallest loss with the fewest diverged clients. None runs all rounds and keeps the
+        last. For methods whose clients keep nothing between rounds.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -123,6 +129,8 @@ def train(
     loop = _Loop(algorithm, clients, sampling, seed, layout or choose_layout(model=algorithm.model))
     if isinstance(valid, Clients):
         valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, layout=loop.layout)
+    if patience is not None:
+        loop.keep_best(patience, valid is not None)
     log = _Log(folder, on_record)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
@@ -130,11 +138,14 @@ def train(
     with held, progress("training", rounds) as advance, interruptible() as asked_to_stop:
         advance(done, "compiling" if done < rounds else "")
         interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance, asked_to_stop)
-    params = jax.tree.map(np.asarray, loop.params())
-    done = loop.now.round
+    done, best = loop.now.round, loop.best
+    params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
+    if best is not None and not interrupted and done < rounds:
+        stopped = f"{patience} evaluations in a row were no better than that of round {best.round}"
     after = None if spent is None else spent.after(done)
-    return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped)
+    kept_from = None if best is None else best.round
+    return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped, kept_from)
 
 
 def _run_rounds(
@@ -156,14 +167,14 @@ def _run_rounds(
 
     try:
         evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation
-        while loop.now.round < rounds:
+        while loop.now.round < rounds and not loop.patience_is_over():
             if asked_to_stop():
                 raise KeyboardInterrupt
             stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every if folder else 0)
             loop.advance(stop)
             record_pending()
             evaluations.run_if_due(loop)
-            if folder and _due(loop.now.round, rounds, checkpoint_every):
+            if folder and (loop.patience_is_over() or _due(loop.now.round, rounds, checkpoint_every)):
                 folder.checkpoint(loop.now.round, loop.everything())
     except KeyboardInterrupt:
         record_pending()
@@ -205,8 +216,24 @@ class _Evaluations:
         reconstructs = isinstance(self._evaluate, Evaluator) and self._evaluate.protocol == "recon"
         kept = () if reconstructs else loop.now.kept
         cost = {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
-        self._log.record({"kind": "evaluation", "round": now, **self._evaluate(loop.params(), kept).summary(), **cost})
+        entry = {"kind": "evaluation", "round": now, **self._evaluate(loop.params(), kept).summary(), **cost}
+        loop.judge(entry)
+        self._log.record(entry)
         self._last = now
+
+
+def _rank(evaluation: dict[str, Any]) -> tuple[float, float]:
+    """Return what an evaluation is judged by, less is better: diverged clients, then the loss."""
+    loss = evaluation["micro"].get("loss")
+    return evaluation["diverged"], loss if loss is not None and np.isfinite(loss) else np.inf
+
+
+class _Best(NamedTuple):
+    """The best evaluation so far: its round, its rank, and the global parameters."""
+
+    round: int
+    rank: tuple[float, float]
+    params: Any
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -239,14 +266,45 @@ class _Loop:
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, layout, keys, at_once)
         self._ahead: Prepared | None = None
+        self._patience: int | None = None
+        self.best: _Best | None = None
+        self._since_best = 0  # evaluations
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
 
     def params(self) -> Any:
         return self._algorithm.params(self.now.server)
 
+    def keep_best(self, patience: int, evaluates: bool) -> None:
+        """Judge evaluations from now on."""
+        if patience < 1 or not evaluates:
+            raise ValueError(
+                f"`patience` is {patience} with{'' if evaluates else 'out'} `valid`: it must be at least 1, and needs "
+                "clients to evaluate on"
+            )
+        if jax.tree.leaves(self.now.kept):
+            raise ValueError("`patience` keeps only global parameters, but the clients of this method keep state, too")
+        self._patience = patience
+
+    def judge(self, evaluation: dict[str, Any]) -> None:
+        """Keep the parameters if this evaluation is better than all before it."""
+        self._since_best += 1
+        if self._patience and (self.best is None or _rank(evaluation) < self.best.rank):
+            self._since_best = 0
+            # A copy, since the next call may write to these buffers.
+            self.best = _Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
+
+    def patience_is_over(self) -> bool:
+        """Say whether enough evaluations in a row were no better than the best one."""
+        return self._patience is not None and self._since_best >= self._patience
+
     def everything(self) -> Any:
-        return {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
+        state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
+        if self._patience is None:
+            return state
+        best = _Best(0, (np.inf, np.inf), self.params()) if self.best is None else self.best
+        numbers = np.array([best.round, *best.rank], np.float64)
+        return state | {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
 
     def restore(self, folder: RunFolder, history: list[dict[str, Any]]) -> int:
         found = folder.restore(self.everything())
@@ -255,6 +313,10 @@ class _Loop:
         done, saved, records = found
         self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.layout), saved["kept"])
         history.extend(records)
+        if self._patience and saved["best"]["numbers"][0] > 0:
+            best, diverged, loss = map(float, saved["best"]["numbers"])
+            self.best = _Best(int(best), (diverged, loss), saved["best"]["params"])
+            self._since_best = sum(record["kind"] == "evaluation" and record["round"] > best for record in records)
         return done
 
     def advance(self, stop: int) -> None:

@@ -30,14 +30,18 @@ class NormsSeen(NamedTuple):
     limit: Array
 
 
-def adaptive_clip(quantile: float = 0.5, *, start: float | None = None, memory: float = 0.8) -> Aggregator:
+def adaptive_clip(
+    quantile: float = 0.5, *, times: float = 1.0, start: float | None = None, memory: float = 0.8
+) -> Aggregator:
     """Scale uploads down to a norm that follows a quantile of the clients' norms; report it as `clip_norm`.
 
     The limit of a round follows from the rounds before it, so clients of this round cannot raise it for themselves.
     As long as fewer than one minus `quantile` of the clients are hostile, the limit stays within the norms of others.
 
     Args:
-      quantile: how many clients are not clipped, as a share; 0.5 for the median.
+      quantile: a share of the clients; the norm that so many of them stay below is followed. 0.5 for the median.
+      times: the limit is this multiple of the quantile. 1 shortens everybody beyond it; a few times the median
+        leaves ordinary clients as they are and shortens those that are far off.
       start: the limit of the first round. By default nothing is learned in the first round: its norms are measured, and
         it is reported as `skipped` and `measuring`.
       memory: how much an earlier round counts in the next; 0 takes the quantile of the last round alone.
@@ -50,6 +54,8 @@ def adaptive_clip(quantile: float = 0.5, *, start: float | None = None, memory: 
     """
     if not 0 < quantile < 1:
         raise ValueError(f"`quantile` is {quantile}; it is a share of the clients, above 0 and below 1")
+    if not (times > 0 and math.isfinite(times)):
+        raise ValueError(f"`times` is {times}; it must be a number above 0")
     if start is not None and not (start > 0 and math.isfinite(start)):
         raise ValueError(f"`start` is {start}; a norm above 0 was expected, or None to measure first")
     if not 0 <= memory < 1:
@@ -65,12 +71,14 @@ def adaptive_clip(quantile: float = 0.5, *, start: float | None = None, memory: 
         here = (summand.scale > 0).astype(jnp.float32)
         histogram = here[:, None] * (_bin(norm)[:, None] == jnp.arange(BINS))  # (clients, BINS)
         summand = clip_to(summand, norm, limit)
-        return summand._replace(flags={**summand.flags, HISTOGRAM: histogram.astype(jnp.float32)})
+        clipped = jnp.where(limit > 0, summand.flags["clipped"], 0.0)  # nobody is while norms are measured
+        flags = {**summand.flags, "clipped": clipped, HISTOGRAM: histogram.astype(jnp.float32)}
+        return summand._replace(flags=flags)
 
     def decode(state: NormsSeen, total: Total, key: Array) -> tuple[Total, NormsSeen, Report]:
         del key
         seen = memory * state.histogram + total.scalars[HISTOGRAM]
-        limit = jnp.where(jnp.sum(seen) > 0, quantile_of(seen, quantile), state.limit)
+        limit = jnp.where(jnp.sum(seen) > 0, times * quantile_of(seen, quantile), state.limit)
         report: dict[str, Any] = {"clip_norm": state.limit, "measuring": state.limit == 0}
         return total, NormsSeen(seen, limit.astype(jnp.float32)), report
 

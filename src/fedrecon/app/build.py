@@ -75,11 +75,13 @@ def build_weights(config: Config, model: Model) -> aggregate.Weigh:
 def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
     """Return how updates become one mean where clients need no protection from the server."""
     settings, weigh = config.aggregate, build_weights(config, model)
-    if settings.clip_quantile is None:
+    quantile = settings.followed
+    if quantile is None:
         return aggregate.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
     stages = [aggregate.finite()]
     stages += [] if settings.zero_norm is None else [aggregate.zero(settings.zero_norm)]
-    return aggregate.chain(*stages, aggregate.adaptive_clip(settings.clip_quantile), aggregate.by_weight(weigh))
+    stages += [aggregate.adaptive_clip(quantile, times=settings.clip_times)]
+    return aggregate.chain(*stages, aggregate.by_weight(weigh))
 
 
 def build_algorithm(

@@ -62,6 +62,8 @@ class Config:
         defaults of its own; give --help with it to see them.
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
+      patience: end training when so many evaluations in a row were no better than the best one, and keep the model of
+        the best; needs 20 validation clients or more. None runs all rounds and keeps the last.
       checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
       seed: seed of the parameters and of who takes part when.
       devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.
@@ -80,6 +82,7 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     rounds: int = 500
     evaluate_every: int = 100
+    patience: int | None = None
     checkpoint_every: int = 100
     seed: int = 0
     devices: int | None = None
@@ -90,7 +93,8 @@ class Config:
         check_run(self)
         if self.aggregate.secure and self.aggregate.clip_norm is None and not self.privacy.on:
             raise ValueError("aggregate.secure needs aggregate.clip_norm: sums of integers must not overflow")
-        if self.privacy.on and (self.aggregate.clip_norm or self.aggregate.clip_quantile or self.aggregate.zero_norm):
+        norms = (self.aggregate.clip_norm, self.aggregate.clip_quantile, self.aggregate.zero_norm)
+        if self.privacy.on and not set(norms) <= {None, "auto"}:
             raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
         if self.privacy.clip_quantile and self.aggregate.secure:
             raise ValueError(

@@ -20,7 +20,7 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.app.baselines import Table, beside, with_baselines, with_coverage
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
-from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.health import Watch, updates_of, why_failed
 from fedrecon.app.protection import Protection, protect, say_promise
 from fedrecon.app.resuming import (
     Say,
@@ -44,6 +44,8 @@ from fedrecon.privacy.ledger import Ledger
 from fedrecon.privacy.spending import spending
 from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
+
+JUDGES = 20  # validation clients; the loss of fewer is mostly chance
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         sampling=config.sampling,
         valid=evaluator,
         evaluate_every=config.evaluate_every,
+        patience=patience_of(config, users),
         seed=config.seed,
         ledger=ledger,
         folder=folder,
@@ -214,8 +217,10 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
             "rounds": run.rounds,
             "interrupted": run.interrupted,
             "failed": failed,
+            "updates": updates_of(run.history),
             "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
             "stopped": run.stopped,
+            "best_round": run.best,
             "test": with_baselines(test, table) if test else None,
         }
     )
@@ -228,6 +233,11 @@ def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
     if is_first():
         save_model(folder.model_path, model.config, model.params, model.legend, model.failed)
     return model
+
+
+def patience_of(config: Config, users: Users) -> int | None:
+    """Return how long training waits for a better evaluation: as settings say, if there are enough to judge it by."""
+    return config.patience if len(users.valid) >= JUDGES else None
 
 
 def make_evaluator(
@@ -311,8 +321,10 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "rounds": None,
         "interrupted": None,
         "failed": None,
+        "updates": None,
         "privacy": None,
         "stopped": None,
+        "best_round": None,
         "test": None,
     }
 

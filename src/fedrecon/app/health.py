@@ -9,6 +9,7 @@ from fedrecon.app.config import Config
 from fedrecon.app.tasks import Task
 from fedrecon.evaluation import Evaluation
 
+GUARDS = {"learned_from": "clients", "shortened": "clipped", "too_long": "zeroed", "not_finite": "non_finite"}
 MOST_FAILED = 0.1  # share of updates, rounds or evaluated clients above which a run has failed
 
 
@@ -100,6 +101,32 @@ def why_failed(
     if test is not None:
         found += _evaluation_failed(f"test {task.people}", test.clients, test.diverged)
     return "; ".join(found) or None
+
+
+def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Count the updates that a run was learned from, and those that a guard shortened or left out.
+
+    Args:
+      history: records of the whole run.
+    """
+    rounds = [record for record in history if record["kind"] == "round" and not record.get("measuring")]
+    return {name: sum(record.get(of, 0) for record in rounds) for name, of in GUARDS.items()}
+
+
+def say_updates(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say how many updates a guard shortened or left out; None if there were none."""
+    found = updates_of(history)
+    everyone = found["learned_from"] + found["not_finite"] + found["too_long"]
+    told = [
+        f"{found[name]:,} {what}"
+        for name, what in (
+            ("shortened", "were longer than --aggregate allows and were shortened"),
+            ("too_long", "were longer than --aggregate.zero-norm and were left out"),
+            ("not_finite", "were not finite and were left out"),
+        )
+        if found[name]
+    ]
+    return f"of {everyone:,} updates {', '.join(told)}" if told else None
 
 
 def evaluation_failed(found: Evaluation, people: str) -> str | None:

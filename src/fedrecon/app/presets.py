@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fedrecon.app.config import (
+    Aggregate,
     ClickData,
     ClicksConfig,
     Config,
@@ -43,9 +44,17 @@ DEFAULT = RatingsConfig(
     reconstruct=Reconstruct(solver="least-squares"),
     update=Update(learning_rate=1.0, steps=1, batch_size=150, second_order=True),
     server=Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all"),
+    # Clients far longer than the median are shortened; three times it leaves nearly all others as they are.
+    aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None),
     rounds=200,
-    evaluate_every=50,
+    evaluate_every=25,
+    patience=3,
+)
+
+TEXT = TextConfig(
+    data=TextData(source=""),
+    aggregate=Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0),
 )
 
 PRESETS: Mapping[str, RatingsConfig] = {
@@ -78,7 +87,7 @@ def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
                 f"--preset is {preset!r}, which is for ratings; fedrecon reproduce text --scale paper has the paper's "
                 "settings for text"
             )
-        return TextConfig(data=TextData(source=""))
+        return TEXT
     if task == "clicks":
         if preset == "paper":
             raise ValueError("--preset is 'paper', which is for ratings; clicks have default and quick")

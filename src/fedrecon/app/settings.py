@@ -15,6 +15,7 @@ ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "y
 MOST_ROUNDS = 2**31 - 1  # the number of a round is 32 bits wide on the devices
 MOST_SEEDS = 2**32  # of a larger seed JAX would take the last 32 bits, those of another seed
 MOST = 10**7  # of whatever there is an array of
+MEDIAN = 0.5
 MOST_WIDTH = 2**16  # of a layer or an embedding
 
 
@@ -56,6 +57,7 @@ def check_run(config: Any) -> None:
     """Check the settings that a run has outside of its groups, and those of sampling."""
     check_number("rounds", config.rounds, most=MOST_ROUNDS)
     check_number("evaluate_every", config.evaluate_every, most=MOST_ROUNDS)
+    check_number("patience", config.patience, least=1, most=MOST_ROUNDS, fails="or none at all")
     check_number("checkpoint_every", config.checkpoint_every, least=1, most=MOST_ROUNDS)
     check_seed("seed", config.seed)
     check_number("block", config.block, least=1, most=MOST)
@@ -187,24 +189,36 @@ class Aggregate:
       clip_norm: scale updates with a larger norm down to this; None for no limit.
       zero_norm: ignore updates with a larger norm than this; None for no limit.
       clip_quantile: let the clipping norm follow this share of the clients' norms, such as 0.5, against clients that
-        are far off; the first round then measures only. Not private. None for no such limit.
+        are far off; the first round then measures only. Not private. auto is 0.5 unless clip-norm, secure or privacy
+        give a norm. None for no such limit.
+      clip_times: the norm is this multiple of that quantile.
       secure: add up integers as a secure sum does; needs clip_norm, and gives what the protocol would give.
     """
 
     weigh: Literal["examples", "tokens", "uniform"] = "examples"
     clip_norm: float | None = None
     zero_norm: float | None = None
-    clip_quantile: float | None = None
+    clip_quantile: float | Literal["auto"] | None = None
+    clip_times: float = 1.0
     secure: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.clip_quantile is not None and not 0 < self.clip_quantile < 1:
-            raise ValueError(f"aggregate.clip_quantile is {self.clip_quantile}; it is a share of clients, below 1")
-        if self.clip_quantile is not None and (self.clip_norm is not None or self.secure):
+        asked = None if self.clip_quantile == "auto" else self.clip_quantile
+        if asked is not None and not 0 < asked < 1:
+            raise ValueError(f"aggregate.clip_quantile is {asked}; it is a share of clients, above 0 and below 1")
+        if asked is not None and (self.clip_norm is not None or self.secure):
             raise ValueError("aggregate.clip_quantile chooses a norm; it excludes clip_norm and secure, which need one")
+        check_number("aggregate.clip_times", self.clip_times, above=True)
         check_number("aggregate.clip_norm", self.clip_norm, above=True, fails="or none at all")
         check_number("aggregate.zero_norm", self.zero_norm, above=True, fails="or none at all")
+
+    @property
+    def followed(self) -> float | None:
+        """The share of the clients' norms that the clipping norm follows; None where it does not."""
+        if self.clip_quantile != "auto":
+            return self.clip_quantile
+        return MEDIAN if self.clip_norm is None and not self.secure else None
 
 
 @dataclass(frozen=True, kw_only=True)

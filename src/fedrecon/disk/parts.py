@@ -16,7 +16,8 @@ from fedrecon.disk.replacement import reading_place
 from fedrecon.disk.sealed import read_sealed
 
 RUN, MODEL, CHECKPOINTS, METRICS, PLOTS = "run.json", "model", "checkpoint", "metrics.jsonl", "plots"
-PARTS = (MODEL, f".{MODEL}.old", CHECKPOINTS, METRICS, RUN)  # what is set aside when a run is replaced
+LOGS = "tensorboard"  # event files of --log tensorboard
+PARTS = (MODEL, f".{MODEL}.old", CHECKPOINTS, METRICS, RUN, LOGS)  # what is set aside when a run is replaced
 MARKER, LOCK = ".fedrecon", ".lock"
 FORMAT, VERSION = "fedrecon-run", 2  # version 1 had no seals; it can be read, but not continued
 

@@ -30,7 +30,8 @@ class Setting:
 
     Attributes:
       train: `fedrecon`; `fedavg`, user rows kept by their owners; `fedavg-dense`, a table of all user rows averaged
-        like the rest; `centralized`, all examples in one place, in one round.
+        like the rest; `centralized`, all examples in one place, in one round; `baselines`, means and biases of
+        `fr.baselines`, each of which is a measure.
       users: `unseen` tests on users that took no part; `seen` tests on the last tenth of everybody's ratings.
       measures: `recon` (rebuild on support, measure on query), `kept` (StandardEval with local parameters from
         training), `random` (StandardEval with local parameters as they are initialised).
@@ -41,9 +42,9 @@ class Setting:
       few: measure also with only so many support examples.
     """
 
-    train: Literal["fedrecon", "fedavg", "fedavg-dense", "centralized"] = "fedrecon"
+    train: Literal["fedrecon", "fedavg", "fedavg-dense", "centralized", "baselines"] = "fedrecon"
     users: Literal["unseen", "seen"] = "unseen"
-    measures: tuple[Literal["recon", "kept", "random"], ...] = ("recon",)
+    measures: tuple[str, ...] = ("recon",)
     model: Factorization = field(default_factory=Factorization)
     split: str = "half"
     reconstruct: Reconstruct = field(default_factory=Reconstruct)
@@ -230,6 +231,8 @@ def run_job(
     """
     began = time.perf_counter()
     parts = divided.of(setting.users, seed)
+    if setting.train == "baselines":
+        return _measure_baselines(setting, parts, divided.ratings.num_items, part, began)
     trainer = make_trainer(setting, divided.ratings.num_items, len(parts.train))
     observer = Observer(setting, trainer, getattr(parts, part), seed)
     central = setting.train == "centralized"
@@ -255,6 +258,26 @@ def run_job(
         "sent": 0 if central else 2 * shared,  # down and up
         "global": shared,
         "local": count(jax.eval_shape(trainer.algorithm.model.init_local, jax.random.key(0))),
+        "trained_on": len(parts.train),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def _measure_baselines(setting: Setting, parts: Parts, num_items: int, part: str, began: float) -> dict[str, Any]:
+    """Measure baselines as `run_job` measures a training, on the same query examples."""
+    found = fr.baselines.measure(parts.train, getattr(parts, part), num_items=num_items, which=setting.measures)
+    measured = {
+        name: {"micro": dict(row), "clients": found.clients, "diverged": 0, "examples": found.examples}
+        for name, row in found.table.items()
+    }
+    return {
+        "evaluations": [{"round": setting.rounds, **measured}],
+        "per_client": {},
+        "few": {},
+        "losses": [],
+        "sent": 0,
+        "global": num_items,
+        "local": 1,
         "trained_on": len(parts.train),
         "seconds": round(time.perf_counter() - began, 2),
     }

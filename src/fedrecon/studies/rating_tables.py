@@ -99,6 +99,8 @@ def _measurements(row: Row, results: Results) -> list[tuple[str, Measured]]:
 
 def _rounds(row: Row, results: Results, found: Measured) -> str:
     setting = results[row.job][0]["setting"]
+    if setting["train"] == "baselines":
+        return "none"
     return f"{setting['update']['epochs']} epochs" if setting["train"] == "centralized" else str(found.rounds)
 
 
@@ -131,6 +133,8 @@ def _few_table(jobs: Sequence[Job], results: Results) -> Table:
 
 def describe(setting: Setting) -> tuple[str, str, str, str, str]:
     """Write a setting in words: training, model, reconstruction, update, server."""
+    if setting.train == "baselines":
+        return ("sums over the training users", "means and biases", "damped mean of the support", "none", "none")
     trained = setting.train if setting.train != "fedrecon" else f"fedrecon, split {setting.split}"
     per_round = "" if setting.train == "centralized" else f", {setting.clients_per_round} clients a round"
     return (

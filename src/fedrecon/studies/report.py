@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,23 @@ from fedrecon.studies.study import Part, Picture, Results, Study, Table
 from fedrecon.studies.tune import in_words
 
 
-def compose(study: Study, results: Results, facts: Sequence[str], folder: Path, tuned: Any = None) -> list[Part]:
-    """Put a report together from what results there are; what is missing is said to be missing."""
+def compose(
+    study: Study, results: Results, facts: Sequence[str], folder: Path, tuned: Any = None, *, quick: bool = False
+) -> list[Part]:
+    """Put a report together from what results there are; what is missing is said to be missing.
+
+    Args:
+      study: what was run.
+      results: of its jobs.
+      facts: of the data and the machine.
+      folder: where figures go.
+      tuned: what tuning found, if there was any.
+      quick: whether jobs were cut short, so that no claim can be judged by them.
+    """
     parts: list[Part] = [f"# {study.title}", "## What was run", list(facts)]
     for section in study.sections:
         parts += [f"## {section.title}", *section.compose(results)]
-    parts += [f"## {study.claimed}", _claims(study, results), "## Figures"]
+    parts += [f"## {study.claimed}", _claims(study, results, quick), "## Figures"]
     for figure in study.figures:
         if all(job in results for job in figure.jobs):
             path = folder / "figures" / f"{figure.name}.png"
@@ -83,23 +95,24 @@ def to_html(parts: Sequence[Part]) -> str:
 
 def _html_block(part: Part) -> str:
     if isinstance(part, Table):
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in part.head)
-        lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in part.lines]
+        head = "".join(f"<th>{_marked(cell)}</th>" for cell in part.head)
+        lines = ["".join(f"<td>{_marked(cell)}</td>" for cell in line) for line in part.lines]
         return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
     if isinstance(part, Picture):
         data = base64.b64encode(part.path.read_bytes()).decode()
-        caption = html.escape(part.caption)
-        image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
-        return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
+        image = f'<img alt="{html.escape(part.caption)}" src="data:image/png;base64,{data}">'
+        return f"<figure>{image}<figcaption>{_marked(part.caption)}</figcaption></figure>"
     if isinstance(part, list):
-        return "<ul>" + "".join(f"<li>{_bold(line)}</li>" for line in part) + "</ul>"
+        return "<ul>" + "".join(f"<li>{_marked(line)}</li>" for line in part) + "</ul>"
     level = len(part) - len(part.lstrip("#"))
-    text = _bold(part.lstrip("# "))
+    text = _marked(part.lstrip("# "))
     return f"<h{level}>{text}</h{level}>" if level else f"<p>{text}</p>"
 
 
-def _bold(text: str) -> str:
-    pieces = html.escape(text).split("**")
+def _marked(text: str) -> str:
+    """Write what Markdown has between two asterisks or backticks as HTML."""
+    coded = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    pieces = coded.split("**")
     return "".join(f"<strong>{piece}</strong>" if k % 2 else piece for k, piece in enumerate(pieces))
 
 
@@ -107,15 +120,16 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _claims(study: Study, results: Results) -> list[str]:
-    lines = []
+def _claims(study: Study, results: Results, quick: bool) -> list[str]:
+    lines = ["**No claim is judged**: `--quick` ends training long before its results settle."] if quick else []
     for claim in study.claims:
         gone = [job for job in claim.jobs if job not in results]
         if gone:
             lines.append(f"**{claim.text}**: not measured; missing {', '.join(gone)}.")
         else:
             held, words = claim.check(results)
-            lines.append(f"**{claim.text}**: {'held' if held else 'did not hold'}. {words}")
+            verdict = "not judged" if quick else "held" if held else "did not hold"
+            lines.append(f"**{claim.text}**: {verdict}. {words}")
     return lines
 
 

@@ -94,7 +94,7 @@ def write_report(study: Study, results: Results, data: Data, plan: Plan) -> Path
     """Write the report of what results there are."""
     tuned_path = plan.folder / "tune.json"
     tuned: Any = read_json(tuned_path) if tuned_path.exists() else None
-    parts = compose(study, results, _facts(study, results, data, plan), plan.folder, tuned)
+    parts = compose(study, results, _facts(study, results, data, plan), plan.folder, tuned, quick=plan.quick)
     path = plan.folder / "report.md"
     path.write_text(to_markdown(parts, plan.folder), encoding="utf-8")
     path.with_suffix(".html").write_text(to_html(parts), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import warnings
@@ -13,7 +14,16 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from fedrecon.app.cli import FAILED, options, show
-from fedrecon.app.config import CONFIGS, ClicksConfig, Config, RatingsConfig, TextConfig, config_from_json, read_config
+from fedrecon.app.config import (
+    CONFIGS,
+    ClicksConfig,
+    Config,
+    RatingsConfig,
+    TextConfig,
+    config_from_json,
+    read_config,
+    to_json,
+)
 from fedrecon.app.presets import PRESETS, Preset, base_of
 from fedrecon.cluster.meeting import WAIT
 
@@ -40,6 +50,9 @@ class Processes:
         return (self.coordinator, self.processes, self.process_id) != (None, None, None)
 
 
+Log = Literal["tensorboard", "mlflow", "wandb"]  # as in fedrecon.app.logs, which is imported where it is used
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a model by Federated Reconstruction.
@@ -49,6 +62,7 @@ class Train:
       preset: settings to start from; a config file and options override them. default suits ratings of any scale and
         number, quick is the same in fewer rounds, paper has the paper's settings for MovieLens 1M.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
+      log: draw the training with tensorboard (in the folder tensorboard/), mlflow or wandb, as it goes.
       resume: continue the run in the folder, to the same parameters as if it had never stopped.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
       distributed: run in several processes, which SLURM, Kubernetes or Open MPI started; each has the same options.
@@ -58,6 +72,7 @@ class Train:
     out: Path
     preset: Preset | None = None
     config: Path | None = None
+    log: Log | None = None
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     distributed: Literal["auto"] | None = None
@@ -154,6 +169,8 @@ def meet_others(args: Train) -> None:
 def run(args: Train) -> int:
     """Train, evaluate on the test users, and say what to do next."""
     from fedrecon.app.experiment import run_experiment
+    from fedrecon.app.health import say_updates
+    from fedrecon.app.logs import log_to
     from fedrecon.app.plots import learning_curve
     from fedrecon.app.tasks import task_of
     from fedrecon.cluster.wire import is_first
@@ -164,14 +181,20 @@ def run(args: Train) -> int:
 
     meet_others(args)
     folder, task = RunFolder(args.out), task_of(args.settings)
-    shown: dict[str, Any] = {
-        "progress": bars,
-        "on_record": lambda record: show.progress_of(record, task.measures),
-        "say": show.remark,
-    }
-    found = run_experiment(
-        args.settings, folder, resume=args.resume, overwrite=args.overwrite, **(shown if is_first() else {})
-    )
+    logging: Any = contextlib.nullcontext(None)
+    if args.log is not None and is_first():
+        logging = log_to(args.log, args.out, to_json(args.settings))
+    with logging as log:
+
+        def told(record: dict[str, Any]) -> None:
+            show.progress_of(record, task.measures)
+            if log is not None:
+                log(record)
+
+        shown: dict[str, Any] = {"progress": bars, "on_record": told, "say": show.remark}
+        found = run_experiment(
+            args.settings, folder, resume=args.resume, overwrite=args.overwrite, **(shown if is_first() else {})
+        )
     if not is_first():
         return 130 if found.run.interrupted else 0 if found.failed is None else FAILED
     if not found.described:
@@ -192,9 +215,13 @@ def run(args: Train) -> int:
     else:
         title = f"{len(found.users.test)} test {task.people}, none seen in training"
         show.evaluation(title, found.test, task, found.baselines)
+    if updates := say_updates(found.run.history):
+        print(updates)
     if found.run.ledger is not None:
         print(f"privacy: {found.run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
+    if found.run.best not in (None, found.run.rounds):
+        show.remark(f"kept the model after round {found.run.best}, the best on validation {task.people}")
     if found.run.stopped is not None:
         show.remark(f"stopped after {found.run.rounds} of {args.settings.rounds} rounds: {found.run.stopped}")
     if found.failed is not None:

@@ -159,9 +159,10 @@ def transformed(clients: Clients, transform: str) -> Clients:
 def decide_transform(wanted: str, clients: Clients) -> Transform:
     """Return the transform that settings name, or the one that suits these clients' ratings."""
     rating = clients.columns["rating"][rows_of(clients.starts, clients.ends)]
+    owner = np.repeat(np.arange(len(clients)), clients.sizes)
     first = start(1)
     asked: Transform | None = None if wanted == "auto" else "log1p" if wanted == "log1p" else "none"
-    return advance(first, answer(first, np.zeros(len(rating), np.int64), rating), transform=asked).transform
+    return advance(first, answer(first, np.zeros(len(rating), np.int64), rating, owner), transform=asked).transform
 
 
 def scale_of(settings: Factorization, transform: Transform, zero: Preparation) -> Scale:
@@ -190,15 +191,16 @@ def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
     items = dataclasses.replace(items, liking=Liking(biases.item_bias, biases.user_ridge))
     model = build_model(config.model, len(items), zero)
-    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, scale)))
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, zero)))
 
 
-def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, scale: Scale) -> list[str]:
+def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Preparation) -> list[str]:
     """Say what was read, who does what, and what was decided from it."""
-    wanted, model = config.data.transform, config.model
+    wanted, model, scale = config.data.transform, config.model, config.model.scale
+    assert scale is not None
     train, valid, test = map(len, users)
     said = [
-        ratings.describe().sentence(),
+        ratings.describe().sentence(counts=wanted != "auto"),
         f"{train:,} users train, {valid:,} are for choosing settings, {test:,} are measured on in the end; "
         f"{config.sampling.wanted(train):,} take part in each of {config.rounds} rounds.",
     ]
@@ -210,4 +212,9 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, scale: Scale
         text = f"From sums over the training users: mean {mean}, deviation {spread}, and a bias of every item. "
         text += f"Predictions stay between {scale.low:.4g} and {scale.high:.4g}. "
         said.append(text + f"What is known of a user's bias beforehand counts as {scale.user_ridge:.2g} ratings.")
+        if zero.outside:
+            said.append(
+                f"{zero.outside:,} ratings of training users are far outside of what most have, and count for nothing "
+                f"in these sums. If they are mistakes, remove them from the file."
+            )
     return said

@@ -46,15 +46,19 @@ class Summary:
         """Whether these look like plays, clicks or purchases: nothing negative, and a few far above the others."""
         return self.least >= 0 and self.skewness > COUNTS_SKEWNESS
 
-    def sentence(self) -> str:
-        """Say all of it in one paragraph."""
+    def sentence(self, counts: bool = True) -> str:
+        """Say all of it in one paragraph.
+
+        Args:
+          counts: say so if they look like counts; False for whoever says what is done about it.
+        """
         per_user = self.ratings / max(1, self.users)
         text = (
             f"{self.users:,} users rated {self.items:,} items {self.ratings:,} times: {per_user:.1f} ratings a user, "
             f"{100 * self.density:.3g} % of all pairs. Ratings go from {self.least:g} to {self.greatest:g}, "
             f"with mean {self.mean:.4g} and spread {self.spread:.4g}."
         )
-        if self.looks_like_counts:
+        if counts and self.looks_like_counts:
             text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
         left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in self.skipped.items() if count]
         return text + (f" Left out: {', '.join(left_out)}." if left_out else " Nothing was left out.")

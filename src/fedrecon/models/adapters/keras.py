@@ -37,8 +37,10 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
     """Make a partially local model of a Keras 3 model: sequential, functional or subclassed.
 
     A weight that still has its initial value is drawn anew from the run's key, for every seed and, if it is local, for
-    every client. A weight that was trained or loaded, or that no initialiser of its layer made (`add_weight` in a
-    subclass), keeps its value, and every client starts from it.
+    every client. For layers of your own this needs the initialiser to be an attribute of the layer, because Keras
+    forgets what `add_weight` was given: `self.start = keras.initializers.RandomNormal()`, and then
+    `self.add_weight(..., initializer=self.start)`. A weight that was trained, loaded or made in another way keeps its
+    value, and every client starts from it.
 
     BatchNormalization's statistics leave out padding. Weights of layers with `trainable=False` are frozen. Losses that
     layers add (regularizers) are not used.
@@ -46,12 +48,15 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
     Args:
       model: a Keras model; without `example` it must be built.
       example: a batch, or clients, to build the model with.
-      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `local` may be a
-        layer of the model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be a
-        `keras.losses` object. `state` decides how statistics and other non-trainable weights are treated.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `inputs` of a
+        functional model are by default the features that its inputs are named after. `local` may be a layer of the
+        model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be a `keras.losses`
+        object. `state` decides how statistics and other non-trainable weights are treated.
     """
-    check_options(options)
     keras = need("keras", "keras")
+    if "inputs" not in options and (names := _input_names(keras, model)):
+        options["inputs"] = names
+    check_options(options)
     if keras.backend.backend() != "jax":
         raise RuntimeError(
             f"Keras runs on {keras.backend.backend()}; set the environment variable KERAS_BACKEND=jax before keras "
@@ -116,6 +121,14 @@ def _network(keras: Any, model: Any) -> Network:
     return Network(init, apply, bool(seeds), locate, moving(averages))
 
 
+def _input_names(keras: Any, model: Any) -> list[str] | dict[str, str] | None:
+    """Return what a functional model calls its inputs, in the form it takes them; None for other models."""
+    if not isinstance(model, keras.Function) or isinstance(model, keras.Sequential):
+        return None
+    names = [str(tensor.name) for tensor in model.inputs]
+    return {name: name for name in names} if isinstance(model.input, dict) else names
+
+
 def _path(model: Any, variable: Any) -> str:
     return variable.path.removeprefix(f"{model.name}/")
 
@@ -131,11 +144,12 @@ def _initializer(layer: Any, variable: Any) -> Any:
     Initialisers return the same values every time. A weight with other values was trained or loaded, or was made in
     another way.
     """
-    for name in (variable.name, variable.name.removesuffix("_kernel")):
-        found = getattr(layer, f"{name}_initializer", None)
-        if found is not None and isinstance(getattr(found, "seed", None), int):
-            same = np.array_equal(found(variable.shape, variable.dtype), variable.value)
-            return found if same else None
+    names = [f"{name}_initializer" for name in (variable.name, variable.name.removesuffix("_kernel"))]
+    held = [getattr(layer, name, None) for name in names]
+    for found in (*held, *vars(layer).values()):
+        seeded = hasattr(type(found), "get_config") and isinstance(getattr(found, "seed", None), int)
+        if seeded and callable(found) and np.array_equal(found(variable.shape, variable.dtype), variable.value):
+            return found
     return None
 
 
