@@ -30,6 +30,7 @@ class Release(NamedTuple):
       count_noise: of adaptive clipping: the standard deviation of the noise in the count of clients below the norm.
       steps: of skellam: the most that one client can add to the sum, its norm in integers.
       length: of skellam: how many entries a client sends.
+      purpose: what was released, where it is not a round of training, such as `round zero`.
     """
 
     noise_multiplier: float
@@ -39,6 +40,7 @@ class Release(NamedTuple):
     count_noise: float | None = None
     steps: float | None = None
     length: int | None = None
+    purpose: str | None = None
 
     def effective(self) -> float:
         """Return the noise multiplier of all that a round releases, the count of adaptive clipping included."""

@@ -51,8 +51,8 @@ class Ledger:
 
     @property
     def rounds(self) -> int:
-        """How many rounds were released so far."""
-        return sum(release.rounds for release in self.releases)
+        """How many rounds of training were released so far; round zero is none of them."""
+        return sum(release.rounds for release in self.releases if release.purpose is None)
 
     def add(self, release: Release) -> Ledger:
         """Return the ledger with one more release, or raise `BudgetError` and leave it as it is.
