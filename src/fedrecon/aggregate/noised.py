@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.aggregate.aggregator import Aggregator, Report, chain
-from fedrecon.aggregate.averaging import clip_to, finite, norms
+from fedrecon.aggregate.averaging import Weigh, check_weigh, finite, weigh_and_clip
+from fedrecon.aggregate.rescaling import Scales, rescaled
 from fedrecon.privacy.accounting import Release, check_clip, noise_for, update_noise_for
 from fedrecon.upload import Parts, Summand, Total
 
@@ -56,6 +57,8 @@ def private(
     rounds: int | None = None,
     clients: int | None = None,
     sampled: bool = True,
+    weigh: Weigh = "uniform",
+    scales: Scales | None = None,
     quantile: float | None = None,
     count_noise: float | None = None,
     clip_rate: float = 0.2,
@@ -75,6 +78,10 @@ def private(
       clients: how many clients there are.
       sampled: whether clients are drawn each by itself and unseen (`Sampling(poisson=True)`), which makes the same
         noise protect far better. False claims nothing of the kind.
+      weigh: multiply uploads by this before they are clipped, as for `mean`: with `examples`, what a client adds is the
+        sum over its examples and not their mean. Whatever the weight, nobody adds more than the clipping norm.
+      scales: what changes of the parameters are multiplied by while they are clipped and noised, as for `rescaled`;
+        0 for what the server leaves as it is.
       quantile: let the norm follow this share of the clients' norms (adaptive clipping); None keeps it.
       count_noise: standard deviation of the noise in the count of clients below the norm, which adaptive clipping
         needs and which costs privacy, too; a twentieth of `per_round` by default.
@@ -84,6 +91,7 @@ def private(
       An `Aggregator`. Its reports have no loss and no counts; with `quantile` they have `clip_norm`.
     """
     check_clip(clip)
+    check_weigh(weigh)
     if not (per_round > 0 and math.isfinite(per_round)):
         raise ValueError(f"`per_round` is {per_round}; a round needs clients")
     if quantile is not None and not 0 < quantile < 1:
@@ -102,17 +110,17 @@ def private(
     if quantile is not None:
         of_count = per_round / 20 if count_noise is None else count_noise
         noise = Noise(update_noise_for(noise_multiplier, of_count), of_count)
-    return chain(finite(), _clip_and_noise(clip, noise, per_round, quantile, clip_rate))
+    stages = [] if scales is None else [rescaled(scales)]
+    return chain(finite(), *stages, _clip_and_noise(clip, noise, per_round, weigh, quantile, clip_rate))
 
 
 def _clip_and_noise(
-    clip: float, noise: Noise, per_round: float, quantile: float | None, clip_rate: float
+    clip: float, noise: Noise, per_round: float, weigh: Weigh, quantile: float | None, clip_rate: float
 ) -> Aggregator:
     def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
         del keys
-        norm = norms(summand)
         here = summand.scale > 0
-        summand = clip_to(summand, norm, limit * (1 - MARGIN))
+        summand, norm = weigh_and_clip(summand, weigh, limit * (1 - MARGIN))
         # A half up or down, so that one client changes the count by one half at most.
         below = jnp.where(here, jnp.where(norm <= limit, 0.5, -0.5), 0.0)
         return summand._replace(scalars={} if quantile is None else {BELOW: below}, flags={})

@@ -89,6 +89,11 @@ class Config:
         check_run(self)
         if self.aggregate.secure and self.aggregate.clip_norm is None and not self.privacy.on:
             raise ValueError("aggregate.secure needs aggregate.clip_norm: sums of integers must not overflow")
+        if self.privacy.on and self.privacy.clip_norm is None and not getattr(self.model, "round_zero", False):
+            raise ValueError(
+                "privacy.clip_norm is missing: what one client can add must be bounded; the median norm of updates is "
+                "a good start, and --privacy.clip-quantile 0.5 follows it"
+            )
         if self.privacy.on and (self.aggregate.clip_norm or self.aggregate.clip_quantile or self.aggregate.zero_norm):
             raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
         if self.privacy.clip_quantile and self.aggregate.secure:

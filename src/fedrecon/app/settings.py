@@ -218,8 +218,12 @@ class Privacy:
       epsilon: the budget; None for none.
       delta: the probability that the promise fails; a little below one in the number of training clients by default.
       noise_multiplier: noise in the sum of updates, in units of the clipping norm, instead of what epsilon needs.
-      clip_norm: the largest norm of an update; with clip_quantile, that of the first round.
+      clip_norm: the largest norm of an update; with clip_quantile, that of the first round. After round zero it is
+        chosen by default, else it must be given.
       clip_quantile: let the norm follow this share of the clients' norms, privately; None keeps it.
+      rating_range: the lowest and the highest rating there can be, where that is known, such as 1 5; by default they
+        are found in round zero, with noise.
+      round_zero: round zero's share of the budget (of 1 / noise^2); by default the more, the fewer clients there are.
     """
 
     epsilon: float | None = None
@@ -227,6 +231,8 @@ class Privacy:
     noise_multiplier: float | None = None
     clip_norm: float | None = None
     clip_quantile: float | None = None
+    rating_range: tuple[float, float] | None = None
+    round_zero: float | None = None
 
     @property
     def on(self) -> bool:
@@ -237,14 +243,13 @@ class Privacy:
         """Check the settings."""
         for name in ("epsilon", "noise_multiplier", "clip_norm"):
             check_number(f"privacy.{name}", getattr(self, name), above=True, fails="or none at all")
-        for name in ("delta", "clip_quantile"):
+        for name in ("delta", "clip_quantile", "round_zero"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ValueError(f"privacy.{name} is {value}; it must be above 0 and below 1")
-        if self.on and self.clip_norm is None:
-            raise ValueError(
-                "privacy.clip_norm is missing: what one client can add must be bounded; the median norm of updates is "
-                "a good start, and --privacy.clip-quantile 0.5 follows it"
-            )
-        if not self.on and (self.clip_norm or self.delta or self.clip_quantile):
+        ends = self.rating_range
+        if ends is not None and not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
+            raise ValueError(f"privacy.rating_range is {ends}; give the lowest and the highest rating, such as 1 5")
+        others = (self.clip_norm, self.delta, self.clip_quantile, self.rating_range, self.round_zero)
+        if not self.on and any(value is not None for value in others):
             raise ValueError("privacy has neither epsilon nor noise_multiplier: nothing would be promised")

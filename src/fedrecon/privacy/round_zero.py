@@ -53,8 +53,8 @@ PER_DOUBLING, LOWEST, HIGHEST = 4, -6, 24  # powers of two between which ratings
 SIDE = PER_DOUBLING * (HIGHEST - LOWEST)
 SIZES = 40  # bins of how many ratings a client has, two for each doubling
 SMALL = 0.25  # clients with more ratings than this share of them has weigh each rating less
-SPREAD = 1.25  # the root mean square of a client's standardised ratings that is expected at most
-COUNT = 0.5  # what a count weighs beside a rating in a client's answer
+SPREAD = 0.9  # the root mean square of a client's standardised ratings that is expected at most
+COUNT = 0.8  # what a count weighs beside a rating in a client's answer
 SCALARS = 0.05  # share of the squared norm that the variances may take
 UNSURE = 0.1  # how far off item biases are, standardised, as long as users do not take them into account
 MOST_SQUARE, MOST_ERROR = 1.0, 2.0  # of a client's squared bias and its mean squared error, standardised
@@ -461,9 +461,16 @@ def integers(rng: np.random.Generator) -> Add:
 
 
 class Found(NamedTuple):
-    """What round zero found, and what it gave away."""
+    """What round zero found, and what it gave away.
+
+    Attributes:
+      preparation: as `fedrecon.preparation` has it; item counts are weighted and noised.
+      counts: the same counts, 0 for items that noise hides.
+      releases: one for each question.
+    """
 
     preparation: Preparation
+    counts: np.ndarray
     releases: tuple[Release, ...]
 
 
@@ -500,4 +507,5 @@ def prepare(
         total, release = add(answer(message, item, rating, owner), len(clients), noise * noise_scale)
         releases.append(release._replace(noise_multiplier=noise, purpose=PURPOSE))
         message = advance(message, total, noise * noise_scale)
-    return Found(message.found, tuple(releases))
+    count = message.found.item_count
+    return Found(message.found, np.where(count > message.deviation, count, 0.0), tuple(releases))
