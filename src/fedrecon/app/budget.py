@@ -11,7 +11,7 @@ from fedrecon.privacy.accounting import Release, default_delta, noise_for
 from fedrecon.privacy.round_zero import PURPOSE
 
 SLACK = 1e-4  # a little below the budget, so that what too few places cost (`Sampling.overflow_delta`) fits, too
-FIRM, SMALL_POPULATION = 0.8, 10.0  # round zero's share: at most, and what it falls with
+FIRM, SMALL_POPULATION = 0.85, 11.0  # round zero's share: at most, and what it falls with
 
 
 class Population(NamedTuple):
@@ -38,7 +38,7 @@ def share_of_round_zero(config: Config, population: Population) -> float:
     """
     if config.privacy.round_zero is not None:
         return config.privacy.round_zero
-    return min(FIRM, max(0.05, SMALL_POPULATION * population.clients ** -0.3))
+    return min(FIRM, max(0.05, SMALL_POPULATION * population.clients**-0.3))
 
 
 def round_zero_noise(config: Config, population: Population) -> float:
@@ -101,7 +101,7 @@ def budget_sentence(before: Sequence[Release], delta: float, budget: float | Non
 
 MEDIAN = 25.0  # about the median norm of what a client adds in the recipe: a sum of gradients, standardised
 SHORT = 8.0  # where noise outweighs everything, less of each client is more
-USUAL = 17.0  # the noise in the summed gradient of everybody that the recipe's priors bear as they are
+USUAL = 60.0  # the noise in the summed gradient of everybody that the priors of the recipe bear as they are
 
 
 class Rule(NamedTuple):
@@ -126,4 +126,4 @@ def rule(noise_in_mean: float, clients: int, scaling: float = 2.0) -> Rule:
     """
     clip = MEDIAN if noise_in_mean < 1e-3 else SHORT
     noise = scaling * clients * clip * noise_in_mean  # in one entry of the gradient summed over everybody
-    return Rule(clip, max(1.0, noise / USUAL))
+    return Rule(clip, max(1.0, noise / USUAL) ** 2)
