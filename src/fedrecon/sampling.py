@@ -32,6 +32,8 @@ class Sampling:
       min_examples: clients with fewer examples do not answer either.
       poisson: draw every client by itself, with the same probability, so that a round has `clients_per_round` on
         average only. Differential privacy counts on this. How many take part is itself private and not reported.
+      apart: let a client take part once in so many rounds at most: clients take turns in so many groups, and a round
+        draws from its group. Correlated noise counts on this. None draws from everybody in every round.
     """
 
     clients_per_round: int | None = 100
@@ -39,6 +41,7 @@ class Sampling:
     drop_out: float = 0.0
     min_examples: int = 1
     poisson: bool = False
+    apart: int | None = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -47,6 +50,11 @@ class Sampling:
             raise ValueError(
                 "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
                 f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
+            )
+        if self.apart is not None and (self.apart < 1 or self.poisson):
+            raise ValueError(
+                f"sampling has apart {self.apart} and poisson {self.poisson}; rounds apart are 1 or more, and who is "
+                "drawn by chance alone may be drawn twice in a row"
             )
         if self.poisson and self.oversample != 1:
             raise ValueError(
@@ -57,7 +65,8 @@ class Sampling:
         """Return how many clients' updates a round takes of a population of this size."""
         if self.clients_per_round is not None:
             return self.clients_per_round
-        return max(1, min(population, max(FEWEST, round(population / 10))))
+        most = population // (self.apart or 1)
+        return max(1, min(most, max(FEWEST, round(population / 10))))
 
     def rate(self, clients: int) -> float:
         """Return the probability with which a client is drawn, unseen; 1 where none can be claimed.
@@ -119,14 +128,16 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       clients: the population.
       sampling: how many, and who does not answer.
     """
+    every = sampling.apart or 1
+    here = len(range(number % every, len(clients), every))  # whose turn it is: each so many clients of them all
     generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
     wanted = sampling.capacity(len(clients))
     if sampling.poisson:
         # As many as independent coins would give, and then any so many: the same as a coin for each, in less time.
         invited = min(int(generator.binomial(len(clients), sampling.rate(len(clients)))), wanted)
     else:
-        invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
-    drawn = generator.choice(len(clients), invited, replace=False)
+        invited = min(here, int(np.ceil(wanted * sampling.oversample)))
+    drawn = number % every + every * generator.choice(here, invited, replace=False)
     large = clients.ends[drawn] - clients.starts[drawn] >= sampling.min_examples
     answered = generator.random(invited) >= sampling.drop_out
     taken = drawn[large & answered][:wanted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -81,8 +82,15 @@ def rounds_noise(
         rounds=config.rounds,
         delta=delta_of(config, population),
         before=before,
-        release=release,
+        release=release or functools.partial(_sampled, config, population),
     )
+
+
+def _sampled(config: Config, population: Population, noise: float) -> Release:
+    """Return what all rounds release with Gaussian noise, as clients are drawn."""
+    sampling = config.sampling
+    rate = population.per_round / population.clients if sampling.poisson else 1.0
+    return Release(noise, rate, config.rounds, apart=sampling.apart)
 
 
 def budget_sentence(before: Sequence[Release], delta: float, budget: float | None) -> str:

@@ -96,6 +96,11 @@ class Config:
             )
         if self.privacy.on and (self.aggregate.clip_norm or self.aggregate.clip_quantile or self.aggregate.zero_norm):
             raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
+        if self.privacy.correlated and (self.aggregate.secure or self.sampling.poisson):
+            raise ValueError(
+                "privacy.correlated excludes aggregate.secure, whose noise is the clients' own and independent, and "
+                "sampling.poisson, since it is for where chance cannot be promised"
+            )
         if self.privacy.clip_quantile and self.aggregate.secure:
             raise ValueError(
                 "privacy.clip_quantile excludes aggregate.secure, whose integers need one norm for all rounds"

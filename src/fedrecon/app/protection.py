@@ -73,7 +73,7 @@ def protect(
     if not config.privacy.on:
         return Protection(config, _without_noise(config, model, clients))
     config = drawn_privately(config)
-    here = Population(clients, min(config.sampling.wanted(clients), clients))
+    here = Population(clients, _per_round(config, clients))
     there = population or here
     try:
         sampling_rate(*there)
@@ -94,10 +94,23 @@ def protect(
 
 
 def drawn_privately(config: Config) -> Config:
-    """Let every client be drawn by itself, which noise counts on, unless settings say how they are drawn."""
-    if not config.privacy.on or config.sampling.oversample != 1:
+    """Draw clients as the noise counts on it: each by itself, or in turns; unless settings invite more than needed."""
+    if config.privacy.correlated is not None:
+        return dataclasses.replace(
+            config, sampling=dataclasses.replace(config.sampling, apart=config.privacy.correlated)
+        )
+    if config.sampling.oversample != 1 or config.sampling.apart is not None:
         return config
     return dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, poisson=True))
+
+
+def _per_round(config: Config, clients: int) -> int:
+    """Return how many take part in a round; where clients take turns, no more than each group has."""
+    sampling = config.sampling
+    most = clients // (sampling.apart or 1)
+    if most < 1:
+        raise ValueError(f"{clients} clients cannot take turns in {sampling.apart} groups; correlate fewer rounds")
+    return min(sampling.wanted(clients), most)
 
 
 def is_recipe(config: Config) -> bool:
@@ -147,6 +160,8 @@ def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggreg
         weigh="examples" if is_recipe(config) else "uniform",
         scales=_scales(config),
         quantile=settings.clip_quantile,
+        correlated=settings.correlated,
+        rounds=config.rounds,
     )
 
 
@@ -190,7 +205,12 @@ def say_promise(protection: Protection) -> list[str]:
     ]
     if ledger.releases:
         remarks.append(f"privacy: {budget_sentence(ledger.releases, ledger.delta, ledger.budget)}")
-    if config.sampling.poisson:
+    if config.sampling.apart is not None:
+        remarks.append(
+            f"privacy: clients take turns, each once in {config.sampling.apart} rounds at most; the promise holds "
+            "where that is kept, and counts on nothing else"
+        )
+    elif config.sampling.poisson:
         remarks.append("privacy: every client is drawn by itself in every round (Poisson sampling)")
     else:
         remarks.append(

@@ -211,8 +211,8 @@ class Aggregate:
 class Privacy:
     """Differential privacy for clients: clipped uploads, noise, and a budget. Needs the extra privacy.
 
-    With epsilon, the noise for all --rounds together is computed. With noise_multiplier as well, epsilon is a budget
-    before which training stops. Use --sampling.poisson: without it, no protection by chance is claimed.
+    With epsilon, the noise for round zero and all --rounds together is computed. With noise_multiplier as well, epsilon
+    is a budget before which training stops. Clients are drawn by Poisson sampling, unless correlated is given.
 
     Attributes:
       epsilon: the budget; None for none.
@@ -221,6 +221,9 @@ class Privacy:
       clip_norm: the largest norm of an update; with clip_quantile, that of the first round. After round zero it is
         chosen by default, else it must be given.
       clip_quantile: let the norm follow this share of the clients' norms, privately; None keeps it.
+      correlated: correlate the noise of so many rounds in a row, where nobody can promise to draw clients at random and
+        unseen. What must be promised instead: a client takes part once in so many rounds at most. None draws clients by
+        chance (Poisson sampling) and counts on that.
       rating_range: the lowest and the highest rating there can be, where that is known, such as 1 5; by default they
         are found in round zero, with noise.
       round_zero: round zero's share of the budget (of 1 / noise^2); by default the more, the fewer clients there are.
@@ -231,6 +234,7 @@ class Privacy:
     noise_multiplier: float | None = None
     clip_norm: float | None = None
     clip_quantile: float | None = None
+    correlated: int | None = None
     rating_range: tuple[float, float] | None = None
     round_zero: float | None = None
 
@@ -247,9 +251,12 @@ class Privacy:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ValueError(f"privacy.{name} is {value}; it must be above 0 and below 1")
+        check_number("privacy.correlated", self.correlated, least=1, most=MOST_ROUNDS)
+        if self.correlated is not None and self.clip_quantile is not None:
+            raise ValueError("privacy.correlated needs one clipping norm for all rounds; it excludes clip_quantile")
         ends = self.rating_range
         if ends is not None and not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
             raise ValueError(f"privacy.rating_range is {ends}; give the lowest and the highest rating, such as 1 5")
-        others = (self.clip_norm, self.delta, self.clip_quantile, self.rating_range, self.round_zero)
+        others = (self.clip_norm, self.delta, self.clip_quantile, self.correlated, self.rating_range, self.round_zero)
         if not self.on and any(value is not None for value in others):
             raise ValueError("privacy has neither epsilon nor noise_multiplier: nothing would be promised")

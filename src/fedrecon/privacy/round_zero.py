@@ -1,8 +1,8 @@
 """Round zero with user-level differential privacy: few questions, bounded answers, noised sums.
 
 It finds what `fedrecon.preparation` finds, and differs where privacy asks for it. Clients are asked four or five times
-rather than sixteen. Each answer is a vector of norm 1 at most, whatever a client has rated, so that noise of a known size
-hides any client in the sum. The server works with the noised sums alone:
+rather than sixteen. Each answer is a vector of norm 1 at most, whatever a client has rated, so that noise of a known
+size hides any client in the sum. The server works with the noised sums alone:
 
     message = round_zero.start(num_items, clients=1000)
     while not round_zero.done(message):
@@ -56,6 +56,7 @@ SMALL = 0.25  # clients with more ratings than this share of them has weigh each
 SPREAD = 0.9  # the root mean square of a client's standardised ratings that is expected at most
 COUNT = 0.8  # what a count weighs beside a rating in a client's answer
 SCALARS = 0.05  # share of the squared norm that the variances may take
+MOST_SEEN = 0.9  # a histogram whose bins above the noise hold this share of all ratings is taken for the whole
 UNSURE = 0.1  # how far off item biases are, standardised, as long as users do not take them into account
 MOST_SQUARE, MOST_ERROR = 1.0, 2.0  # of a client's squared bias and its mean squared error, standardised
 
@@ -350,12 +351,16 @@ def _find_scale(message: Message, total: np.ndarray, noise: float) -> Message:
     width = (message.high - message.low) / BINS
     there = _above(total[:BINS], noise)
     middle = message.low + (np.arange(BINS) + 0.5) * width
-    if not there.any():
-        there = np.ones(BINS)  # all is noise: the middle of the scale, and ratings spread evenly over it
-    kept, share = np.flatnonzero(there), there / there.sum()
-    mean = float(share @ middle)
-    deviation = math.sqrt(max(float(share @ (middle - mean) ** 2), width**2 / 12))
-    ends = (message.low, message.high) if message.declared else (float(middle[kept[0]]), float(middle[kept[-1]]))
+    kept, seen = np.flatnonzero(there), math.sqrt(2) * there.sum() > MOST_SEEN * message.clients
+    if not seen:
+        # Ratings lie scattered over the bins: below the noise in each, and not all together.
+        there = total[:BINS] + (message.clients / math.sqrt(2) - total[:BINS].sum()) / BINS
+    share = there / there.sum()
+    mean = float(np.clip(share @ middle, message.low, message.high))
+    whole = message.high - message.low
+    deviation = float(np.clip(math.sqrt(max(share @ (middle - mean) ** 2, 0.0)), whole / 20, whole / 2))
+    found_ends = seen and not message.declared
+    ends = (float(middle[kept[0]]), float(middle[kept[-1]])) if found_ends else (message.low, message.high)
     found = message.found._replace(passes=1, mean=mean, deviation=deviation, low=ends[0], high=ends[1])
     sizes = np.cumsum(np.maximum(total[BINS:], 0.0))
     place = int(np.argmax(sizes >= SMALL * sizes[-1]))

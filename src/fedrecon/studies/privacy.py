@@ -118,7 +118,7 @@ def _budgets(results: Results) -> list[Part]:
 
 def _sizes(results: Results) -> list[Part]:
     words = (
-        "The norm of the noise grows with the square root of the number of global parameters. All at epsilon 4 with the "
+        "The norm of the noise grows with the root of the number of global parameters. All at epsilon 4 with the "
         "noise that 100,000 clients need: with that of the users there are, the rounds add next to nothing to round "
         "zero, whatever the dimension. As many dimensions without noise would need a row each; only 16 has one."
     )
@@ -128,7 +128,8 @@ def _sizes(results: Results) -> list[Part]:
 def _populations(results: Results) -> list[Part]:
     words = (
         "The same training users with the noise in sums and mean uploads that a larger population would need for "
-        "epsilon 4. The users of MovieLens are not protected by it: this shows what the same training costs a large service."
+        "epsilon 4. The users of MovieLens are not protected by it: this shows what the same training costs a large "
+        "service."
     )
     return [words, *_table(results, ["fedrecon-none", "fedrecon-4", *(f"as-if-{n}" for n in LARGER)])]
 
