@@ -24,7 +24,7 @@ ORDER = PLACES.split()
 
 def place_of(module):
     parts = module.split(".")[1:] or ["__init__"]
-    if parts[0] == "privacy" and parts[-1] in ("spending", "leakage", "attacks", "canaries"):
+    if parts[0] == "privacy" and parts[-1] in ("spending", "leakage", "attacks", "canaries", "round_zero"):
         return "spending" if parts[-1] == "spending" else "attacks"  # what runs algorithms comes after them
     return "cli" if parts[:2] == ["app", "cli"] else parts[0]
 

@@ -11,6 +11,7 @@ import fedrecon as fr
 from fedrecon.app.cli import main
 from fedrecon.app.config import config_from_json
 from fedrecon.app.experiment import run_experiment
+from fedrecon.app.presets import DEFAULT
 from fedrecon.privacy.accounting import Release, epsilon_of
 from fedrecon.privacy.ledger import Ledger
 from fedrecon.sampling import Sampling
@@ -173,3 +174,60 @@ def test_leakage_of_a_run(tmp_path, capsys):
     assert found["kinds"][0]["rows"] == 1.0
     assert found["kinds"][0]["first"] == 1.0
     assert (tmp_path / "leak.png").exists()
+
+
+# ---- the default recipe ----
+
+RECIPE = {"data": {"source": "synthetic", "max_examples": 20}, "rounds": 3, "evaluate_every": 3, "devices": 1}
+
+
+def recipe(**changes):
+    return config_from_json({**RECIPE, "privacy": {"epsilon": 4.0}, **changes}, "test", base=DEFAULT)
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["noise of the server", "noise of the clients"])
+def test_the_default_recipe_keeps_its_budget_with_an_epsilon_alone(secure, tmp_path):
+    said = []
+    config = recipe(aggregate={"secure": secure})
+    found = run_experiment(config, fr.RunFolder(tmp_path / "run"), say=said.append)
+    told = json.loads((tmp_path / "run" / "run.json").read_text())["privacy"]
+    assert told["rounds"] == found.run.rounds == 3  # noise was computed such that all rounds fit
+    assert 3.5 < told["epsilon"] <= 4.0
+    zero = [release for release in told["releases"] if release.get("purpose") == "round zero"]
+    assert len(zero) == 5
+    assert {release["mechanism"] for release in told["releases"]} == {"skellam" if secure else "gaussian"}
+    assert any("round zero asks every client 5 times" in remark for remark in said)
+    assert np.isfinite(found.test.micro["rmse"])
+
+
+def test_nothing_of_the_training_users_gets_into_a_private_model_without_noise(tmp_path):
+    """One user's ratings are all changed: with the noise of other numbers nothing is the same, without it little is."""
+    one = run_experiment(recipe(), fr.RunFolder(tmp_path / "one")).model
+    plain = run_experiment(recipe(privacy={}), fr.RunFolder(tmp_path / "plain")).model
+    assert not np.array_equal(one.legend.counts, plain.legend.counts)
+    assert not np.allclose(one.legend.liking.bias, plain.legend.liking.bias)
+    assert one.legend.scale != plain.legend.scale
+    assert one.config.model.scale.mean != plain.config.model.scale.mean
+
+
+def test_correlated_noise_in_a_run_counts_turns(tmp_path):
+    config = recipe(privacy={"epsilon": 4.0, "correlated": 2, "rating_range": [0.0, 6.0]})
+    found = run_experiment(config, fr.RunFolder(tmp_path / "run"))
+    assert found.run.rounds == 3
+    assert [release.apart for release in found.run.ledger.releases] == [None] * 4 + [2]
+    assert 3.5 < found.run.ledger.epsilon <= 4.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"privacy": {"epsilon": 1.0, "round_zero": 1.0}}, "round_zero"),
+        ({"privacy": {"epsilon": 1.0, "rating_range": [5.0, 1.0]}}, "lowest and the highest"),
+        ({"privacy": {"epsilon": 1.0, "correlated": 0}}, "correlated"),
+        ({"privacy": {"epsilon": 1.0, "correlated": 2}, "sampling": {"poisson": True}}, "chance cannot be promised"),
+        ({"privacy": {"epsilon": 1.0, "correlated": 2, "clip_quantile": 0.5}}, "one clipping norm"),
+    ],
+)
+def test_settings_of_a_private_recipe_that_make_no_sense_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        recipe(**changes)

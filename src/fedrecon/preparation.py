@@ -275,20 +275,50 @@ def _ends(message: Preparation, total: Mapping[str, Any]) -> Preparation:
 # ---- biases and variances ----
 
 
-def _bias_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
-    items = len(message.item_bias)
+class Biases(NamedTuple):
+    """What users find in their ratings given the item biases; users first.
+
+    Attributes:
+      size: `(users,)` how many ratings each has.
+      bias: `(users,)` of each.
+      square: `(users,)` what is expected of its square.
+      error: `(users,)` sum of squared errors, expected.
+    """
+
+    size: np.ndarray
+    bias: np.ndarray
+    square: np.ndarray
+    error: np.ndarray
+
+
+def user_biases(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Biases:
+    """Return every user's bias, and what is left over.
+
+    Args:
+      message: what the server sent.
+      item: `(ratings,)` which items were rated.
+      y: `(ratings,)` how, standardised.
+      owner: `(ratings,)` by which user, from 0.
+    """
     users = int(owner.max(initial=-1)) + 1
     without = y - message.item_bias[item]
     size = np.bincount(owner, minlength=users)
     bias = np.bincount(owner, without, users) / (size + message.user_ridge)
     spread = message.noise / (size + message.user_ridge)  # the variance of a user's bias given the ratings
-    rated = size > 0
+    error = np.bincount(owner, (without - bias[owner]) ** 2, users) + size * spread
+    return Biases(size, bias, bias**2 + spread, error)
+
+
+def _bias_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
+    items = len(message.item_bias)
+    found = user_biases(message, item, y, owner)
+    rated = found.size > 0
     return {
         "item_count": np.bincount(item, minlength=items) + 0.0,
-        "item_sum": np.bincount(item, y - bias[owner], items),
+        "item_sum": np.bincount(item, y - found.bias[owner], items),
         "users": np.asarray(rated.sum(), np.float64),
-        "user_square": np.asarray((bias**2 + spread)[rated].sum()),
-        "error": np.asarray(((without - bias[owner]) ** 2).sum() + (size * spread).sum()),
+        "user_square": np.asarray(found.square[rated].sum()),
+        "error": np.asarray(found.error.sum()),
     }
 
 
@@ -326,33 +356,59 @@ def _scaled_traits(message: Preparation, bias: np.ndarray, count: np.ndarray) ->
     return (np.stack([bias, np.log1p(count)], 1) - mean) / np.where(deviation > 1e-6, deviation, 1.0)
 
 
+class Tastes(NamedTuple):
+    """What users make of items' traits; users first.
+
+    Attributes:
+      size: `(users,)` how many ratings each has.
+      square: `(users, traits + 1)` what is expected of the squares of its coefficients, its bias the last.
+      error: `(users,)` sum of squared errors, expected.
+    """
+
+    size: np.ndarray
+    square: np.ndarray
+    error: np.ndarray
+
+
+def user_tastes(message: Preparation, traits: np.ndarray, without: np.ndarray, owner: np.ndarray) -> Tastes:
+    """Fit every user's bias and coefficients of traits.
+
+    Args:
+      message: what the server sent.
+      traits: `(ratings, traits)` of the rated items.
+      without: `(ratings,)` standardised ratings without the item biases.
+      owner: `(ratings,)` by which user, from 0.
+    """
+    users = int(owner.max(initial=-1)) + 1
+    x = np.concatenate([traits, np.ones((len(without), 1))], 1)  # (ratings, traits + 1)
+    columns = range(x.shape[1])
+    gram = np.stack([np.stack([np.bincount(owner, x[:, a] * x[:, b], users) for a in columns], 1) for b in columns], 1)
+    moment = np.stack([np.bincount(owner, x[:, a] * without, users) for a in columns], 1)
+    inverse = np.linalg.inv(gram + np.diag([*message.trait_ridge, message.user_ridge]))
+    solved = np.einsum("uab,ub->ua", inverse, moment)
+    square = solved**2 + message.noise * np.einsum("uaa->ua", inverse)
+    left = without - np.einsum("na,na->n", x, solved[owner])
+    error = np.bincount(owner, left**2, users) + message.noise * np.einsum("uab,uab->u", inverse, gram)
+    return Tastes(np.bincount(owner, minlength=users), square, error)
+
+
 def _trait_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
     """Sum the squares of users' coefficients, each fitted to item traits without that user's own rating.
 
     Otherwise the bias of an item with two ratings would mostly be each user's own opinion.
     """
-    users = int(owner.max(initial=-1)) + 1
-    size = np.bincount(owner, minlength=users)
-    mine = np.bincount(owner, y - message.item_bias[item], users) / (size + message.user_ridge)
+    mine = user_biases(message, item, y, owner).bias
     count = message.item_count[item]
     total = message.item_bias[item] * (count + message.fitted_ridge) - (y - mine[owner])
     others = np.maximum(count - 1, 0)
     bias = np.where(others > 0, total / (others + message.fitted_ridge), 0.0)
-
-    x = np.concatenate([_scaled_traits(message, bias, others), np.ones((len(y), 1))], 1)  # (ratings, traits + 1)
-    columns = range(x.shape[1])
-    gram = np.stack([np.stack([np.bincount(owner, x[:, a] * x[:, b], users) for a in columns], 1) for b in columns], 1)
-    moment = np.stack([np.bincount(owner, x[:, a] * (y - bias), users) for a in columns], 1)
-    inverse = np.linalg.inv(gram + np.diag([*message.trait_ridge, message.user_ridge]))
-    solved = np.einsum("uab,ub->ua", inverse, moment)
-    square = solved**2 + message.noise * np.einsum("uaa->ua", inverse)
-    error = y - bias - np.einsum("na,na->n", x, solved[owner])
-    rated = size > 0
+    found = user_tastes(message, _scaled_traits(message, bias, others), y - bias, owner)
+    rated = found.size > 0
     return {
         "users": np.asarray(rated.sum(), np.float64),
         "ratings": np.asarray(len(y), np.float64),
-        "trait_square": square[rated].sum(0),
-        "error": np.asarray((error**2).sum() + message.noise * np.einsum("uab,uab->", inverse, gram)),
+        "trait_square": found.square[rated].sum(0),
+        "error": np.asarray(found.error.sum()),
     }
 
 

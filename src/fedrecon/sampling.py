@@ -32,6 +32,8 @@ class Sampling:
       min_examples: clients with fewer examples do not answer either.
       poisson: draw every client independently, with the same probability, so that `clients_per_round` is the average.
         Differential privacy relies on this. The number of clients is then private too, and is not reported.
+      apart: let a client take part at most once in this many rounds: clients take turns in this many groups, and a
+        round draws from one group. Correlated noise relies on this. None draws from all clients in every round.
     """
 
     clients_per_round: int | None = 100
@@ -39,6 +41,7 @@ class Sampling:
     drop_out: float = 0.0
     min_examples: int = 1
     poisson: bool = False
+    apart: int | None = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -47,6 +50,11 @@ class Sampling:
             raise ValueError(
                 "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
                 f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
+            )
+        if self.apart is not None and (self.apart < 1 or self.poisson):
+            raise ValueError(
+                f"sampling has apart {self.apart} and poisson {self.poisson}; rounds apart are 1 or more, and who is "
+                "drawn by chance alone may be drawn twice in a row"
             )
         if self.poisson and self.oversample != 1:
             raise ValueError(
@@ -62,7 +70,8 @@ class Sampling:
         """
         if self.clients_per_round is not None:
             return self.clients_per_round
-        return max(1, min(population, max(FEWEST, round(population / 10))))
+        most = population // (self.apart or 1)
+        return max(1, min(most, max(FEWEST, round(population / 10))))
 
     def rate(self, clients: int) -> float:
         """Return the probability with which a client is drawn, for privacy accounting; 1 without `poisson`.
@@ -137,14 +146,16 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       clients: the population.
       sampling: how clients are chosen.
     """
+    every = sampling.apart or 1
+    here = len(range(number % every, len(clients), every))  # whose turn it is: each so many clients of them all
     generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
     wanted = sampling.capacity(len(clients))
     if sampling.poisson:
         # Drawing the number of clients first and then that many of them is the same as a coin for each, but faster.
         invited = min(int(generator.binomial(len(clients), sampling.rate(len(clients)))), wanted)
     else:
-        invited = min(len(clients), int(np.ceil(wanted * sampling.oversample)))
-    drawn = generator.choice(len(clients), invited, replace=False)
+        invited = min(here, int(np.ceil(wanted * sampling.oversample)))
+    drawn = number % every + every * generator.choice(here, invited, replace=False)
     sizes = clients.ends[drawn] - clients.starts[drawn]
     answered = sampling.replies(generator, drawn, sizes)
     taken = drawn[answered][:wanted]

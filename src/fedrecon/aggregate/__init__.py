@@ -12,6 +12,7 @@ from fedrecon.aggregate.averaging import mean as mean
 from fedrecon.aggregate.averaging import weight_of as weight_of
 from fedrecon.aggregate.averaging import zero as zero
 from fedrecon.aggregate.noised import private as private
+from fedrecon.aggregate.rescaling import rescaled as rescaled
 from fedrecon.aggregate.ring_sums import secure as secure
 from fedrecon.upload import Summand as Summand
 from fedrecon.upload import Total as Total

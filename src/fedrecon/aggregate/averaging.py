@@ -89,8 +89,7 @@ def by_weight(weigh: Weigh = "examples") -> Aggregator:
     Args:
       weigh: as for `mean`.
     """
-    if not callable(weigh) and weigh not in ("examples", "uniform"):
-        raise ValueError(f"`weigh` is {weigh!r}; use 'examples', 'uniform' or a function of (examples, sums)")
+    check_weigh(weigh)
 
     def encode(summand: Summand) -> Summand:
         takes_part = summand.scale > 0
@@ -126,6 +125,12 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
     return lambda examples, sums: sums[:, place, 1]
 
 
+def check_weigh(weigh: Weigh) -> None:
+    """Refuse a name that stands for no way to weigh."""
+    if not callable(weigh) and weigh not in ("examples", "uniform"):
+        raise ValueError(f"`weigh` is {weigh!r}; use 'examples', 'uniform' or a function of (examples, sums)")
+
+
 def norms(summand: Summand) -> Array:
     """Return the norm of every client's upload over all its entries, `(clients,)`."""
     squares = jnp.zeros(summand.examples.shape)
@@ -133,6 +138,21 @@ def norms(summand: Summand) -> Array:
         flat = values.reshape(values.shape[0], -1)
         squares += jax.vmap(jnp.vdot)(flat, flat)
     return jnp.sqrt(squares)
+
+
+def weigh_and_clip(summand: Summand, weigh: Weigh, limit: Array) -> tuple[Summand, Array]:
+    """Multiply uploads by weights and scale the products down to a limit; return the norms of the products, too.
+
+    However large a weight is, nobody adds more to the sum than the limit.
+    """
+    if weigh == "uniform":
+        norm = norms(summand)
+        return clip_to(summand, norm, limit), norm
+    weight = _weights(weigh, summand)
+    weight = jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0.0)
+    norm = norms(summand) * weight
+    summand = clip_to(summand, norm, limit)
+    return summand._replace(scale=summand.scale * weight), norm
 
 
 def clip_to(summand: Summand, norm: Array, limit: Array) -> Summand:

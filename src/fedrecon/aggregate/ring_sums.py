@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon.aggregate.aggregator import Aggregator, Report, chain
-from fedrecon.aggregate.averaging import Weigh, all_finite, by_weight, clip, finite
+from fedrecon.aggregate.aggregator import Aggregator, Report, chain, stateless
+from fedrecon.aggregate.averaging import Weigh, all_finite, by_weight, check_weigh, clip, finite, weigh_and_clip
 from fedrecon.aggregate.noised import MARGIN
+from fedrecon.aggregate.rescaling import Scales, rescaled
 from fedrecon.privacy.accounting import Release
 from fedrecon.privacy.noise import ShareOfNoise, share_of_noise
 from fedrecon.privacy.ring import Grid, grid, quantise, restore
@@ -38,12 +39,13 @@ def secure(
     clip_norm: float,
     *,
     clients: int,
-    weigh: Weigh = "examples",
+    weigh: Weigh | None = None,
     max_weight: float = 1000.0,
     max_metric: float = 1e5,
     noise_multiplier: float | None = None,
     per_round: float | None = None,
     least: int | None = None,
+    scales: Scales | None = None,
     simulated_noise: bool = True,
 ) -> Aggregator:
     """Average uploads through a sum of integers, as a secure sum does.
@@ -51,13 +53,14 @@ def secure(
     Args:
       clip_norm: the largest norm of an upload; it bounds every entry, so that sums cannot overflow.
       clients: how many are added up at most. Sums of so many cannot overflow.
-      weigh: as for `mean`; without noise.
+      weigh: as for `mean`, by examples by default; with noise as for `private`, where all weigh the same by default.
       max_weight: the largest weight of a client; what is above counts as this.
       max_metric: the largest sum of a metric over a client's examples; what is above counts as this.
       noise_multiplier: noise in the sum that clients add together, in units of the clipping norm; None for none.
       per_round: with noise: how many take part on average; the sum is divided by this.
       least: with noise: so many trusted clients together have all of it. Fewer have less than was promised, so a round
         with fewer must not be unmasked.
+      scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescaled`.
       simulated_noise: with noise: add it here. False where the host adds it.
 
     Returns:
@@ -72,13 +75,20 @@ def secure(
             _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least
         )
         sized(1)  # bad settings are said here, not in the first round
-        return chain(finite(), clip(clip_norm * (1 - MARGIN)), _noised_integers(sized, per_round, simulated_noise))
+        stages = [] if scales is None else [rescaled(scales)]
+        clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
+        return chain(finite(), *stages, clipped, _noised_integers(sized, per_round, simulated_noise))
     if not (max_weight > 0 and max_metric > 0):
         raise ValueError(f"`max_weight` and `max_metric` are {max_weight} and {max_metric}; both must be above 0")
-    weighed = _at_most(weigh, max_weight)
+    weighed = _at_most(weigh or "examples", max_weight)
     values = grid(clip_norm * max_weight, clients)
     others = {"weight": grid(max_weight, clients), "sums": grid(max_metric, clients)}
     return chain(finite(), clip(clip_norm), by_weight(weighed), _integers(values, others, clients))
+
+
+def _weighed_and_clipped(weigh: Weigh, limit: float) -> Aggregator:
+    check_weigh(weigh)
+    return stateless(lambda summand: weigh_and_clip(summand, weigh, jnp.float32(limit))[0])
 
 
 def _at_most(weigh: Weigh, most: float) -> Weigh:

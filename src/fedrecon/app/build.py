@@ -85,7 +85,7 @@ def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
 
 
 def build_algorithm(
-    config: Config, model: Model, examples: int = 1, aggregator: aggregate.Aggregator | None = None
+    config: Config, model: Model, examples: float = 1, aggregator: aggregate.Aggregator | None = None
 ) -> Algorithm:
     """Return Federated Reconstruction of a model with these settings; for clicks, over all items.
 
@@ -93,6 +93,7 @@ def build_algorithm(
       config: the settings, those of a `Ready` for a model that begins with round zero.
       model: what is trained.
       examples: how many all training clients have, which a prior is weighed against; nothing but training needs it.
+        Where uploads are sums over examples (`app.protection`), how many of them make up everybody's.
       aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
     """
     update, server, ridge = config.update, build_server(config.server, config.rounds), None

@@ -93,9 +93,19 @@ class Config:
         check_run(self)
         if self.aggregate.secure and self.aggregate.clip_norm is None and not self.privacy.on:
             raise ValueError("aggregate.secure needs aggregate.clip_norm: sums of integers must not overflow")
+        if self.privacy.on and self.privacy.clip_norm is None and not getattr(self.model, "round_zero", False):
+            raise ValueError(
+                "privacy.clip_norm is missing: what one client can add must be bounded; the median norm of updates is "
+                "a good start, and --privacy.clip-quantile 0.5 follows it"
+            )
         norms = (self.aggregate.clip_norm, self.aggregate.clip_quantile, self.aggregate.zero_norm)
         if self.privacy.on and not set(norms) <= {None, "auto"}:
             raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
+        if self.privacy.correlated and (self.aggregate.secure or self.sampling.poisson):
+            raise ValueError(
+                "privacy.correlated excludes aggregate.secure, whose noise is the clients' own and independent, and "
+                "sampling.poisson, since it is for where chance cannot be promised"
+            )
         if self.privacy.clip_quantile and self.aggregate.secure:
             raise ValueError(
                 "privacy.clip_quantile excludes aggregate.secure, whose integers need one norm for all rounds"

@@ -123,14 +123,15 @@ def run_experiment(
         users = task.divide(config, data, progress)
         prepared = task.prepare(config, data, users, task.legend(config, data))
         users = prepared.users
-        protection = protect(prepared.config, prepared.model, len(users.train), earlier)
-        algorithm = build_algorithm(prepared.config, prepared.model, users.train.num_examples, protection.aggregator)
+        protection = protect(prepared.config, prepared.model, len(users.train), earlier, prepared.releases)
+        examples = users.train.num_examples if protection.examples is None else protection.examples
+        algorithm = build_algorithm(protection.config, prepared.model, examples, protection.aggregator)
         place = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
         facts["data"] |= {"left_out": {**data.skipped}}
         facts["layout"] = layout_facts(place)
-        facts["privacy"] = _promise(protection, algorithm, prepared.config, len(users.train))
-        for remark in (*prepared.remarks, *say_promise(prepared.config, protection)):
+        facts["privacy"] = _promise(protection, algorithm, protection.config, len(users.train))
+        for remark in (*prepared.remarks, *say_promise(protection)):
             say(remark)
         _say_who_cannot_learn(config, task, users, say)
         if overwrite:
@@ -138,7 +139,7 @@ def run_experiment(
         folder.describe(facts)
         return _run(
             _Started(
-                prepared.config,
+                protection.config,
                 folder,
                 task,
                 users,

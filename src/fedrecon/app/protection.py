@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from fedrecon import aggregate
-from fedrecon.app.build import build_aggregator, build_weights
+from fedrecon.app.budget import Population, budget_sentence, delta_of, rounds_noise, rule
+from fedrecon.app.build import build_aggregator, build_split, build_weights
 from fedrecon.app.config import Config
+from fedrecon.app.tasks.factors import FOUND
 from fedrecon.model import Model
-from fedrecon.privacy.accounting import default_delta, noise_for, sampling_rate, update_noise_for
+from fedrecon.privacy.accounting import Release, sampling_rate, update_noise_for
 from fedrecon.privacy.ledger import NOT_COVERED, Ledger
+from fedrecon.trees import flatten
+from fedrecon.upload import DELTA
 
 RARE = 1e-12  # the probability with which fewer clients take part than are counted on for noise
 
@@ -18,12 +27,16 @@ class Protection(NamedTuple):
     """What protects the clients of a run.
 
     Attributes:
+      config: the settings, with what follows from the noise.
       aggregator: how updates become one.
+      examples: how many updates' worth the server's sum over everybody has, for priors; None to count examples.
       ledger: before the first round; None where nothing is promised.
       noise_multiplier: of all that a round releases; None without noise.
     """
 
+    config: Config
     aggregator: aggregate.Aggregator
+    examples: float | None = None
     ledger: Ledger | None = None
     noise_multiplier: float | None = None
 
@@ -31,10 +44,21 @@ class Protection(NamedTuple):
         """Return what `run.json` says before the first round."""
         if self.ledger is None:
             return None
-        return {**self.ledger.to_dict(), "noise_multiplier": self.noise_multiplier}
+        return {
+            **self.ledger.to_dict(),
+            "noise_multiplier": self.noise_multiplier,
+            "clip_norm": self.config.privacy.clip_norm,
+        }
 
 
-def protect(config: Config, model: Model, clients: int, earlier: dict[str, Any] | None = None) -> Protection:
+def protect(
+    config: Config,
+    model: Model,
+    clients: int,
+    earlier: Mapping[str, Any] | None = None,
+    released: Sequence[Release] = (),
+    population: Population | None = None,
+) -> Protection:
     """Return what protects the clients of a run.
 
     Args:
@@ -42,72 +66,155 @@ def protect(config: Config, model: Model, clients: int, earlier: dict[str, Any] 
       model: what is trained.
       clients: how many train.
       earlier: `run.json` of the run that goes on: its noise stays as it was, however many rounds are planned now.
+      released: what round zero gave away.
+      population: compute the noise for these, and let the mean upload have as much of it as theirs; None for those who
+        train. For studies: it protects nobody who trains.
     """
-    settings, sampling = config.privacy, config.sampling
-    per_round = min(sampling.wanted(clients), clients)
-    if not settings.on:
-        if not config.aggregate.secure:
-            return Protection(build_aggregator(config, model))
-        assert config.aggregate.clip_norm is not None
-        most = sampling.capacity(clients)
-        weigh = build_weights(config, model)
-        return Protection(aggregate.secure(config.aggregate.clip_norm, clients=most, weigh=weigh))
-    assert settings.clip_norm is not None
-    if getattr(config.model, "round_zero", False):
-        raise ValueError(
-            "round zero reads sums over everybody's ratings, and those get no noise; with --privacy options use "
-            "--preset paper, which has no round zero"
-        )
+    if not config.privacy.on:
+        return Protection(config, _without_noise(config, model, clients))
+    config = drawn_privately(config)
+    here = Population(clients, _per_round(config, clients))
+    there = population or here
     try:
-        sampling_rate(clients, per_round)
-        delta = default_delta(clients) if settings.delta is None else settings.delta
-        ledger = Ledger(clients, delta, settings.epsilon, randomness=f"seed {config.seed}")
-        noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or settings.noise_multiplier
+        sampling_rate(*there)
+        delta = delta_of(config, there)
+        randomness = f"seed {config.seed}"
+        ledger = Ledger(there.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
+        noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or config.privacy.noise_multiplier
         if noise is None:
-            noise = _noise(config, clients, per_round, delta)
+            release = _release(config, model, clients, here.per_round) if config.aggregate.secure else None
+            noise = rounds_noise(config, there, released, release)
     except ImportError as problem:
         raise ValueError(str(problem)) from problem
+    config, examples = _with_rule(config, clients, noise / there.per_round)
+    used = noise * here.per_round / there.per_round
     if config.aggregate.secure:
-        return Protection(_secure(config, clients, per_round, noise), ledger, noise)
+        return Protection(config, _secure(config, clients, here.per_round, used), examples, ledger, noise)
+    return Protection(config, _private(config, here.per_round, used), examples, ledger, noise)
+
+
+def drawn_privately(config: Config) -> Config:
+    """Draw clients as the noise counts on it: each by itself, or in turns; unless settings invite more than needed."""
+    if config.privacy.correlated is not None:
+        return dataclasses.replace(
+            config, sampling=dataclasses.replace(config.sampling, apart=config.privacy.correlated)
+        )
+    if config.sampling.oversample != 1 or config.sampling.apart is not None:
+        return config
+    return dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, poisson=True))
+
+
+def _per_round(config: Config, clients: int) -> int:
+    """Return how many take part in a round; where clients take turns, no more than each group has."""
+    sampling = config.sampling
+    most = clients // (sampling.apart or 1)
+    if most < 1:
+        raise ValueError(f"{clients} clients cannot take turns in {sampling.apart} groups; correlate fewer rounds")
+    return min(sampling.wanted(clients), most)
+
+
+def is_recipe(config: Config) -> bool:
+    """Say whether a run begins with round zero and adds up gradients, as the recipe does."""
+    return bool(getattr(config.model, "round_zero", False))
+
+
+def _with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Config, float | None]:
+    """Return the settings of the recipe for so much noise, and what its priors are weighed against."""
+    if not is_recipe(config):
+        return config, None
+    query = int(build_split(config.split.train, config.split).counts(np.array([1000]))[1][0])
+    scaling = 1000 / max(query, 1)
+    chosen, model = rule(noise_in_mean, clients, scaling), config.model
+    model = dataclasses.replace(
+        model, prior=model.prior * chosen.prior, implicit_prior=model.implicit_prior * chosen.prior
+    )
+    clip = chosen.clip if config.privacy.clip_norm is None else config.privacy.clip_norm
+    privacy = dataclasses.replace(config.privacy, clip_norm=clip)
+    return dataclasses.replace(config, model=model, privacy=privacy), scaling * clients
+
+
+def _scales(config: Config) -> dict[str, float] | None:
+    """Return what stays at home: the server leaves what round zero found as it is."""
+    if not is_recipe(config):
+        return None
+    return dict.fromkeys(FOUND[: None if config.model.item_traits else -1], 0.0)
+
+
+def _without_noise(config: Config, model: Model, clients: int) -> aggregate.Aggregator:
+    if not config.aggregate.secure:
+        return build_aggregator(config, model)
+    assert config.aggregate.clip_norm is not None
+    most = config.sampling.capacity(clients)
+    return aggregate.secure(config.aggregate.clip_norm, clients=most, weigh=build_weights(config, model))
+
+
+def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggregator:
+    settings = config.privacy
+    assert settings.clip_norm is not None
     if settings.clip_quantile is not None:
         update_noise_for(noise, per_round / 20)  # says what to do where so few clients cannot hide a count
-    aggregator = aggregate.private(settings.clip_norm, noise, per_round=per_round, quantile=settings.clip_quantile)
-    return Protection(aggregator, ledger, noise)
+    return aggregate.private(
+        settings.clip_norm,
+        noise,
+        per_round=per_round,
+        weigh="examples" if is_recipe(config) else "uniform",
+        scales=_scales(config),
+        quantile=settings.clip_quantile,
+        correlated=settings.correlated,
+        rounds=config.rounds,
+    )
 
 
-def _noise(config: Config, clients: int, per_round: int, delta: float) -> float:
-    assert config.privacy.epsilon is not None
-    if config.rounds < 1:
-        raise ValueError("there are no rounds to spend a privacy budget on")
-    drawn = per_round if config.sampling.poisson else clients
-    # A little below, so that what too few places cost (`Sampling.overflow_delta`) fits, too.
-    epsilon = config.privacy.epsilon * (1 - 1e-4)
-    return noise_for(epsilon, clients=clients, per_round=drawn, rounds=config.rounds, delta=delta)
-
-
-def _secure(config: Config, clients: int, per_round: int, noise: float) -> aggregate.Aggregator:
-    assert config.privacy.clip_norm is not None
-    least = per_round
+def _secure(config: Config, clients: int, per_round: float, noise: float) -> aggregate.Aggregator:
+    least = int(per_round)
     if config.sampling.poisson:
         from scipy.stats import binom
 
         least = max(1, int(binom.ppf(RARE, clients, config.sampling.rate(clients))))
-    most = config.sampling.capacity(clients)
     return aggregate.secure(
-        config.privacy.clip_norm, clients=most, noise_multiplier=noise, per_round=per_round, least=least
+        config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is yet to be chosen
+        clients=config.sampling.capacity(clients),
+        noise_multiplier=noise,
+        per_round=per_round,
+        least=least,
+        weigh="examples" if is_recipe(config) else "uniform",
+        scales=_scales(config),
     )
 
 
-def say_promise(config: Config, protection: Protection) -> list[str]:
+def _release(config: Config, model: Model, clients: int, per_round: float) -> Callable[[float], Release]:
+    """Return what all rounds release with noise of the clients, as a function of the noise multiplier."""
+    parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
+    rate = config.sampling.rate(clients)
+
+    def release(noise: float) -> Release:
+        found = _secure(config, clients, per_round, noise).release
+        assert found is not None
+        return found(parts)._replace(rate=rate, rounds=config.rounds)
+
+    return release
+
+
+def say_promise(protection: Protection) -> list[str]:
     """Return remarks on what is promised, before training."""
-    if protection.ledger is None:
+    config, ledger = protection.config, protection.ledger
+    if ledger is None:
         return []
     remarks = [
         f"privacy: noise multiplier {protection.noise_multiplier:.4g}, clipping norm {config.privacy.clip_norm:g}"
     ]
-    if not config.sampling.poisson:
+    if ledger.releases:
+        remarks.append(f"privacy: {budget_sentence(ledger.releases, ledger.delta, ledger.budget)}")
+    if config.sampling.apart is not None:
         remarks.append(
-            "privacy: clients are not drawn by Poisson sampling, so no protection by chance is counted; with "
-            "--sampling.poisson the same noise promises far more"
+            f"privacy: clients take turns, each once in {config.sampling.apart} rounds at most; the promise holds "
+            "where that is kept, and counts on nothing else"
+        )
+    elif config.sampling.poisson:
+        remarks.append("privacy: every client is drawn by itself in every round (Poisson sampling)")
+    else:
+        remarks.append(
+            "privacy: clients are not drawn by Poisson sampling, so no protection by chance is counted; without "
+            "--sampling.oversample the same noise promises far more"
         )
     return [*remarks, f"privacy: {NOT_COVERED}"]

@@ -225,15 +225,22 @@ class Aggregate:
 class Privacy:
     """Differential privacy for clients: clipped uploads, noise, and a budget. Needs the extra privacy.
 
-    With epsilon, the noise for all --rounds together is computed. With noise_multiplier as well, epsilon is a budget
-    before which training stops. Use --sampling.poisson: without it, no protection by chance is claimed.
+    With epsilon, the noise for round zero and all --rounds together is computed. With noise_multiplier as well, epsilon
+    is a budget before which training stops. Clients are drawn by Poisson sampling, unless correlated is given.
 
     Attributes:
       epsilon: the budget; None for none.
       delta: the probability that the promise fails; a little below one in the number of training clients by default.
       noise_multiplier: noise in the sum of updates, in units of the clipping norm, instead of what epsilon needs.
-      clip_norm: the largest norm of an update; with clip_quantile, that of the first round.
+      clip_norm: the largest norm of an update; with clip_quantile, that of the first round. After round zero it is
+        chosen by default, else it must be given.
       clip_quantile: let the norm follow this share of the clients' norms, privately; None keeps it.
+      correlated: correlate the noise of so many rounds in a row, where nobody can promise to draw clients at random and
+        unseen. What must be promised instead: a client takes part once in so many rounds at most. None draws clients by
+        chance (Poisson sampling) and counts on that.
+      rating_range: the lowest and the highest rating there can be, where that is known, such as 1 5; by default they
+        are found in round zero, with noise.
+      round_zero: round zero's share of the budget (of 1 / noise^2); by default the more, the fewer clients there are.
     """
 
     epsilon: float | None = None
@@ -241,6 +248,9 @@ class Privacy:
     noise_multiplier: float | None = None
     clip_norm: float | None = None
     clip_quantile: float | None = None
+    correlated: int | None = None
+    rating_range: tuple[float, float] | None = None
+    round_zero: float | None = None
 
     @property
     def on(self) -> bool:
@@ -251,14 +261,16 @@ class Privacy:
         """Check the settings."""
         for name in ("epsilon", "noise_multiplier", "clip_norm"):
             check_number(f"privacy.{name}", getattr(self, name), above=True, fails="or none at all")
-        for name in ("delta", "clip_quantile"):
+        for name in ("delta", "clip_quantile", "round_zero"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ValueError(f"privacy.{name} is {value}; it must be above 0 and below 1")
-        if self.on and self.clip_norm is None:
-            raise ValueError(
-                "privacy.clip_norm is missing: what one client can add must be bounded; the median norm of updates is "
-                "a good start, and --privacy.clip-quantile 0.5 follows it"
-            )
-        if not self.on and (self.clip_norm or self.delta or self.clip_quantile):
+        check_number("privacy.correlated", self.correlated, least=1, most=MOST_ROUNDS)
+        if self.correlated is not None and self.clip_quantile is not None:
+            raise ValueError("privacy.correlated needs one clipping norm for all rounds; it excludes clip_quantile")
+        ends = self.rating_range
+        if ends is not None and not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
+            raise ValueError(f"privacy.rating_range is {ends}; give the lowest and the highest rating, such as 1 5")
+        others = (self.clip_norm, self.delta, self.clip_quantile, self.correlated, self.rating_range, self.round_zero)
+        if not self.on and any(value is not None for value in others):
             raise ValueError("privacy has neither epsilon nor noise_multiplier: nothing would be promised")

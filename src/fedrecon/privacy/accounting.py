@@ -30,6 +30,8 @@ class Release(NamedTuple):
       count_noise: of adaptive clipping: the standard deviation of the noise in the count of clients below the norm.
       steps: of skellam: the most that one client can add to the sum, its norm in integers.
       length: of skellam: how many entries a client sends.
+      apart: promised: a client takes part once in so many rounds at most; None if it may be in every round.
+      purpose: what was released, where it is not a round of training, such as `round zero`.
     """
 
     noise_multiplier: float
@@ -39,6 +41,13 @@ class Release(NamedTuple):
     count_noise: float | None = None
     steps: float | None = None
     length: int | None = None
+    apart: int | None = None
+    purpose: str | None = None
+
+    @property
+    def times(self) -> int:
+        """How many of the rounds one client can be in."""
+        return self.rounds if self.apart is None else -(-self.rounds // self.apart)
 
     def effective(self) -> float:
         """Return the noise multiplier of all that a round releases, the count of adaptive clipping included."""
@@ -54,6 +63,8 @@ class Release(NamedTuple):
             raise ValueError(f"the sampling rate is {self.rate}; a probability above 0 was expected")
         if self.rounds < 0:
             raise ValueError(f"{self.rounds} rounds; there cannot be fewer than none")
+        if self.apart is not None and (self.apart < 1 or self.rate < 1):
+            raise ValueError(f"rounds {self.apart} apart with rate {self.rate}; count on one of them, chance or order")
         if self.mechanism not in ("gaussian", "skellam"):
             raise ValueError(f"there is no mechanism {self.mechanism!r}; there are gaussian and skellam")
         if self.mechanism == "skellam" and (not self.steps or not self.length):
@@ -86,7 +97,7 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if not releases:
         return 0.0
     if any(release.mechanism == "skellam" for release in releases):
-        return renyi.epsilon([(_divergence(release), release.rounds) for release in releases], delta)
+        return renyi.epsilon([(_divergence(release), release.times) for release in releases], delta)
     # Rounding is upwards, and costs about a thousandth with these steps. Small epsilons need fine ones.
     found = math.inf
     for step, enough in ((3e-3, 2.0), (1e-3, 0.5), (2.5e-4, 0.0)):
@@ -104,7 +115,7 @@ def _losses(releases: Sequence[Release], step: float) -> Any:
         event = library.GaussianDpEvent(release.effective())
         if release.rate < 1:
             event = library.PoissonSampledDpEvent(release.rate, event)
-        accountant.compose(event, release.rounds)
+        accountant.compose(event, release.times)
     return accountant
 
 

@@ -51,8 +51,8 @@ class Ledger:
 
     @property
     def rounds(self) -> int:
-        """How many rounds were released so far."""
-        return sum(release.rounds for release in self.releases)
+        """How many rounds of training were released so far; round zero is none of them."""
+        return sum(release.rounds for release in self.releases if release.purpose is None)
 
     def add(self, release: Release) -> Ledger:
         """Return the ledger with one more release, or raise `BudgetError` and leave it as it is.
@@ -156,7 +156,11 @@ class Ledger:
 
 
 def _joined(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]:
-    """Add a release; rounds of the same kind are counted together, so that the order of rounds stays readable."""
-    if releases and releases[-1]._replace(rounds=0) == more._replace(rounds=0):
+    """Add a release; rounds of the same kind are counted together, so that the order of rounds stays readable.
+
+    Not so where clients are promised to be rounds apart: that is said of one run, not of the last round of one and the
+    first of another.
+    """
+    if more.apart is None and releases and releases[-1]._replace(rounds=0) == more._replace(rounds=0):
         return (*releases[:-1], more._replace(rounds=releases[-1].rounds + more.rounds))
     return (*releases, more)

@@ -64,7 +64,13 @@ def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int
     if ledger.clients != clients:
         raise ValueError(f"the ledger is of {ledger.clients} clients, and there are {clients}")
     parts = algorithm.method.parts(jax.eval_shape(algorithm.method.init, jax.random.key(0)))
-    each = algorithm.aggregator.release(parts)._replace(rate=sampling.rate(clients), rounds=1)
+    each = algorithm.aggregator.release(parts)
+    if each.apart is not None and (sampling.apart or 0) < each.apart:
+        raise ValueError(
+            f"correlated noise of {each.apart} bands holds for clients that are {each.apart} rounds apart or more; use "
+            f"Sampling(apart={each.apart}), not {sampling}"
+        )
+    each = each._replace(rate=sampling.rate(clients), rounds=1, apart=sampling.apart)
     # For more rounds than anybody plans, so that the same rounds cost the same to the digit when more are planned.
     left = ledger.delta - sampling.overflow_delta(max(rounds, MOST_ROUNDS))
     return Spending(dataclasses.replace(ledger, delta=left), each)

@@ -1,9 +1,8 @@
-"""Jobs of the study of privacy: training with noise, measured on users never met, and attacked."""
+"""Jobs of the study of privacy: the recipe with noise on all it releases, measured on users never met, and attacked."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +10,24 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
 
 import fedrecon as fr
-from fedrecon.privacy.accounting import default_delta, noise_for
+from fedrecon.app.budget import Population
+from fedrecon.app.build import build_algorithm, build_reconstruction, build_server, build_update
+from fedrecon.app.config import Privacy, RatingsConfig, Update
+from fedrecon.app.presets import DEFAULT
+from fedrecon.app.protection import Protection, protect
+from fedrecon.app.tasks.factors import FOUND, Items, prepare_privately, prepare_ratings, ridges_of
+from fedrecon.app.tasks.task import Ready, Users
 from fedrecon.progress import Progress, silent
+from fedrecon.solvers.priors import keep_constant, with_prior
 from fedrecon.studies.numbers import number
-from fedrecon.studies.rating_jobs import Divided, count, open_ratings
+from fedrecon.studies.rating_jobs import MOST_EXAMPLES, Divided, count, open_ratings
 from fedrecon.studies.study import Job, Kind
 
-MIDDLE = 3.5  # where the global mean starts: about the middle of the scale, which is public, and no mean of ratings
 ATTACKED = 100
 TOGETHER = 50
+BIASES = "item + user bias"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,29 +35,23 @@ class Setting:
     """How a model is trained with noise.
 
     Attributes:
-      train: `fedrecon`; or `everything global`, where the rows of users are in a table that the server averages, too.
+      train: `fedrecon`; or `everything global`, where users' embeddings and biases are rows of tables on the server.
       dim: length of the embeddings.
-      epsilon: the budget of all rounds; None trains without clipping and noise.
-      clip: the clipping norm.
-      population: compute the noise for so many clients, of whom `cohort` take part in a round, and scale it so that the
-        mean upload has as much of it; None for those that there are.
+      epsilon: the budget of round zero and all rounds; None trains without clipping and noise.
+      population: compute the noise for so many clients, of whom `cohort` take part in a round, and scale it so that
+        sums and mean uploads have as much of it as theirs; None for those that there are.
       cohort: of that population.
-      clients_per_round: how many take part here, on average.
-      learning_rate: of the server.
       rounds: how many.
     """
 
     train: Literal["fedrecon", "everything global"] = "fedrecon"
-    dim: int = 8
+    dim: int = 16
     epsilon: float | None = None
-    clip: float = 0.4  # the median norm of uploads after 100 rounds without noise
     population: int | None = None
     cohort: int | None = None
-    clients_per_round: int = 200
-    learning_rate: float = 3.0
-    rounds: int = 300
+    rounds: int = 200
     on_to: int | None = None
-    every: int = 300
+    every: int = 200
     measures: tuple[str, ...] = ("recon",)
 
     @property
@@ -60,50 +59,64 @@ class Setting:
         """How many rounds are run."""
         return self.rounds
 
-
-class Noise:
-    """The noise of a setting, given how many clients there are.
-
-    Attributes:
-      here: noise multiplier in this training; None for none.
-      there: noise multiplier of the population that is meant.
-      delta: of the promise.
-    """
-
-    def __init__(self, setting: Setting, clients: int):
-        """Compute it."""
-        self.here = self.there = self.delta = None
-        if setting.epsilon is None:
-            return
-        population, cohort = setting.population or clients, setting.cohort or setting.clients_per_round
-        self.delta = default_delta(population)
-        self.there = noise_for(setting.epsilon, clients=population, per_round=cohort, rounds=setting.rounds)
-        self.here = self.there * setting.clients_per_round / cohort
+    @property
+    def noise_of(self) -> Population | None:
+        """Whose noise it has, if not that of those who train."""
+        return None if self.population is None else Population(self.population, self.cohort or self.population / 10)
 
 
-@functools.lru_cache(maxsize=2)
-def _algorithms(setting: Setting, noise: float | None, items: int, clients: int) -> tuple[fr.Algorithm, fr.Algorithm]:
+def _config(setting: Setting, seed: int) -> RatingsConfig:
+    """Return the recipe's settings."""
+    private = setting.train == "fedrecon"
+    model = dataclasses.replace(DEFAULT.model, dim=setting.dim, implicit_feedback=private)
+    split = DEFAULT.split if private else dataclasses.replace(DEFAULT.split, train="none")
+    return dataclasses.replace(
+        DEFAULT,
+        model=model,
+        split=split,
+        privacy=Privacy(epsilon=setting.epsilon),
+        sampling=fr.Sampling(None, poisson=True),
+        rounds=setting.rounds,
+        seed=seed,
+    )
+
+
+def _prepared(setting: Setting, divided: Divided, seed: int) -> tuple[Ready, Protection]:
+    """Run round zero, and compute the noise of the rounds."""
+    config, ratings = _config(setting, seed), divided.ratings
+    users, items = Users(*divided.of("unseen", seed)), Items(np.asarray(ratings.item_ids))
+    if setting.epsilon is None:
+        ready = prepare_ratings(config, ratings, users, items)
+    else:
+        ready = prepare_privately(config, ratings, users, items, setting.noise_of)
+    return ready, protect(
+        ready.config, ready.model, len(users.train), released=ready.releases, population=setting.noise_of
+    )
+
+
+def _algorithms(setting: Setting, ready: Ready, protection: Protection) -> tuple[fr.Algorithm, fr.Algorithm]:
     """Return what trains, and what serves users after training."""
-    model = fr.models.matrix_factorization(items, setting.dim, biases=True, init_mean=MIDDLE, init_scale=0.1)
-    rebuild = fr.least_squares(2.0)
-    update = fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=60)
-    server = optax.sgd(setting.learning_rate, momentum=0.9)
-    aggregate = fr.aggregate.mean("uniform")
-    if noise is not None:
-        aggregate = fr.aggregate.private(setting.clip, noise, per_round=setting.clients_per_round)
+    config, train = protection.config, ready.users.train
+    assert isinstance(config, RatingsConfig)
+    examples = train.num_examples if protection.examples is None else protection.examples
     if setting.train == "fedrecon":
-        algorithm = fr.federated_reconstruction(
-            model,
-            split=fr.split.redrawn(fr.split.half()),
-            reconstruct=rebuild,
-            update=update,
-            server=server,
-            aggregate=aggregate,
-        )
+        algorithm = build_algorithm(config, ready.model, examples, protection.aggregator)
         return algorithm, algorithm
-    serving = fr.federated_averaging(model, update=update, server=server, reconstruct=rebuild)
-    table = fr.models.client_table(model, clients)
-    return fr.federated_averaging(table, update=update, server=server, aggregate=aggregate), serving
+    ridges: Any = ridges_of(config)
+    priors = {"*item_embedding": config.model.prior, "*user_embedding": 2 * ridges["*"]}
+    priors |= {f"*{name}": 2 * float(np.mean(ridges[name])) for name in ("user_bias", "user_traits")}
+    server = with_prior(build_server(config.server, config.rounds), priors, examples=examples)
+    update = build_update(Update(learning_rate=1.0, steps=1, batch_size=MOST_EXAMPLES))
+    serving = build_reconstruction(config.reconstruct, ridges)
+    return (
+        fr.federated_averaging(
+            fr.models.client_table(ready.model, len(train)),
+            update=update,
+            server=keep_constant(server, FOUND),
+            aggregate=protection.aggregator,
+        ),
+        fr.federated_averaging(ready.model, update=update, server=server, reconstruct=serving),
+    )
 
 
 def run_job(
@@ -111,11 +124,11 @@ def run_job(
 ) -> dict[str, Any]:
     """Train one setting with one seed, measure it on users never met, and attack its uploads."""
     began = time.perf_counter()
-    parts = divided.of("unseen", seed)
-    noise = Noise(setting, len(parts.train))
-    algorithm, serving = _algorithms(setting, noise.here, divided.ratings.num_items, len(parts.train))
+    ready, protection = _prepared(setting, divided, seed)
+    algorithm, serving = _algorithms(setting, ready, protection)
     everything = setting.train != "fedrecon"
-    evaluator = fr.Evaluator(serving, getattr(parts, part), split=fr.split.half())
+    measured, train = getattr(ready.users, part), ready.users.train
+    evaluator = fr.Evaluator(serving, measured, split=fr.split.half())
     found: list[dict[str, Any]] = []
 
     def observe(params: Any, kept: Any) -> fr.Evaluation:
@@ -126,9 +139,9 @@ def run_job(
 
     run = fr.train(
         algorithm,
-        fr.with_owner(parts.train) if everything else parts.train,
+        fr.with_owner(train) if everything else train,
         rounds=setting.rounds,
-        sampling=fr.Sampling(setting.clients_per_round, poisson=True),
+        sampling=protection.config.sampling,
         valid=observe,
         evaluate_every=setting.every,
         seed=seed,
@@ -136,31 +149,36 @@ def run_job(
     )
     if run.interrupted:
         raise KeyboardInterrupt
+    table = fr.baselines.measure(
+        train, measured, split=fr.split.half(), num_items=divided.ratings.num_items, which=(BIASES,)
+    ).table
+    ledger = protection.ledger
     return {
         "evaluations": found,
         "losses": [],
         "sent": 2 * count(run.params),
         "global": count(run.params),
-        "noise": noise.there,
-        "delta": noise.delta,
-        "trained_on": len(parts.train),
-        "leakage": _attack(setting, algorithm, run.params, parts.train, noise, everything),
+        "biases": table[BIASES]["rmse"],
+        "noise": protection.noise_multiplier,
+        "clip": protection.config.privacy.clip_norm,
+        "delta": None if ledger is None else ledger.delta,
+        "round_zero": None if ledger is None else ledger.epsilon,
+        "trained_on": len(train),
+        "leakage": _attack(algorithm, run.params, train, protection.noise_multiplier, everything),
         "seconds": round(time.perf_counter() - began, 2),
     }
 
 
 def _attack(
-    setting: Setting, algorithm: fr.Algorithm, params: Any, train: fr.Clients, noise: Noise, everything: bool
+    algorithm: fr.Algorithm, params: Any, train: fr.Clients, noise: float | None, everything: bool
 ) -> dict[str, Any] | None:
     """Attack a plain upload without privacy, and the noised sum of a few dozen people with it."""
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
         return None
     people = (fr.with_owner(train) if everything else train).take(np.arange(ATTACKED))
-    multiplier = 1.0 if noise.there is None else noise.there
-    found = fr.leakage(
-        algorithm, params, people, groups=(TOGETHER,), clip=setting.clip, noise_multiplier=multiplier, most=ATTACKED
-    )
-    chosen = found.exposures[0 if noise.there is None else -2]
+    multiplier = 1.0 if noise is None else noise
+    found = fr.leakage(algorithm, params, people, groups=(TOGETHER,), noise_multiplier=multiplier, most=ATTACKED)
+    chosen = found.exposures[0 if noise is None else -2]
     return {name: None if value != value else value for name, value in chosen._asdict().items()}
 
 
@@ -174,7 +192,7 @@ def describe(setting: Setting) -> tuple[str, ...]:
     """Return one cell under each head of the table of settings."""
     budget = "none" if setting.epsilon is None else f"{setting.epsilon:g}"
     of = f"{setting.population:,}, {setting.cohort:,} a round" if setting.population else "those there are"
-    return setting.train, str(setting.dim), budget, of, f"{setting.clip:g}", f"{setting.rounds}"
+    return setting.train, str(setting.dim), budget, of, f"{setting.rounds}"
 
 
 def _tell(micro: Mapping[str, Any]) -> str:
@@ -191,6 +209,6 @@ PRIVACY = Kind(
     shorten=shortened,
     tell=_tell,
     loss=_loss,
-    heads=("training", "dim", "epsilon", "noise of so many clients", "clipping norm", "rounds"),
+    heads=("training", "dim", "epsilon", "noise of so many clients", "rounds"),
     describe=describe,
 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import optax
 
+from fedrecon.app.budget import Population, round_zero_noise
 from fedrecon.app.config import Factorization, RatingsConfig, Scale
 from fedrecon.app.tasks.task import Ready, Users
 from fedrecon.clients import Clients, rows_of
@@ -18,9 +19,12 @@ from fedrecon.data import Ratings
 from fedrecon.model import Model
 from fedrecon.models import implicit_feedback, learned_default, matrix_factorization, standardized
 from fedrecon.preparation import DEFAULT, Plan, Preparation, Transform, advance, answer, prepare, start
+from fedrecon.privacy import round_zero
 from fedrecon.solvers.least_squares import Ridge
 from fedrecon.solvers.priors import keep_constant, with_prior
 
+FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the server leaves it as it is
+SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
 DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
 
 
@@ -129,7 +133,7 @@ def ridges_of(config: RatingsConfig) -> Ridge | None:
 
 
 def believing(
-    settings: Factorization, optimizer: optax.GradientTransformation, examples: int
+    settings: Factorization, optimizer: optax.GradientTransformation, examples: float
 ) -> optax.GradientTransformation:
     """Give the server's optimizer the priors of the settings, and let it leave alone what round zero found."""
     priors = {}
@@ -141,8 +145,7 @@ def believing(
         optimizer = with_prior(optimizer, priors, examples=examples)
     if settings.scale is None or not settings.scale.standardized:
         return optimizer
-    found = ("*item_bias", "*mean", *(["*item_traits"] if settings.scale.trait_ridges else []))
-    return keep_constant(optimizer, found)
+    return keep_constant(optimizer, FOUND if settings.scale.trait_ridges else FOUND[:-1])
 
 
 # ---- round zero ----
@@ -182,6 +185,8 @@ def scale_of(settings: Factorization, transform: Transform, zero: Preparation) -
 
 def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items: Items) -> Ready:
     """Ask the training users for sums, and put what follows from them into settings, items and model."""
+    if config.privacy.on:
+        return prepare_privately(config, ratings, users, items)
     transform = decide_transform(config.data.transform, users.train)
     users = Users(*(transformed(part, transform) for part in users))
     zero = biases = prepare(users.train, len(items), plan=Plan(DEFAULT.biases, 0), transform="none")
@@ -192,6 +197,52 @@ def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items
     items = dataclasses.replace(items, liking=Liking(biases.item_bias, biases.user_ridge))
     model = build_model(config.model, len(items), zero)
     return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, zero)))
+
+
+def prepare_privately(
+    config: RatingsConfig, ratings: Ratings, users: Users, items: Items, population: Population | None = None
+) -> Ready:
+    """Do what `prepare_ratings` does, from noised sums alone; nothing else of the training users gets into a model.
+
+    Args:
+      config: the settings, with a promise of privacy.
+      ratings: all of them, for what is said.
+      users: divided.
+      items: what ids stand for.
+      population: compute the noise for these, and let the sums have as much of it as theirs; None for those who train.
+    """
+    here = Population(len(users.train), config.sampling.wanted(len(users.train)))
+    there, settings = population or here, config.model
+    plan = Plan(2, int(settings.item_traits)) if settings.round_zero else Plan(0, 0)
+    wanted: Transform | None = None if config.data.transform == "auto" else config.data.transform
+    rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
+    try:
+        found = round_zero.prepare(
+            users.train,
+            len(items),
+            noise_multiplier=round_zero_noise(config, there),
+            add=round_zero.integers(rng) if config.aggregate.secure else round_zero.gaussian(rng),
+            noise_scale=here.clients / there.clients,
+            scale=config.privacy.rating_range,
+            transform=wanted,
+            plan=plan,
+        )
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
+    zero = found.preparation
+    users = Users(*(transformed(part, zero.transform) for part in users))
+    scale = scale_of(config.model, zero.transform, zero)
+    config = dataclasses.replace(config, model=dataclasses.replace(settings, scale=scale))
+    ends = np.array([zero.low, zero.high])
+    low, high = np.expm1(ends) if zero.transform == "log1p" else ends
+    items = dataclasses.replace(
+        items,
+        counts=np.rint(found.counts).astype(np.int64) if settings.round_zero else None,
+        scale=(float(low), float(high)),
+        liking=Liking(zero.item_bias, zero.user_ridge) if settings.round_zero else None,
+    )
+    model = build_model(config.model, len(items), zero)
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, zero)), found.releases)
 
 
 def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Preparation) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from fedrecon.app.config import Config, Reading
 from fedrecon.clients import Clients
 from fedrecon.model import Model
+from fedrecon.privacy.accounting import Release
 from fedrecon.progress import Progress
 
 
@@ -56,6 +57,7 @@ class Ready(NamedTuple):
       legend: what ids stand for.
       model: as it starts.
       remarks: what was read and what was decided from it, for people.
+      releases: what that look gave away about the training clients, with noise; for the ledger of a private run.
     """
 
     config: Any
@@ -63,6 +65,7 @@ class Ready(NamedTuple):
     legend: Any
     model: Model
     remarks: tuple[str, ...] = ()
+    releases: tuple[Release, ...] = ()
 
 
 class Dataset(Protocol):
