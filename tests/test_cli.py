@@ -386,7 +386,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv is a file; give a new or empty folder"),
         (["train", "ok.csv", "--out", "run", "--devices", "0"], 1, "devices is 0"),
         (["train", "ok.csv", "--out", "run", "--devices", "60"], 1, "JAX sees"),
-        (["train", "ok.csv", "--out", "run", "--devices", "9999"], 1, "devices is 9999; from 1 to"),
+        (["train", "ok.csv", "--out", "run", "--devices", "9999"], 1, "`devices` is 9999; it must be between 1 and"),
         (["train", "ok.csv", "--out", "run", "--rounds", "-1"], 2, "rounds is -1"),
         (["train", "ok.csv", "--out", "run", "--update.joint", "--update.second-order"], 1, "exclude each other"),
         (["evaluate", "nowhere"], 1, "nowhere is not a folder"),
