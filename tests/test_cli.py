@@ -384,7 +384,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "nothing.csv", "--out", "run"], 1, "nothing.csv is neither a file nor a known data set"),
         (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' is not a number"),
         (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv is a file; give a new or empty folder"),
-        (["train", "ok.csv", "--out", "run", "--devices", "0"], 1, "devices is 0"),
+        (["train", "ok.csv", "--out", "run", "--devices", "0"], 1, "`devices` is 0"),
         (["train", "ok.csv", "--out", "run", "--devices", "60"], 1, "JAX sees"),
         (["train", "ok.csv", "--out", "run", "--devices", "9999"], 1, "`devices` is 9999; it must be between 1 and"),
         (["train", "ok.csv", "--out", "run", "--rounds", "-1"], 2, "rounds is -1"),
