@@ -44,7 +44,7 @@ def test_a_client_is_a_view_of_its_rows():
 
 @pytest.mark.parametrize("i", [3, -4])
 def test_an_index_out_of_range_is_named(i):
-    with pytest.raises(IndexError, match=f"client {i} was asked for, but there are 3"):
+    with pytest.raises(IndexError, match=f"there is no client {i}: there are 3"):
         make([3, 0, 2])[i]
 
 

@@ -92,7 +92,7 @@ class Clients:
         """Return the columns of client `i`, as views."""
         i = operator.index(i)
         if not -len(self) <= i < len(self):
-            raise IndexError(f"client {i} was asked for, but there are {len(self)}: indices start at 0.")
+            raise IndexError(f"there is no client {i}: there are {len(self)}, and indices start at 0.")
         rows = slice(int(self.starts[i]), int(self.ends[i]))
         return {name: np.asarray(values[rows]) for name, values in self.columns.items()}
 
@@ -443,7 +443,12 @@ def _in_order(starts: np.ndarray, ends: np.ndarray, rows: int) -> bool:
 
 
 def rows_of(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the rows of these ranges, one range after another."""
+    """Return the rows of several ranges, one range after another.
+
+    Args:
+      starts: the first row of each range.
+      ends: one past the last row of each range.
+    """
     sizes = ends - starts
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())

@@ -58,7 +58,7 @@ class Explanation:
         ids: a mean over clients. None if no clients were given or no table is read by rows.
       sends_by_rows: bytes that it sends if only rows that changed are sent, in the same way.
       clients: how many clients that mean is over.
-      noised: whether the algorithm's aggregator adds noise, which goes on every row of every table.
+      noised: whether the algorithm's aggregator adds noise. Noise is added to every row of every table.
     """
 
     parts: tuple[Part, ...]

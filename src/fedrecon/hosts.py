@@ -229,8 +229,8 @@ def _specification(clients: Clients) -> Specification:
 def _needs(algorithm: Algorithm, specification: Specification) -> Needs:
     """Return which parts of data with these columns a method needs. Cached, since finding out traces the model."""
     columns = {name: np.zeros((0, *shape), dtype) for name, dtype, shape in specification}
-    nobody = Clients(columns, np.zeros(0, int), np.zeros(0, int))
-    return algorithm.method.needs._replace(columns=features_of(algorithm, nobody))
+    no_clients = Clients(columns, np.zeros(0, int), np.zeros(0, int))
+    return algorithm.method.needs._replace(columns=features_of(algorithm, no_clients))
 
 
 @functools.lru_cache(maxsize=64)

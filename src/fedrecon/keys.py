@@ -87,13 +87,21 @@ def fold_words(words: np.ndarray, number: int) -> np.ndarray:
 
 
 def as_number(words: np.ndarray) -> np.ndarray:
-    """Return pairs of words, `(..., 2)`, as 64-bit numbers, `(...)`."""
+    """Return pairs of 32-bit words as 64-bit numbers.
+
+    Args:
+      words: `(..., 2)`.
+    """
     wide = np.asarray(words, np.uint32).astype(np.uint64)
     return wide[..., 0] << np.uint64(32) | wide[..., 1]
 
 
 def as_words(numbers: np.ndarray) -> np.ndarray:
-    """Return 64-bit numbers, `(...)`, as pairs of words, `(..., 2)`."""
+    """Return 64-bit numbers as pairs of 32-bit words, `(..., 2)`.
+
+    Args:
+      numbers: `(...)`.
+    """
     numbers = np.asarray(numbers, np.uint64)
     return np.stack([numbers >> np.uint64(32), numbers & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
 

@@ -19,14 +19,24 @@ class Progress(Protocol):
 
 @contextlib.contextmanager
 def silent(title: str, total: int) -> Iterator[Advance]:
-    """Show nothing."""
+    """Show nothing.
+
+    Args:
+      title: of the work.
+      total: units of work.
+    """
     del title, total
     yield lambda done=1, note="": None
 
 
 @contextlib.contextmanager
 def bars(title: str, total: int) -> Iterator[Advance]:
-    """Show a bar with the time left on standard error, if that is a terminal."""
+    """Show a bar with the time left on standard error, if that is a terminal.
+
+    Args:
+      title: of the work.
+      total: units of work.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -56,13 +56,22 @@ class Sets(NamedTuple):
     weight: np.ndarray | None = None
 
     def rows(self, begin: int, end: int) -> Sets:
-        """Return the users from `begin` to `end`, numbered from 0."""
+        """Return the users from `begin` to `end`, numbered from 0.
+
+        Args:
+          begin: the first user.
+          end: one past the last user.
+        """
         first, last = np.searchsorted(self.user, [begin, end])
         weight = None if self.weight is None else self.weight[first:last]
         return Sets(end - begin, self.user[first:last] - begin, self.item[first:last], weight)
 
     def matrix(self, num_items: int) -> np.ndarray:
-        """Return `(users, items)` with 1 for every item in a set."""
+        """Return `(users, items)` with 1 for every item in a set, 0 elsewhere.
+
+        Args:
+          num_items: item ids are 0 to `num_items - 1`.
+        """
         found = np.zeros((self.users, num_items), np.float32)
         found[self.user, self.item] = 1
         return found

@@ -138,7 +138,7 @@ class Sample(NamedTuple):
 def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -> Sample:
     """Draw the clients of a round without replacement, in time that does not grow with the population.
 
-    This runs beside compiled rounds and must not wait for their devices, so it draws with numpy.
+    This runs while compiled rounds run and must not wait for their devices, so it draws with numpy.
 
     Args:
       key: the words of a JAX key (`jax.random.key_data`).

@@ -69,7 +69,7 @@ def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
     if set(found) != set(wanted):
         odd = sorted(set(found) ^ set(wanted))[0]
         raise WireError(
-            f"the message holds {len(found)} arrays, not the {len(wanted)} expected; {odd!r} is in one only"
+            f"the message has {len(found)} arrays, not the {len(wanted)} expected; {odd!r} is only in one of them"
         )
     free = _free_dimensions(like)
     for name, leaf in wanted.items():
@@ -94,8 +94,8 @@ def _check_header(data: bytes, kind: str) -> None:
     if not 0 < size <= min(MOST_HEADER, len(data) - 8):
         raise WireError(f"the message of {len(data)} bytes has no header; expected {FORMAT} {VERSION}")
     try:
-        told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][ABOUT])
-        format_, version, found = (told.get(name) for name in ("format", "version", "kind"))
+        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][ABOUT])
+        format_, version, found = (about.get(name) for name in ("format", "version", "kind"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise WireError(f"the message has no header that can be read; expected {FORMAT} {VERSION}") from None
     if format_ != FORMAT or version != VERSION:

@@ -158,11 +158,11 @@ class Updater:
 
         solution = self._update.solve(
             Problem(
-                self._objective(predict, structure, local_of),
-                trained,
-                held,
-                working.cohort.query,
-                working.tables,
+                objective=self._objective(predict, structure, local_of),
+                params=trained,
+                context=held,
+                examples=working.cohort.query,
+                tables=working.tables,
                 grows={} if self._through_support else {GLOBAL + p: self._ids(p, cohort) for p in working.growing},
                 keys=keys,
             )
@@ -173,6 +173,7 @@ class Updater:
             others = after | self._changed(working, solution, cohort)
             rest = (others, mine if jax.tree.leaves(mine) else context)
             after |= self._advance_statistics(statistics, rest, working, structure)
+        # (clients, ...) of whole parameters, (clients, rows, ...) of lookup tables
         delta = {path: after[path] - copy for path, copy in working.copies.items()} | _under(GLOBAL, solution.changes)
         upload = self._upload({path: delta[path] for path in leaves}, leaves, cohort, solution)
         return Updated(upload, mine, solution.steps)
