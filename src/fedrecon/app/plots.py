@@ -39,6 +39,8 @@ def learning_curve(
     left, right = figure.subplots(1, 2)
     _draw_loss(left, _column(rounds, "round"), _column(rounds, "loss"))
     _draw_evaluations(right, evaluations, measures)
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     write_figure(figure, path)
 
 
@@ -61,10 +63,13 @@ def _draw_loss(axes: Any, rounds: np.ndarray, loss: np.ndarray) -> None:
     axes.grid(alpha=0.25)
     if not np.isfinite(loss).any():
         return
-    axes.plot(rounds, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="each round")
-    window = min(SMOOTHED, max(1, len(loss) // 10))
-    label = f"mean of {window} rounds"
-    axes.plot(rounds, _running_mean(loss, window), color="tab:blue", linewidth=1.8, label=label)
+    window = min(SMOOTHED, len(loss) // 10)
+    if window > 1:
+        axes.plot(rounds, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="each round")
+        label = f"mean of {window} rounds"
+        axes.plot(rounds, _running_mean(loss, window), color="tab:blue", linewidth=1.8, label=label)
+    else:
+        axes.plot(rounds, loss, color="tab:blue", linewidth=1.8, label="each round")
     later = loss[len(loss) // 10 :]
     if np.nanmax(loss) > 2 * np.nanmax(later):  # the first rounds would flatten all the others
         low, high = np.nanmin(later), np.nanmax(later)
