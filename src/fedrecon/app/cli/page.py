@@ -16,14 +16,14 @@ from fedrecon.app.cli import options
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Serve the page of a model on this machine and open it in the browser: rate, or write, and see what the model
-    makes of it. Nothing that is entered leaves the browser.
+    """Serve the page of a model on this machine and open it in the browser: rate titles or write text, and see
+    what the model makes of it. Nothing you enter leaves the browser.
 
     Example: fedrecon page runs/small
 
     Attributes:
       run: the folder of a run or of a saved model, which is bundled first, or of a bundle.
-      port: where to serve; 0 takes one that is free.
+      port: of the address, which what you enter belongs to; 0 takes any that is free.
       open: open the browser.
       onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, which the page needs.
     """
