@@ -44,7 +44,8 @@ test-web: build/web.stamp
 CHROMIUM := chromium chromium-browser google-chrome
 APT := apt-get install -qq -y --no-install-recommends chromium
 test-browser: .venv/browser.stamp build/web.stamp
-	@which $(CHROMIUM) > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null || \
+	@for name in $(CHROMIUM); do ! command -v $$name > /dev/null || exit 0; done; \
+	  [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null || \
 	  $(APT) > /dev/null 2>&1 || { apt-get update -qq && $(APT) > /dev/null; } || echo 'Chromium could not be installed'
 	FEDRECON_AXE=tests/web/node_modules/axe-core/axe.min.js \
 	FEDRECON_ONNXRUNTIME_WEB=tests/web/node_modules/onnxruntime-web/dist \

@@ -1,5 +1,7 @@
 """Text on devices: the words of training, bundles of the next word, suggestions with a person's own words."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,3 +116,22 @@ def test_a_text_bundle_says_what_it_needs(made, tmp_path):
     with pytest.raises(ValueError, match="recommends nothing"):
         person.recommend()
     assert person.bundle.warm_start
+
+
+def test_a_saved_model_of_text_becomes_a_bundle_that_suggests(tmp_path):
+    pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
+    from device_models import WORDS, trained
+    from fedrecon.app.saved import SavedModel
+    from fedrecon.app.tasks import TEXT
+    from fedrecon.device.saved import bundle_model
+    from fedrecon_device import Personal, check
+
+    sizes = {"embedding": 6, "hidden": 8, "projection": 7, "max_words": 7, "oov_buckets": 5}
+    config = dataclasses.replace(TEXT.untrained, model=dataclasses.replace(TEXT.untrained.model, **sizes))
+    vocabulary = Vocabulary(tuple(WORDS), 5)
+    saved = SavedModel(config, trained(TEXT.build_model(config, vocabulary)), vocabulary)
+    bundle_model(saved, tmp_path / "b", most=6, quantise="int8")
+    assert check(tmp_path / "b").difference <= 1e-5
+    person = Personal(tmp_path / "b", tmp_path / "me.json")
+    person.add(text="we met a zebra. so is the yak")
+    assert {"zebra", "yak"} == {one.word for one in person.complete("we met", 50) if one.personal}

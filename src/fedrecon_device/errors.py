@@ -1,4 +1,4 @@
-"""What can be wrong with a bundle or with a person's file, as errors."""
+"""Errors: a bundle or a person's file that cannot be used."""
 
 
 class BundleError(ValueError):

@@ -65,7 +65,7 @@ class Personal:
     def add(
         self, columns: Mapping[str, Sequence[Any]] | None = None, *, text: str | None = None, **named: Sequence[Any]
     ) -> Added:
-        """Add examples, newest last, and forget the local parameters that did not know them.
+        """Add examples, newest last; local parameters are reconstructed when they are needed next.
 
         Args:
           columns: one sequence a feature, of one length. Of ratings: `item`, with the ids of the data, and `rating`; a
@@ -113,7 +113,7 @@ class Personal:
     # ---- what the model makes of it ----
 
     def refresh(self, *, warm: bool | None = None) -> dict[str, np.ndarray]:
-        """Reconstruct the local parameters from the newest examples, and keep them with the model's digest.
+        """Reconstruct the local parameters from the newest examples and keep them with the digest of the model.
 
         Args:
           warm: go on from the local parameters that this model had before, on all examples; by default where the

@@ -1,4 +1,4 @@
-"""Recommendations that people can trust: the order of items, what is left out, scores within the scale."""
+"""Recommendations that people can trust: which items, in which order, with scores within the scale."""
 
 from __future__ import annotations
 

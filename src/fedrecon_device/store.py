@@ -1,4 +1,4 @@
-"""All that is kept of a person: one file of its owner, readable by nobody else, whole or not there."""
+"""All that is kept of a person: one file that only its owner can read, written atomically."""
 
 from __future__ import annotations
 

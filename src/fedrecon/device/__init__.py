@@ -1,4 +1,4 @@
-"""Bundles for devices and browsers: the private part of a model rebuilt where the person is."""
+"""Bundles for devices and browsers: local parameters are reconstructed where the person is."""
 
 from fedrecon.device.exporting import Legend as Legend
 from fedrecon.device.making import bundle as bundle

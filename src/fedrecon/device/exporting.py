@@ -129,7 +129,7 @@ class Exporter:
         return found.shape == expected.shape and bool(np.allclose(found, expected, 1e-5, 1e-5))
 
     def stablehlo(self) -> bytes:
-        """Return reconstruction as jax.export writes it, without a word about where it was written."""
+        """Return reconstruction as jax.export writes it, without source locations."""
         with _without_places():
             shapes = {name: jax.ShapeDtypeStruct(np.shape(one), one.dtype) for name, one in self._support().items()}
             return bytes(jax.export.export(jax.jit(self._reconstruct))(shapes).serialize())

@@ -1,4 +1,4 @@
-"""Compiled functions in plain operations: what an exporter can translate is evaluated from a trace, call by call."""
+"""Functions rewritten in plain operations that an exporter can translate, by evaluating their traces."""
 
 from __future__ import annotations
 

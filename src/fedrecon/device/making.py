@@ -109,7 +109,7 @@ def bundle(
     with whole_folder(out, replace=replace) as folder:
         _write(folder, manifest, files)
         wrong = None if problems or not onnx else _disproved(folder)
-        if wrong is not None:  # nobody gets graphs that do something else than the model
+        if wrong is not None:  # graphs that disagree with the model are not delivered
             problems = dict.fromkeys(graphs, wrong)
             files = {name: data for name, data in files.items() if not name.endswith(".onnx")}
             entries = {name: _graph_entry(name, {}, problems) for name in problems}

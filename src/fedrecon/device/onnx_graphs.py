@@ -14,7 +14,7 @@ from jax.extend import core
 
 from fedrecon.device.inlining import inlined, used_inputs
 
-LARGE = 256  # numbers of a constant that is worth writing in fewer
+LARGE = 256  # numbers of a constant that is worth replacing
 OPSET = 21  # that ONNX Runtime reads since 1.18, on phones and in browsers too
 
 
@@ -77,7 +77,7 @@ def _with_any(shape: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep to ourselves what the exporter says about its own inside."""
+    """Silence what the exporter logs about its own internals."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -138,7 +138,7 @@ def _clean_graph(graph: Any) -> set[str]:
 
 
 def _in_few_words(graph: Any, constant: Any) -> bool:
-    """Replace a large constant whose numbers are all equal, such as zeros at first, by its shape and one number."""
+    """Replace a large constant whose numbers are all equal, such as initial zeros, by its shape and one number."""
     from onnx import helper, numpy_helper
 
     values = numpy_helper.to_array(constant)

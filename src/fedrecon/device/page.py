@@ -82,7 +82,7 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server that takes it calmly when a browser goes away in the middle of an answer."""
+    """A server that ignores browsers which disconnect in the middle of an answer."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):
@@ -135,7 +135,7 @@ class _Files(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: what a person looks at is nobody's business, not even the terminal's."""
+        """Log nothing: what a person looks at is nobody else's business."""
 
 
 def _kind(name: str) -> str:

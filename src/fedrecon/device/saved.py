@@ -76,7 +76,7 @@ def bundle_model(
 
 
 def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
-    """Return what whoever reconstructs without ONNX must know: the solver's settings, and what round zero found."""
+    """Return what reconstruction without ONNX needs to know: the solver's settings, and what round zero found."""
     settings = asdict(saved.config.reconstruct)
     scale = saved.config.model.scale if saved.task is RATINGS else None
     if scale is None:

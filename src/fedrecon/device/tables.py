@@ -11,7 +11,7 @@ from safetensors.numpy import save
 from fedrecon_device.tensors import GLOBAL, ROW_SCALE, START, as_float32
 
 Quantisation = Literal["int8", "float16"]
-SMALL = 1024  # numbers: smaller leaves stay float32, since nothing would be won
+SMALL = 1024  # numbers: smaller leaves stay float32: quantising them would save next to nothing
 NARROW = 4  # numbers of a row: with a scale of four bytes, int8 rows of so few are no smaller than float16
 
 

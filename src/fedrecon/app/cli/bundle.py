@@ -78,6 +78,6 @@ def run(args: Make | Check) -> int:
         replace=args.overwrite,
     )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"{folder}: {size / 1e6:.2f} MB; the test vectors come out in ONNX Runtime as in JAX")
+    print(f"{folder}: {size / 1e6:.2f} MB; ONNX Runtime reproduces all test vectors")
     print(f"next: fedrecon page {folder}")
     return 0

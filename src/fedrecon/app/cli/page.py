@@ -22,8 +22,8 @@ class Page:
     Example: fedrecon page runs/small
 
     Attributes:
-      run: the folder of a run, of a saved model or of a bundle.
-      port: the port to serve on; 0 takes a free one.
+      run: the folder of a run or of a saved model, which is bundled first, or of a bundle.
+      port: the port to serve on. The browser keeps what you enter for this address and port; 0 takes a free port.
       open: open the browser.
       onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, which the page needs.
     """

@@ -1,4 +1,4 @@
-// Text: sentences, words, their ids and suggestions, to the letter as in training.
+// Text: sentences, words, their ids and suggestions, exactly as in training.
 // @ts-check
 
 const URL_WORD = "<URL>";
