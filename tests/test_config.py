@@ -51,7 +51,7 @@ def test_settings_of_text_have_the_defaults_of_text():
 def test_settings_that_name_no_task_are_of_ratings_unless_told():
     assert config_from_json({"data": {"source": "x"}}, "file") == RatingsConfig(data=Data(source="x"))
     assert config_from_json({"data": {"source": "x"}}, "file", "text") == TextConfig(data=TextData(source="x"))
-    with pytest.raises(ConfigError, match="file: task is 'sound'; expected one of ratings, text"):
+    with pytest.raises(ConfigError, match="file: task is 'sound'; expected one of ratings, clicks, text"):
         config_from_json({"task": "sound", "data": {"source": "x"}}, "file")
     with pytest.raises(ConfigError, match="file: the config must be an object"):
         config_from_json([], "file")
