@@ -35,6 +35,9 @@ LONG = ["next_word", "from_keras", "train", "lookups", "engine", "cli", "cli_tex
 # What takes longest runs with `make test-slow` and in CI, so that `make test` stays short. Whole files (""), or
 # tests of a file by the beginning of their names, parameters included.
 SLOW = {
+    "ranking_study": ["test_the_federated_job"],
+    "clicks": ["test_tuning_tries"],
+    "federated_ials": ["test_training_ranks", "test_by_rows_and_by_whole"],
     "examples": [""],
     "studies": [""],
     "text_study": [""],

@@ -41,14 +41,7 @@ SCORES_AT_ONCE = 2**22  # numbers in a block of users by items
 
 
 class Sets(NamedTuple):
-    """A set of items for each of some users: pairs of user (from 0) and item, users ascending.
-
-    Attributes:
-      users: how many there are.
-      user: of each pair.
-      item: of each pair.
-      weight: what each item counts to whom that matters; None for 1 each.
-    """
+    """A set of items for each of some users: pairs of user (from 0) and item, users ascending, and maybe weights."""
 
     users: int
     user: np.ndarray

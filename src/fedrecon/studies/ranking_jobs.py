@@ -113,19 +113,22 @@ def ials(train: Sets, num_items: int, *, alpha: float, regularization: float, fa
     try:
         from implicit.cpu.als import AlternatingLeastSquares
         from scipy.sparse import csr_matrix
+        from threadpoolctl import threadpool_limits
     except ImportError as problem:
         raise ImportError(f"iALS needs implicit ({problem}); run: pip install 'fedrecon[ranking]'") from problem
-    model = AlternatingLeastSquares(
-        factors=factors,
-        regularization=regularization,
-        alpha=alpha,
-        iterations=SWEEPS,
-        num_threads=1,
-        random_state=seed,
-        dtype=np.float32,
-    )
     ones = np.ones(len(train.item), np.float32)
-    model.fit(csr_matrix((ones, (train.user, train.item)), (train.users, num_items)), show_progress=False)
+    matrix = csr_matrix((ones, (train.user, train.item)), (train.users, num_items))
+    with threadpool_limits(1, "blas"):  # as the package asks for: it has threads of its own
+        model = AlternatingLeastSquares(
+            factors=factors,
+            regularization=regularization,
+            alpha=alpha,
+            iterations=SWEEPS,
+            num_threads=1,
+            random_state=seed,
+            dtype=np.float32,
+        )
+        model.fit(matrix, show_progress=False)
     return by_embeddings(np.asarray(model.item_factors, np.float64), alpha, regularization)
 
 
