@@ -90,6 +90,8 @@ def measure(kind):
         serve = ("server", folder / "plan", "--out", folder / "run", "--listen", address, "--keys", folder / "keys")
         offline = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
         offline["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
+        # A SuperNode starts others by name.
+        offline["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         started = [launch(folder / "server.log", fedrecon(*serve, *patient), {})]
         try:
             for k, command in enumerate(commands(folder, kind, address, digest)):

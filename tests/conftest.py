@@ -136,6 +136,7 @@ SLOW = {
     "portable": ["test_a_saved_algorithm_trains"],
     "cli_deploy": ["test_a_plan_of_text", "test_a_node_in_a_script"],
     "deploy": ["test_nodes_give"],
+    "deploy_plans": ["test_the_default_preset", "test_an_operator_names"],
     "deploy_faults": [
         "test_a_secure_sum_survives",
         "test_bad_replies",

@@ -62,8 +62,10 @@ def test_the_default_preset_on_nodes_gives_what_the_simulation_gives(
     secure, tolerance, files, prepared_simulation, tmp_path
 ):
     plan = plan_of(ROUND_ZERO_CONFIG, secure=secure, least_nodes=2)
+    names = read_holding(plan, files[0]).users.train.names.tolist()
     grid = grid_of(files[1])
     outcome = deployed(plan, grid, tmp_path)
+    assert not any(name.encode() in reply for _, _, reply in grid.seen for name in names)
     ready, run = prepared_simulation
     assert_close(outcome.params, run.params, tolerance)
     saved = open_model(tmp_path)

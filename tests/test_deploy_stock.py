@@ -117,6 +117,7 @@ def test_a_stock_super_node_and_a_resident_one_train_together(files, tmp_path, p
     command = [program, "--superlink", address, "--root-certificates", tls.authority, "--port", free_port()]
     command += ["--auth-supernode-private-key", keys / "stock.key", "--node-config", told]
     offline = {**OFFLINE, "FLWR_HOME": str(tmp_path / "home"), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    offline["PATH"] = os.pathsep.join((str(program.parent), os.environ["PATH"]))  # a SuperNode starts others by name
     with flower_grid(address, tmp_path / "flower", tls, list(keys.glob("*.pub")), print) as grid:
         processes.launch("stock", list(map(str, command)), **offline)
         own = ("--ca", tls.authority, "--key", keys / "resident.key", "--accept", plan.digest, "--once")

@@ -78,12 +78,14 @@ def compile_once(plan: Path, file: Path) -> str:
     return found.digest
 
 
-def main_of_fedrecon(words: list[str]) -> None:
-    """Run a command in this process: starting JAX takes longer than most commands."""
-    from fedrecon.app.cli import main as command
+def make_keys(folder: Path, names: list[str]) -> None:
+    """Make what `fedrecon keys` makes, without starting another process."""
+    from fedrecon.deploy import certificates
 
-    if code := command(words):
-        raise SystemExit(code)
+    certificates.make_authority(folder)
+    certificates.make_server(folder, ())
+    for name in names:
+        certificates.make_node(folder / "nodes", name)
 
 
 def free_port() -> int:
@@ -120,11 +122,10 @@ def demonstrate(folder: Path, secure: bool) -> int:
     names = [f"node{k}" for k in range(NODES)]
     run, keys, plan = folder / "run", folder / "keys", folder / "plan"
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **CACHE}
-    with contextlib.redirect_stdout(None):
-        main_of_fedrecon(["keys", str(keys), "--nodes", *names])
+    make_keys(keys, names)
     safety = ["--secure", "--least-nodes", "3"] if secure else []
     made = ["plan", "--items", str(folder / "catalogue.csv"), "--out", str(plan), *MODEL.split(), *TRAINING.split()]
-    main_of_fedrecon([*made, *safety])
+    subprocess.run(fedrecon(*made, *safety), check=True)
     digest = compile_once(plan, data[0])
     address = f"127.0.0.1:{free_port()}"
     quick = ["--per-round", "3", "--oversample", "1.34", "--min-nodes", "3", "--deadline", "60", "--wait", "120"]

@@ -39,7 +39,7 @@ class Pace:
     """
 
     per_round: int | None = None
-    oversample: float = 1.3
+    oversample: float = 1.1
     deadline: float = 60.0
     stage_deadline: float = 15.0
     min_nodes: int = 1

@@ -33,7 +33,7 @@ class RunServer:
       ca: the authority's certificate, if it is elsewhere.
       nodes: the folder with public keys of the nodes that may take part, if it is elsewhere.
       per_round: close a round at so many good replies; by default at those of all nodes that are there.
-      oversample: invite this many times as many nodes.
+      oversample: invite this many times as many nodes as --per-round. Much more than drop out silences slow ones.
       deadline: seconds after which a round is closed with the replies that there are.
       stage_deadline: the same for each small message of a secure sum.
       min_nodes: how many nodes must be there to begin a round, and have answered to end one.
@@ -54,7 +54,7 @@ class RunServer:
     ca: Path | None = None
     nodes: Path | None = None
     per_round: int | None = None
-    oversample: float = 1.3
+    oversample: float = 1.1
     deadline: float = 60.0
     stage_deadline: float = 15.0
     min_nodes: int = 2
