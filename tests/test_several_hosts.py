@@ -205,6 +205,8 @@ def wires():
         first.finish()
         other.join()
         for peer in peers:
+            peer.hang_up()
+        for peer in peers:
             peer.close()
 
 
