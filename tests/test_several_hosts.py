@@ -17,7 +17,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedrecon as fr
-from fedrecon.cluster import arrays, meeting
+from fedrecon.cluster import arrays, meeting, wire
+from fedrecon.cluster.wire import Peer, Wire
 from fedrecon.engine import MOST_IN_BLOCK, MOST_ON_ACCELERATOR, MOST_SHARING, blocks_for
 
 HERE = Path(__file__).parent
@@ -188,6 +189,54 @@ def test_a_process_that_hangs_counts_as_dead():
     assert code == 1
     assert "process 1 on " in err
     assert "has not been heard of for 2 seconds" in err
+
+
+@pytest.fixture
+def wires():
+    """Return the wires of two processes, both in this one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+    with ends[0], ends[1]:
+        peers = [Peer(end, 1 - k, f"node{1 - k}") for k, end in enumerate(ends)]
+        first, second = (Wire(k, 2, {1 - k: peer}) for k, peer in enumerate(peers))
+        yield first, second
+        other = threading.Thread(target=second.finish)
+        other.start()
+        first.finish()
+        other.join()
+        for peer in peers:
+            peer.hang_up()
+        for peer in peers:
+            peer.close()
+
+
+def test_the_first_process_decides_what_all_agree_on(wires):
+    first, second = wires
+    assert (
+        first.agree(lambda: {"rounds": 3, "loss": 0.1})
+        == second.agree(lambda: "not asked")
+        == {"rounds": 3, "loss": 0.1}
+    )
+
+
+def test_a_process_that_was_started_differently_says_in_what(wires):
+    first, second = wires
+    told = threading.Thread(target=first.check_same, args=({"seed": 0, "rounds": 3},), daemon=True)
+    told.start()
+    with pytest.raises(fr.HostError, match=r"was not started as process 0 on node0 was: seed is 1 here and 0 there$"):
+        second.check_same({"seed": 1, "rounds": 3})
+    assert told.is_alive(), "the first does nothing before all others agree"
+    second._tell(same=True)
+    told.join()
+
+
+def test_an_error_of_the_first_process_is_raised_in_the_others(wires, monkeypatch):
+    first, second = wires
+    monkeypatch.setattr(wire, "VERDICT", 0.0)
+    with pytest.raises(ZeroDivisionError):
+        first.agree(lambda: 1 / 0)
+    with pytest.raises(fr.HostError, match="process 0 on node0: division by zero"):
+        second.agree(lambda: None)
 
 
 # ---- who does not come ----

@@ -118,9 +118,9 @@ def train(
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
     folder = None if folder is None else first_writes(folder)
+    every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every if folder else 0}
     check_same(
-        "clients (how many, of how many examples), rounds, seed or when to evaluate and save",
-        [len(clients), clients.num_examples, rounds, seed, evaluate_every, checkpoint_every if folder else 0],
+        {"clients": len(clients), "examples": clients.num_examples, "rounds": rounds, "seed": seed} | every,
     )
     algorithm = decide_lookups(algorithm, clients)
     check_fit(algorithm, clients)

@@ -113,12 +113,12 @@ def run_experiment(
     folder = first_writes(folder)
     with folder.held():
         earlier = agree(lambda: None if overwrite else run_to_resume(config, folder, resume))
-        check_same("settings and versions", [_settings(config), _versions()])
+        check_same(_settings(config) | _versions())
         start_same_devices(config, folder, earlier, say)
         task = task_of(config)
         data = task.load(config, progress)
         facts = _facts(config, data.fingerprint(), earlier, made_by)
-        check_same("fingerprints of the data", facts["data"]["fingerprint"])
+        check_same({"the data's fingerprint": facts["data"]["fingerprint"]})
         check_fingerprint(folder, facts, earlier)
         users = task.divide(config, data, progress)
         prepared = task.prepare(config, data, users, task.legend(config, data))
@@ -336,9 +336,12 @@ def _versions() -> dict[str, str]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return all settings but where the data is, which may be another place on another host."""
+    """Return all settings by name, but where the data is: that may be another place on another host."""
     settings = to_json(config)
-    return settings | {"data": {**settings["data"], "source": None}}
+    groups = {name: group for name, group in settings.items() if isinstance(group, dict)}
+    inside = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
+    alone = {name: value for name, value in settings.items() if name not in groups}
+    return {name: value for name, value in (alone | inside).items() if name != "data.source"}
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:

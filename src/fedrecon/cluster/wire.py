@@ -66,9 +66,12 @@ class Wire:
         self.process, self.processes, self._peers = process, processes, peers
         self.name = f"process {process} on {socket.gethostname()}"
         self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._same: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._done: set[int] = set()
         self._ended, self._over = threading.Event(), False
         self._quitting = threading.Lock()
+        if not peers:
+            self._ended.set()
         self._asked = self._pressed = False
         self._last_pressed = -BEAT
         for peer in peers.values():
@@ -102,12 +105,22 @@ class Wire:
             raise HostError(f"{self._peers[0]}: {message['error']}")
         return message["value"]
 
-    def check_same(self, what: str, value: Any) -> None:
-        """Refuse a value, such as a fingerprint of the data, that is another one in the first process."""
-        value = json.loads(json.dumps(value))
-        there = self.agree(lambda: value)
-        if there != value:
-            raise HostError(f"{what} differ between processes: {value} here, {there} on {self._peers[0]}")
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        """Refuse facts, such as a fingerprint of the data, that are others in the first process.
+
+        The first returns when all others have found the same: until then, nothing need have happened.
+        """
+        facts = json.loads(json.dumps(facts))
+        there = self.agree(lambda: facts)
+        names = sorted(name for name in {**facts, **there} if facts.get(name) != there.get(name))
+        if names:
+            other = "; ".join(f"{name} is {facts.get(name)} here and {there.get(name)} there" for name in names)
+            raise HostError(f"{self.name} was not started as {self._peers[0]} was: {other}")
+        if not self.first:
+            self._tell(same=True)
+            return
+        for _ in self._peers:
+            self._same.get()
 
     # ---- the end ----
 
@@ -193,6 +206,8 @@ class Wire:
             for line in peer.lines:
                 self._take(peer, json.loads(line))
             how = "has died"
+        except ConnectionError:
+            how = "has died"
         except TimeoutError:
             how = f"has not been heard of for {SILENCE:.0f} seconds"
         except (OSError, ValueError) as problem:
@@ -206,6 +221,8 @@ class Wire:
     def _take(self, peer: Peer, message: Mapping[str, Any]) -> None:
         if "value" in message:
             self._values.put(message)
+        elif "same" in message:
+            self._same.put(peer.process)
         elif "failed" in message and not self._over:
             self.quit(message["failed"], int(message["code"]))
         elif "done" in message:
@@ -255,7 +272,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield pressed
 
 
-def check_same(what: str, value: Any) -> None:
-    """Refuse a value that is another one in the first process."""
+def check_same(facts: Mapping[str, Any]) -> None:
+    """Refuse facts that are others in the first process."""
     if _wire is not None:
-        _wire.check_same(what, value)
+        _wire.check_same(facts)
