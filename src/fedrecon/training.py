@@ -28,6 +28,7 @@ from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
+CLEARLY = 0.01  # a loss that is higher by this share is worse by more than chance
 OnRecord = Callable[[dict[str, Any]], None]
 Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
 
@@ -44,7 +45,7 @@ class Run:
       interrupted: whether Ctrl-C stopped it before the last round.
       ledger: the privacy spent; None if `train` got no ledger.
       stopped: why training ended before the last round by itself; None if it did not.
-      best: with `patience`, after which round the parameters were as they are here; None for the last.
+      best: with `patience`, the round whose parameters these are, if not the last; None if they are the last.
     """
 
     params: Any
@@ -88,9 +89,9 @@ def train(
         clients), or any function of the global parameters and of what the training clients kept.
       evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
       evaluate_split: support and query in evaluation; half and half by default.
-      patience: stop after this many evaluations in a row that are no better than the best one, and keep the global
-        parameters of the best: the smallest loss with the fewest diverged clients. None runs all rounds and keeps the
-        last. For methods whose clients keep nothing between rounds.
+      patience: stop after this many evaluations in a row that are clearly worse than the best one: more diverged
+        clients, or a loss more than 1 % higher. If the last one is, `params` are those of the best. None runs all
+        rounds and returns the last. For methods whose clients keep nothing between rounds.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -129,11 +130,11 @@ def train(
     with folder.held() if folder else contextlib.nullcontext(), progress("training", rounds) as advance:
         advance(done, "compiling" if done < rounds else "")
         interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance)
-    done, best = loop.now.round, loop.best
+    done, best = loop.now.round, loop.better_than_last(log.history)
     params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
     if best is not None and not interrupted and done < rounds:
-        stopped = f"{patience} evaluations in a row were no better than that of round {best.round}"
+        stopped = f"{patience} evaluations in a row were clearly worse than that of round {best.round}"
     after = None if spent is None else spent.after(done)
     kept_from = None if best is None else best.round
     return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped, kept_from)
@@ -219,6 +220,11 @@ class _Best(NamedTuple):
     rank: tuple[float, float]
     params: Any
 
+    def beats(self, evaluation: dict[str, Any]) -> bool:
+        """Say whether it is clearly better than another evaluation; small differences are chance."""
+        diverged, loss = _rank(evaluation)
+        return (diverged, loss) > (self.rank[0], self.rank[1] * (1 + CLEARLY))
+
 
 def _due(done: int, rounds: int, every: int) -> bool:
     return done == rounds or (every > 0 and done % every == 0)
@@ -275,12 +281,17 @@ class _Loop:
             # A copy, since the next call may write to these buffers.
             self.best = _Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
 
+    def better_than_last(self, history: list[dict[str, Any]]) -> _Best | None:
+        """Return the best evaluation if it is clearly better than the last one."""
+        last = next((entry for entry in reversed(history) if entry["kind"] == "evaluation"), None)
+        return self.best if self.best is not None and last is not None and self.best.beats(last) else None
+
     def patience_is_over(self, history: list[dict[str, Any]]) -> bool:
-        """Say whether enough evaluations in a row were no better than the best one."""
+        """Say whether enough evaluations in a row were clearly worse than the best one."""
         if self._patience is None or self.best is None or history[-1]["kind"] != "evaluation":
             return False
-        since = sum(entry["kind"] == "evaluation" and entry["round"] > self.best.round for entry in history)
-        return since >= self._patience
+        latest = [entry for entry in history if entry["kind"] == "evaluation"][-self._patience :]
+        return len(latest) == self._patience and all(map(self.best.beats, latest))
 
     def everything(self) -> Any:
         state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
