@@ -238,7 +238,7 @@ def test_several_prompts_are_completed_and_ones_own_words_marked(trained, mine, 
     assert second.startswith("w1 fedrecon fedrecon\n")
     assert re.search(r"\n +fedrecon \* +\d+\.\d % ", first)
     assert re.search(r"\n +\. +\d+\.\d % ", second)
-    assert "rebuilt from 6 sentences" in second
+    assert "reconstructed from 6 sentences" in second
 
 
 def test_of_a_long_prompt_the_last_words_count(trained, mine, capsys):

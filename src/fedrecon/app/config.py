@@ -314,7 +314,7 @@ class NextWord:
       hidden: width of the LSTM.
       projection: width of what the outputs are compared with.
       max_words: of a sentence the first so many words count.
-      local_oov: keep the embeddings of buckets local; otherwise they are global and nothing is rebuilt.
+      local_oov: keep the embeddings of buckets local; otherwise they are global and nothing is reconstructed.
       loss_over: average the loss over tokens, or over all positions with padding as zero, as the paper's code did.
     """
 

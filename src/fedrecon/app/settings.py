@@ -73,7 +73,7 @@ def check_seed(name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Which of a client's examples are support (to rebuild from) and which are query (to learn from or measure on).
+    """Which of a client's examples are support (to reconstruct from) and which are query (to learn from or measure on).
 
     Attributes:
       train: in training: half, alternate, none (both are everything), or the share of support such as 0.8; with
@@ -92,12 +92,12 @@ class Split:
             raise ValueError(f"split.train is {self.train!r}, which draws an order; it excludes split.by_time")
         splits.named(self.evaluate)
         if self.evaluate == "none":
-            raise ValueError("split.evaluate is 'none'; measuring on what was rebuilt from says nothing: use 'half'")
+            raise ValueError("split.evaluate is 'none'; an error on what R has seen says nothing: use 'half'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct:
-    """R: how a client rebuilds its local parameters on its support, with the global ones frozen.
+    """R: how a client reconstructs its local parameters on its support, with the global ones frozen.
 
     Attributes:
       solver: gradient descent in steps, or least squares at once (exact for ratings, not for text).
@@ -208,7 +208,7 @@ class Aggregate:
         if asked is not None and not 0 < asked < 1:
             raise ValueError(f"aggregate.clip_quantile is {asked}; it is a share of clients, above 0 and below 1")
         if asked is not None and (self.clip_norm is not None or self.secure):
-            raise ValueError("aggregate.clip_quantile chooses a norm; it excludes clip_norm and secure, which need one")
+            raise ValueError("aggregate.clip_quantile chooses a norm; it excludes aggregate.clip_norm and secure sums")
         check_number("aggregate.clip_times", self.clip_times, above=True)
         check_number("aggregate.clip_norm", self.clip_norm, above=True, fails="or none at all")
         check_number("aggregate.zero_norm", self.zero_norm, above=True, fails="or none at all")

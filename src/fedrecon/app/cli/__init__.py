@@ -33,7 +33,7 @@ BUG = 70
 HELP = """\
 usage: fedrecon COMMAND [OPTIONS]
 
-Partially local federated learning: train the shared part of a model, rebuild the private part on the client.
+Partially local federated learning: train the global part of a model, reconstruct the local part on the client.
 
 commands:
 {commands}

@@ -101,7 +101,7 @@ def _compare(found: Outcome, test: Evaluation) -> None:
     split = build_split(config.split.evaluate, config.split)
     fixed = without_reconstruction(config, len(found.model.legend))
     initial = Evaluator(fixed, users.test, split=split, seed=config.seed)(found.run.params)
-    rows: dict[str, Mapping[str, float]] = {"FedRecon: rebuilt from half of a user's ratings": test.micro}
+    rows: dict[str, Mapping[str, float]] = {"FedRecon: reconstructed from half of a user's ratings": test.micro}
     rows |= {f"baseline: {name}": row for name, row in found.baselines.items()}
     rows |= {"the same model without reconstruction": initial.micro}
     show.table(

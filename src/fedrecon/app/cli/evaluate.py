@@ -16,8 +16,8 @@ from fedrecon.app.config import Reading
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Measure a trained model on clients it has never met: each one's parameters are rebuilt from one half of their
-    ratings or sentences and measured on the other (ReconEval).
+    """Measure a trained model on clients it has never met: each one's parameters are reconstructed from one half of
+    their ratings or sentences and measured on the other (ReconEval).
 
     The clients are those the run held back, or those of another file. Example: fedrecon evaluate runs/mine --json
 

@@ -17,7 +17,7 @@ from fedrecon.app.config import Reading
 
 @dataclass(frozen=True, kw_only=True)
 class Recommend:
-    """Rebuild the parameters of the users of a ratings file and recommend what they have not rated.
+    """Reconstruct the parameters of the users of a ratings file and recommend what they have not rated.
 
     Needs nothing but a saved model: neither the data nor the users it was trained on.
     Example: fedrecon recommend runs/mine --ratings my-ratings.csv --user 17 -n 5

@@ -46,7 +46,8 @@ class Train:
 @dataclass(frozen=True, kw_only=True)
 class TrainRatings(Train):
     """Train a recommender by Federated Reconstruction: item parameters are learned by the server, user parameters
-    are rebuilt by every user from their own ratings and never leave them. With --task text: a model of the next word.
+    are reconstructed by every user from their own ratings and never leave them. With --task text: a model of the next
+    word.
 
     Ends by evaluating on test users, none of whom took part in training, beside baselines. The defaults follow from the
     data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine --data.user userId
@@ -58,7 +59,7 @@ class TrainRatings(Train):
 @dataclass(frozen=True, kw_only=True)
 class TrainText(Train):
     """Train a model of the next word by Federated Reconstruction: the model is learned by the server, the embeddings of
-    words outside its vocabulary are rebuilt by every client from their own text and never leave them.
+    words outside its vocabulary are reconstructed by every client from their own text and never leave them.
 
     Ends by evaluating on test clients, none of whom took part in training. The defaults suit a CPU; the paper's sizes
     want an accelerator. Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
