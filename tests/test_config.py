@@ -1,9 +1,11 @@
 """Settings: what a config file may say, what is refused, what makes two runs the same."""
 
 import json
+import re
 
 import pytest
 
+from fedrecon.app.cli.train import parse
 from fedrecon.app.config import (
     ConfigError,
     Data,
@@ -124,3 +126,18 @@ def test_only_what_changes_parameters_counts_as_a_difference():
     assert differences(old, new) == []
     changed = {**old, "seed": 1, "model": {**old["model"], "dim": 8}}
     assert differences(old, changed) == ["model.dim (was 50, now 8)", "seed (was 0, now 1)"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data.max-examples", "1"], "--data.max-examples is 1"),
+        (["--update.learning-rate", "nan"], "--update.learning-rate is nan"),
+        (["--aggregate.secure"], "--aggregate.secure needs --aggregate.clip-norm"),
+        (["--split.train", "redrawn-half", "--split.by-time"], "it excludes --split.by-time"),
+    ],
+)
+def test_messages_spell_settings_as_the_command_line_does(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        parse(["x.csv", "--out", "y", *options])
+    assert "_" not in str(caught.value)

@@ -84,8 +84,8 @@ def test_settings_of_round_zero_survive_json():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model.no-biases"], "model.round_zero finds item biases"),
-        (["--model.no-round-zero"], "model.item_traits are found in round zero"),
+        (["--model.no-biases"], "--model.round-zero finds item biases, so it needs --model.biases"),
+        (["--model.no-round-zero"], "--model.item-traits are found in round zero, so they need --model.round-zero"),
         (["--preset", "fast"], "must be one of default, quick, paper"),
     ],
 )

@@ -189,6 +189,16 @@ def test_bundle_does_not_overwrite_unless_it_is_told_to(tmp_path, capsys):
     assert "--overwrite" in capsys.readouterr().err
 
 
+def test_bundle_replaces_bundles_alone(tmp_path, capsys):
+    a_run(tmp_path / "run")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "manifest.json").write_text('{"format": "mine"}')
+    command = ["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "thesis"), "--overwrite"]
+    assert main(command) == 1
+    assert "holds something else than a bundle" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "thesis").iterdir()] == ["manifest.json"]
+
+
 @pytest.mark.slow
 def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
     pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")

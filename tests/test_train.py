@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon.evaluation import Evaluation
-from fedrecon.training import _next_stop, _rank
+from fedrecon.training import _Best, _next_stop, _rank
 from toy_models import (
     a_and_b,
     assert_same_bits,
@@ -363,10 +363,11 @@ def patient(norms, **options):
 def test_training_ends_when_evaluations_get_no_better_and_keeps_the_best(norms):
     found = patient(norms)
     assert (found.rounds, found.best) == (8, 4)
-    assert found.stopped == "2 evaluations in a row were no better than that of round 4"
+    assert found.stopped == "2 evaluations in a row were clearly worse than that of round 4"
     assert_same_bits(found.params, run(momentum(), rounds=4).params)
     every = run(momentum(), valid=judged_by(norms[-1]), evaluate_every=2, patience=2)
-    assert (every.rounds, every.best, every.stopped) == (12, 12, None)
+    assert (every.rounds, every.best, every.stopped) == (12, None, None)
+    assert_same_bits(every.params, run(momentum()).params)
 
 
 @pytest.mark.parametrize(("kind", "number"), [("round", 3), ("evaluation", 4), ("round", 5), ("evaluation", 8)])
@@ -388,6 +389,14 @@ def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():
 
     ranks = [_rank(evaluation(*of)) for of in [(0, 0.5), (0, 0.7), (0, np.inf), (0, np.nan), (1, 0.1)]]
     assert ranks == sorted(ranks)
+
+
+def test_a_loss_within_one_percent_of_the_best_is_no_reason_to_stop(norms):
+    best = _Best(4, (0, 1.0), None)
+    losses = {0.9: False, 1.0: False, 1.009: False, 1.02: True, np.nan: True}
+    for loss, clearly in losses.items():
+        assert best.beats({"diverged": 0, "micro": {"loss": loss}}) is clearly
+    assert best.beats({"diverged": 1, "micro": {"loss": 0.5}})
 
 
 def test_patience_needs_somebody_to_judge_and_clients_that_keep_nothing():

@@ -369,7 +369,7 @@ def test_a_number_that_makes_no_sense_is_named(kind, name, value):
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 def test_a_learning_rate_that_makes_no_sense_is_refused_on_the_command_line(tmp_path, capsys, value):
     assert main(["train", "synthetic", "--out", str(tmp_path / "run"), "--update.learning-rate", value]) == 2
-    assert "update.learning_rate is" in said(capsys)
+    assert "--update.learning-rate is" in said(capsys)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"rounds": ' + "9" * 5000 + "}", '{"data": ' * 900 + "1" + "}" * 900])

@@ -88,3 +88,16 @@ def test_what_goes_with_the_error_is_found():
     assert found["model.prior"] == pytest.approx(1.0)
     assert max(value for path, value in found.items() if path != "model.prior") < 0.7
     assert tuned.best is trials[0]
+
+
+def test_tuning_touches_no_folder_of_somebody_else_and_no_earlier_tuning(tuned, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("mine")
+    for folder, message in [(tmp_path, "fedrecon did not make it"), (tuned / "tuned", "an earlier tuning")]:
+        before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+        capsys.readouterr()
+        assert main(["tune", str(tuned / "ratings.csv"), "--out", str(folder), "--trials", "1"]) == 1
+        assert message in capsys.readouterr().err
+        after = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+        assert {name: after[name] for name in before if name != ".lock"} == {
+            name: content for name, content in before.items() if name != ".lock"
+        }

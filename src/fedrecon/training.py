@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
+CLEARLY = 0.01  # a loss that is higher by this share is worse by more than chance
 OnRecord = Callable[[dict[str, Any]], None]
 Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
 
@@ -47,7 +49,7 @@ class Run:
       interrupted: whether Ctrl-C stopped it before the last round.
       ledger: the privacy spent; None if `train` got no ledger.
       stopped: why training ended before the last round by itself; None if it did not.
-      best: with `patience`, after which round the parameters were as they are here; None for the last.
+      best: with `patience`, the round whose parameters these are, if not the last; None if they are the last.
     """
 
     params: Any
@@ -91,9 +93,9 @@ def train(
         clients), or any function of the global parameters and of what the training clients kept.
       evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
       evaluate_split: support and query in evaluation; half and half by default.
-      patience: stop after this many evaluations in a row that are no better than the best one, and keep the global
-        parameters of the best: the smallest loss with the fewest diverged clients. None runs all rounds and keeps the
-        last. For methods whose clients keep nothing between rounds.
+      patience: stop after this many evaluations in a row that are clearly worse than the best one: more diverged
+        clients, or a loss more than 1 % higher. If the last one is, `params` are those of the best. None runs all
+        rounds and returns the last. For methods whose clients keep nothing between rounds.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -138,11 +140,11 @@ def train(
     with held, progress("training", rounds) as advance, interruptible() as asked_to_stop:
         advance(done, "compiling" if done < rounds else "")
         interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance, asked_to_stop)
-    done, best = loop.now.round, loop.best
+    done, best = loop.now.round, loop.better_than_last()
     params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
     if best is not None and not interrupted and done < rounds:
-        stopped = f"{patience} evaluations in a row were no better than that of round {best.round}"
+        stopped = f"{patience} evaluations in a row were clearly worse than that of round {best.round}"
     after = None if spent is None else spent.after(done)
     kept_from = None if best is None else best.round
     return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped, kept_from)
@@ -235,6 +237,11 @@ class _Best(NamedTuple):
     rank: tuple[float, float]
     params: Any
 
+    def beats(self, evaluation: dict[str, Any]) -> bool:
+        """Say whether it is clearly better than another evaluation; small differences are chance."""
+        diverged, loss = _rank(evaluation)
+        return (diverged, loss) > (self.rank[0], self.rank[1] * (1 + CLEARLY))
+
 
 def _due(done: int, rounds: int, every: int) -> bool:
     return done == rounds or (every > 0 and done % every == 0)
@@ -268,7 +275,7 @@ class _Loop:
         self._ahead: Prepared | None = None
         self._patience: int | None = None
         self.best: _Best | None = None
-        self._since_best = 0  # evaluations
+        self._worse = 0  # evaluations in a row, up to the last, that are clearly worse than the best
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
 
@@ -288,15 +295,18 @@ class _Loop:
 
     def judge(self, evaluation: dict[str, Any]) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
-        self._since_best += 1
         if self._patience and (self.best is None or _rank(evaluation) < self.best.rank):
-            self._since_best = 0
             # A copy, since the next call may write to these buffers.
             self.best = _Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
+        self._worse = self._worse + 1 if self.best is not None and self.best.beats(evaluation) else 0
+
+    def better_than_last(self) -> _Best | None:
+        """Return the best evaluation if it is clearly better than the last one."""
+        return self.best if self._worse else None
 
     def patience_is_over(self) -> bool:
-        """Say whether enough evaluations in a row were no better than the best one."""
-        return self._patience is not None and self._since_best >= self._patience
+        """Say whether enough evaluations in a row were clearly worse than the best one."""
+        return self._patience is not None and self._worse >= self._patience
 
     def everything(self) -> Any:
         state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
@@ -316,7 +326,8 @@ class _Loop:
         if self._patience and saved["best"]["numbers"][0] > 0:
             best, diverged, loss = map(float, saved["best"]["numbers"])
             self.best = _Best(int(best), (diverged, loss), saved["best"]["params"])
-            self._since_best = sum(record["kind"] == "evaluation" and record["round"] > best for record in records)
+            evaluations = [record for record in records if record["kind"] == "evaluation"]
+            self._worse = len(list(itertools.takewhile(self.best.beats, reversed(evaluations))))
         return done
 
     def advance(self, stop: int) -> None:

@@ -62,8 +62,8 @@ class Config:
         defaults of its own; give --help with it to see them.
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
-      patience: end training when so many evaluations in a row were no better than the best one, and keep the model of
-        the best; needs 20 validation clients or more. None runs all rounds and keeps the last.
+      patience: end training when so many evaluations in a row were clearly worse than the best one (a loss more than
+        1 % higher), and keep the model of the best; needs 20 validation clients or more. None runs all rounds.
       checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
       seed: seed of the parameters and of who takes part when.
       devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.

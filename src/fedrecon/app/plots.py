@@ -12,6 +12,7 @@ import numpy as np
 from fedrecon.app.tasks import Measure
 from fedrecon.disk.arrays import write_bytes
 
+EXPLODES = 100  # times the lowest loss: a curve that diverges is drawn in logarithms
 SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
 
 
@@ -61,7 +62,9 @@ def _column(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 def _draw_loss(axes: Any, rounds: np.ndarray, loss: np.ndarray) -> None:
     axes.set(title="Training clients", xlabel="round", ylabel="loss on query examples")
     axes.grid(alpha=0.25)
+    _mark(axes, rounds[~np.isfinite(loss)], "no finite loss")
     if not np.isfinite(loss).any():
+        _say(axes, "no round has a finite loss" if len(loss) else "no rounds")
         return
     window = min(SMOOTHED, len(loss) // 10)
     if window > 1:
@@ -71,10 +74,24 @@ def _draw_loss(axes: Any, rounds: np.ndarray, loss: np.ndarray) -> None:
     else:
         axes.plot(rounds, loss, color="tab:blue", linewidth=1.8, label="each round")
     later = loss[len(loss) // 10 :]
-    if np.nanmax(loss) > 2 * np.nanmax(later):  # the first rounds would flatten all the others
+    if np.nanmin(loss) > 0 and np.nanmax(later) > EXPLODES * np.nanmin(loss):  # a few rounds would hide all the others
+        axes.set_yscale("log")
+    elif np.nanmax(loss) > 2 * np.nanmax(later):  # the first rounds would flatten all the others
         low, high = np.nanmin(later), np.nanmax(later)
         axes.set_ylim(low - 0.1 * (high - low), high + 0.5 * (high - low))
     axes.legend(frameon=False)
+
+
+def _mark(axes: Any, rounds: np.ndarray, label: str) -> None:
+    """Mark rounds in red at the foot of a picture."""
+    if len(rounds):
+        feet = axes.get_xaxis_transform()
+        axes.plot(rounds, np.full(len(rounds), 0.03), "x", color="tab:red", transform=feet, label=label)
+        axes.legend(frameon=False)
+
+
+def _say(axes: Any, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -90,9 +107,10 @@ def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measu
     axes.set(title="Validation clients, never trained on", xlabel="round")
     axes.grid(alpha=0.25)
     if not evaluations:
-        axes.text(0.5, 0.5, "no evaluations", ha="center", va="center", transform=axes.transAxes)
+        _say(axes, "no evaluations")
         return
     rounds = _column(evaluations, "round")
+    _mark(axes, rounds[np.nan_to_num(_column(evaluations, "diverged")) > 0], "clients diverged")
     micro = [record.get("micro") or {} for record in evaluations]
     looks = ((axes, "o-", "tab:red"), (axes.twinx(), "s--", "tab:green"))
     for measure, (side, marks, color) in zip(measures, looks, strict=True):

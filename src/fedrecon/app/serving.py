@@ -40,21 +40,21 @@ class Completion(NamedTuple):
     Attributes:
       prompt: as given.
       words: those of it that count: the last of its last sentence.
-      without: suggestions with the local parameters as they are before anything is rebuilt.
-      rebuilt: suggestions with those rebuilt from the person's text.
+      without: suggestions with the local parameters as they start.
+      reconstructed: suggestions with those reconstructed from the person's text.
     """
 
     prompt: str
     words: list[str]
     without: list[Suggestion]
-    rebuilt: list[Suggestion]
+    reconstructed: list[Suggestion]
 
 
 class Completions(NamedTuple):
     """Completions for one person.
 
     Attributes:
-      sentences: how many sentences of theirs the local parameters were rebuilt from.
+      sentences: how many sentences of theirs the local parameters were reconstructed from.
       own_words: how many words they use that are outside the vocabulary.
       prompts: one completion for each prompt.
     """
@@ -81,11 +81,11 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
     mine = personal_text(text, vocabulary, most)
     sentences = len(mine.columns["word"])
     if not sentences:
-        raise DataError("the text has no words to rebuild anything from")
+        raise DataError("the text has no words to reconstruct local parameters from")
     limit = min(sentences, algorithm.method.support_limit or sentences)
     newest = {name: column[sentences - limit :] for name, column in mine.columns.items()}
     person = as_clients(newest)
-    rebuilt = jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, model.params, person, seed=model.config.seed))
+    mine = jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, model.params, person, seed=model.config.seed))
     key = client_keys(jax.random.key(model.config.seed), person.identities())[0]  # as `reconstruct` begins
     fresh = algorithm.model.init_local(key)
 
@@ -93,7 +93,7 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
         return suggest(algorithm.model, model.params, local, words, vocabulary, own=mine.words, n=n, max_words=most)
 
     found = [
-        Completion(prompt, words, suggestions(words, fresh), suggestions(words, rebuilt))
+        Completion(prompt, words, suggestions(words, fresh), suggestions(words, mine))
         for prompt, words in zip(prompts, beginnings, strict=True)
     ]
     return Completions(limit, sum(map(len, mine.words.values())), found)

@@ -208,7 +208,7 @@ class Aggregate:
         if asked is not None and not 0 < asked < 1:
             raise ValueError(f"aggregate.clip_quantile is {asked}; it is a share of clients, above 0 and below 1")
         if asked is not None and (self.clip_norm is not None or self.secure):
-            raise ValueError("aggregate.clip_quantile chooses a norm; it excludes clip_norm and secure, which need one")
+            raise ValueError("aggregate.clip_quantile chooses a norm; it excludes aggregate.clip_norm and secure sums")
         check_number("aggregate.clip_times", self.clip_times, above=True)
         check_number("aggregate.clip_norm", self.clip_norm, above=True, fails="or none at all")
         check_number("aggregate.zero_norm", self.zero_norm, above=True, fails="or none at all")

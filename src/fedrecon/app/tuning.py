@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +25,14 @@ from fedrecon.app.presets import DEFAULT
 from fedrecon.app.tasks import Users, task_of
 from fedrecon.data import Ratings
 from fedrecon.disk.arrays import write_bytes, write_json
+from fedrecon.disk.errors import StorageError
 from fedrecon.disk.parts import held_study
 from fedrecon.printing import lay_out
 from fedrecon.progress import silent
 from fedrecon.training import train
 
 Say = Callable[[str], None]
+TRIALS = "trials.json"
 CHECKS = 4  # evaluations of a trial, after each of which it may be given up
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -145,6 +148,7 @@ def tune(
 
     Raises:
       ImportError: optuna is not installed.
+      StorageError: the folder is somebody else's, or holds what an earlier tuning found.
     """
     optuna = _optuna()
     if isinstance(config, str):
@@ -152,13 +156,37 @@ def tune(
     if isinstance(config, RatingsConfig) and not config.model.round_zero:
         raise ValueError("tuning tries settings around --preset default, with model.round_zero; these have none of it")
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
-    task, goal = task_of(config), GOALS[config.task]
+    task = task_of(config)
     ratings = task.load(config, silent)
     bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
     if not len(bench.users.valid):
         raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
     for remark in bench.remarks():
         say(remark)
+    with _held(folder):
+        found = _tried(optuna, bench, length, trials, say)
+        tuned = Tuned(config, found, bench.baselines())
+        tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is found[0] else tuned.best.values))
+        if folder is not None:
+            write_tuned(tuned, Path(folder))
+    return tuned
+
+
+@contextlib.contextmanager
+def _held(folder: str | Path | None) -> Iterator[None]:
+    """Hold the folder while settings are tried: it must be new, empty or ours, and without earlier results."""
+    if folder is None:
+        yield
+        return
+    with held_study(Path(folder)):
+        if (Path(folder) / TRIALS).exists():
+            raise StorageError(f"{folder} holds what an earlier tuning found; give another folder")
+        yield
+
+
+def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[Trial, ...]:
+    """Try settings until the time is over, the given ones first."""
+    config, goal = bench.config, GOALS[bench.config.task]
     study = optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
@@ -173,13 +201,7 @@ def tune(
         say(_told(_trial(trial, goal), goal, trial.number, study.best_trial.number if _any_finished(study) else None))
 
     study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
-    done = tuple(_trial(trial, goal) for trial in study.trials)
-    tuned = Tuned(config, done, bench.baselines())
-    tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is done[0] else tuned.best.values))
-    if folder is not None:
-        with held_study(Path(folder)):
-            write_tuned(tuned, Path(folder))
-    return tuned
+    return tuple(_trial(trial, goal) for trial in study.trials)
 
 
 def _optuna() -> Any:
@@ -339,7 +361,7 @@ def write_tuned(tuned: Tuned, folder: Path) -> None:
     """Write settings, trials, a report and a picture of what mattered."""
     write_bytes(folder / "config.json", (json.dumps(to_json(tuned.config), indent=2) + "\n").encode())
     trials = [dataclasses.asdict(trial) for trial in tuned.trials]
-    write_json(folder / "trials.json", [one | {"value": _or_none(one["value"])} for one in trials])
+    write_json(folder / TRIALS, [one | {"value": _or_none(one["value"])} for one in trials])
     _draw(tuned, folder / "what_mattered.png")
     write_bytes(folder / "report.md", report(tuned, folder).encode())
 

@@ -19,6 +19,7 @@ from fedrecon.device.exporting import Exporter, Legend, wide
 from fedrecon.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon.device.tables import Quantisation, packed, tables_file, unpacked
 from fedrecon.device.vectors import numbers
+from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import whole_folder
 from fedrecon.trees import flatten, unflatten
 from fedrecon_device.bundle import ITEMS, TABLES, WORDS
@@ -63,7 +64,7 @@ def bundle(
       web: `manifest so far -> files` of a page; None for no page.
       onnx: without, neither graphs nor StableHLO are written: enough for the page of a ratings model, and needs no
         exporter.
-      replace: whether a folder that is there is replaced.
+      replace: whether a bundle that is there is replaced. No other folder ever is.
 
     Returns:
       The folder.
@@ -72,6 +73,8 @@ def bundle(
       ExportError: something cannot be translated to ONNX. The folder is there all the same and holds the StableHLO
         form; the message names the operation and the parameter.
     """
+    if replace:
+        _check_bundle(Path(out))
     legend = legend or Legend()
     examples = wide(like)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
@@ -119,6 +122,18 @@ def bundle(
     if problems:
         raise ExportError(f"{out} holds the StableHLO form only ({EXPORTED}): {next(iter(problems.values()))}")
     return Path(out)
+
+
+def _check_bundle(out: Path) -> None:
+    """Check that what is to be replaced is a bundle or nothing at all: nobody's other files are removed."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        ours = json.loads((out / MANIFEST).read_bytes())["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise StorageError(f"{out} holds something else than a bundle, so it is not replaced; give another folder")
 
 
 def _write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -34,7 +35,7 @@ def parse(kind: type[T], command: str, argv: Sequence[str], *, default: T | None
     except UsageError:
         raise
     except ValueError as problem:  # of options that do not fit together
-        raise UsageError(f"{problem} (see fedrecon {command} --help)") from None
+        raise UsageError(f"{_spelled(str(problem), _flags(kind))} (see fedrecon {command} --help)") from None
 
 
 def given(option: str, argv: Sequence[str]) -> str | None:
@@ -58,7 +59,7 @@ def _one_sentence(kind: type, command: str) -> Iterator[None]:
         with contextlib.suppress(AttributeError, IndexError):
             sentence = _explain(event, _flags(kind))
             if sentence:
-                raise UsageError(f"{sentence} (see fedrecon {command} --help)")
+                raise UsageError(f"{_spelled(sentence, _flags(kind))} (see fedrecon {command} --help)")
 
     with rejections.on_parse_error(explain):
         yield
@@ -101,6 +102,19 @@ def _unknown(tokens: Sequence[str], flags: Sequence[str]) -> str:
     name = option.split("=")[0]
     near = difflib.get_close_matches(name.replace("_", "-"), flags, 1)
     return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _spelled(message: str, flags: Sequence[str]) -> str:
+    """Spell settings in a message as the command line does: `--server.learning-rate` for `server.learning_rate`."""
+    ends = collections.Counter(flag.rpartition(".")[2].removeprefix("--") for flag in flags)
+    for flag in flags:
+        end = flag.rpartition(".")[2].removeprefix("--")
+        names = [flag.removeprefix("--").replace("-", "_")]
+        names += [end.replace("-", "_")] if ends[end] == 1 and "-" in end else []  # without its group
+        for name in names:
+            if "." in name or "_" in name:
+                message = re.sub(rf"(?<![\w.'/-]){re.escape(name)}(?![\w'/]|\.\w)", flag, message)
+    return message
 
 
 def _flags(kind: Any, prefix: str = "--") -> list[str]:

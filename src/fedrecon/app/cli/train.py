@@ -220,7 +220,7 @@ def run(args: Train) -> int:
     if found.run.ledger is not None:
         print(f"privacy: {found.run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
-    if found.run.best not in (None, found.run.rounds):
+    if found.run.best is not None:
         show.remark(f"kept the model after round {found.run.best}, the best on validation {task.people}")
     if found.run.stopped is not None:
         show.remark(f"stopped after {found.run.rounds} of {args.settings.rounds} rounds: {found.run.stopped}")

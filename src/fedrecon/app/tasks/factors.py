@@ -43,7 +43,7 @@ class Liking:
     def __post_init__(self) -> None:
         """Check that the numbers make sense."""
         if not np.isfinite(self.bias).all() or not 0 < self.user_ridge < math.inf:
-            raise ValueError("biases of items are no numbers that make sense")
+            raise ValueError("biases of items must be finite, and their ridge above 0")
 
     def to_json(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -51,7 +51,7 @@ class Liking:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Liking:
-        """Undo `to_json`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
+        """Undo `to_json`; raises KeyError, TypeError or ValueError if the values do not fit."""
         return cls(np.asarray(values["bias"], np.float64), float(values["user_ridge"]))
 
 
