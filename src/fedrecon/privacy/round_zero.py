@@ -11,7 +11,7 @@ size hides any client in the sum. The server works with the noised sums alone:
 
 1. `range`: which powers of two the ratings lie between, and whether they look like counts. Left out where the range is
    declared.
-2. `scale`: a histogram between the ends, for mean and deviation; and how many ratings clients have, for the weights.
+2. `scale`: mean and deviation, a histogram for the ends, and how many ratings clients have, for the weights.
 3. `biases`, twice: by item, the weighted sum and number of ratings; beside them the variances of biases and noise.
 4. `traits`: how much users differ in what they make of an item's bias and popularity.
 
@@ -47,16 +47,16 @@ from fedrecon.privacy.ring import quantise, restore
 Question = Literal["range", "scale", "first biases", "biases", "traits"]
 PURPOSE = "round zero"
 # How round zero's budget is divided: shares of the sum of 1 / noise^2.
-SHARES: dict[Question, float] = {"range": 0.04, "scale": 0.06, "first biases": 0.5, "biases": 0.3, "traits": 0.1}
+SHARES: dict[Question, float] = {"range": 0.02, "scale": 0.05, "first biases": 0.4, "biases": 0.48, "traits": 0.05}
 
 PER_DOUBLING, LOWEST, HIGHEST = 4, -6, 24  # powers of two between which ratings are told apart, on either side of 0
 SIDE = PER_DOUBLING * (HIGHEST - LOWEST)
 SIZES = 40  # bins of how many ratings a client has, two for each doubling
 SMALL = 0.25  # clients with more ratings than this share of them has weigh each rating less
-SPREAD = 0.9  # the root mean square of a client's standardised ratings that is expected at most
+SPREAD, LATER = 0.9, 0.75  # root mean square of a client's standardised ratings that is expected: at first, then
 COUNT = 0.8  # what a count weighs beside a rating in a client's answer
 SCALARS = 0.05  # share of the squared norm that the variances may take
-MOST_SEEN = 0.9  # a histogram whose bins above the noise hold this share of all ratings is taken for the whole
+LEAST_SPREAD = 0.05  # of ratings, in units of their range: noise must not make it nothing
 UNSURE = 0.1  # how far off item biases are, standardised, as long as users do not take them into account
 MOST_SQUARE, MOST_ERROR = 1.0, 2.0  # of a client's squared bias and its mean squared error, standardised
 
@@ -123,7 +123,7 @@ class Message(NamedTuple):
         items = len(self.found.item_bias)
         lengths = {
             "range": 2 * SIDE + 1,
-            "scale": BINS + SIZES,
+            "scale": BINS + SIZES + 2,
             "first biases": 2 * items + 2,
             "biases": items + 2,
             "traits": len(TRAITS) + 2,
@@ -266,10 +266,12 @@ def _histograms(message: Message, y: np.ndarray, owner: np.ndarray) -> Entries:
     count = _counts(owner)
     who = np.flatnonzero(count)
     sizes = np.clip(np.floor(2 * np.log2(np.maximum(count[who], 1))).astype(np.int64), 0, SIZES - 1)
+    unit = 2 * (y - message.low) / (message.high - message.low) - 1
+    moments = [(np.bincount(owner, unit**power)[who] / count[who]) for power in (1, 2)]
     return Entries(
-        np.concatenate([ratings.client, who]),
-        np.concatenate([ratings.place, BINS + sizes]),
-        np.concatenate([ratings.value, np.ones(len(who))]) / math.sqrt(2),
+        np.concatenate([ratings.client, who, who, who]),
+        np.concatenate([ratings.place, BINS + sizes, *(np.full(len(who), message.length - 2 + k) for k in (0, 1))]),
+        np.concatenate([ratings.value, np.ones(len(who)), *moments]) / 2,  # four parts of norm 1 at most
         message.length,
     )
 
@@ -277,7 +279,7 @@ def _histograms(message: Message, y: np.ndarray, owner: np.ndarray) -> Entries:
 def _norm(message: Message) -> float:
     """Return the largest norm of a client's weighted ratings, and counts if they are asked for."""
     with_counts = message.question == "first biases"
-    return math.sqrt(message.size * (SPREAD**2 + (COUNT**2 if with_counts else 0.0)))
+    return math.sqrt(message.size * (SPREAD**2 + COUNT**2 if with_counts else LATER**2))
 
 
 def _weighted(message: Message, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Entries:
@@ -285,15 +287,17 @@ def _weighted(message: Message, item: np.ndarray, y: np.ndarray, owner: np.ndarr
     found = user_biases(message.found, item, y, owner)
     pairs, inverse, times = np.unique(owner * items + item, return_inverse=True, return_counts=True)
     who, which = pairs // items, pairs % items
-    sums = np.bincount(inverse, y - found.bias[owner])
+    first = message.question == "first biases"
+    # Later, what is sent is what the item biases miss, which is shorter.
+    sums = np.bincount(inverse, y - found.bias[owner] - (0.0 if first else message.found.item_bias[item]))
     users = len(found.size)
     # Ratings of one item count once each; what decides is how long the client's vector of counts is.
     weight = np.minimum(1.0, np.sqrt(message.size / np.maximum(np.bincount(who, times**2.0, users), 1e-30)))
     length = np.sqrt(np.bincount(who, sums**2, users)) * weight
-    shorter = np.minimum(1.0, SPREAD * math.sqrt(message.size) / np.maximum(length, 1e-30))
+    shorter = np.minimum(1.0, (SPREAD if first else LATER) * math.sqrt(message.size) / np.maximum(length, 1e-30))
     unit = math.sqrt(1 - SCALARS) / _norm(message)
     client, place, value = [who], [which], [sums * (weight * shorter)[who] * unit]
-    if message.question == "first biases":
+    if first:
         client, place = [*client, who], [*place, items + which]
         value.append(COUNT * times * weight[who] * unit)
     rated = np.flatnonzero(found.size)
@@ -348,21 +352,18 @@ def _find_range(message: Message, total: np.ndarray, noise: float) -> Message:
 
 
 def _find_scale(message: Message, total: np.ndarray, noise: float) -> Message:
-    width = (message.high - message.low) / BINS
-    there = _above(total[:BINS], noise)
-    middle = message.low + (np.arange(BINS) + 0.5) * width
-    kept, seen = np.flatnonzero(there), math.sqrt(2) * there.sum() > MOST_SEEN * message.clients
-    if not seen:
-        # Ratings lie scattered over the bins: below the noise in each, and not all together.
-        there = total[:BINS] + (message.clients / math.sqrt(2) - total[:BINS].sum()) / BINS
-    share = there / there.sum()
-    mean = float(np.clip(share @ middle, message.low, message.high))
     whole = message.high - message.low
-    deviation = float(np.clip(math.sqrt(max(share @ (middle - mean) ** 2, 0.0)), whole / 20, whole / 2))
-    found_ends = seen and not message.declared
+    middle = message.low + (np.arange(BINS) + 0.5) * whole / BINS
+    first, second = np.clip(2 * total[-2:] / message.clients, -1.0, 1.0)  # of ratings from -1 to 1
+    mean = message.low + whole * float(1 + first) / 2
+    deviation = whole * max(math.sqrt(max(float(second - first**2), 0.0)) / 2, LEAST_SPREAD)
+    kept = np.flatnonzero(_above(total[:BINS], noise))
+    found_ends = len(kept) > 0 and not message.declared
     ends = (float(middle[kept[0]]), float(middle[kept[-1]])) if found_ends else (message.low, message.high)
+    if not ends[0] < mean < ends[1]:
+        ends = message.low, message.high
     found = message.found._replace(passes=1, mean=mean, deviation=deviation, low=ends[0], high=ends[1])
-    sizes = np.cumsum(np.maximum(total[BINS:], 0.0))
+    sizes = np.cumsum(np.maximum(total[BINS:-2], 0.0))
     place = int(np.argmax(sizes >= SMALL * sizes[-1]))
     return message._replace(found=found, size=2.0 ** ((place + 0.5) / 2))
 
@@ -378,6 +379,7 @@ def _find_biases(message: Message, total: np.ndarray, noise: float) -> Message:
         count = np.maximum(total[items : 2 * items] * unit / COUNT, deviation)
     else:
         # What was asked first, before users knew any item bias, is less exact, and has noise of its own.
+        sums = sums + zero.item_bias * count
         before = message.uncertain + (UNSURE * count) ** 2
         sums = (sums * before + message.sums * uncertain) / (before + uncertain)
         uncertain = before * uncertain / (before + uncertain)
