@@ -86,7 +86,7 @@ def test_sums_of_integers_find_the_same():
 
 
 def test_all_questions_together_cost_what_was_said():
-    found = prepare(generated(), ITEMS, noise_multiplier=2.0, add=gaussian(np.random.default_rng(0)))
+    found = prepare(generated(users=1000), ITEMS, noise_multiplier=2.0, add=gaussian(np.random.default_rng(0)))
     assert len(found.releases) == 5
     assert {release.purpose for release in found.releases} == {"round zero"}
     assert sum(release.noise_multiplier**-2 for release in found.releases) == pytest.approx(2.0**-2)
