@@ -126,6 +126,7 @@ SLOW = {
     "reading": ["test_commands_read_standard_input"],
     "cli_privacy": [""],
     "private_runs": [""],
+    "private_study": ["test_a_job_measures"],
     "private": ["test_simulation_equals_the_protocol", "test_one_poisoned_client"],
     "leakage": [""],
     "build": ["test_a_gradient_longer"],

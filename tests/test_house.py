@@ -24,8 +24,10 @@ ORDER = PLACES.split()
 
 def place_of(module):
     parts = module.split(".")[1:] or ["__init__"]
-    if parts[0] == "privacy" and parts[-1] in ("spending", "leakage", "attacks", "canaries", "round_zero"):
+    if parts[0] == "privacy" and parts[-1] in ("spending", "leakage", "attacks", "canaries"):
         return "spending" if parts[-1] == "spending" else "attacks"  # what runs algorithms comes after them
+    if parts[:2] == ["privacy", "round_zero"]:
+        return "attacks"  # it is after `preparation`, and what runs it after both
     return "cli" if parts[:2] == ["app", "cli"] else parts[0]
 
 

@@ -69,7 +69,8 @@ def test_noise_shrinks_biases_rather_than_to_blow_them_up():
         found = prepare(clients, ITEMS, noise_multiplier=noise, add=gaussian(np.random.default_rng(0)), scale=(0, 6))
         spreads.append(found.preparation.item_bias.std())
         assert np.isfinite([*found.preparation.item_bias, found.preparation.user_ridge, found.preparation.noise]).all()
-    assert spreads[0] > spreads[1] > spreads[2]
+    assert spreads[0] > 2 * spreads[2]
+    assert max(spreads) < 2 * spreads[0]
 
 
 def test_sums_of_integers_find_the_same():
@@ -85,7 +86,7 @@ def test_sums_of_integers_find_the_same():
 
 
 def test_all_questions_together_cost_what_was_said():
-    found = prepare(generated(), ITEMS, noise_multiplier=2.0, add=gaussian(np.random.default_rng(0)))
+    found = prepare(generated(users=1000), ITEMS, noise_multiplier=2.0, add=gaussian(np.random.default_rng(0)))
     assert len(found.releases) == 5
     assert {release.purpose for release in found.releases} == {"round zero"}
     assert sum(release.noise_multiplier**-2 for release in found.releases) == pytest.approx(2.0**-2)
@@ -118,4 +119,4 @@ def test_a_sum_of_another_length_is_refused():
     message: Message = start(3, clients=5, plan=Plan(1, 0))
     with pytest.raises(ValueError, match="shape"):
         round_zero.advance(message, np.zeros(3), 1.0)
-    assert math.isclose(round_zero.noise_of(message, 1.0), math.sqrt(0.6 / 0.04))
+    assert math.isclose(round_zero.noise_of(message, 1.0), math.sqrt(0.47 / 0.02))

@@ -1,9 +1,9 @@
 """User-level differential privacy: what the server takes hardly depends on any one client.
 
-Every upload is clipped to a norm over all its entries, all clients weigh the same, the sum is divided by the expected
-number of clients and not by the counted one, and Gaussian noise is added at the server to every entry: rows of a table
-that nobody touched get noise, too. Counts, losses and metrics of a round are data; they are left out of the sum, so a
-round has no loss. The server that adds the noise sees the sum without it; `secure` has noise that clients add.
+Every upload is weighed, then clipped to a norm over all its entries. The sum is divided by the expected number of
+clients and not by the counted one. The server adds Gaussian noise to every entry: rows of a table that nobody touched
+get noise, too. Counts, losses and metrics of a round are data; they are left out of the sum, so a round has no loss.
+The server that adds the noise sees the sum without it; `secure` has noise that clients add.
 
 Noise is drawn in single precision by JAX's generator, from the system's entropy in deployment and from the seed in
 simulation, which protects nobody. Attacks on the last bits of floating-point noise (Mironov 2012) are not covered.

@@ -85,7 +85,7 @@ def _as_json(completion: Completion) -> dict[str, Any]:
         "prompt": completion.prompt,
         "words": completion.words,
         "without": listed(completion.without),
-        "with": listed(completion.rebuilt),
+        "with": listed(completion.reconstructed),
     }
 
 
@@ -97,8 +97,8 @@ def _show(completion: Completion) -> None:
         return f"{one.word} {OWN}" if one.personal else one.word, f"{100 * one.probability:.1f} %"
 
     rows = [
-        (*cells(completion.rebuilt, k), *cells(completion.without, k))
-        for k in range(max(len(completion.rebuilt), len(completion.without)))
+        (*cells(completion.reconstructed, k), *cells(completion.without, k))
+        for k in range(max(len(completion.reconstructed), len(completion.without)))
     ]
     show.table(
         f"after: {' '.join(completion.words)}",
