@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedrecon as fr
+from fedrecon.app.cli import train
 from fedrecon.cluster import arrays, meeting, wire
 from fedrecon.cluster.wire import Peer, Wire
 from fedrecon.engine import MOST_IN_BLOCK, MOST_ON_ACCELERATOR, MOST_SHARING, blocks_for
@@ -309,6 +312,22 @@ def test_slurm_says_which_process_this_is(monkeypatch):
 
 def test_an_address_of_the_sixth_version_is_understood():
     assert meeting.find_place("[::1]:8476", 2, 1)[:2] == ("::1", 8476)
+
+
+def test_the_files_to_start_from_have_options_that_there_are():
+    examples = HERE.parent / "examples" / "hosts"
+    script = (examples / "train.sbatch").read_text().replace("\\\n", " ")
+    command = next(line for line in script.splitlines() if line.startswith("srun "))
+    found = train.parse(shlex.split(command.split(" fedrecon train ")[1]))
+    assert found.distributed == "auto"
+    assert found.resume
+    job = (examples / "kubernetes.yaml").read_text()
+    arguments = re.findall(r"^ +- (\S+)(?: +#.*)?$", job[job.index("args:") : job.index("resources:")], re.MULTILINE)
+    assert arguments[0] == "train"
+    found = train.parse([argument.replace("$(JOB_COMPLETION_INDEX)", "3") for argument in arguments[1:]])
+    assert found.processes.coordinator == "fedrecon-0.fedrecon:8476"
+    assert (found.processes.processes, found.processes.process_id) == (4, 3)
+    assert found.resume
 
 
 # ---- arrays and blocks ----
