@@ -36,7 +36,7 @@ JOBS = (
         "iALS, 128 factors",
         Setting(
             method="iALS",
-            tried={"factors": (128.0,), "alpha": (2.0, 5.0, 10.0), "regularization": (20.0, 60.0, 150.0)},
+            tried={"factors": (128.0,), "alpha": (3.0, 5.0, 8.0), "regularization": (40.0, 60.0, 80.0)},
         ),
     ),
     Job(
