@@ -1,4 +1,4 @@
-"""Ranking: which items come first for people that training never met, how good that is, and what must be beaten.
+"""Ranking: which items come first for people who took no part in training, how good that is, what must be beaten.
 
 Strong generalization: of a held-out user's items a share is known (80 % as a rule), the rest is hidden among all other
 items, and a model that sees the known ones puts all items in order. The definitions:

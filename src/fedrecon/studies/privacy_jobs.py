@@ -1,4 +1,4 @@
-"""Jobs of the study of privacy: training with noise, measured on users never met, and attacked."""
+"""Jobs of the study of privacy: training with noise, measured on users who took no part, and attacked."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _algorithms(setting: Setting, noise: float | None, items: int, clients: int)
 def run_job(
     setting: Setting, divided: Divided, seed: int, part: str = "test", progress: Progress = silent
 ) -> dict[str, Any]:
-    """Train one setting with one seed, measure it on users never met, and attack its uploads."""
+    """Train one setting with one seed, measure it on users who took no part, and attack its uploads."""
     began = time.perf_counter()
     parts = divided.of("unseen", seed)
     noise = Noise(setting, len(parts.train))

@@ -32,7 +32,7 @@ class Setting:
       train: `fedrecon`; `fedavg`, user rows kept by their owners; `fedavg-dense`, a table of all user rows averaged
         like the rest; `centralized`, all examples in one place, in one round.
       users: `unseen` tests on users that took no part; `seen` tests on the last tenth of everybody's ratings.
-      measures: `recon` (rebuild on support, measure on query), `kept` (StandardEval with local parameters from
+      measures: `recon` (reconstruct on support, measure on query), `kept` (StandardEval with local parameters from
         training), `random` (StandardEval with local parameters as they are initialised).
       split: support and query in training.
       rounds: how many rounds the row reports.
