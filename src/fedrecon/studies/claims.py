@@ -21,12 +21,12 @@ def numbers(name: str, found: Measured) -> str:
 
 
 def ratio(value: Spread, other: Spread) -> float:
-    """Divide means; NaN, which no claim holds with, where the other is 0."""
+    """Divide two means; NaN if the other is 0, and then no claim holds."""
     return value.mean / other.mean if other.mean else float("nan")
 
 
 def matches(challenger: Measured, other: Measured, names: tuple[str, str]) -> Verdict:
-    """Tell whether one's RMSE and accuracy are at most 2 % worse than the other's."""
+    """Tell whether RMSE and accuracy are at most 2 % worse than those of the other."""
     worse = ratio(challenger.rmse, other.rmse) - 1
     fewer = 1 - ratio(challenger.accuracy, other.accuracy)
     words = (
@@ -67,7 +67,7 @@ def gives_nothing(none: Measured, base: Measured, what: str) -> Verdict:
 
 
 def cost_little(variants: dict[str, Measured], base: Measured) -> Verdict:
-    """Tell whether none of some variants has an RMSE more than 2 % above the base's."""
+    """Tell whether no variant has an RMSE more than 2 % above that of the base."""
     costs = {name: ratio(found.rmse, base.rmse) - 1 for name, found in variants.items()}
     parts = [f"{numbers(name, found)}, {costs[name]:+.1%} in RMSE" for name, found in variants.items()]
     words = f"{'; '.join(parts)}; {numbers('the base', base)}. Little is at most {MATCHES:.0%}."

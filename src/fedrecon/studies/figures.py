@@ -17,7 +17,7 @@ SHOWN_RMSE = 2.5  # users beyond are drawn together
 
 
 def relative_accuracy(points: Mapping[int, str], base: str) -> Callable[[Results], Data]:
-    """Return what computes accuracy against a number of steps, each seed's relative to its own base."""
+    """Return a function that computes accuracy against a number of steps, each seed's relative to its own base."""
 
     def data(results: Results) -> Data:
         bases = {result["seed"]: _accuracy(result) for result in results[base]}
@@ -41,7 +41,7 @@ def relative_accuracy(points: Mapping[int, str], base: str) -> Callable[[Results
 
 
 def draw_relative_accuracy(what: str) -> Callable[[Data, Any], None]:
-    """Return what draws accuracy against a number of steps."""
+    """Return a function that draws accuracy against a number of steps."""
 
     def draw(data: Data, figure: Any) -> None:
         axes = _axes(figure, xlabel=f"{what} steps (at most)", ylabel="accuracy relative to the base")
@@ -68,7 +68,7 @@ def draw_relative_accuracy(what: str) -> Callable[[Data, Any], None]:
 
 
 def accuracy_against(series: Mapping[str, Mapping[int, str]]) -> Callable[[Results], Data]:
-    """Return what computes accuracy against some number, for named series of jobs."""
+    """Return a function that computes accuracy against some number, for named series of jobs."""
 
     def data(results: Results) -> Data:
         lines = []
@@ -86,7 +86,7 @@ def accuracy_against(series: Mapping[str, Mapping[int, str]]) -> Callable[[Resul
 
 
 def draw_accuracy_against(what: str) -> Callable[[Data, Any], None]:
-    """Return what draws accuracy against some number."""
+    """Return a function that draws accuracy against some number."""
 
     def draw(data: Data, figure: Any) -> None:
         axes = _axes(figure, xlabel=what, ylabel="accuracy on unseen clients (%)")
@@ -103,7 +103,7 @@ def draw_accuracy_against(what: str) -> Callable[[Data, Any], None]:
 
 
 def losses(series: Mapping[str, str]) -> Callable[[Results], Data]:
-    """Return what computes the mean training loss of every round, for named jobs, up to the fewest rounds of them."""
+    """Return a function that computes the mean training loss of each round, up to the fewest rounds of any job."""
 
     def data(results: Results) -> Data:
         rounds = min(int(result["setting"]["rounds"]) for job in series.values() for result in results[job])
@@ -117,7 +117,7 @@ def losses(series: Mapping[str, str]) -> Callable[[Results], Data]:
 
 
 def draw_losses(loss: str, legend: str) -> Callable[[Data, Any], None]:
-    """Return what draws losses over rounds."""
+    """Return a function that draws losses over rounds."""
 
     def draw(data: Data, figure: Any) -> None:
         axes = _axes(figure, xlabel="round", ylabel=f"{loss} of the round's clients")
@@ -141,7 +141,7 @@ def _draw_losses(data: Data, axes: Any) -> None:
 
 
 def communication(series: Mapping[str, str | tuple[str, str]]) -> Callable[[Results], Data]:
-    """Return what computes accuracy against parameters communicated in total, for named jobs (and measures)."""
+    """Return a function that computes accuracy against all parameters sent, for named jobs (and measures)."""
     jobs = {name: (one, "recon") if isinstance(one, str) else one for name, one in series.items()}
 
     def data(results: Results) -> Data:
@@ -193,7 +193,7 @@ def draw_communication(data: Data, figure: Any) -> None:
 
 
 def distribution(series: Mapping[str, tuple[str, str]]) -> Callable[[Results], Data]:
-    """Return what lists the RMSE of every single user, for named jobs and measures, all seeds together."""
+    """Return a function that lists the RMSE of every single user, for named jobs and measures, all seeds together."""
 
     def data(results: Results) -> Data:
         lines = []

@@ -102,7 +102,7 @@ FEW = (0, 1, 2, 5)
 
 
 def exact(ridge: float, **changes: Any) -> Setting:
-    """Rebuild by least squares, in a model with biases, with an Adagrad server whose accumulators start at zero."""
+    """Reconstruct by least squares, in a model with biases, with an Adagrad server whose accumulators start at zero."""
     rebuild = Reconstruct(solver="least-squares", ridge=ridge)
     server = Server(optimizer="fedadagrad", learning_rate=0.03)
     return replace(Setting(model=BIASES, reconstruct=rebuild, server=server), **changes)

@@ -11,7 +11,7 @@ from fedrecon.studies.study import Result
 
 
 class Spread(NamedTuple):
-    """A mean over seeds, the standard deviation over them, and how many they are."""
+    """A mean over seeds, the standard deviation over them, and how many seeds there are."""
 
     mean: float
     deviation: float

@@ -61,7 +61,7 @@ def _mean(results: Sequence[Result], value: Any) -> float:
 
 
 def rmse(results: Sequence[Result]) -> float:
-    """Return the mean error over seeds, on users never met."""
+    """Return the mean error over seeds, on users who took no part in training."""
     return _mean(results, lambda result: number(result["evaluations"][-1]["recon"]["micro"]["rmse"]))
 
 

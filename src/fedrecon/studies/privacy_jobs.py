@@ -1,4 +1,4 @@
-"""Jobs of the study of privacy: the recipe with noise on all it releases, measured on users never met, and attacked."""
+"""Jobs of the study of privacy: the recipe, all it releases noised, measured on users who took no part, and attacked."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _algorithms(setting: Setting, ready: Ready, protection: Protection) -> tuple
 def run_job(
     setting: Setting, divided: Divided, seed: int, part: str = "test", progress: Progress = silent
 ) -> dict[str, Any]:
-    """Train one setting with one seed, measure it on users never met, and attack its uploads."""
+    """Train one setting with one seed, measure it on users who took no part, and attack its uploads."""
     began = time.perf_counter()
     ready, protection = _prepared(setting, divided, seed)
     algorithm, serving = _algorithms(setting, ready, protection)

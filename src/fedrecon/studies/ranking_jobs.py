@@ -133,7 +133,7 @@ def ials(train: Sets, num_items: int, *, alpha: float, regularization: float, fa
 
 
 def by_embeddings(items: np.ndarray, alpha: float, regularization: float) -> Scorer:
-    """Rank items by embeddings of theirs, a newcomer's solved for exactly.
+    """Rank items by their embeddings; that of a newcomer is solved for exactly.
 
     Args:
       items: `(items, factors)`.
@@ -171,7 +171,7 @@ def _fit(setting: Setting, data: Divided, values: Mapping[str, float], seed: int
 
 
 def _central(setting: Setting, data: Divided, seed: int) -> tuple[Scorer, list[dict[str, Any]]]:
-    """Fit with every combination of settings, and return the best on validation users and what all of them had."""
+    """Fit with every combination of settings, and return the best on validation users and how each one did there."""
     tried: list[dict[str, Any]] = []
     best: tuple[float, Scorer] | None = None
     for values in itertools.product(*setting.tried.values()):

@@ -33,7 +33,7 @@ class Setting:
         like the rest; `centralized`, all examples in one place, in one round; `baselines`, means and biases of
         `fr.baselines`, each of which is a measure.
       users: `unseen` tests on users that took no part; `seen` tests on the last tenth of everybody's ratings.
-      measures: `recon` (rebuild on support, measure on query), `kept` (StandardEval with local parameters from
+      measures: `recon` (reconstruct on support, measure on query), `kept` (StandardEval with local parameters from
         training), `random` (StandardEval with local parameters as they are initialised).
       split: support and query in training.
       rounds: how many rounds the row reports.

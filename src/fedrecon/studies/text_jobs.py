@@ -30,7 +30,7 @@ class Setting:
     Attributes:
       train: `fedrecon`, whose embeddings of words outside the vocabulary are local; `fedyogi`, averaging of everything.
       measures: the first is taken at every evaluation, all of them after the last round. Each works on the support
-        sentences of an unseen client and is measured on its query sentences: `plain` does nothing; `recon` rebuilds
+        sentences of an unseen client and is measured on its query sentences: `plain` does nothing; `recon` reconstructs
         the local embeddings; `recon-finetune` then finetunes everything else too; `oov-finetune` and `full-finetune`
         finetune what was trained globally, the embeddings of words outside the vocabulary or everything.
       vocabulary: V, how many words the model knows.
