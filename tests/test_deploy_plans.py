@@ -16,9 +16,22 @@ from fedrecon.app.build import build_algorithm
 from fedrecon.app.config import Data, Reconstruct
 from fedrecon.app.presets import DEFAULT
 from fedrecon.app.saved import open_model
+from fedrecon.app.tasks import Items
 from fedrecon.app.tasks.factors import prepare_ratings
-from fedrecon.deploy import InProcess, Memory, Node, Plan, PlanError, hold, plan_for, signing, weaker
-from fedrecon.deploy.asked import shapes_of
+from fedrecon.deploy import (
+    InProcess,
+    Memory,
+    Node,
+    Plan,
+    PlanError,
+    hold,
+    make_plan,
+    plan_for,
+    round_zero,
+    signing,
+    weaker,
+)
+from fedrecon.deploy.asked import largest_message, shapes_of
 from fedrecon.deploy.holding import read_holding
 from fedrecon.deploy.messages import Envelope, pack, unpack
 from fedrecon.deploy.operating import Operator
@@ -218,3 +231,14 @@ def test_a_node_accepts_no_list_with_strangers_and_none_without_itself(files, si
     reply = unpack(node.handle(pack(Envelope("join", unsigned.digest, "run", 0, {}, unsigned.content))), 2**20)
     assert "does not have keys signed" in reply.facts["why"]
     assert weaker(plan.promises, unsigned.promises) == ["the keys of secure sums are no longer signed"]
+
+
+def test_the_largest_message_of_a_plan_has_room_for_joining_after_round_zero():
+    """Of a narrow model with many items, what round zero found is larger than the parameters."""
+    config = dataclasses.replace(
+        ROUND_ZERO_CONFIG,
+        model=dataclasses.replace(ROUND_ZERO_CONFIG.model, dim=1, implicit_feedback=False, implicit_prior=0.0),
+    )
+    plan = make_plan(config, Items(np.arange(300_000)))
+    question = round_zero.first(plan.config, 300_000)
+    assert len(plan.content) + len(question.to_bytes()) + 2**14 < largest_message(plan)

@@ -50,6 +50,16 @@ def test_a_round_takes_the_first_that_answer(sizes, wanted, oversample, drop_out
         np.testing.assert_array_equal(taken, asked[sizes[asked] >= min_examples][:wanted])
 
 
+def test_a_sampling_of_ones_own_decides_who_answers_first():
+    class Slow(fr.Sampling):
+        def replies(self, generator, drawn, sizes):
+            return np.argsort(sizes, kind="stable")[:-1]  # who has least is fastest, and the last never answers
+
+    found = sample(words(3), 0, sized(np.arange(1, 9)), Slow(4, oversample=2.0))
+    np.testing.assert_array_equal(found.clients, [0, 1, 2, 3])
+    assert found.counts == {"invited": 8, "too_small": 0, "dropped": 1}
+
+
 def test_one_key_and_round_draw_the_same_clients_and_others_draw_others():
     clients = sized(np.ones(1000, int))
     sampling = fr.Sampling(50, 1.3, 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -38,6 +39,7 @@ def shapes_of(plan: Plan, of: str) -> Any:
         raise Failure("garbage", str(problem)) from None
 
 
+@functools.lru_cache(maxsize=16)
 def largest_message(plan: Plan) -> int:
     """Return a bound on the bytes of any message of a plan, in either direction."""
     total = total_shapes(plan.algorithm)

@@ -62,15 +62,18 @@ class FlowerGrid:
             if completed:
                 self._done()
         finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._beat.is_running:
             self._beat.stop()
-            self._grid.close()
+        self._grid.close()
 
     def _begin_anew(self) -> None:
         """Register and start a run with a SuperLink that was started again; what was on its way is lost."""
         self._restarts = self._link.restarts
         self._say("Flower's SuperLink had died, and was started again")
-        self._beat.stop()
-        self._grid.close()
+        self._disconnect()
         self._failed += [ticket for ticket, _ in self._sent.values()]
         self._sent = {}
         self._link.wait()
@@ -257,7 +260,17 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
     finally:
         runtime.close()
     grid: Any = HttpGrid(link.address, insecure, link.certificates, token=task.token)
-    beat = HeartbeatSender(make_task_heartbeat_fn_http(grid._runtime_client))
+    tell = make_task_heartbeat_fn_http(grid._runtime_client)
+
+    def still_there() -> bool:
+        import httpx
+
+        try:
+            return tell()
+        except httpx.HTTPError:  # a SuperLink that was started again does not know us; other calls notice
+            return True
+
+    beat = HeartbeatSender(still_there)
     beat.start()
     given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
     TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id

@@ -13,7 +13,7 @@ import numpy as np
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.tasks import Users
 from fedrecon.deploy import measure, round_zero, signing
-from fedrecon.deploy.asked import PARTS, PREPARE, TRAIN, question_in, shapes_of, two_of
+from fedrecon.deploy.asked import PARTS, PREPARE, TRAIN, largest_message, question_in, shapes_of, two_of
 from fedrecon.deploy.holding import Holding, taking_part
 from fedrecon.deploy.memory import MOST_TRIES, Memory
 from fedrecon.deploy.messages import MOST_HEADER, OK, Envelope, Failure, pack, refusal, unpack
@@ -126,8 +126,7 @@ class Node:
     def _most(self) -> int:
         if self.plan is None:
             return MOST_BYTES + MOST_HEADER
-        largest = max(nbytes(self.plan.message_shapes), nbytes(self.plan.params_shapes), len(self.plan.content))
-        return largest + 2 * SLACK + 2**22  # a roster or a delivery of a secure sum may come along
+        return largest_message(self.plan)
 
     def _reply(self, message: Envelope, facts: dict[str, Any], body: bytes) -> bytes:
         return pack(Envelope(OK, message.plan, message.run, message.round, facts, body))
