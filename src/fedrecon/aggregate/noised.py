@@ -118,7 +118,8 @@ def private(
     assert noise_multiplier is not None
     if not (noise_multiplier > 0 and math.isfinite(noise_multiplier)):
         raise ValueError(f"`noise_multiplier` is {noise_multiplier}; it must be a number above 0")
-    noise, bands = Noise(noise_multiplier), (1.0,)
+    noise = Noise(noise_multiplier)
+    bands: tuple[float, ...] = (1.0,)
     if correlated is not None:
         if rounds is None:
             raise ValueError("`correlated` noise is made for a number of rounds: give `rounds`, too")

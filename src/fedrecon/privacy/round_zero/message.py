@@ -118,7 +118,7 @@ def start(
     questions: list[Question] = ["range"] if scale is None else []
     questions += ["scale"]
     questions += ["first biases", *["biases"] * (plan.biases - 1)] if plan.biases else []  # type: ignore[list-item]
-    questions += ["traits"] * plan.traits  # type: ignore[list-item]
+    questions += ["traits"] * plan.traits
     if scale is not None and not (math.isfinite(scale[0]) and math.isfinite(scale[1]) and scale[0] < scale[1]):
         raise ValueError(f"the scale of ratings is {scale}; give the lowest and the highest, such as 1 and 5")
     found = plain_start(num_items, Plan(max(plan.biases, 1), plan.traits))
