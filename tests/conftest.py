@@ -104,7 +104,13 @@ SLOW = {
     "finetuning": ["test_finetuning_the_words", "test_clients_do_not_see", "test_training_and_what"],
     "adapter": ["test_what_is_random", "test_a_round_of_a_plain_function", "test_what_is_local_is_said_by"],
     "text": ["test_memory_does_not_grow"],
-    "train": ["test_a_redrawn_split_resumes", "test_a_killed_run", "test_a_resumed_run_ends", "test_ctrl_c", "test_drop_out"],
+    "train": [
+        "test_a_redrawn_split_resumes",
+        "test_a_killed_run",
+        "test_a_resumed_run_ends",
+        "test_ctrl_c",
+        "test_drop_out",
+    ],
     "trust": [
         "test_clients_with_a_single_example",
         "test_a_run_goes_on_laid_out",

@@ -43,7 +43,7 @@ def bundle_model(
       least_count: items with fewer ratings in training are not recommended, where that is known.
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
       onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
-      replace: whether a folder that is there is replaced.
+      replace: whether a bundle that is there is replaced.
     """
     if saved.task is RATINGS:
         _check_transform(saved)
