@@ -21,7 +21,7 @@ from fedrecon.app.saved import SavedModel, open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
 from fedrecon.device.saved import ratings_legend
-from fedrecon_device.files import manifest_bytes
+from fedrecon_device.files import FORMAT, manifest_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -185,18 +185,22 @@ def test_bundle_check_says_what_is_wrong(tmp_path, capsys):
 
 def test_bundle_does_not_overwrite_unless_it_is_told_to(tmp_path, capsys):
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": {}}))
     assert main(["bundle", str(tmp_path), "--out", str(tmp_path / "there")]) == 2
     assert "--overwrite" in capsys.readouterr().err
 
 
-def test_bundle_replaces_bundles_alone(tmp_path, capsys):
-    a_run(tmp_path / "run")
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "manifest.json").write_text('{"format": "mine"}')
-    command = ["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "thesis"), "--overwrite"]
-    assert main(command) == 1
-    assert "holds something else than a bundle" in capsys.readouterr().err
-    assert [file.name for file in (tmp_path / "thesis").iterdir()] == ["manifest.json"]
+def test_bundle_never_replaces_what_is_not_a_bundle(tmp_path, capsys):
+    for name, manifest in (("thesis", None), ("bundle", {"format": FORMAT, "files": {}}), ("app", {"name": "app"})):
+        folder = tmp_path / name
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / "thesis.tex").write_text("mine")
+        if manifest is not None:
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+        for more in ([], ["--overwrite"]):
+            assert main(["bundle", str(tmp_path), "--out", str(folder), *more]) == 1
+            assert "fedrecon did not make it" in capsys.readouterr().err
+        assert (folder / "deep" / "thesis.tex").read_text() == "mine"
 
 
 @pytest.mark.slow

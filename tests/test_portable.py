@@ -143,8 +143,13 @@ def test_damage_and_foreign_folders_are_named(tmp_path):
     with pytest.raises(ValueError, match="not those of the model"):
         fr.save(tmp_path / "other", made, {"w": np.zeros(1)})
     (tmp_path / "mine").mkdir()
-    with pytest.raises(StorageError, match=r"was not made by fr\.save"):
-        fr.save(tmp_path / "mine", made, params, replace=True)
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    fr.save(tmp_path / "saved", made, params)
+    (tmp_path / "saved" / "notes.txt").write_text("mine")
+    for folder, file in (("mine", "thesis.tex"), ("saved", "notes.txt")):
+        with pytest.raises(StorageError, match=rf"holds {file}, and fedrecon did not make it"):
+            fr.save(tmp_path / folder, made, params, replace=True)
+        assert (tmp_path / folder / file).read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,15 @@ def test_a_budget_that_is_no_time_is_refused(text):
         seconds_of(text)
 
 
+def test_a_folder_that_is_not_ours_is_refused_before_anything_is_tried(tuned, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path), "--budget", "1h"]) == 1
+    told = capsys.readouterr().err
+    assert "fedrecon did not make it" in told
+    assert "trial" not in told
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_settings_of_another_kind_are_not_tuned():
     with pytest.raises(ValueError, match="around --preset default"):
         fr.tune(RatingsConfig(data=Data(source="x.csv")))

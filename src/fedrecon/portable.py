@@ -13,6 +13,7 @@ from fedrecon.algorithm import Algorithm, shapes_of
 from fedrecon.disk.arrays import load_arrays, save_arrays
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import whole_folder
+from fedrecon.disk.parts import check_replaced
 from fedrecon.disk.sealed import check_files, read_sealed, seal_folder
 from fedrecon.lookups.tables import lookup_groups
 from fedrecon.lookups.tracing import by_rows
@@ -41,14 +42,14 @@ def save(folder: str | Path, made: Model | Algorithm, params: Params, *, replace
       folder: where to save. It appears under this name only when it is complete.
       made: what to save. If its lookups are "auto", decide them first (`fr.decide_lookups`).
       params: the global parameters.
-      replace: whether to replace a folder that `save` made there before.
+      replace: whether to replace a folder that `save` made there before. A folder with other files is never replaced.
 
     Returns:
       The digest of what was saved, parameters aside. Hosts with the same digest run the same algorithm.
     """
     folder, about = Path(folder), describe(made)
-    if replace and folder.exists() and not (folder / DESCRIPTION).exists():
-        raise StorageError(f"{folder} was not made by fr.save, so it is not replaced; choose another name")
+    if replace:
+        check_replaced(folder, (DESCRIPTION, ARRAYS))
     _check_params(folder, _model_of(made), params)
     with whole_folder(folder, replace=replace) as temporary:
         save_arrays(temporary / ARRAYS, jax.tree.map(np.asarray, params))

@@ -161,6 +161,9 @@ def tune(
     bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
     if not len(bench.users.valid):
         raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
+    if folder is not None:
+        with held_study(Path(folder)):  # a folder that cannot be written to is noticed before anything is tried
+            pass
     for remark in bench.remarks():
         say(remark)
     with _held(folder):

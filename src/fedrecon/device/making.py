@@ -19,8 +19,8 @@ from fedrecon.device.exporting import Exporter, Legend, wide
 from fedrecon.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon.device.tables import Quantisation, packed, tables_file, unpacked
 from fedrecon.device.vectors import numbers
-from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import whole_folder
+from fedrecon.disk.parts import check_replaced
 from fedrecon.trees import flatten, unflatten
 from fedrecon_device.bundle import ITEMS, TABLES, WORDS
 from fedrecon_device.check import VECTORS, check
@@ -64,7 +64,7 @@ def bundle(
       web: `manifest so far -> files` of a page; None for no page.
       onnx: without, neither graphs nor StableHLO are written: enough for the page of a ratings model, and needs no
         exporter.
-      replace: whether a bundle that is there is replaced. No other folder ever is.
+      replace: whether a bundle that is there is replaced. A folder with other files never is.
 
     Returns:
       The folder.
@@ -72,9 +72,10 @@ def bundle(
     Raises:
       ExportError: something cannot be translated to ONNX. The folder is there all the same and holds the StableHLO
         form; the message names the operation and the parameter.
+      StorageError: the folder to be replaced holds something that is not of a bundle.
     """
     if replace:
-        _check_bundle(Path(out))
+        check_bundle(Path(out))
     legend = legend or Legend()
     examples = wide(like)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
@@ -124,16 +125,18 @@ def bundle(
     return Path(out)
 
 
-def _check_bundle(out: Path) -> None:
-    """Check that what is to be replaced is a bundle or nothing at all: nobody's other files are removed."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
+def check_bundle(folder: Path) -> None:
+    """Check that a folder is not there, is empty or holds a bundle and nothing else: that it may be replaced.
+
+    Raises:
+      StorageError: it is somebody else's.
+    """
     try:
-        ours = json.loads((out / MANIFEST).read_bytes())["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        ours = False
-    if not ours:
-        raise StorageError(f"{out} holds something else than a bundle, so it is not replaced; give another folder")
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        ours = {MANIFEST, *manifest["files"]} if manifest["format"] == FORMAT else set()
+    except (OSError, ValueError, TypeError, KeyError):
+        ours = set()
+    check_replaced(folder, ours)
 
 
 def _write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
@@ -188,4 +191,4 @@ def _json(content: Any) -> bytes:
     return (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
 
-__all__ = ["EXPORTED", "ITEMS", "WORDS", "ExportError", "Legend", "bundle"]
+__all__ = ["EXPORTED", "ITEMS", "WORDS", "ExportError", "Legend", "bundle", "check_bundle"]

@@ -43,7 +43,7 @@ def bundle_model(
         settings say by default.
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
       onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
-      replace: whether a folder that is there is replaced.
+      replace: whether a bundle that is there is replaced.
     """
     if saved.task is CLICKS:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,23 @@ def mark(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if not (path / MARKER).exists():
         write_bytes(path / MARKER, b"fedrecon made this folder; its page docs/files.md says what is in it.\n")
+
+
+def check_replaced(path: Path, ours: Collection[str]) -> None:
+    """Check that a folder may be replaced: that it is not there, or holds no files but these.
+
+    Args:
+      path: the folder.
+      ours: names of files that fedrecon wrote, relative to the folder.
+
+    Raises:
+      StorageError: it is a file, or holds something else.
+    """
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file; give a new folder")
+    others = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+    if others := others - set(ours):
+        raise _somebody_elses(path, others)
 
 
 def check_model(path: Path) -> None:

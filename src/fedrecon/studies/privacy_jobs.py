@@ -1,4 +1,4 @@
-"""Jobs of the study of privacy: the recipe, all it releases noised, measured on users who took no part, and attacked."""
+"""Jobs of the study of privacy: training with noise on all it releases, measured on users who took no part, attacked."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Make:
       examples: how many of a person's examples a device uses, the newest ones.
       least_ratings: recommend only items with so many ratings by training users; as in training by default.
       onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, for the page.
-      overwrite: replace a folder that is there.
+      overwrite: replace the bundle in the folder.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -63,10 +63,12 @@ def run(args: Make | Check) -> int:
 
         return main(["check", str(args.folder)])
     from fedrecon.app.saved import open_model
+    from fedrecon.device.making import check_bundle
     from fedrecon.device.saved import bundle_model
 
-    if args.out.exists() and not args.overwrite:
-        raise options.UsageError(f"{args.out} is there already: give --overwrite, or another --out")
+    check_bundle(args.out)
+    if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
+        raise options.UsageError(f"{args.out} holds a bundle: replace it with --overwrite, or give another --out")
     saved = open_model(args.run)
     folder = bundle_model(
         saved,
@@ -75,7 +77,7 @@ def run(args: Make | Check) -> int:
         quantise=args.quantise,
         least_count=args.least_ratings,
         onnxruntime_web=args.onnxruntime_web,
-        replace=args.overwrite,
+        replace=True,  # an empty folder, or the bundle that --overwrite is about
     )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 1e6:.2f} MB; ONNX Runtime reproduces all test vectors")
