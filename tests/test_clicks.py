@@ -93,7 +93,7 @@ def test_recommendations_are_of_what_a_person_does_not_have(folder, capsys):
 def test_a_model_of_clicks_asks_for_clicks(folder, capsys, given):
     given = [str(folder / word) if word.endswith("csv") else word for word in given]
     assert main(["recommend", str(folder / "run"), *given]) == 2
-    assert "trained on clicks" in capsys.readouterr().err
+    assert "--clicks" in capsys.readouterr().err
 
 
 def test_tuning_tries_settings_on_validation_users(folder, capsys):

@@ -48,7 +48,12 @@ class Recommend:
 
 def parse(argv: Sequence[str]) -> Recommend:
     """Parse the options."""
-    return options.parse(Recommend, "recommend", argv)
+    found = options.parse(Recommend, "recommend", argv)
+    if found.ratings is None and found.clicks is None:
+        raise options.UsageError(
+            "--ratings is missing, or --clicks for a model of clicks (see fedrecon recommend --help)"
+        )
+    return found
 
 
 def run(args: Recommend) -> int:
