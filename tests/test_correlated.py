@@ -105,7 +105,7 @@ def train(sampling, rounds=6, folder=None, on_record=None):
         rounds=rounds,
         sampling=sampling,
         ledger=ledger,
-        place=one_by_one(),
+        layout=one_by_one(),
         on_record=on_record,
         **options,
     )

@@ -129,7 +129,7 @@ def test_rounds_are_those_of_a_loop_in_numpy():
     rate, prior, rounds, clients = 0.1, 3.0, 3, people([6, 4, 7, 2])
     server = fr.with_prior(optax.adam(rate), {"item_embedding": prior}, examples=clients.num_examples)
     algorithm = ials(server=server, aggregate=fr.aggregate.mean("uniform"))
-    run = fr.train(algorithm, clients, rounds=rounds, clients_per_round=4, seed=0, place=one_by_one())
+    run = fr.train(algorithm, clients, rounds=rounds, clients_per_round=4, seed=0, layout=one_by_one())
     V = np.asarray(algorithm.init(fr.run_keys(0).init).method.params["item_embedding"], float)
     first, second = np.zeros_like(V), np.zeros_like(V)
     for number in range(1, rounds + 1):

@@ -120,8 +120,8 @@ class Tuned:
 def seconds_of(budget: str) -> float:
     """Return a time such as 90s, 5m or 1.5h in seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
-    if found is None or not float(found[1]) > 0:
-        raise ValueError(f"the budget is {budget!r}; give a time such as 90s, 5m or 1h")
+    if found is None or not 0 < float(found[1]) < math.inf:
+        raise ValueError(f"the budget is {budget[:30]!r}; give a time such as 90s, 5m or 1h")
     return float(found[1]) * UNITS[found[2] or "s"]
 
 

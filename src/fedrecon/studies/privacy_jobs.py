@@ -1,4 +1,4 @@
-"""Jobs of the study of privacy: training with noise on all it releases, measured on users who took no part, attacked."""
+"""Jobs of the study of privacy: training with noise, measured on users who took no part, and attacked."""
 
 from __future__ import annotations
 
