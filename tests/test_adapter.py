@@ -600,7 +600,7 @@ def test_the_momentum_of_a_function_s_state_is_checked():
         )  # fmt: skip
 
     assert model({"mean": 0.5}).state.momenta == {"mean": 0.5}
-    with pytest.raises(ValueError, match=r"names 'means' .did you mean 'mean'..* is no state"):
+    with pytest.raises(ValueError, match=r"names 'means' .did you mean 'mean'..* is not state"):
         model({"means": 0.5})
     with pytest.raises(ValueError, match="of 'mean' is 1; it must be at least 0 and below 1"):
         model(1)

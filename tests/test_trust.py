@@ -382,7 +382,7 @@ def test_hostile_json_is_a_sentence(tmp_path, capsys, text):
     assert main(["evaluate", str(tmp_path)]) == 1
     said(capsys)
     if not text.endswith("}"):
-        with pytest.raises(StorageError, match=r"run.json is not valid JSON"):
+        with pytest.raises(StorageError, match=r"run.json is not valid"):
             read_json(tmp_path / "run.json")
         with pytest.raises(ConfigError, match="nested too deeply"):
             read_config(tmp_path / "run.json")

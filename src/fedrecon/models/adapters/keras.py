@@ -148,9 +148,17 @@ def _initializer(layer: Any, variable: Any) -> Any:
     held = [getattr(layer, name, None) for name in names]
     for found in (*held, *vars(layer).values()):
         seeded = hasattr(type(found), "get_config") and isinstance(getattr(found, "seed", None), int)
-        if seeded and callable(found) and np.array_equal(found(variable.shape, variable.dtype), variable.value):
+        if seeded and callable(found) and _makes(found, variable):
             return found
     return None
+
+
+def _makes(initializer: Any, variable: Any) -> bool:
+    """Say whether an initialiser gives a weight's value. Some refuse the shapes of weights that they did not make."""
+    try:
+        return np.array_equal(initializer(variable.shape, variable.dtype), variable.value)
+    except ValueError:
+        return False
 
 
 def _call(keras: Any, model: Any, inputs: tuple, named: dict[str, Any], more: dict[str, Any]) -> Any:
