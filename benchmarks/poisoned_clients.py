@@ -54,7 +54,7 @@ def with_defaults(count, transform="auto", rating=RATING, rated=RATED, rounds=RO
     from fedrecon.app.presets import DEFAULT
     from fedrecon.app.tasks import task_of
     from fedrecon.disk.runs import RunFolder
-    from fedrecon.progress import silent
+    from fedrecon.display.progress import silent
 
     ratings = fr.data.synthetic_ratings(num_users=145, num_items=120, mean_ratings=30, seed=0)
     with tempfile.TemporaryDirectory() as folder:

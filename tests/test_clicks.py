@@ -14,8 +14,8 @@ from fedrecon.app.presets import DEFAULT
 from fedrecon.app.tasks import CLICKS
 from fedrecon.app.tuning import CLICKS_SPACE
 from fedrecon.data.errors import DataError
+from fedrecon.display.progress import silent
 from fedrecon.evaluation import Evaluation
-from fedrecon.progress import silent
 
 OPTIONS = ["--rounds", "60", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
 OPTIONS += ["--server.learning-rate", "0.05", "--evaluate-every", "0"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedrecon.completion import Suggestion, suggest
+from fedrecon.app.completion import Suggestion, suggest
 from fedrecon.data import Vocabulary, personal_text
 from fedrecon.model import Model
 

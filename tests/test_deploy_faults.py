@@ -39,7 +39,7 @@ from fedrecon.deploy.superlink_process import Bounded
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.runs import RunFolder
 from fedrecon.hosts import total_shapes
-from fedrecon.wire import to_bytes
+from fedrecon.travel.wire import to_bytes
 
 # Least squares, and nobody to evaluate on: quick to compile.
 CONFIG = config_of(

@@ -14,9 +14,9 @@ ROOT = Path(fr.__file__).parent
 
 # Each may import those before it, never those after. A folder is one place, but for the command line, which comes last.
 PLACES = """
-_version recipes trees printing progress keys split model upload disk clients cohort lookups solvers optimizers
-privacy aggregate algorithm fitting kit algorithms cluster engine hosts wire portable sampling spending evaluation
-training personalize explanation comparison models data completion preparation priors baselines ranking attacks
+_version recipes trees display keys split model upload disk clients cohort lookups solvers optimizers
+privacy aggregate algorithm fitting kit algorithms cluster engine hosts travel sampling spending evaluation
+training personalize explanation comparison models data preparation priors baselines ranking attacks
 app deploy device studies cli __init__ __main__
 """
 ORDER = PLACES.split()

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedrecon.app.cli import main, show
-from fedrecon.printing import lay_out, plain
+from fedrecon.display.printing import lay_out, plain
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from fedrecon.app.tasks import TASKS, TEXT, Measure
 from fedrecon.app.tasks import text as text_task
 from fedrecon.app.tasks.text import build_next_word
 from fedrecon.data import Corpus, DataError, Vocabulary, input_ids, load_text, prepare_text
+from fedrecon.display.progress import silent
 from fedrecon.model import evaluated_names
-from fedrecon.progress import silent
 from fedrecon.upload import summand_of
 from stackoverflow_files import write_database
 

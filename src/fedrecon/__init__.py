@@ -21,6 +21,8 @@ from fedrecon.algorithms.federated_reconstruction import federated_reconstructio
 from fedrecon.algorithms.finetuning import then_finetune as then_finetune
 from fedrecon.algorithms.local_training import local_training as local_training
 from fedrecon.algorithms.scaffold import scaffold as scaffold
+from fedrecon.app.completion import Suggestion as Suggestion
+from fedrecon.app.completion import suggest as suggest
 from fedrecon.app.logs import log_to as log_to
 from fedrecon.app.recommender import Recommended as Recommended
 from fedrecon.app.recommender import Recommender as Recommender
@@ -33,8 +35,6 @@ from fedrecon.cluster.wire import HostError as HostError
 from fedrecon.cohort import Lengths as Lengths
 from fedrecon.comparison import Comparison as Comparison
 from fedrecon.comparison import compare as compare
-from fedrecon.completion import Suggestion as Suggestion
-from fedrecon.completion import suggest as suggest
 from fedrecon.data.pooling import pooled as pooled
 from fedrecon.data.pooling import with_owner as with_owner
 from fedrecon.disk.runs import RunFolder as RunFolder
@@ -65,9 +65,6 @@ from fedrecon.personalize import Recommendation as Recommendation
 from fedrecon.personalize import predict as predict
 from fedrecon.personalize import recommend as recommend
 from fedrecon.personalize import reconstruct as reconstruct
-from fedrecon.portable import Loaded as Loaded
-from fedrecon.portable import digest as digest
-from fedrecon.portable import save as save
 from fedrecon.privacy.leakage import Leakage as Leakage
 from fedrecon.privacy.leakage import leakage as leakage
 from fedrecon.recipes import RecipeError as RecipeError
@@ -81,9 +78,12 @@ from fedrecon.solvers.priors import with_prior as with_prior
 from fedrecon.solvers.problem import Solver as Solver
 from fedrecon.training import Run as Run
 from fedrecon.training import train as train
+from fedrecon.travel.portable import Loaded as Loaded
+from fedrecon.travel.portable import digest as digest
+from fedrecon.travel.portable import save as save
+from fedrecon.travel.wire import WireError as WireError
+from fedrecon.travel.wire import from_bytes as from_bytes
+from fedrecon.travel.wire import to_bytes as to_bytes
 from fedrecon.trees import partition as partition
 from fedrecon.upload import RowChanges as RowChanges
 from fedrecon.upload import Upload as Upload
-from fedrecon.wire import WireError as WireError
-from fedrecon.wire import from_bytes as from_bytes
-from fedrecon.wire import to_bytes as to_bytes

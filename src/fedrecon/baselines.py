@@ -15,8 +15,8 @@ import numpy as np
 
 from fedrecon.clients import Clients, rows_of
 from fedrecon.cohort import Needs, Packer
+from fedrecon.display.printing import lay_out
 from fedrecon.preparation import Plan, Preparation, prepare
-from fedrecon.printing import lay_out
 from fedrecon.split import Split, half
 
 ACCURATE_WITHIN = 0.5

@@ -10,11 +10,11 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients, rows_of
+from fedrecon.display.printing import lay_out
+from fedrecon.display.progress import Progress, silent
 from fedrecon.engine import Layout
 from fedrecon.evaluation import Evaluation, evaluate
 from fedrecon.explanation import explain
-from fedrecon.printing import lay_out
-from fedrecon.progress import Progress, silent
 from fedrecon.split import Split
 from fedrecon.training import Run, train
 

@@ -16,12 +16,12 @@ import numpy as np
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
+from fedrecon.display.progress import Progress, silent
 from fedrecon.engine import Layout, compile_each, everywhere
 from fedrecon.engine import layout as choose_layout
 from fedrecon.fitting import check_reconstruction, features_of
 from fedrecon.keys import client_keys
 from fedrecon.model import ClientMetrics, Model, evaluated_names, finish
-from fedrecon.progress import Progress, silent
 from fedrecon.solvers.problem import Objective, measure_all
 from fedrecon.split import Split, half, query_only
 

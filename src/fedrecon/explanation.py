@@ -13,11 +13,11 @@ import numpy as np
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
 from fedrecon.cohort import Needs, Packer
+from fedrecon.display.printing import lay_out
 from fedrecon.lookups.fit import known_lookups, probe
 from fedrecon.lookups.tables import group_name, lookup_groups
 from fedrecon.lookups.tracing import Reads, find_reads
 from fedrecon.model import AUTO, Batch, Model
-from fedrecon.printing import lay_out
 from fedrecon.split import query_only
 from fedrecon.trees import flatten
 

@@ -31,8 +31,8 @@ import numpy as np
 from fedrecon.algorithm import Algorithm
 from fedrecon.baselines import divided
 from fedrecon.clients import Clients, rows_of
+from fedrecon.display.printing import lay_out
 from fedrecon.personalize import reconstruct
-from fedrecon.printing import lay_out
 from fedrecon.split import Split, fraction
 
 KNOWN = 0.8

@@ -19,6 +19,7 @@ from fedrecon.clients import Clients
 from fedrecon.cluster.folders import first_writes
 from fedrecon.cluster.wire import check_same, interruptible
 from fedrecon.disk.runs import RunFolder
+from fedrecon.display.progress import Advance, Progress, silent
 from fedrecon.engine import Layout, compile_rounds, everywhere
 from fedrecon.engine import layout as choose_layout
 from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
@@ -27,7 +28,6 @@ from fedrecon.keys import run_keys
 from fedrecon.model import finish, metric_names
 from fedrecon.privacy.ledger import Ledger
 from fedrecon.privacy.spending import Spending, spending
-from fedrecon.progress import Advance, Progress, silent
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 

@@ -1,6 +1,6 @@
 """Text on a device: sentences, words, their ids, and suggestions, exactly as in training.
 
-Training has this in `fedrecon.data.text` and `fedrecon.completion`, which need JAX; the page has it in JavaScript.
+Training has this in `fedrecon.data.text` and `fedrecon.app.completion`, which need JAX; the page has it in JavaScript.
 Tests compare the three on shared vectors.
 """
 

@@ -38,11 +38,11 @@ from fedrecon.cluster.folders import first_writes
 from fedrecon.cluster.wire import agree, check_same, is_first
 from fedrecon.data.errors import DataError
 from fedrecon.disk.runs import RunFolder
+from fedrecon.display.progress import Progress, silent
 from fedrecon.engine import Layout
 from fedrecon.evaluation import Evaluation, Evaluator
 from fedrecon.privacy.ledger import Ledger
 from fedrecon.privacy.spending import spending
-from fedrecon.progress import Progress, silent
 from fedrecon.training import OnRecord, Run, train
 
 JUDGES = 20  # validation clients; the loss of fewer is mostly chance

@@ -16,9 +16,9 @@ from fedrecon.app.tasks import CLICKS, RATINGS, Items
 from fedrecon.clients import Clients, rows_of
 from fedrecon.model import Model, Step, predict_in
 from fedrecon.personalize import Recommendation, reconstruct
-from fedrecon.portable import DESCRIPTION as PORTABLE
-from fedrecon.portable import Loaded
-from fedrecon.portable import load as load_portable
+from fedrecon.travel.portable import DESCRIPTION as PORTABLE
+from fedrecon.travel.portable import Loaded
+from fedrecon.travel.portable import load as load_portable
 
 LEAST_AT_ONCE = 16
 PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrecon.algorithm import client_keys
+from fedrecon.app.completion import Suggestion, suggest
 from fedrecon.app.recommender import Recommender
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import Items
 from fedrecon.clients import Clients
-from fedrecon.completion import Suggestion, suggest
 from fedrecon.data import DataError, Vocabulary, personal_text, split_text
 from fedrecon.data.sources import is_readable, open_bytes
 from fedrecon.hosts import as_clients

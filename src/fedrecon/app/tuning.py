@@ -27,8 +27,8 @@ from fedrecon.data import Ratings
 from fedrecon.disk.arrays import write_bytes, write_json
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.parts import held_study
-from fedrecon.printing import lay_out
-from fedrecon.progress import silent
+from fedrecon.display.printing import lay_out
+from fedrecon.display.progress import silent
 from fedrecon.training import train
 
 Say = Callable[[str], None]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from fedrecon.printing import plain
+from fedrecon.display.printing import plain
 
 BEAT = 2.0  # seconds between signs of life
 SILENCE = 40.0  # seconds without one after which a process counts as dead

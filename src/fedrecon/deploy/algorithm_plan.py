@@ -24,7 +24,7 @@ from fedrecon.fitting import decide_lookups
 from fedrecon.hosts import as_clients
 from fedrecon.lookups.tables import lookup_groups
 from fedrecon.model import metric_names
-from fedrecon.portable import digest, save, with_lookups
+from fedrecon.travel.portable import digest, save, with_lookups
 
 
 class Given(NamedTuple):

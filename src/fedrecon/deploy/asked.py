@@ -12,7 +12,7 @@ from fedrecon.deploy.plan import Plan
 from fedrecon.deploy.secret import length_of
 from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.hosts import total_shapes
-from fedrecon.wire import nbytes
+from fedrecon.travel.wire import nbytes
 
 TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last with the number of a question behind it
 _LENGTH = struct.Struct(">I")

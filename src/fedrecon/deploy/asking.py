@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon.deploy.grid import Clock, Grid
 from fedrecon.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, unpack
-from fedrecon.wire import SLACK, WireError, from_bytes, nbytes
+from fedrecon.travel.wire import SLACK, WireError, from_bytes, nbytes
 
 # seconds between two looks for replies, and as a share of the time waited
 PAUSE, LONGEST_PAUSE, SHARE = 0.05, 0.5, 0.15

@@ -16,8 +16,8 @@ from fedrecon.clients import Clients
 from fedrecon.deploy.algorithm_plan import AlgorithmPlan
 from fedrecon.deploy.plan import Plan
 from fedrecon.deploy.settings_plan import SettingsPlan
+from fedrecon.display.progress import Progress, silent
 from fedrecon.keys import as_number, mixed, round_key, words_of
-from fedrecon.progress import Progress, silent
 
 TAKES_PART = 0xD6E8FEB86659FD93  # salt, so that who takes part has nothing to do with how splits are redrawn
 

@@ -22,7 +22,7 @@ from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.fitting import check_fit
 from fedrecon.hosts import client_total, total_shapes
 from fedrecon.keys import round_key
-from fedrecon.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
+from fedrecon.travel.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
 
 MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
 

@@ -19,7 +19,7 @@ from fedrecon.app.tasks.factors import build_model as factorization
 from fedrecon.clients import Clients, rows_of
 from fedrecon.model import Model
 from fedrecon.preparation import DEFAULT, Plan, Preparation, Sums, Transform, advance, answer, done, start
-from fedrecon.wire import from_bytes, to_bytes
+from fedrecon.travel.wire import from_bytes, to_bytes
 
 UNDECIDED = -1.0
 TRANSFORMS: tuple[Transform, ...] = ("none", "log1p")

@@ -29,7 +29,7 @@ from fedrecon.evaluation import Evaluation
 from fedrecon.hosts import server_round
 from fedrecon.keys import round_key, run_keys
 from fedrecon.model import finish
-from fedrecon.wire import to_bytes
+from fedrecon.travel.wire import to_bytes
 
 MOST_PAUSE = 60.0  # seconds between two tries of a round; they grow from one on
 ROUND_ZERO = "round-zero.safetensors"  # in the run's folder

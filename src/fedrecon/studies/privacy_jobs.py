@@ -19,7 +19,7 @@ from fedrecon.app.presets import DEFAULT
 from fedrecon.app.protection import Protection, protect
 from fedrecon.app.tasks.factors import FOUND, Items, prepare_privately, prepare_ratings, ridges_of
 from fedrecon.app.tasks.task import Ready, Users
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 from fedrecon.solvers.priors import keep_constant, with_prior
 from fedrecon.studies.numbers import number
 from fedrecon.studies.rating_jobs import MOST_EXAMPLES, Divided, count, open_ratings

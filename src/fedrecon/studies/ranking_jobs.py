@@ -19,7 +19,7 @@ from fedrecon.app.build import build_algorithm
 from fedrecon.app.config import ClickData, ClicksConfig, Ranking
 from fedrecon.app.tasks import CLICKS, Users
 from fedrecon.data import Ratings
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 from fedrecon.ranking import Ranked, Scorer, Sets
 from fedrecon.studies.numbers import number
 from fedrecon.studies.study import Job, Kind

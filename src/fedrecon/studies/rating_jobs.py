@@ -16,7 +16,7 @@ import fedrecon as fr
 from fedrecon.app.build import build_model, build_reconstruction, build_server, build_update, load_ratings
 from fedrecon.app.config import Data, Factorization, Reconstruct, Server, Update
 from fedrecon.data import Ratings
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.study import Job
 
 DIVISION = 0  # who trains, validates and tests: the same for all seeds, or some would test where others chose settings

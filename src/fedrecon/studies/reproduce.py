@@ -17,7 +17,7 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.disk.arrays import read_json
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.report import compose, to_html, to_markdown, write_page
 from fedrecon.studies.runner import Runner, Say, Task, keep_compiled, start
 from fedrecon.studies.study import Data, Results, Study

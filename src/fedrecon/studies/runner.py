@@ -12,8 +12,8 @@ import jax
 
 from fedrecon.app.config import to_json
 from fedrecon.disk.arrays import StorageError, read_json, write_json
+from fedrecon.display.progress import Progress, silent
 from fedrecon.engine import start_devices
-from fedrecon.progress import Progress, silent
 from fedrecon.studies.study import Data, Job, Kind, Result, digest
 
 Say = Callable[[str], None]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fedrecon.app.config import to_json
-from fedrecon.progress import Progress
+from fedrecon.display.progress import Progress
 
 Result = Mapping[str, Any]  # what a finished job left; all have evaluations, losses, sent and seconds
 Results = Mapping[str, Sequence[Result]]  # by job, one a seed

@@ -16,7 +16,7 @@ import fedrecon as fr
 from fedrecon.app.build import build_reconstruction, build_server, build_update
 from fedrecon.app.config import Reconstruct, Server, Update
 from fedrecon.data import Corpus, Sentences, load_text
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.study import Job
 
 Measure = Literal["plain", "recon", "recon-finetune", "oov-finetune", "full-finetune"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedrecon.app.config import to_json
 from fedrecon.disk.arrays import read_json, write_json
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.runner import Say
 from fedrecon.studies.study import Data, Job, Kind, changed, digest
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedrecon.progress import silent
+from fedrecon.display.progress import silent
 from fedrecon.studies.runner import Runner, Say, Task, keep_compiled, start
 from fedrecon.studies.study import Kind
 

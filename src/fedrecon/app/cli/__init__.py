@@ -118,7 +118,7 @@ def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = N
 
 
 def _fail(sentence: str, code: int, problem: Exception | None = None) -> int:
-    from fedrecon.printing import plain
+    from fedrecon.display.printing import plain
 
     _end_others(sentence, code, problem)
     print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)

@@ -49,7 +49,7 @@ def run(args: Demo) -> int:
     from fedrecon.app.tasks import RATINGS
     from fedrecon.disk.errors import StorageError
     from fedrecon.disk.runs import RunFolder
-    from fedrecon.progress import bars
+    from fedrecon.display.progress import bars
 
     config = dataclasses.replace(
         SETTINGS, rounds=args.rounds, data=dataclasses.replace(SETTINGS.data, source=args.data)

@@ -53,8 +53,8 @@ def run(args: Evaluate) -> int:
     from fedrecon.app.saved import open_model
     from fedrecon.app.tasks import Users
     from fedrecon.disk.arrays import without_nan
+    from fedrecon.display.progress import bars
     from fedrecon.engine import start_devices
-    from fedrecon.progress import bars
 
     start_devices(None)
     model = open_model(args.run)

@@ -137,9 +137,9 @@ def _leakage(args: Leakage) -> int:
     from fedrecon.app.experiment import users_of_run
     from fedrecon.app.saved import open_model
     from fedrecon.disk.arrays import without_nan
+    from fedrecon.display.progress import bars
     from fedrecon.engine import start_devices
     from fedrecon.privacy.leakage import leakage
-    from fedrecon.progress import bars
 
     if args.people < 2:
         raise options.UsageError(f"--people is {args.people}; it takes two or more to ask which of them it was")

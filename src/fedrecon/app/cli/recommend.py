@@ -63,7 +63,7 @@ def run(args: Recommend) -> int:
     from fedrecon.app.tasks import CLICKS, RATINGS
     from fedrecon.app.tasks.ratings import with_titles
     from fedrecon.data import Ratings
-    from fedrecon.progress import silent
+    from fedrecon.display.progress import silent
 
     if args.top < 1:
         raise options.UsageError(f"--top is {args.top}; it must be at least 1")

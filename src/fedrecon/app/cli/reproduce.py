@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> Reproduce:
 def run(args: Reproduce) -> int:
     """Run the study and say where its report is."""
     from fedrecon.disk.parts import held_study
-    from fedrecon.progress import bars
+    from fedrecon.display.progress import bars
     from fedrecon.studies import movielens, text
     from fedrecon.studies.reproduce import Plan, reproduce
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedrecon.printing import plain
+from fedrecon.display.printing import plain
 
 if TYPE_CHECKING:
     from fedrecon.app.baselines import Table

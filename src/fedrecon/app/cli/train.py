@@ -176,8 +176,8 @@ def run(args: Train) -> int:
     from fedrecon.cluster.wire import is_first
     from fedrecon.disk.replacement import put_aside_in
     from fedrecon.disk.runs import RunFolder
+    from fedrecon.display.progress import bars
     from fedrecon.privacy.ledger import NOT_COVERED
-    from fedrecon.progress import bars
 
     meet_others(args)
     folder, task = RunFolder(args.out), task_of(args.settings)

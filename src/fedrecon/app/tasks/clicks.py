@@ -21,9 +21,9 @@ from fedrecon.app.tasks.task import Measure, Read, Ready, Task, Users
 from fedrecon.clients import Clients
 from fedrecon.data import Ratings
 from fedrecon.data.errors import DataError
+from fedrecon.display.progress import Progress
 from fedrecon.model import Model
 from fedrecon.models import ranking_factorization
-from fedrecon.progress import Progress
 
 NDCG, RECALL = Measure("ndcg@100", "NDCG@100"), Measure("recall@20", "recall@20")
 MEASURES = (

@@ -17,7 +17,7 @@ from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.movielens import NAMES
-from fedrecon.progress import Progress
+from fedrecon.display.progress import Progress
 
 
 def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:

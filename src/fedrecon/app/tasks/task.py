@@ -9,9 +9,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from fedrecon.app.config import Config, Reading
 from fedrecon.clients import Clients
+from fedrecon.display.progress import Progress
 from fedrecon.model import Model
 from fedrecon.privacy.accounting import Release
-from fedrecon.progress import Progress
 
 
 class Measure(NamedTuple):

@@ -16,9 +16,9 @@ from fedrecon.data.cache import cache_folder
 from fedrecon.data.errors import DataError
 from fedrecon.data.text.files import preparer
 from fedrecon.data.text.preparation import KEPT_WORDS
+from fedrecon.display.progress import Progress
 from fedrecon.model import Model
 from fedrecon.models import next_word
-from fedrecon.progress import Progress
 
 IN_MEMORY = 4_000_000  # sentences; of more, the examples are written to the cache and mapped from there
 MOST_VALID = 1_000  # clients that validate where the data itself only says who trains and who tests

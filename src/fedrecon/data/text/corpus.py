@@ -21,7 +21,7 @@ from fedrecon.data.text.vocabulary import MAX_WORDS, PAD, Vocabulary
 from fedrecon.data.text.words import word_hash
 from fedrecon.disk.client_files import map_array
 from fedrecon.disk.digests import describe_files, verify_files
-from fedrecon.progress import Advance, Progress, silent
+from fedrecon.display.progress import Advance, Progress, silent
 
 FORMAT = "fedrecon-corpus"
 VERSION = 2

@@ -21,7 +21,7 @@ from fedrecon.data.text.records import BadRecords, client_name, seconds
 from fedrecon.data.text.runs import Post
 from fedrecon.data.text.tf_example import decode_example
 from fedrecon.disk.locks import hold
-from fedrecon.progress import Progress
+from fedrecon.display.progress import Progress
 
 SPLITS = ("train", "heldout", "test")
 SQLITE = b"SQLite format 3\x00"

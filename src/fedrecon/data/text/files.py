@@ -22,7 +22,7 @@ from fedrecon.data.text.stackoverflow import prepare_posts, prepare_stackoverflo
 from fedrecon.data.text.words import split_text
 from fedrecon.disk.digests import file_digest
 from fedrecon.disk.locks import hold
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 
 
 def prepare_text(

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from fedrecon.data.text.records import BadRecords, client_name, read_lines, seconds
 from fedrecon.data.text.runs import Post
 from fedrecon.data.text.words import split_text
-from fedrecon.progress import Progress
+from fedrecon.display.progress import Progress
 
 QUESTION, ANSWER = 1, 2
 AROUND = (b"<?xml", b"<posts", b"</posts", b"\xef\xbb\xbf<?xml")  # how the lines that hold no post begin

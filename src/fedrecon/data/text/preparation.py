@@ -23,7 +23,7 @@ from fedrecon.data.text.word_counts import most_used, number_words
 from fedrecon.disk.client_files import ArrayFile
 from fedrecon.disk.folders import whole_folder
 from fedrecon.disk.locks import hold
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 
 KEPT_WORDS = 50_000
 MAX_SENTENCES = 1_000

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedrecon.data.errors import BadRows, DataError, check_choice
 from fedrecon.data.sources import Bounded, UnpackingError
-from fedrecon.progress import Progress
+from fedrecon.display.progress import Progress
 
 GZIP, SEVEN_ZIP = b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c"
 LONGEST_LINE = 1 << 26  # bytes; what is longer is not a record

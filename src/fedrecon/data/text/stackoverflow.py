@@ -13,7 +13,7 @@ from fedrecon.data.text.federated_sqlite import SPLITS, UNREADABLE, choose_clien
 from fedrecon.data.text.posts_xml import ANSWER, QUESTION, read_posts
 from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
 from fedrecon.data.text.records import BadRecords
-from fedrecon.progress import Progress, silent
+from fedrecon.display.progress import Progress, silent
 
 LONGEST_WORD = 10_000  # characters of a line of the word count
 

@@ -1,0 +1,1 @@
+"""What travels: uploads and messages as bytes, models and algorithms as folders."""
