@@ -54,6 +54,7 @@ def test_the_first_trial_is_what_training_measures(tuned):
     assert main(["train", str(tuned / "ratings.csv"), "--out", str(tuned / "run"), *options]) == 0
     last = json.loads((tuned / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["micro"]["rmse"] == pytest.approx(first["value"], rel=1e-5)
+    assert (first["values"]["rounds"], first["values"]["model.dim"]) == (4, 4)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("20", 20)])

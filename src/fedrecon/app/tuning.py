@@ -201,10 +201,11 @@ def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: S
         return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
 
     def tell(study: Any, trial: Any) -> None:
-        say(_told(_trial(trial, goal), goal, trial.number, study.best_trial.number if _any_finished(study) else None))
+        best = study.best_trial.number if _any_finished(study) else None
+        say(_told(_trial(trial, config), goal, trial.number, best))
 
     study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
-    return tuple(_trial(trial, goal) for trial in study.trials)
+    return tuple(_trial(trial, config) for trial in study.trials)
 
 
 def _optuna() -> Any:
@@ -276,10 +277,12 @@ def _suggest(trial: Any, path: str, space: Any) -> Any:
     return trial.suggest_float(path, *space, log=True)
 
 
-def _trial(trial: Any, goal: Goal) -> Trial:
-    finished = trial.state.name == "COMPLETE"
+def _trial(trial: Any, config: Tunable) -> Trial:
+    goal, finished = GOALS[config.task], trial.state.name == "COMPLETE"
     last = list(trial.intermediate_values.values())[-1:] or [math.inf]
-    return Trial(trial.params, goal.sign * (trial.value if finished else last[0]), finished)
+    # The first trial has the settings as they are, which may be outside of what optuna knows of.
+    values = trial.params if trial.number else {path: _get(config, path) for path in goal.space}
+    return Trial(values, goal.sign * (trial.value if finished else last[0]), finished)
 
 
 def _any_finished(study: Any) -> bool:
@@ -403,7 +406,10 @@ def _draw(tuned: Tuned, path: Path) -> None:
     columns = math.ceil(len(goal.space) / 2)
     figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
     figure.suptitle(f"{goal.title} on validation users; hollow: given up early")
-    for axes, (name, space) in zip(figure.subplots(2, columns).flat, goal.space.items(), strict=False):
+    every = figure.subplots(2, columns).flat
+    for axes in every[len(goal.space) :]:
+        axes.set_visible(False)
+    for axes, (name, space) in zip(every, goal.space.items(), strict=False):
         axes.set(xlabel=name.replace("_", "-"))
         axes.grid(alpha=0.25)
         if isinstance(space, list):
