@@ -32,6 +32,18 @@ def test_a_plain_upload_of_factorization_gives_everything_away(factorization):
     assert (plain.rank, plain.first) == (1.0, 1.0)
 
 
+def test_a_method_that_learns_from_support_gives_that_away_too():
+    algorithm = fr.federated_reconstruction(
+        fr.models.matrix_factorization(RATINGS.num_items, dim=4),
+        reconstruct=fr.least_squares(ridge=1.0),
+        update=fr.gradient_descent(optax.sgd(1.0), batch_size=50, steps=1),
+        server=optax.sgd(0.1),
+        second_order=True,
+    )
+    params = fr.train(algorithm, RATINGS, rounds=2, clients_per_round=10).params
+    assert fr.leakage(algorithm, params, RATINGS, groups=(2,))["plain upload"].rows == 1.0
+
+
 def test_larger_sums_and_noise_give_away_less(factorization):
     plain, two, ten, noised, guess = factorization.exposures
     assert plain.rows > two.rows > ten.rows

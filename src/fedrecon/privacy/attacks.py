@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +13,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm, Message
 from fedrecon.clients import Clients
-from fedrecon.cohort import Cohort, Lengths, Packer, redraw
+from fedrecon.cohort import Cohort, Examples, Lengths, Packer, redraw
 from fedrecon.fitting import features_of
 from fedrecon.hosts import client_update
 from fedrecon.keys import client_keys, words_of
@@ -27,7 +29,8 @@ class Victims(NamedTuple):
     Attributes:
       uploads: `(people, entries)` what each uploads, whole, in one row.
       places: `{path: (begin, end, shape)}` where a leaf is in a row of `uploads`.
-      rows: for the attacked table, `(people, rows)` which rows a person's query has; None without a table.
+      rows: for the attacked table, `(people, rows)` which rows a person's upload may change: those of its query, and of
+        its support where the method learns from that too; None without a table.
       table: path of that table.
       local: `(people, numbers)` the local parameters of the round.
       vector: `(people, width)` the local vector that multiplies rows of the table; None if there is none.
@@ -73,7 +76,8 @@ def observe(
     if table is not None:
         feature = lookup_groups(algorithm.model)[table]
         size = places[table][2][0]
-        rows = _rows(cohort, feature, size)
+        sides = (cohort.query, cohort.support) if algorithm.method.needs.support_rows else (cohort.query,)
+        rows = _rows(sides, feature, size)
         ratings = _ratings(cohort, feature, size, rating)
     width = [leaf.reshape(len(clients), -1) for leaf in leaves.values()]
     return Victims(
@@ -105,15 +109,15 @@ def _pair(algorithm: Algorithm, places: dict[str, Any], local: dict[str, Any]) -
     return max(tables, key=lambda path: places[path][1] - places[path][0], default=None), None
 
 
-def _query(cohort: Cohort, feature: str) -> list[np.ndarray]:
-    column = np.asarray(cohort.query.columns[feature])
-    return [column[i, :count] for i, count in enumerate(np.asarray(cohort.query.count))]
+def _by_client(side: Examples, feature: str) -> list[np.ndarray]:
+    column = np.asarray(side.columns[feature])
+    return [column[i, :count] for i, count in enumerate(np.asarray(side.count))]
 
 
-def _rows(cohort: Cohort, features: tuple[str, ...], size: int) -> np.ndarray:
-    found = np.zeros((len(cohort.client), size), bool)
-    for feature in features:
-        for i, ids in enumerate(_query(cohort, feature)):
+def _rows(sides: Sequence[Examples], features: tuple[str, ...], size: int) -> np.ndarray:
+    found = np.zeros((len(sides[0].count), size), bool)
+    for side, feature in itertools.product(sides, features):
+        for i, ids in enumerate(_by_client(side, feature)):
             found[i, ids.reshape(-1)] = True
     return found
 
@@ -124,7 +128,8 @@ def _ratings(cohort: Cohort, features: tuple[str, ...], size: int, rating: str) 
     if np.ndim(cohort.query.columns[features[0]]) != 2 or np.ndim(cohort.query.columns[rating]) != 2:
         return None
     found = np.full((len(cohort.client), size), np.nan)
-    for i, (ids, values) in enumerate(zip(_query(cohort, features[0]), _query(cohort, rating), strict=True)):
+    sides = _by_client(cohort.query, features[0]), _by_client(cohort.query, rating)
+    for i, (ids, values) in enumerate(zip(*sides, strict=True)):
         found[i, ids] = values
     return found
 
