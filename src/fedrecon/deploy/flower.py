@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fedrecon.deploy.superlink import OFFLINE, PATIENCE, FlowerError
@@ -60,9 +61,9 @@ def run_node(
       say: is told when the connection stands.
     """
     quiet_flower()
+    stay_alive()
     from flwr.supernode import fleet_http_connection as fleet
 
-    fleet.flwr_exit = _refused  # type: ignore[assignment]  # it would end the process
     private = None if key is None else private_key(key)
     keys = None if private is None else (private, private.public_key())
     certificates = None if authority is None else authority.read_bytes()
@@ -73,21 +74,32 @@ def run_node(
                 say(f"connected to {server} as node {connection[0]}")
                 refused = 0.0
                 _take_part(connection, handle, stop)
-        except FlowerError as problem:  # the server may not have registered the key yet
-            if refused >= PATIENCE:
-                raise FlowerError(
-                    f"{server} has refused this node for {PATIENCE:g} s: {problem} Does the server have the public "
-                    f"half of {key}? Is this machine's clock right? (Flower allows 5 s ahead and 300 s behind.) Is it "
-                    "a fedrecon server, with the same version of Flower?"
-                ) from None
-            say(f"{server} refuses this node, or is not ready: {problem} Trying again")
         except Exception as problem:
-            if not _is_of_the_network(problem):
+            why = _why_refused(problem)
+            if why is None and not _is_of_the_network(problem):
                 raise
-            say(f"the connection to {server} is lost ({type(problem).__name__}). Trying again")
+            if why is None:
+                say(f"the connection to {server} is lost ({type(problem).__name__}). Trying again")
+            elif refused < PATIENCE:  # the server may not have registered the key yet
+                say(f"{server} refuses this node, or is not ready: {why} Trying again")
+            else:
+                raise FlowerError(
+                    f"{server} has refused this node for {PATIENCE:g} s: {why} Does the server have the public half of "
+                    f"{key}? Is this machine's clock right? (Flower allows 5 s ahead and 300 s behind.) Is it a "
+                    "fedrecon server, with the same version of Flower?"
+                ) from None
         if not stop():
             time.sleep(AGAIN)
             refused += AGAIN
+
+
+def _why_refused(problem: Exception) -> str | None:
+    """Return what a SuperLink that does not want this node says; None for any other problem."""
+    import httpx
+
+    if isinstance(problem, httpx.HTTPStatusError) and problem.response.status_code == httpx.codes.UNAUTHORIZED:
+        return "it does not accept the key or the time that this node signs with (401)."
+    return str(problem) if isinstance(problem, FlowerError) else None
 
 
 def _is_of_the_network(problem: Exception) -> bool:
@@ -95,6 +107,18 @@ def _is_of_the_network(problem: Exception) -> bool:
     import httpx
 
     return isinstance(problem, httpx.HTTPError)
+
+
+def stay_alive() -> None:
+    """Keep Flower from ending or interrupting this process where a SuperLink refuses it; it raises an error instead."""
+    from flwr.supercore import heartbeat
+    from flwr.supercore.retry import http_retry
+    from flwr.supernode import fleet_http_connection as fleet
+
+    nothing = SimpleNamespace(kill=lambda *args: None, raise_signal=lambda *args: None, getpid=os.getpid, SIGINT=None)
+    fleet.os = fleet.signal = http_retry.os = http_retry.signal = heartbeat.signal = nothing  # type: ignore[assignment]
+    http_retry.FORCE_EXIT_TIMEOUT_SECONDS = 0  # it would wait for its own end
+    fleet.flwr_exit = _refused  # type: ignore[assignment]
 
 
 def _refused(code: int, message: str | None = None, *args: Any, **options: Any) -> None:

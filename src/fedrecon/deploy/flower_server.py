@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedrecon.deploy.flower import FIELD, RECORD, TYPE, data_of, quiet_flower
+from fedrecon.deploy.flower import FIELD, RECORD, TYPE, data_of, quiet_flower, stay_alive
 from fedrecon.deploy.grid import Reply
 from fedrecon.deploy.superlink import PATIENCE, FlowerError, SuperLink, Tls
 
@@ -160,6 +160,7 @@ def flower_grid(
       most: bytes of the largest request that Flower takes.
     """
     quiet_flower()
+    stay_alive()
     os.environ["FLWR_HOME"] = str(folder / "home")
     link = SuperLink(listen, folder, tls, most)
     link.start()
