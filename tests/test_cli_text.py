@@ -92,7 +92,7 @@ def test_help_is_of_the_task(capsys):
     assert main(["train", "--task", "text", "--help"]) == 0
     told = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
     assert "--model.oov-buckets INT how many buckets all other words share. (default: 500)" in told
-    assert "a tenth of the population, 50 at least. (default: 5)" in told
+    assert "a tenth of the population, at least 50. (default: 5)" in told
     assert "--model.dim" not in told
     assert "--data.user" not in told
 
@@ -111,7 +111,7 @@ def test_a_run_leaves_what_the_design_says(trained):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rounds = [record for record in records if record["kind"] == "round"]
     assert [record["round"] for record in rounds] == list(range(1, 91))
-    assert rounds[0]["weight"] == 10 * 8 * 5  # clients are weighed by tokens
+    assert rounds[1]["weight"] == 10 * 8 * 5  # clients are weighed by tokens; the first round only measures norms
     assert [record["round"] for record in records if record["kind"] == "evaluation"] == [30, 60, 90]
     assert [p.name for p in (run / "checkpoint").iterdir()] == ["round-000000090"]
     assert (run / "plots" / "learning_curve.png").exists()
@@ -293,7 +293,7 @@ def test_an_error_is_one_sentence(argv, code, message, trained, recommender, min
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "sound"}, "is of task 'sound'; this version of fedrecon knows ratings, text"),
+        ({"task": "sound"}, "is of task 'sound'; this version of fedrecon knows ratings, clicks, text"),
         ({"vocabulary": {"words": [1], "buckets": 8}}, "is damaged: its vocabulary is not a list of words"),
         ({"vocabulary": {"words": ["a", "a"], "buckets": 8}}, "is damaged: 'a' is in the vocabulary twice"),
         ({"vocabulary": None}, "is damaged"),

@@ -65,7 +65,7 @@ class Completions(NamedTuple):
 
 
 def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[str], n: int = 5) -> Completions:
-    """Rebuild a person's local parameters from text of theirs and suggest next words with and without them.
+    """Reconstruct a person's local parameters from text of theirs and suggest next words with and without them.
 
     Args:
       model: of text.
@@ -85,7 +85,7 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
     limit = min(sentences, algorithm.method.support_limit or sentences)
     newest = {name: column[sentences - limit :] for name, column in mine.columns.items()}
     person = as_clients(newest)
-    mine = jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, model.params, person, seed=model.config.seed))
+    local = jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, model.params, person, seed=model.config.seed))
     key = client_keys(jax.random.key(model.config.seed), person.identities())[0]  # as `reconstruct` begins
     fresh = algorithm.model.init_local(key)
 
@@ -93,7 +93,7 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
         return suggest(algorithm.model, model.params, local, words, vocabulary, own=mine.words, n=n, max_words=most)
 
     found = [
-        Completion(prompt, words, suggestions(words, fresh), suggestions(words, mine))
+        Completion(prompt, words, suggestions(words, fresh), suggestions(words, local))
         for prompt, words in zip(prompts, beginnings, strict=True)
     ]
     return Completions(limit, sum(map(len, mine.words.values())), found)
