@@ -134,7 +134,7 @@ def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_bits(tmp_pa
             process.send_signal(signal.SIGINT)
         results = [ended(process, within=60) for process in processes]
     assert [code for code, _, _ in results] == [130, 130], results
-    assert "to go on: fedrecon train" in results[0][2]
+    assert "to continue: fedrecon train" in results[0][2]
     assert json.loads((run / "run.json").read_text())["interrupted"] is True
     for victim in (1, 0):
         with started(*two([*command, "--resume"])) as processes:
