@@ -1,9 +1,11 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import fedrecon as fr
+from fedrecon.aggregate.averaging import all_finite
 from fedrecon.engine import compile_rounds, everywhere
 from toy_models import assert_same_bits, descend, linear, one_by_one, one_round, run_cohort, xy
 
@@ -167,3 +169,19 @@ def test_a_client_without_query_data_has_no_weight_however_clients_are_weighed(w
 def test_impossible_aggregations_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         fr.aggregate.mean(**options)
+
+
+@pytest.mark.parametrize(
+    ("values", "divisor", "finite"),
+    [
+        ([1.0, -2.0], 1.0, True),
+        ([1e30, 1e38], 1.0, True),  # its squares are not finite, it is
+        ([1.0, np.nan], 1.0, False),
+        ([1.0, -np.inf], 1.0, False),
+        ([1e30, 1.0], 1e-30, False),  # finite before the division only
+        ([1e20, 1.0], 1e-10, True),
+    ],
+)
+def test_a_mean_is_finite_if_every_number_is_after_the_division(values, divisor, finite):
+    parts = {"delta": {"w": jnp.array(values, jnp.float32), "b": jnp.float32(0.5)}}
+    assert bool(all_finite(parts, jnp.float32(divisor))) is finite

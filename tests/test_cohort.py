@@ -57,6 +57,21 @@ def test_large_tables_that_are_numbered_in_groups_of_clients_come_out_the_same(e
             np.testing.assert_array_equal(getattr(found, field)[name], value)
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_whether_repeated_ids_are_looked_for_before_or_while_packing_changes_nothing(repeated):
+    items = np.array([4, 1, 3, 0, 2, 4, 4, 3], np.int32)
+    items[6] = 4 if repeated else 1
+    clients = fr.Clients({"item": items}, np.array([0, 5]), np.array([5, 8]))
+    needs = {"split": fr.split.none(), "groups": {"item": (ITEMS, ("item",))}}
+    before = pack(clients, **needs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cohort_module, "LOOKED_THROUGH", 0)
+        while_packing = pack(clients, **needs)
+    for field in ("rows", "num_rows", "slots"):
+        np.testing.assert_array_equal(getattr(before, field)["item"], getattr(while_packing, field)["item"])
+    assert before.num_rows["item"].tolist() == ([5, 2] if repeated else [5, 3])
+
+
 def test_a_table_of_millions_of_rows_is_packed_by_the_rows_in_use():
     ids = np.array([9_999_999, 3, 9_999_999, 5_000_000, 3, 0], np.int32)
     clients = fr.Clients({"item": ids}, np.array([0, 3]), np.array([3, 6]))

@@ -17,6 +17,7 @@ from fedrecon.upload import ROW_CHUNK
 ABSENT = -1  # the index that stands for an empty slot of a cohort
 SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
 NAMES_HASHED = 2**17  # up to this many clients, names are hashed once instead of at every packing
+LOOKED_THROUGH = 2**22  # up to this many examples, repeated ids are looked for once instead of at every packing
 
 
 class Examples(NamedTuple):
@@ -115,6 +116,10 @@ class Packer:
         self.support_length, self.query_length = lengths or lengths_for(clients.max_size, needs)
         self._scratch = np.empty(0, np.int32)
         self._identities = clients.identities() if 0 < len(clients) <= NAMES_HASHED else None
+        self._distinct = {
+            group: not needs.support_rows and _all_distinct(clients, features, rows)
+            for group, (rows, features) in needs.groups.items()
+        }
 
     def pack(self, indices: np.ndarray, draws: np.ndarray | None = None) -> Cohort:
         """Pack clients.
@@ -128,7 +133,7 @@ class Packer:
         starts = np.where(here, self._clients.starts[safe], 0)
         sizes = np.where(here, self._clients.ends[safe], 0) - starts
         identity = self._identity(safe)
-        ordered = self._ordered(starts, sizes, mixed(as_number(identity), 0 if draws is None else draws))
+        ordered = self._ordered(starts, sizes, identity, 0 if draws is None else draws)
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
         support, query = (
             self._side(origin + begin, count, length, ordered)
@@ -138,7 +143,8 @@ class Packer:
         )
         cohort = Cohort(indices.astype(np.int32), identity, support.examples(), query.examples(), {}, {}, {}, {})
         for group, (rows, features) in self._needs.groups.items():
-            found = self._list_rows(rows, features, support if self._needs.support_rows else None, query)
+            extra = support if self._needs.support_rows else None
+            found = self._list_rows(rows, features, extra, query, self._distinct[group])
             cohort.rows[group], cohort.num_rows[group] = found[:2]
             cohort.slots.update(found[2])
             cohort.support_slots.update(found[3])
@@ -149,11 +155,14 @@ class Packer:
             return np.zeros((len(indices), 2), np.uint32)
         return self._clients.identities(indices) if self._identities is None else self._identities[indices]
 
-    def _ordered(self, starts: np.ndarray, sizes: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
+    def _ordered(
+        self, starts: np.ndarray, sizes: np.ndarray, identity: np.ndarray, draws: np.ndarray | int
+    ) -> np.ndarray | None:
         """List the rows of all examples of the clients in the split's order; None if that is the stored order."""
         by = self._needs.split.by
         if self._needs.split.redrawn:
             owner, j = _ragged(sizes)
+            draws = mixed(as_number(identity), draws)
             return (starts[owner] + j)[np.lexsort((mixed(j.astype(np.uint64), draws[owner]), owner))]
         if by is None:
             return None
@@ -169,14 +178,14 @@ class Packer:
         if pattern is None:
             source = _counted_from(begins, counts)
         else:
-            owner, j = _ragged(counts)
-            source = begins[owner] + pattern(np.arange(length))[j]
+            j = _counted_from(np.zeros(len(counts), np.int64), counts)
+            source = np.repeat(begins, counts) + pattern(np.arange(length))[j]
         source = source if ordered is None else ordered[source]
         columns = {name: np.take(column, source, axis=0) for name, column in self._columns.items()}
         return _Side(columns, counts, length, _counted_from(np.arange(len(counts)) * length, counts))
 
     def _list_rows(
-        self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side
+        self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side, distinct: bool
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """List the rows each client touches, in order of first use, query before support."""
         sides = [query] if support is None else [query, support]
@@ -188,7 +197,9 @@ class Packer:
         capacity = min(sum(i.shape[1] * side.length for i, side in zip(ids, sides, strict=True)), table_rows)
         capacity += -capacity % ROW_CHUNK
         counts = [side.counts * i.shape[1] for side, i in zip(sides, ids, strict=True)]
-        if support is None:
+        if distinct:
+            rows, num_rows, slot = _number_distinct(flat, counts[0], capacity)
+        elif support is None:
             rows, num_rows, slot = self._number(flat, counts[0], table_rows, capacity)
         else:
             order = np.argsort(np.concatenate([_owners(c) for c in counts]), kind="stable")
@@ -223,14 +234,31 @@ class Packer:
             self._scratch[here[::-1]] = seen[begin:end][::-1]  # if a key repeats, the last write wins: its first use
             first[begin:end] = self._scratch[here]
         new = first == seen
-        if new.all():  # no client has an id twice, as in most data
-            rank = _counted_from(np.zeros(clients, np.int64), counts)
-            rows, num_rows = _spread(flat, counts, capacity), counts
-        else:
-            num_rows = np.bincount(_owners(counts)[new], minlength=clients)
-            rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
-            rows = _spread(flat[new], num_rows, capacity)
+        if new.all():
+            return _number_distinct(flat, counts, capacity)
+        num_rows = np.bincount(_owners(counts)[new], minlength=clients)
+        rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
+        rows = _spread(flat[new], num_rows, capacity)
         return rows.astype(np.int32, copy=False), num_rows.astype(np.int32), rank.astype(np.int32)
+
+
+def _number_distinct(flat: np.ndarray, counts: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Do what `Packer._number` does for clients that have no id twice, as in most data."""
+    rank = _counted_from(np.zeros(len(counts), np.int64), counts)
+    rows = _spread(flat, counts, capacity)
+    return rows.astype(np.int32, copy=False), counts.astype(np.int32), rank.astype(np.int32)
+
+
+def _all_distinct(clients: Clients, features: Sequence[str], table_rows: int) -> bool:
+    """Say whether no client has an id twice in some columns, if that is quickly found out; else say no."""
+    ids = [clients.columns[feature] for feature in features]
+    if sum(column.size for column in ids) > LOOKED_THROUGH or len(clients) * table_rows >= 2**63:
+        return False
+    owner, j = _ragged(clients.ends - clients.starts)
+    source = clients.starts[owner] + j
+    flat = np.concatenate([column.reshape(len(column), -1)[source] for column in ids], axis=1)
+    keys = np.sort((owner[:, None] * table_rows + flat).ravel())
+    return bool((keys[1:] != keys[:-1]).all())
 
 
 class _Side(NamedTuple):

@@ -51,6 +51,10 @@ def start_devices(devices: int | None = None) -> None:
     number = cores if devices is None else devices // hosts
     if not 1 <= number <= max(MOST_DEVICES, cores):
         raise ValueError(f"`devices` is {number}; it must be between 1 and {max(MOST_DEVICES, cores)} on this machine")
+    if hosts > 1:
+        # Threads of XLA, by default one a core. Processes that share a host's cores would spend half of their time on
+        # handing each other's threads small pieces of work.
+        os.environ.setdefault("NPROC", str(number))
     # Once JAX has started this raises an error, and it is too late to change the number.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)

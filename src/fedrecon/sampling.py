@@ -196,7 +196,7 @@ class Cohorts:
         self._clients, self._sampling, self._layout, self._at_once = clients, sampling, layout, at_once
         self._sampling_words, self._client_words = words_of(keys.sampling), words_of(keys.clients)
         needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
-        self._packer = Packer(clients, needs)
+        self._packer, self._redrawn = Packer(clients, needs), needs.split.redrawn
 
     def prepare(self, first: int, number: int) -> Prepared:
         """Prepare rounds; if they are fewer than `at_once`, the others have absent clients only.
@@ -209,11 +209,17 @@ class Cohorts:
         samples = [sample(self._sampling_words, first + r, self._clients, self._sampling) for r in range(number)]
         orders = [self._arrange(s.clients) for s in samples]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
-        draws = np.stack([redraw(fold_words(self._client_words, first + r)) for r in range(self._at_once)])
         mine = [self._layout.mine(order) for order in orders]
-        packed = self._packer.pack(np.concatenate(mine), np.repeat(draws, len(mine[0])))
+        packed = self._packer.pack(np.concatenate(mine), self._draws(first, len(mine[0])))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
         return Prepared(first, number, cohorts, samples, orders)
+
+    def _draws(self, first: int, clients: int) -> np.ndarray | None:
+        """Return from what each of a call's clients redraws its split; None if splits are not redrawn."""
+        if not self._redrawn:
+            return None
+        draws = [redraw(fold_words(self._client_words, first + r)) for r in range(self._at_once)]
+        return np.repeat(np.stack(draws), clients)
 
     def _arrange(self, chosen: np.ndarray) -> np.ndarray:
         safe = np.maximum(chosen, 0)
