@@ -263,7 +263,7 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
         message = algorithm.message(state)
         nothing = no_total(summand_shapes(algorithm, state, metrics))
         total, kept = _run_blocks(algorithm, message, nothing, kept, cohort, key, layout)
-        total = jax.lax.psum(total, AXIS)
+        total = _add_up(total, layout)
         state, report = finish_round(algorithm, state, total, key)
         return state, kept, report
 
@@ -300,6 +300,23 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
         return state, gather(kept), report
 
     return together
+
+
+def _add_up(total: Total, layout: Layout) -> Total:
+    """Add up the sums of all devices.
+
+    Processes exchange every array by itself, each with several messages, so these go joined, one array a type.
+    """
+    if layout.processes == 1:
+        return jax.lax.psum(total, AXIS)
+    leaves, structure = jax.tree.flatten(total)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):  # in one order everywhere
+        places = [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        joined = jax.lax.psum(jnp.concatenate([leaves[k].ravel() for k in places]), AXIS)
+        parts = jnp.split(joined, np.cumsum([leaves[k].size for k in places])[:-1])
+        for k, part in zip(places, parts, strict=True):
+            leaves[k] = part.reshape(leaves[k].shape)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _run_blocks(
