@@ -1,13 +1,15 @@
 """The commands of a deployment: plans and keys are made, wrong use ends with a sentence, example files are sound."""
 
+import contextlib
+import json
 import ssl
 import stat
 from pathlib import Path
 
 import pytest
 
-from deployed import files_of, node_of
-from fedrecon.app.cli import main, node, server
+from deployed import files_of, grid_of, node_of
+from fedrecon.app.cli import FAILED, main, node, server
 from fedrecon.deploy.certificates import KeyExists, make_node
 from fedrecon.deploy.messages import Envelope, pack, unpack
 from fedrecon.deploy.plan import Plan, names
@@ -113,6 +115,52 @@ def test_a_node_in_a_script_accepts_the_named_plan_only(tmp_path, capsys):
         asking = node._asking(node.parse(words), print)
         assert unpack(node_of(parts[0], accept=asking).handle(join), 2**20).kind == kind
     assert f"--accept {plan.digest[:16]}" in capsys.readouterr().out
+
+
+def serving(words, grid, monkeypatch, capsys):
+    """Run `fedrecon server` with nodes of this process; return its exit code and what it prints."""
+
+    @contextlib.contextmanager
+    def within(*args, **options):
+        yield grid
+
+    monkeypatch.setattr("fedrecon.deploy.flower_server.flower_grid", within)
+    code = main(["server", *map(str, words), "--insecure", "--min-nodes", "3"])
+    return code, capsys.readouterr().out
+
+
+def made_plan(folder, capsys, *words):
+    (folder / "items.csv").write_text("item\n" + "\n".join(map(str, range(100, 112))) + "\n")
+    made = ["--items", folder / "items.csv", "--out", folder / "plan", "--preset", "paper", "--model.dim", 2]
+    made += ["--data.max-examples", 10, "--data.fractions", "0.6", "0.2", "0.2", "--rounds", 2, *words]
+    assert main(["plan", *map(str, made)]) == 0
+    capsys.readouterr()
+    return folder / "plan"
+
+
+def test_a_server_shows_a_line_a_round_or_json_and_its_run_is_taken_by_other_commands(tmp_path, monkeypatch, capsys):
+    union, parts = files_of(tmp_path)
+    plan, run = made_plan(tmp_path, capsys, "--reconstruct.solver", "least-squares"), tmp_path / "run"
+    code, out = serving((plan, "--out", run), grid_of(parts), monkeypatch, capsys)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split()[:5] == ["round", "nodes", "answered", "late", "failed"]
+    assert [line.split()[:5] for line in lines[1:3]] == [["1", "3", "3", "0", "0"], ["2", "3", "3", "0", "0"]]
+    assert "test users of all nodes" in out
+    code, out = serving((plan, "--out", tmp_path / "again", "--json"), grid_of(parts), monkeypatch, capsys)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert (code, [record["kind"] for record in records]) == (0, ["round", "round", "evaluation", "test"])
+    assert main(["evaluate", str(run), "--ratings", str(union)]) == 0
+    assert main(["recommend", str(run), "--ratings", str(union), "--user", "u001"]) == 0
+
+
+def test_a_server_whose_training_fails_says_why_and_ends_as_train_does(tmp_path, monkeypatch, capsys):
+    _, parts = files_of(tmp_path)
+    plan = made_plan(tmp_path, capsys, "--update.learning-rate", "1e30", "--reconstruct.learning-rate", "1e30")
+    code, out = serving((plan, "--out", tmp_path / "run"), grid_of(parts), monkeypatch, capsys)
+    assert code == FAILED == 3
+    assert "updates were not finite" in json.loads((tmp_path / "run" / "run.json").read_text())["failed"]
+    assert "next:" not in out
 
 
 def test_commands_of_the_example_files_are_understood(monkeypatch):

@@ -148,6 +148,7 @@ def flower_grid(
     node_keys: Collection[Path],
     say: Callable[[str], None],
     most: int = 2**31,
+    database: Path | None = None,
 ) -> Iterator[FlowerGrid]:
     """Start a SuperLink, register nodes, and reach them as long as a block runs.
 
@@ -158,11 +159,12 @@ def flower_grid(
       node_keys: public keys of the nodes.
       say: is told what happens.
       most: bytes of the largest request that Flower takes.
+      database: where Flower keeps its state; None for in memory.
     """
     quiet_flower()
     stay_alive()
     os.environ["FLWR_HOME"] = str(folder / "home")
-    link = SuperLink(listen, folder, tls, most)
+    link = SuperLink(listen, folder, tls, most, database)
     link.start()
     try:
         grid, completed = FlowerGrid(link, node_keys, say), False
