@@ -5,6 +5,7 @@ exit code 1 if, from round 20 on, a process grows by more than a tenth (and 16 M
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -55,13 +56,26 @@ def child_of(pid):
 
 def files_of(folder):
     """Return the MB of all files but the records of rounds, and how many files there are."""
-    found = [path for path in folder.rglob("*") if path.is_file() and path.name != "metrics.jsonl"]
-    return sum(path.stat().st_size for path in found) / 1e6, len(found)
+    sizes = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # checkpoints come and go
+            if path.is_file() and path.name != "metrics.jsonl":
+                sizes.append(path.stat().st_size)
+    return sum(sizes) / 1e6, len(sizes)
+
+
+def least_files(folder):
+    """Look several times: while a checkpoint is written there are two."""
+    found = []
+    for _ in range(5):
+        found.append(files_of(folder))
+        time.sleep(0.2)
+    return min(size for size, _ in found), min(count for _, count in found)
 
 
 def look(folder, server, nodes):
     """Return what everything weighs now."""
-    size, count = files_of(folder)
+    size, count = least_files(folder)
     return {
         "server": memory_of(server.pid),
         "SuperLink": memory_of(child_of(server.pid)),

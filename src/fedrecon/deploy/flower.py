@@ -58,7 +58,7 @@ def run_node(
       authority: the certificate of the authority that vouches for the server; None for no encryption.
       key: this node's private key; None for a node that is nobody in particular.
       stop: asked between messages.
-      say: is told when the connection stands.
+      say: is told what becomes of the connection.
     """
     quiet_flower()
     stay_alive()
@@ -68,6 +68,7 @@ def run_node(
     keys = None if private is None else (private, private.public_key())
     certificates = None if authority is None else authority.read_bytes()
     refused = 0.0  # seconds
+    say(f"connecting to {server}, as soon as there is a server")
     while not stop():
         try:
             with fleet.http_request_response(server, authority is None, certificates, keys) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,5 +131,9 @@ def run(args: MakePlan) -> int:
         raise ValueError(f"{args.out} holds another plan; use another folder")
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
-    print(f"next: fedrecon server {args.out} --out RUN, and on every node: fedrecon node FILE --server HOST:PORT")
+    print(f"next: fedrecon server {shlex.quote(str(args.out))} --out RUN --keys KEYS")
+    print(
+        f"on every node: fedrecon node FILE --server HOST:8000 --ca ca.crt --key NODE.key --accept {plan.digest[:16]}"
+    )
+    print("fedrecon keys makes the keys; to try it out on one machine, both take --insecure instead")
     return 0
