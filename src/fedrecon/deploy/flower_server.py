@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedrecon.deploy.flower import FIELD, RECORD, TYPE, data_of, quiet_flower, stay_alive
+from fedrecon.deploy.flower import FIELD, RECORD, TYPE, beating, data_of, quiet_flower, stay_alive
 from fedrecon.deploy.grid import Reply
 from fedrecon.deploy.superlink import PATIENCE, FlowerError, SuperLink, Tls
 
@@ -226,7 +226,7 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
     from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
     from flwr.supercore.constant import TaskType
     from flwr.supercore.fab import Fab
-    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+    from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
     from flwr.supercore.interceptors.http.superexec_auth import SuperExecAuthHttpInterceptor
     from flwr.supercore.runtime import RuntimeHttpClient
@@ -263,17 +263,7 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
     finally:
         runtime.close()
     grid: Any = HttpGrid(link.address, insecure, link.certificates, token=task.token)
-    tell = make_task_heartbeat_fn_http(grid._runtime_client)
-
-    def still_there() -> bool:
-        import httpx
-
-        try:
-            return tell()
-        except httpx.HTTPError:  # a SuperLink that was started again does not know us; other calls notice
-            return True
-
-    beat = HeartbeatSender(still_there)
+    beat = beating(make_task_heartbeat_fn_http(grid._runtime_client))
     beat.start()
     given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
     TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
