@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deployed import files_of, grid_of, node_of
 from fedrecon.app.cli import FAILED, main, node, server
@@ -48,6 +49,9 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
         (["plan", "--items", "items.csv", "--out", "p", "--secure"], "a secure sum of one node hides nothing"),
         (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "share of users in a round is 2"),
+        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "a deployment adds no noise"),
+        (["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"], "--share says how many"),
+        (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "all --rounds are trained"),
         (["server", "none", "--out", "run", "--insecure"], "none holds no plan"),
         (["server", "none", "--out", "run"], "give --keys"),
         (["node", "x.csv", "--server", "a:1"], "give --ca and --key"),
@@ -163,6 +167,16 @@ def test_a_server_whose_training_fails_says_why_and_ends_as_train_does(tmp_path,
     assert "next:" not in out
 
 
+def test_a_plan_for_clicks_says_what_is_sent_first(tmp_path, capsys):
+    (tmp_path / "items.csv").write_text("item\n1\n2\n3\n")
+    words = ["plan", "--task", "clicks", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan"]
+    assert main([*words, "--data.at-least", "4", "--model.dim", "2"]) == 0
+    assert "first how many users have each item; then the sum" in " ".join(capsys.readouterr().out.split())
+    plan = Plan.open(tmp_path / "plan")
+    assert plan.config.model.at_least == 4
+    assert plan.unprepared
+
+
 def test_commands_of_the_example_files_are_understood(monkeypatch):
     monkeypatch.setenv("ACCEPT", "0" * 64)
     found = []
@@ -176,5 +190,8 @@ def test_commands_of_the_example_files_are_understood(monkeypatch):
             elif start.startswith("command: "):
                 found.append(start.removeprefix("command: ").split())
     assert len(found) == 6
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    assert set(services) == {"server", "north", "south", "west"}
+    assert all(service["image"] == "fedrecon" for service in services.values())
     for command, *words in found:
         {"server": server, "node": node}[command].parse(words)

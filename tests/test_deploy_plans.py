@@ -13,6 +13,7 @@ import pytest
 import fedrecon as fr
 from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
 from fedrecon.app.build import build_algorithm
+from fedrecon.app.cli import main
 from fedrecon.app.click_settings import Ranking
 from fedrecon.app.config import ClickData, ClicksConfig, Data, Reconstruct
 from fedrecon.app.experiment import make_evaluator
@@ -157,6 +158,7 @@ def test_clicks_on_nodes_give_what_the_simulation_of_the_union_gives(changes, se
     assert (outcome.test.clients, outcome.test.examples) == (test.clients, test.examples)
     for name in ("ndcg@100", "recall@20", "loss"):
         np.testing.assert_allclose(outcome.test.micro[name], test.micro[name], 1e-4)
+    assert main(["recommend", str(tmp_path / "run"), "--clicks", path, "--user", "u001"]) == 0
 
 
 # ---- an algorithm made in Python ----

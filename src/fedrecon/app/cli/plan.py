@@ -106,6 +106,8 @@ def parse(argv: Sequence[str]) -> MakePlan:
     found = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
     if found.settings.sampling != default.sampling:
         raise options.UsageError("--sampling is for simulations; here --share says how many of its users a node takes")
+    if found.settings.patience != default.patience:
+        raise options.UsageError("--patience is for simulations; over nodes all --rounds are trained")
     return found
 
 
