@@ -126,9 +126,9 @@ def processor_of(pid):
 
 
 def memory_of(pid):
-    """Return the MB that a process has in memory."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1000
+    """Return the MB that a process has in memory; of one that has ended, 0."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
 
 
 def child_of(pid):
@@ -159,7 +159,7 @@ def costs_of(looks):
     for name in first:
         each = rounds if name == "node" else rounds * NODES
         found[f"CPU of {name}"] = (last[name][0] - first[name][0]) / each
-        found[f"MB of {name}"] = last[name][1]
+        found[f"MB of {name}"] = max(costs[name][1] for _, costs in settled)
     return found
 
 

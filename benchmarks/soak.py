@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from deployment import NODES, fedrecon, launch, stop, write_files
+from deployment import NODES, child_of, fedrecon, launch, memory_of, rounds_done, stop, write_files
 from fedrecon.deploy.demo import free_port
 from fedrecon.deploy.plan import Plan
 
@@ -39,19 +39,6 @@ def serve(folder, address, database):
     public = sorted((keys / "nodes").glob("*.pub"))
     with flower_server.flower_grid(address, folder / "flower", tls, public, print, **options) as grid:
         train(plan, grid, RunFolder(folder / "run"), Pace(min_nodes=NODES, deadline=300, patience=300), say=print)
-
-
-def memory_of(pid):
-    """Return the MB that a process has in memory."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) / 1000
-    return 0.0
-
-
-def child_of(pid):
-    """Return the process that a process started."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def files_of(folder):
@@ -83,11 +70,6 @@ def look(folder, server, nodes):
         "files": size,
         "number of files": count,
     }
-
-
-def rounds_done(run):
-    file = run / "metrics.jsonl"
-    return 0 if not file.exists() else sum('"kind": "round"' in line for line in file.read_text().splitlines())
 
 
 def soak(rounds, database, secure):
