@@ -1,13 +1,16 @@
 """The commands of a deployment: plans and keys are made, wrong use ends with a sentence, example files are sound."""
 
+import contextlib
+import json
 import ssl
 import stat
 from pathlib import Path
 
 import pytest
+import yaml
 
-from deployed import files_of, node_of
-from fedrecon.app.cli import main, node, server
+from deployed import files_of, grid_of, node_of
+from fedrecon.app.cli import FAILED, main, node, server
 from fedrecon.deploy.certificates import KeyExists, make_node
 from fedrecon.deploy.messages import Envelope, pack, unpack
 from fedrecon.deploy.plan import Plan, names
@@ -46,6 +49,9 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
         (["plan", "--items", "items.csv", "--out", "p", "--secure"], "a secure sum of one node hides nothing"),
         (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "share of users in a round is 2"),
+        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "a deployment adds no noise"),
+        (["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"], "--share says how many"),
+        (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "all --rounds are trained"),
         (["server", "none", "--out", "run", "--insecure"], "none holds no plan"),
         (["server", "none", "--out", "run"], "give --keys"),
         (["node", "x.csv", "--server", "a:1"], "give --ca and --key"),
@@ -115,6 +121,62 @@ def test_a_node_in_a_script_accepts_the_named_plan_only(tmp_path, capsys):
     assert f"--accept {plan.digest[:16]}" in capsys.readouterr().out
 
 
+def serving(words, grid, monkeypatch, capsys):
+    """Run `fedrecon server` with nodes of this process; return its exit code and what it prints."""
+
+    @contextlib.contextmanager
+    def within(*args, **options):
+        yield grid
+
+    monkeypatch.setattr("fedrecon.deploy.flower_server.flower_grid", within)
+    code = main(["server", *map(str, words), "--insecure", "--min-nodes", "3"])
+    return code, capsys.readouterr().out
+
+
+def made_plan(folder, capsys, *words):
+    (folder / "items.csv").write_text("item\n" + "\n".join(map(str, range(100, 112))) + "\n")
+    made = ["--items", folder / "items.csv", "--out", folder / "plan", "--preset", "paper", "--model.dim", 2]
+    made += ["--data.max-examples", 10, "--data.fractions", "0.6", "0.2", "0.2", "--rounds", 2, *words]
+    assert main(["plan", *map(str, made)]) == 0
+    capsys.readouterr()
+    return folder / "plan"
+
+
+def test_a_server_shows_a_line_a_round_or_json_and_its_run_is_taken_by_other_commands(tmp_path, monkeypatch, capsys):
+    union, parts = files_of(tmp_path)
+    plan, run = made_plan(tmp_path, capsys, "--reconstruct.solver", "least-squares"), tmp_path / "run"
+    code, out = serving((plan, "--out", run), grid_of(parts), monkeypatch, capsys)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split()[:5] == ["round", "nodes", "answered", "late", "failed"]
+    assert [line.split()[:5] for line in lines[1:3]] == [["1", "3", "3", "0", "0"], ["2", "3", "3", "0", "0"]]
+    assert "test users of all nodes" in out
+    code, out = serving((plan, "--out", tmp_path / "again", "--json"), grid_of(parts), monkeypatch, capsys)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert (code, [record["kind"] for record in records]) == (0, ["round", "round", "evaluation", "test"])
+    assert main(["evaluate", str(run), "--ratings", str(union)]) == 0
+    assert main(["recommend", str(run), "--ratings", str(union), "--user", "u001"]) == 0
+
+
+def test_a_server_whose_training_fails_says_why_and_ends_as_train_does(tmp_path, monkeypatch, capsys):
+    _, parts = files_of(tmp_path)
+    plan = made_plan(tmp_path, capsys, "--update.learning-rate", "1e30", "--reconstruct.learning-rate", "1e30")
+    code, out = serving((plan, "--out", tmp_path / "run"), grid_of(parts), monkeypatch, capsys)
+    assert code == FAILED == 3
+    assert "updates were not finite" in json.loads((tmp_path / "run" / "run.json").read_text())["failed"]
+    assert "next:" not in out
+
+
+def test_a_plan_for_clicks_says_what_is_sent_first(tmp_path, capsys):
+    (tmp_path / "items.csv").write_text("item\n1\n2\n3\n")
+    words = ["plan", "--task", "clicks", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan"]
+    assert main([*words, "--data.at-least", "4", "--model.dim", "2"]) == 0
+    assert "first how many users have each item; then the sum" in " ".join(capsys.readouterr().out.split())
+    plan = Plan.open(tmp_path / "plan")
+    assert plan.config.model.at_least == 4
+    assert plan.unprepared
+
+
 def test_commands_of_the_example_files_are_understood(monkeypatch):
     monkeypatch.setenv("ACCEPT", "0" * 64)
     found = []
@@ -128,5 +190,8 @@ def test_commands_of_the_example_files_are_understood(monkeypatch):
             elif start.startswith("command: "):
                 found.append(start.removeprefix("command: ").split())
     assert len(found) == 6
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    assert set(services) == {"server", "north", "south", "west"}
+    assert all(service["image"] == "fedrecon" for service in services.values())
     for command, *words in found:
         {"server": server, "node": node}[command].parse(words)

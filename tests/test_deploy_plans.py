@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, simulated
+from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
 from fedrecon.app.build import build_algorithm
-from fedrecon.app.config import Data, Reconstruct
+from fedrecon.app.cli import main
+from fedrecon.app.click_settings import Ranking
+from fedrecon.app.config import ClickData, ClicksConfig, Data, Reconstruct
+from fedrecon.app.experiment import make_evaluator
 from fedrecon.app.presets import DEFAULT
 from fedrecon.app.saved import open_model
-from fedrecon.app.tasks import Items
+from fedrecon.app.tasks import CLICKS, Items
 from fedrecon.app.tasks.factors import prepare_ratings
 from fedrecon.deploy import (
     InProcess,
@@ -27,7 +30,6 @@ from fedrecon.deploy import (
     hold,
     make_plan,
     plan_for,
-    round_zero,
     signing,
     weaker,
 )
@@ -37,6 +39,7 @@ from fedrecon.deploy.messages import Envelope, pack, unpack
 from fedrecon.deploy.operating import Operator
 from fedrecon.deploy.secret import length_of
 from fedrecon.deploy.server import ROUND_ZERO
+from fedrecon.display.progress import silent
 from fedrecon.privacy import secure_sum
 
 ROUND_ZERO_CONFIG = dataclasses.replace(
@@ -88,6 +91,74 @@ def test_the_default_preset_on_nodes_gives_what_the_simulation_gives(
         )
     np.testing.assert_allclose(saved.legend.liking.bias, ready.legend.liking.bias, 1e-4, 1e-4)
     assert (tmp_path / ROUND_ZERO).exists()
+
+
+def test_ratings_far_outside_count_as_little_on_nodes_as_in_the_simulation(files, tmp_path):
+    """One user's ratings of a million would move the scale; round zero leaves them out, wherever they are."""
+    rows = list(ratings_rows())
+    rows = [(user, item, 1e6 if user == rows[0][0] else rating) for user, item, rating in rows]
+    union = write_ratings(tmp_path / "union.csv", rows)
+    parts = [write_ratings(tmp_path / f"n{k}.csv", [r for r in rows if int(r[0][1:]) % 2 == k]) for k in range(2)]
+    config = dataclasses.replace(
+        ROUND_ZERO_CONFIG, data=dataclasses.replace(ROUND_ZERO_CONFIG.data, fractions=(1.0, 0.0, 0.0)), rounds=1
+    )
+    plan = plan_of(config)
+    zero, users = plan.zero, read_holding(plan, union).users
+    question = zero.first()
+    while not question.over:
+        nodes = [read_holding(plan, part).users.train for part in parts]
+        answers = [zero.answer(zero.read_question(question.to_bytes()), one) for one in nodes]
+        question = zero.following(question, {name: sum(one[name] for one in answers) for name in answers[0]})
+    found = plan.prepared(zero.read_found(zero.found_by(question))).config.model.scale
+    ratings = fr.data.load(union, item_ids=np.arange(100, 100 + ITEMS))
+    expected = prepare_ratings(plan.config, ratings, users, plan.legend).config.model.scale
+    assert question.message.outside > 0
+    assert expected.mean < 10
+    for name in ("mean", "deviation", "low", "high", "noise", "user_ridge", "trait_ridges"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), 1e-9)
+
+
+# ---- clicks ----
+
+CLICKS_CONFIG = ClicksConfig(
+    data=ClickData(source="", fractions=(0.6, 0.2, 0.2), max_examples=6, at_least=2.0),
+    model=Ranking(dim=3),
+    rounds=3,
+    evaluate_every=0,
+    seed=5,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "secure", "tolerance"),
+    [
+        ({}, False, 1e-6),
+        pytest.param({"counts": "log"}, False, 1e-6, marks=pytest.mark.slow),
+        pytest.param({}, True, 2e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_clicks_on_nodes_give_what_the_simulation_of_the_union_gives(changes, secure, tolerance, files, tmp_path):
+    config = dataclasses.replace(CLICKS_CONFIG, model=dataclasses.replace(CLICKS_CONFIG.model, **changes))
+    plan = plan_of(config, secure=secure, least_nodes=2)
+    outcome = deployed(plan, grid_of(files[1]), tmp_path / "run")
+    found, path = open_model(tmp_path / "run"), str(files[0])
+    ours = dataclasses.replace(plan.config, data=dataclasses.replace(plan.config.data, source=path))
+    clicks = CLICKS.load(ours, silent)
+    known = np.arange(100, 100 + ITEMS)
+    assert np.array_equal(clicks.item_ids, known)  # or the simulation would number items in another way
+    users = CLICKS.divide(ours, clicks, silent)
+    ready = CLICKS.prepare(ours, clicks, users, CLICKS.legend(ours, clicks))
+    algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
+    run = fr.train(
+        algorithm, ready.users.train, rounds=3, clients_per_round=len(ready.users.train), seed=plan.config.seed
+    )
+    assert_close(outcome.params, run.params, tolerance)
+    assert found.legend.counts.tolist() == ready.legend.counts.tolist()
+    test = make_evaluator(ready.config, algorithm, ready.users, part="test")(run.params)
+    assert (outcome.test.clients, outcome.test.examples) == (test.clients, test.examples)
+    for name in ("ndcg@100", "recall@20", "loss"):
+        np.testing.assert_allclose(outcome.test.micro[name], test.micro[name], 1e-4)
+    assert main(["recommend", str(tmp_path / "run"), "--clicks", path, "--user", "u001"]) == 0
 
 
 # ---- an algorithm made in Python ----
@@ -240,5 +311,5 @@ def test_the_largest_message_of_a_plan_has_room_for_joining_after_round_zero():
         model=dataclasses.replace(ROUND_ZERO_CONFIG.model, dim=1, implicit_feedback=False, implicit_prior=0.0),
     )
     plan = make_plan(config, Items(np.arange(300_000)))
-    question = round_zero.first(plan.config, 300_000)
+    question = plan.zero.first()
     assert len(plan.content) + len(question.to_bytes()) + 2**14 < largest_message(plan)

@@ -265,6 +265,11 @@ def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config,
     """
     config, facts = read_run(path)
     task = task_of(config)
+    if facts.get("deployment"):
+        raise DataError(
+            f"the run in {path} was trained over nodes, which keep their data. How it serves their test {task.people} "
+            f"is in its run.json; to evaluate on others, give their data with --{task.name} FILE."
+        )
     try:
         data = task.load(_located(config, facts), progress)
     except DataError as problem:

@@ -6,7 +6,7 @@ import functools
 import struct
 from typing import Any
 
-from fedrecon.deploy import measure, round_zero
+from fedrecon.deploy import measure
 from fedrecon.deploy.messages import Failure
 from fedrecon.deploy.plan import Plan
 from fedrecon.deploy.secret import length_of
@@ -31,10 +31,10 @@ def shapes_of(plan: Plan, of: str) -> Any:
     number = question_in(of)
     if number is None:
         return measure.nothing(plan.algorithm.model)
-    if not isinstance(plan, SettingsPlan) or not plan.unprepared:
+    if plan.zero is None or not plan.unprepared:
         raise Failure("garbage", "this plan has no round zero, or it is over")
     try:
-        return round_zero.nothing(round_zero.numbered(plan.config, len(plan.legend), number))  # type: ignore[arg-type]
+        return plan.zero.nothing(plan.zero.numbered(number))
     except ValueError as problem:
         raise Failure("garbage", str(problem)) from None
 

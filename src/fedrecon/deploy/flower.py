@@ -20,6 +20,7 @@ RECORD, FIELD, TYPE = "fedrecon", "message", "query"  # where in Flower's messag
 # seconds between two questions of a node, and as a share of the time since its last message
 BUSY, IDLE, SHARE = 0.05, 2.0, 0.15
 AGAIN = 2.0  # seconds until a node that was refused, or cut off, tries again
+BEAT = 15  # seconds in which a process shows that it is alive; Flower misses it after twice as many
 
 
 def quiet_flower() -> None:
@@ -58,7 +59,7 @@ def run_node(
       authority: the certificate of the authority that vouches for the server; None for no encryption.
       key: this node's private key; None for a node that is nobody in particular.
       stop: asked between messages.
-      say: is told when the connection stands.
+      say: is told what becomes of the connection.
     """
     quiet_flower()
     stay_alive()
@@ -67,30 +68,37 @@ def run_node(
     private = None if key is None else private_key(key)
     keys = None if private is None else (private, private.public_key())
     certificates = None if authority is None else authority.read_bytes()
-    refused = 0.0  # seconds
+    refused: float | None = None  # since when
+    said = ""
+    say(f"connecting to {server}, as soon as there is a server")
     while not stop():
         try:
             with fleet.http_request_response(server, authority is None, certificates, keys) as connection:
                 say(f"connected to {server} as node {connection[0]}")
-                refused = 0.0
+                refused, said = None, ""
                 _take_part(connection, handle, stop)
         except Exception as problem:
             why = _why_refused(problem)
             if why is None and not _is_of_the_network(problem):
                 raise
-            if why is None:
-                say(f"the connection to {server} is lost ({type(problem).__name__}). Trying again")
-            elif refused < PATIENCE:  # the server may not have registered the key yet
-                say(f"{server} refuses this node, or is not ready: {why} Trying again")
-            else:
-                raise FlowerError(
-                    f"{server} has refused this node for {PATIENCE:g} s: {why} Does the server have the public half of "
-                    f"{key}? Is this machine's clock right? (Flower allows 5 s ahead and 300 s behind.) Is it a "
-                    "fedrecon server, with the same version of Flower?"
-                ) from None
+            text = f"the connection to {server} is lost ({type(problem).__name__}). Trying again"
+            if why is not None:
+                refused = time.monotonic() if refused is None else refused
+                if time.monotonic() - refused >= PATIENCE:
+                    raise FlowerError(
+                        f"{server} has refused this node for {PATIENCE:g} s: {why} Does the server have the public "
+                        f"half of {key}? Is this machine's clock right? (Flower allows 5 s ahead and 300 s behind.) "
+                        "Does another process use this key? Is it a fedrecon server, with the same version of Flower?"
+                    ) from None
+                text = (  # the server may not have registered the key yet
+                    f"{server} does not let this node in yet: {why} If the node ended just now without saying so, it "
+                    f"is let in after {2 * BEAT} s. Trying again"
+                )
+            if text != said:
+                say(text)
+            said = text
         if not stop():
             time.sleep(AGAIN)
-            refused += AGAIN
 
 
 def _why_refused(problem: Exception) -> str | None:
@@ -110,7 +118,10 @@ def _is_of_the_network(problem: Exception) -> bool:
 
 
 def stay_alive() -> None:
-    """Keep Flower from ending or interrupting this process where a SuperLink refuses it; it raises an error instead."""
+    """Keep Flower from ending or interrupting this process where a SuperLink refuses it; it raises an error instead.
+
+    Also let it show more often that it is alive, so that a process that died is missed sooner.
+    """
     from flwr.supercore import heartbeat
     from flwr.supercore.retry import http_retry
     from flwr.supernode import fleet_http_connection as fleet
@@ -119,6 +130,26 @@ def stay_alive() -> None:
     fleet.os = fleet.signal = http_retry.os = http_retry.signal = heartbeat.signal = nothing  # type: ignore[assignment]
     http_retry.FORCE_EXIT_TIMEOUT_SECONDS = 0  # it would wait for its own end
     fleet.flwr_exit = _refused  # type: ignore[assignment]
+    fleet.HEARTBEAT_DEFAULT_INTERVAL = heartbeat.HEARTBEAT_DEFAULT_INTERVAL = BEAT
+    fleet.HeartbeatSender = beating  # type: ignore[assignment,misc]
+
+
+def beating(beat: Callable[[], bool]) -> Any:
+    """Return what shows from time to time that this process is alive, and minds no SuperLink that forgot about it.
+
+    Args:
+      beat: shows it once. Where it fails, other calls will as well, and there it matters.
+    """
+    import httpx
+    from flwr.supercore.heartbeat import HeartbeatSender
+
+    def try_to() -> bool:
+        try:
+            return beat()
+        except (httpx.HTTPError, RuntimeError):
+            return True
+
+    return HeartbeatSender(try_to)
 
 
 def _refused(code: int, message: str | None = None, *args: Any, **options: Any) -> None:

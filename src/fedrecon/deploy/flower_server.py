@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedrecon.deploy.flower import FIELD, RECORD, TYPE, data_of, quiet_flower, stay_alive
+from fedrecon.deploy.flower import FIELD, RECORD, TYPE, beating, data_of, quiet_flower, stay_alive
 from fedrecon.deploy.grid import Reply
 from fedrecon.deploy.superlink import PATIENCE, FlowerError, SuperLink, Tls
 
@@ -148,6 +148,7 @@ def flower_grid(
     node_keys: Collection[Path],
     say: Callable[[str], None],
     most: int = 2**31,
+    database: Path | None = None,
 ) -> Iterator[FlowerGrid]:
     """Start a SuperLink, register nodes, and reach them as long as a block runs.
 
@@ -158,11 +159,12 @@ def flower_grid(
       node_keys: public keys of the nodes.
       say: is told what happens.
       most: bytes of the largest request that Flower takes.
+      database: where Flower keeps its state; None for in memory.
     """
     quiet_flower()
     stay_alive()
     os.environ["FLWR_HOME"] = str(folder / "home")
-    link = SuperLink(listen, folder, tls, most)
+    link = SuperLink(listen, folder, tls, most, database)
     link.start()
     try:
         grid, completed = FlowerGrid(link, node_keys, say), False
@@ -224,7 +226,7 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
     from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
     from flwr.supercore.constant import TaskType
     from flwr.supercore.fab import Fab
-    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+    from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
     from flwr.supercore.interceptors.http.superexec_auth import SuperExecAuthHttpInterceptor
     from flwr.supercore.runtime import RuntimeHttpClient
@@ -261,17 +263,7 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
     finally:
         runtime.close()
     grid: Any = HttpGrid(link.address, insecure, link.certificates, token=task.token)
-    tell = make_task_heartbeat_fn_http(grid._runtime_client)
-
-    def still_there() -> bool:
-        import httpx
-
-        try:
-            return tell()
-        except httpx.HTTPError:  # a SuperLink that was started again does not know us; other calls notice
-            return True
-
-    beat = HeartbeatSender(still_there)
+    beat = beating(make_task_heartbeat_fn_http(grid._runtime_client))
     beat.start()
     given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
     TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id

@@ -11,7 +11,9 @@ import numpy as np
 
 from fedrecon.app.config import Reading
 from fedrecon.app.tasks import Users
+from fedrecon.app.tasks.clicks import read_clicks
 from fedrecon.app.tasks.ratings import read_ratings
+from fedrecon.app.tasks.task import Read
 from fedrecon.clients import Clients
 from fedrecon.deploy.algorithm_plan import AlgorithmPlan
 from fedrecon.deploy.plan import Plan
@@ -38,7 +40,7 @@ def read_holding(
 
     Args:
       plan: what to read it for.
-      path: ratings, or text.
+      path: ratings, clicks, or text.
       reading: how the file is laid out.
       least: users with fewer examples do not take part; the plan's own least number counts if it is larger.
       progress: a progress display.
@@ -46,20 +48,35 @@ def read_holding(
     Raises:
       DataError: the file cannot be read, or nothing in it can take part.
     """
-    least, data = max(least, plan.least_examples), plan.config.data
-    reading = reading or Reading()
-    if plan.config.task == "ratings":
-        everyone: Clients = read_ratings(path, reading, item_ids=plan.legend.ids, min_ratings=least)
-        skipped: Mapping[str, int] = everyone.skipped  # type: ignore[attr-defined]
-        if data.shuffle_seed is not None:  # type: ignore[attr-defined]
-            everyone = everyone.shuffle(data.shuffle_seed)  # type: ignore[attr-defined]
-        everyone = everyone.cap(data.max_examples)  # type: ignore[attr-defined]
+    config: Any = plan.config
+    data, task = config.data, config.task
+    found = _read(plan, Path(path), reading or Reading(), max(least, plan.least_examples), progress)
+    everyone = found.clients
+    if task != "text" and data.shuffle_seed is not None:
+        everyone = everyone.shuffle(data.shuffle_seed)
+    if task == "ratings":
+        everyone = everyone.cap(data.max_examples)
+    users = Users(*everyone.split_clients(*data.fractions, seed=data.split_seed))
+    if task == "clicks":  # whoever is measured keeps all
+        users = users._replace(train=users.train.cap(data.max_examples))
+    return Holding(users, found.skipped)
+
+
+def _read(plan: SettingsPlan, path: Path, reading: Reading, least: int, progress: Progress) -> Read:
+    """Read the users of a file that have enough examples, in the order of the file."""
+    config: Any = plan.config
+    if config.task == "ratings":
+        ratings = read_ratings(path, reading, item_ids=plan.legend.ids, min_ratings=least)
+        return Read(ratings, ratings.skipped)
+    if config.task == "clicks":
+        clicks = read_clicks(config, plan.legend, path, reading)
+        there: Clients = clicks
+        skipped = clicks.skipped
     else:
-        read = plan.task.read(plan.config, plan.legend, Path(path), reading, progress)
-        there = read.clients.cap(data.max_sentences)  # type: ignore[attr-defined]
-        everyone = there.at_least(least)
-        skipped = {**read.skipped, "users_below_minimum": len(there) - len(everyone)}
-    return Holding(Users(*everyone.split_clients(*data.fractions, seed=data.split_seed)), skipped)
+        read = plan.task.read(config, plan.legend, path, reading, progress)
+        there, skipped = read.clients.cap(config.data.max_sentences), read.skipped
+    enough = there.at_least(least)
+    return Read(enough, {**skipped, "users_below_minimum": len(there) - len(enough)})
 
 
 def hold(plan: AlgorithmPlan, clients: Clients) -> Holding:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.tasks import Users
-from fedrecon.deploy import measure, round_zero, signing
+from fedrecon.deploy import measure, signing
 from fedrecon.deploy.asked import PARTS, PREPARE, TRAIN, largest_message, question_in, shapes_of, two_of
 from fedrecon.deploy.holding import Holding, taking_part
 from fedrecon.deploy.memory import MOST_TRIES, Memory
@@ -165,28 +165,29 @@ class Node:
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
         number = signing.number_of(plan, self._key, self._known)
         holding = self._read(plan)
-        for part in holding.users:
+        users = plan.view(holding.users)
+        for part in users:
             if len(part):
                 check_fit(plan.algorithm, part)
         self.memory.accept(plan.digest, plan.promises)
         self.plan = self._agreed = plan
-        self.holding, self._users, self._number = holding, holding.users, number
+        self.holding, self._users, self._number = holding, users, number
         self._found, self._evaluators, self._sum = b"", {}, None
 
     def _prepare(self, data: bytes) -> None:
         """Take what round zero found, if the plan has one and the server says that it is over."""
         agreed = self._agreed
-        if not data or not isinstance(agreed, SettingsPlan) or not agreed.unprepared:
+        if not data or not isinstance(agreed, SettingsPlan) or agreed.zero is None:
             return
         try:
-            found = round_zero.read_found(data, agreed.config, len(agreed.legend))  # type: ignore[arg-type]
+            found = agreed.zero.read_found(data)
         except ValueError as problem:
             raise Failure("garbage", str(problem)) from None
         plan = agreed.prepared(found)
         if plan is self.plan:
             return
         assert self.holding is not None
-        self._users = Users(*(plan.task.view(plan.config, part) for part in self.holding.users))
+        self._users = plan.view(self.holding.users)
         self.plan, self._found, self._evaluators, self._sum = plan, data, {}, None
 
     def _check(self, message: Envelope) -> None:
@@ -245,12 +246,14 @@ class Node:
         """Answer a question of round zero, before the first round."""
         plan = self._agreed
         assert self.holding is not None
-        if not isinstance(plan, SettingsPlan) or not plan.unprepared:
+        assert plan is not None
+        zero = plan.zero
+        if zero is None:
             raise Failure("garbage", "this plan has no round zero")
         if self.memory.round >= 0 or self.memory.asked >= MOST_ASKED:
             raise Failure("old_round", "round zero is over for this node, or was asked for too often")
         try:
-            question = round_zero.read_question(body, plan.config, len(plan.legend))  # type: ignore[arg-type]
+            question = zero.read_question(body)
         except ValueError as problem:
             raise Failure("garbage", str(problem)) from None
         if of != f"{PREPARE}{question.number}":
@@ -258,10 +261,10 @@ class Node:
         self.memory.ask()
         users = self.holding.users.train
         if len(users) < plan.least_users:
-            return round_zero.nothing(question)
+            return zero.nothing(question)
         if question.number == 0:
             self._say(f"round zero: sums over {len(users)} {plan.task.people}")
-        return round_zero.answer_of(question, users)
+        return zero.answer(question, users)
 
     def _train(self, number: int, message: Any) -> Any:
         assert self.plan is not None

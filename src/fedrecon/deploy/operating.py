@@ -60,9 +60,12 @@ class Operator(NamedTuple):
             else:
                 assert isinstance(plan, SettingsPlan)
                 found = read_holding(plan, self.source, self.reading, self.min_examples)
-            counts = {part: len(users) for part, users in found.users._asdict().items()}
-            left = {what: count for what, count in found.skipped.items() if count}
-            say(f"{self.source}: {counts} {plan.task.people}" + (f"; left out: {left}" if left else ""))
+            train, valid, test = map(len, found.users)
+            left = [f"{count:,} {what.replace('_', ' ')}" for what, count in found.skipped.items() if count]
+            say(
+                f"{self.source}: {train:,} {plan.task.people} train, {valid:,} validate, {test:,} test"
+                + (f"; left out: {', '.join(left)}" if left else "")
+            )
             return found
 
         return Node(

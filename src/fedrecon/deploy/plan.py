@@ -19,6 +19,7 @@ from fedrecon.algorithm import Algorithm, Message
 from fedrecon.app.config import ConfigError
 from fedrecon.app.tasks import Users
 from fedrecon.cohort import Lengths
+from fedrecon.deploy.round_zero import RoundZero
 from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
 from fedrecon.evaluation import Evaluation, Evaluator
@@ -147,9 +148,22 @@ class Plan(abc.ABC):
         """The largest norm of a user's change that the settings promise; None for no promise."""
 
     @property
+    def zero(self) -> RoundZero[Any] | None:
+        """Round zero: sums over users that the model begins with; None if there is none."""
+        return None
+
+    @property
     def unprepared(self) -> bool:
-        """Whether round zero comes first: sums over users that the model begins with."""
+        """Whether round zero comes first."""
         return False
+
+    def view(self, users: Users) -> Users:
+        """Return users as the model sees them.
+
+        Args:
+          users: as they were read.
+        """
+        return users
 
     @abc.abstractmethod
     def subject(self) -> dict[str, Any]:
@@ -356,7 +370,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             if plan.nodes
             else "Keys are not signed: the server is trusted not to invent nodes"
         )
-    first = "first sums of ratings (counts, means, item biases); then " if plan.unprepared else ""
+    first = "" if plan.zero is None else f"{plan.zero.sends}; then "
     return [
         ("plan", plan.digest),
         ("task", plan.about()),

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import ServerState
-from fedrecon.deploy import measure, round_zero
+from fedrecon.deploy import measure
 from fedrecon.deploy.asked import PREPARE, TRAIN
 from fedrecon.deploy.asking import Answers, ask, open_reply
 from fedrecon.deploy.grid import SYSTEM, Clock, Grid
@@ -152,23 +152,19 @@ class _Training(Members):
 
     def _prepare(self, plan: SettingsPlan) -> SettingsPlan:
         """Ask nodes for the sums that the model begins with; what they come to is in the run's folder."""
-        config: Any = plan.config
-        file, items = self.folder.path / ROUND_ZERO, len(plan.legend)
+        zero, file = plan.zero, self.folder.path / ROUND_ZERO
+        assert zero is not None
         if not file.exists():
-            question = round_zero.first(config, items)
+            question = zero.first()
             while not question.over:
                 of = f"{PREPARE}{question.number}"
                 summed = self._gather(Question(self.run_id, 0, of, question.to_bytes()), everybody=True).summed
                 total = {name: sum(part[name] for part in summed.parts) for name in summed.parts[0]}
-                question = round_zero.following(question, total, config.data.transform)
-            write_bytes(file, round_zero.found_by(question))
-        found = round_zero.read_found(file.read_bytes(), config, items)
+                question = zero.following(question, total)
+            write_bytes(file, zero.found_by(question))
+        found = zero.read_found(file.read_bytes())
         ready, self.found = plan.prepared(found), bytes(found)
-        scale = ready.config.model.scale
-        self.say(
-            f"round zero: {found.examples:,} ratings, mean {scale.mean:.4g}, deviation {scale.deviation:.4g}"
-            + (", which look like counts: log(1+x) is taken" if scale.transform == "log1p" else "")
-        )
+        self.say(zero.remark(found))
         return ready
 
     def params(self) -> Any:

@@ -1,4 +1,4 @@
-"""A plan of settings, as the command line makes it: ratings or text, and what their ids stand for."""
+"""A plan of settings, as the command line makes it: ratings, clicks or text, and what their ids stand for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any, ClassVar
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.build import build_algorithm
-from fedrecon.app.config import Config, RatingsConfig, config_from_json, to_json
+from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, config_from_json, to_json
 from fedrecon.app.experiment import make_evaluator
 from fedrecon.app.health import Watch, why_failed
 from fedrecon.app.saved import save_model
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.cohort import lengths_for
-from fedrecon.deploy import round_zero
+from fedrecon.deploy.click_counts import ClickCounts
 from fedrecon.deploy.plan import Plan, PlanError
+from fedrecon.deploy.rating_scale import RatingScale
+from fedrecon.deploy.round_zero import Found, RoundZero
 from fedrecon.evaluation import Evaluation, Evaluator
 from fedrecon.model import AUTO
+from fedrecon.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,7 +39,7 @@ class SettingsPlan(Plan):
 
     config: Config
     legend: Any
-    found: round_zero.Found | None = None
+    found: Found | None = None
 
     @property
     def task(self) -> Task[Any, Any, Any]:
@@ -46,10 +49,18 @@ class SettingsPlan(Plan):
     @functools.cached_property
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
-        if self.found is None:
+        if self.found is None or self.zero is None:
             return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
-        model = round_zero.build_model(self.found, self.config, len(self.legend))
-        return build_algorithm(self.config, model, self.found.examples)
+        return build_algorithm(self.config, self.zero.build_model(self.found), self.found.examples)
+
+    @property
+    def zero(self) -> RoundZero[Any] | None:
+        """Round zero, if there is one."""
+        if isinstance(self.config, ClicksConfig):
+            return ClickCounts(self.config, self.legend)
+        config = self.config
+        wanted = isinstance(config, RatingsConfig) and (config.model.round_zero or config.data.transform != "none")
+        return RatingScale(config, self.legend) if wanted else None
 
     @property
     def rounds(self) -> int:
@@ -70,7 +81,7 @@ class SettingsPlan(Plan):
     def least_examples(self) -> int:
         """Users with fewer examples do not take part."""
         data: Any = self.config.data
-        return data.min_ratings if self.config.task == "ratings" else data.min_sentences
+        return data.min_sentences if self.config.task == "text" else data.min_ratings
 
     @property
     def most_examples(self) -> int:
@@ -85,11 +96,9 @@ class SettingsPlan(Plan):
     @property
     def unprepared(self) -> bool:
         """Whether round zero comes first."""
-        config = self.config
-        wanted = isinstance(config, RatingsConfig) and (config.model.round_zero or config.data.transform != "none")
-        return wanted and self.found is None
+        return self.zero is not None and self.found is None
 
-    def prepared(self, found: round_zero.Found) -> SettingsPlan:
+    def prepared(self, found: Found) -> SettingsPlan:
         """Return the plan with what round zero found in settings, legend and model; its digest stays."""
         return _prepared(self, found)
 
@@ -103,7 +112,11 @@ class SettingsPlan(Plan):
 
     def about(self) -> str:
         """Say what is trained."""
-        return f"{self.task.name}, {len(self.legend)} {'items' if self.task.name == 'ratings' else 'words'}"
+        return f"{self.task.name}, {len(self.legend)} {'words' if self.task.name == 'text' else 'items'}"
+
+    def view(self, users: Users) -> Users:
+        """Return users as the model sees them."""
+        return Users(*(self.task.view(self.config, part) for part in users))
 
     def evaluator(self, users: Users, part: str) -> Evaluator | None:
         """Return an evaluator of a part of the users."""
@@ -129,9 +142,10 @@ class SettingsPlan(Plan):
 
 
 @functools.lru_cache(maxsize=8)
-def _prepared(plan: SettingsPlan, found: round_zero.Found) -> SettingsPlan:
+def _prepared(plan: SettingsPlan, found: Found) -> SettingsPlan:
     """Prepare a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
-    config, legend = round_zero.settle(found, plan.config, plan.legend)
+    assert plan.zero is not None
+    config, legend = plan.zero.settle(found)
     ready = dataclasses.replace(plan, config=config, legend=legend, found=found)
     ready.__dict__["content"] = plan.content  # what was agreed on
     return ready
@@ -146,11 +160,21 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
       **options: fields of `Plan` that are not to have their default.
 
     Raises:
-      PlanError: arrays would have no bound.
+      PlanError: arrays would have no bound, or the settings promise what a deployment does not keep.
     """
-    config = dataclasses.replace(config, data=_without_places(config.data))
+    if config.privacy.on:
+        raise PlanError(
+            "the settings promise differential privacy (--privacy), and a deployment adds no noise: leave it out, and "
+            "bound what a user sends by --aggregate.clip-norm and what the server sees by --secure"
+        )
+    if config.aggregate.secure:
+        raise PlanError("--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more")
+    # Who takes part is up to nodes and server, and all rounds are trained.
+    config = dataclasses.replace(config, data=_without_places(config.data), sampling=Sampling(), patience=None)
     if isinstance(config, RatingsConfig) and config.model.scale is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
+    if isinstance(config, ClicksConfig):  # of other files, less is left out as well
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
     algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
     if algorithm.model.lookups == AUTO:
         raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
@@ -163,7 +187,7 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
 
 def _most(config: Config) -> int | None:
     data: Any = config.data
-    return data.max_examples if config.task == "ratings" else data.max_sentences
+    return data.max_sentences if config.task == "text" else data.max_examples
 
 
 def _without_places(data: Any) -> Any:

@@ -21,6 +21,7 @@ OFFLINE = {  # Flower asks nobody, and installs nothing
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
 PATIENCE = 120.0  # seconds that a SuperLink may take to start, and to know a node
+IN_MEMORY = ":flwr-in-memory:"  # where a SuperLink keeps its state
 PROCESS = Path(__file__).with_name("superlink_process.py")
 
 
@@ -39,12 +40,22 @@ class Tls(NamedTuple):
 class SuperLink:
     """Flower's SuperLink as a process of our own, started again if it dies; it dies with us."""
 
-    def __init__(self, listen: str, folder: Path, tls: Tls | None, most: int = 2**31):
-        """Prepare to listen at `host:port`, with files in `folder`, for requests of up to `most` bytes."""
+    def __init__(self, listen: str, folder: Path, tls: Tls | None, most: int = 2**31, database: Path | None = None):
+        """Prepare.
+
+        Args:
+          listen: `host:port`.
+          folder: for its files.
+          tls: certificates; None for no encryption.
+          most: bytes of the largest request that it takes.
+          database: where it keeps its state. By default in memory: a request then costs half as much, and what dies
+            with it we can tell it again.
+        """
         self.host, _, port = listen.rpartition(":")
         if not self.host or not port.isdigit():
             raise FlowerError(f"--listen is {listen!r}; give host:port, such as 0.0.0.0:8000")
         self.port, self.folder, self.tls, self.most = int(port), folder, tls, most
+        self.database = IN_MEMORY if database is None else str(database)
         self.address = f"127.0.0.1:{port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
         self.secret = secrets.token_bytes(32)
         self.process: subprocess.Popen[bytes] | None = None
@@ -81,8 +92,7 @@ class SuperLink:
             safety += ["--ssl-ca-certfile", str(self.tls.authority), "--enable-supernode-auth"]
         command = [sys.executable, "-P", str(PROCESS)]  # what lies beside it is not to be imported
         command += ["--host", self.host, "--port", str(self.port), "--isolation", "process", *safety]
-        # In memory a request costs half as much as with SQLite. What dies with it we can tell it again.
-        command += ["--database", ":flwr-in-memory:", "--superexec-auth-secret-file", str(secret)]
+        command += ["--database", self.database, "--superexec-auth-secret-file", str(secret)]
         environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home"), MOST: str(self.most)}
         with (self.folder / "superlink.log").open("ab") as log:
             self.process = subprocess.Popen(

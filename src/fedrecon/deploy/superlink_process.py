@@ -44,6 +44,8 @@ def main() -> None:
     """Start the SuperLink."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # on Linux: be killed when the parent is, however that happens
+    import logging
+
     import uvicorn
     from flwr.superlink.cli.flower_superlink import flower_superlink
 
@@ -53,6 +55,7 @@ def main() -> None:
         run(Bounded(app, most), **{**options, "access_log": False})
 
     uvicorn.run = bounded
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # a line for every request would fill the disk in time
     flower_superlink()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import tyro
 
 from fedrecon.app.cli import options, show
 from fedrecon.app.cli.train import defaults
-from fedrecon.app.config import Config, RatingsConfig, TextConfig
+from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, TextConfig
 from fedrecon.app.presets import Preset
 
 
@@ -44,9 +45,8 @@ class MakePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRatings(MakePlan):
-    """Make the plan of a training over several nodes that have ratings: all that the server and they agree on. A plan
-    names no data; every node brings its own file. Example: fedrecon plan --items catalogue.csv --out plan
+class PlanItems(MakePlan):
+    """Make the plan of a training over several nodes whose users have items.
 
     Attributes:
       items: a CSV file with the column item and, if you like, title: the items that there are. Nodes leave out others.
@@ -54,10 +54,28 @@ class PlanRatings(MakePlan):
       title_column: header of the column with titles.
     """
 
-    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
     items: Path
     item_column: str = "item"
     title_column: str = "title"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRatings(PlanItems):
+    """Make the plan of a training over several nodes that have ratings: all that the server and they agree on. A plan
+    names no data; every node brings its own file. Example: fedrecon plan --items catalogue.csv --out plan
+    """
+
+    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanClicks(PlanItems):
+    """Make the plan of a training over several nodes that have clicks, plays or purchases: all that the server and they
+    agree on. A plan names no data; every node brings its own file. Example: fedrecon plan --task clicks --items
+    catalogue.csv --out plan
+    """
+
+    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +91,7 @@ class PlanText(MakePlan):
     words: Path
 
 
-COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "text": PlanText}
+COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanClicks, "text": PlanText}
 
 
 def parse(argv: Sequence[str]) -> MakePlan:
@@ -82,12 +100,15 @@ def parse(argv: Sequence[str]) -> MakePlan:
     if task is not None and task not in COMMANDS:
         raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
     default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
-    if default.task not in COMMANDS:
-        raise options.UsageError(f"{file} has settings for {default.task}; plans are for {' and '.join(COMMANDS)}")
     default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
     command = COMMANDS[default.task]
-    given = {"items" if command is PlanRatings else "words": tyro.MISSING}
-    return options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
+    given = {"words" if command is PlanText else "items": tyro.MISSING}
+    found = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
+    if found.settings.sampling != default.sampling:
+        raise options.UsageError("--sampling is for simulations; here --share says how many of its users a node takes")
+    if found.settings.patience != default.patience:
+        raise options.UsageError("--patience is for simulations; over nodes all --rounds are trained")
+    return found
 
 
 def run(args: MakePlan) -> int:
@@ -100,7 +121,7 @@ def run(args: MakePlan) -> int:
     config = args.settings
     if config.data.source:
         raise options.UsageError(f"a plan names no data, but {config.data.source!r} was given; nodes bring their own")
-    if isinstance(args, PlanRatings):
+    if isinstance(args, PlanItems):
         legend: Any = read_items(args.items, args.item_column, args.title_column)
     else:
         assert isinstance(args, PlanText)
@@ -112,5 +133,9 @@ def run(args: MakePlan) -> int:
         raise ValueError(f"{args.out} holds another plan; use another folder")
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
-    print(f"next: fedrecon server {args.out} --out RUN, and on every node: fedrecon node FILE --server HOST:PORT")
+    print(f"next: fedrecon server {shlex.quote(str(args.out))} --out RUN --keys KEYS")
+    print(
+        f"on every node: fedrecon node FILE --server HOST:8000 --ca ca.crt --key NODE.key --accept {plan.digest[:16]}"
+    )
+    print("fedrecon keys makes the keys; to try it out on one machine, both take --insecure instead")
     return 0

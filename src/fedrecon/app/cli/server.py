@@ -97,7 +97,9 @@ def run(args: RunServer) -> int:
     tls, keys = _files(args)
     if args.insecure:
         show.alarm("--insecure: nothing is encrypted, and anybody who reaches this port can take part")
-    show.remark(f"plan {plan.digest}; on every node: fedrecon node FILE --server HOST:{args.listen.rpartition(':')[2]}")
+    safety = "--insecure" if args.insecure else "--ca ca.crt --key NODE.key"
+    port = args.listen.rpartition(":")[2]
+    show.remark(f"plan {plan.digest}; on every node: fedrecon node FILE --server HOST:{port} {safety}")
     folder, task = RunFolder(args.out), plan.task
     signal.signal(signal.SIGTERM, _interrupt)
     table = _Table(args.json)
@@ -181,7 +183,8 @@ class _Table:
                 str(record["late"]),
                 failed,
                 str(record.get("clients", "")),
-                f"{record['loss']:.4f}",
+                # The first round of a clipping norm that follows users' norms measures these, and nothing else.
+                "measures" if record.get("measuring") else f"{record['loss']:.4f}",
                 f"{record['seconds']:.2f}",
                 f"{record['bytes_sent'] / 1e6:.3f}",
                 f"{record['bytes_received'] / 1e6:.3f}",
