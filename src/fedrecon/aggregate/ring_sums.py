@@ -30,11 +30,13 @@ from fedrecon.aggregate.rescaling import Scales, rescaled
 from fedrecon.privacy.accounting import Release
 from fedrecon.privacy.noise import ShareOfNoise, share_of_noise
 from fedrecon.privacy.ring import Grid, grid, quantise, restore
+from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, RowChanges, Summand, Total, against
 
 RESOLUTION = 2**12  # integers that the noise in the sum is wide: a float32 can be rounded to each of them
 
 
+@recorded
 def secure(
     clip_norm: float,
     *,
@@ -61,7 +63,8 @@ def secure(
       least: with noise: so many trusted clients together have all of it. Fewer have less than was promised, so a round
         with fewer must not be unmasked.
       scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescaled`.
-      simulated_noise: with noise: add it here. False where the host adds it.
+      simulated_noise: with noise: add it here. False where hosts of clients add it, as many as `least` or more
+        (`Aggregator.share`), which nodes of a deployment do.
 
     Returns:
       An `Aggregator`.
@@ -156,10 +159,13 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
         parts = jax.tree.map(lambda array: restore(share.grid, array, jnp) / per_round, total.parts)
         return Total(parts, {}), state, {"skipped": ~all_finite(parts)}
 
-    def release(parts: Parts) -> Release:
-        return sized(length_of(parts, False)).release(1.0)
+    def share_of(parts: Parts) -> ShareOfNoise:
+        return sized(length_of(parts, False))
 
-    return Aggregator(lambda parts: (), lambda state: (), encode, decode, release)
+    def release(parts: Parts) -> Release:
+        return share_of(parts).release(1.0)
+
+    return Aggregator(lambda parts: (), lambda state: (), encode, decode, release, None if simulated else share_of)
 
 
 def _noised(values: Array, share: ShareOfNoise, keys: Array, number: int) -> Array:

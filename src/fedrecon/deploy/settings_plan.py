@@ -16,8 +16,8 @@ from fedrecon.app.health import Watch, why_failed
 from fedrecon.app.saved import save_model
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.cohort import lengths_for
-from fedrecon.deploy import round_zero
-from fedrecon.deploy.plan import Plan, PlanError
+from fedrecon.deploy import noise, round_zero
+from fedrecon.deploy.plan import OWN, Plan, PlanError
 from fedrecon.evaluation import Evaluation, Evaluator
 from fedrecon.model import AUTO
 
@@ -47,7 +47,9 @@ class SettingsPlan(Plan):
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
         if self.found is None:
-            return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
+            model = self.task.build_model(self.config, self.legend)
+            aggregator = noise.aggregator_of(self.config, self.users, {name: getattr(self, name) for name in OWN})
+            return build_algorithm(self.config, model, aggregator=aggregator)
         model = round_zero.build_model(self.found, self.config, len(self.legend))
         return build_algorithm(self.config, model, self.found.examples)
 
@@ -80,7 +82,12 @@ class SettingsPlan(Plan):
     @property
     def clip_norm(self) -> float | None:
         """The largest norm of a user's change."""
-        return self.config.aggregate.clip_norm
+        return self.config.privacy.clip_norm if self.config.privacy.on else self.config.aggregate.clip_norm
+
+    @property
+    def delta(self) -> float | None:
+        """The probability that its promise of privacy fails."""
+        return self.config.privacy.delta
 
     @property
     def unprepared(self) -> bool:
@@ -151,7 +158,12 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     config = dataclasses.replace(config, data=_without_places(config.data))
     if isinstance(config, RatingsConfig) and config.model.scale is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
-    algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
+    model = task_of(config).build_model(config, legend)
+    try:
+        config = noise.with_noise(config, model, options.get("users", 0), options)
+    except (ValueError, ImportError) as problem:
+        raise PlanError(str(problem)) from None
+    algorithm = build_algorithm(config, model)
     if algorithm.model.lookups == AUTO:
         raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
     largest = _most(config)
