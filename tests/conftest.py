@@ -136,6 +136,7 @@ SLOW = {
     "app_baselines": [""],
     "portable": ["test_a_saved_algorithm_trains"],
     "cli_deploy": ["test_a_plan_of_text", "test_a_node_in_a_script"],
+    "audit": ["test_noise_of_the_clients"],
     "deploy": ["test_nodes_give"],
     "deploy_noise": [
         "test_two_runs",

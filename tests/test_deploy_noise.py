@@ -10,7 +10,7 @@ import pytest
 
 import fedrecon as fr
 from deployed import Waiting, config_of, deployed, files_of, grid_of, node_of, plan_of
-from fedrecon.aggregate import noised
+from fedrecon.aggregate import noised, ring_sums
 from fedrecon.app.config import Privacy
 from fedrecon.deploy import InProcess, NotEnoughNodes
 from fedrecon.deploy import noise as deployed_noise
@@ -49,7 +49,7 @@ def test_two_runs_of_one_plan_have_other_noise(options, files, tmp_path):
 
 
 def test_without_its_noise_the_sum_of_integers_is_that_of_clipped_changes(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(deployed_noise, "draw", lambda share, rng: np.zeros(share.length, np.uint32))
+    monkeypatch.setattr(ring_sums, "draw", lambda share, rng, hosts: np.zeros(share.length, np.uint32))
     monkeypatch.setattr(noised, "draw_noise", lambda like, deviation, key: jax.tree.map(jnp.zeros_like, like))
     by_nodes, by_server = (
         deployed(private_plan({"clip_norm": 0.4}, **options), grid_of(files[1]), tmp_path / str(len(options)))

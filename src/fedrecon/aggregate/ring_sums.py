@@ -28,7 +28,7 @@ from fedrecon.aggregate.averaging import Weigh, all_finite, by_weight, check_wei
 from fedrecon.aggregate.noised import MARGIN
 from fedrecon.aggregate.rescaling import Scales, rescaled
 from fedrecon.privacy.accounting import Release
-from fedrecon.privacy.noise import ShareOfNoise, share_of_noise
+from fedrecon.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon.privacy.ring import Grid, grid, quantise, restore
 from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, RowChanges, Summand, Total, against
@@ -190,6 +190,26 @@ def _map(function: Any, summand: Summand) -> Parts:
 
 def _whole(change: Any) -> Array:
     return change.whole() if isinstance(change, RowChanges) else change
+
+
+def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts: int = 1) -> Total:
+    """Add to a sum of integers what hosts of clients add (`Aggregator.share`).
+
+    Args:
+      share: of one host.
+      total: the integers.
+      rng: `system_generator()` in deployment; a simulation may seed one, and must say so.
+      hosts: how many, whose noise is drawn at once.
+    """
+    noise, begin = draw(share, rng, hosts), 0
+    parts: dict[str, dict[str, Any]] = {}
+    for name, part in sorted(total.parts.items()):
+        parts[name] = {}
+        for path, values in sorted(part.items()):
+            mine = noise[begin : begin + values.size].reshape(values.shape)
+            parts[name][path] = np.asarray(values, noise.dtype) + mine
+            begin += values.size
+    return Total(parts, total.scalars)
 
 
 # ---- vectors for the protocol ----

@@ -20,13 +20,14 @@ import jax
 import numpy as np
 
 from fedrecon import aggregate
+from fedrecon.aggregate.ring_sums import add_noise
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.config import Config
 from fedrecon.app.protection import is_recipe
 from fedrecon.model import Model
 from fedrecon.privacy.accounting import Release, default_delta, noise_for
 from fedrecon.privacy.ledger import Ledger
-from fedrecon.privacy.noise import draw, system_generator
+from fedrecon.privacy.noise import system_generator
 from fedrecon.trees import flatten
 from fedrecon.upload import DELTA, Total
 
@@ -164,13 +165,4 @@ def noised(
     """Add a node's share of the noise to its sum, if nodes add any."""
     if algorithm.aggregator.share is None:
         return total
-    share = algorithm.aggregator.share(parts_of(algorithm))
-    noise, begin = draw(share, generator()), 0
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for name, part in sorted(total.parts.items()):
-        parts[name] = {}
-        for path, values in sorted(part.items()):
-            mine = noise[begin : begin + values.size].reshape(values.shape)
-            parts[name][path] = np.asarray(values, noise.dtype) + mine
-            begin += values.size
-    return Total(parts, total.scalars)
+    return add_noise(algorithm.aggregator.share(parts_of(algorithm)), total, generator())
