@@ -4,6 +4,7 @@ import json
 import math
 
 import dp_accounting
+import dp_accounting.pld
 import numpy as np
 import pytest
 from dp_accounting.rdp import RdpAccountant
@@ -66,6 +67,30 @@ def test_the_noise_of_published_plans(clients, per_round, epsilon, noise):
     assert found == pytest.approx(noise, abs=0.0051)
     spent = epsilon_after(found, clients=clients, per_round=per_round, rounds=500)
     assert 0.99 * epsilon < spent <= epsilon
+
+
+TABLE = {  # the noise multiplier for epsilon 1, 2, 4 and 8; 500 rounds, delta = N^-1.1
+    (4832, 100): (1.70, 1.10, 0.80, 0.62),
+    (100_000, 1000): (1.20, 0.88, 0.70, 0.56),
+    (1_000_000, 1000): (0.71, 0.62, 0.52, 0.41),
+}
+
+
+@pytest.mark.parametrize(("clients", "per_round"), TABLE)
+def test_the_table_of_noise_holds_for_the_accountant_of_the_library(clients, per_round):
+    """Against dp-accounting itself, with nothing of ours between: it allows our noise, and not one percent less."""
+    delta = clients**-1.1
+
+    def library(noise):
+        accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3)
+        event = dp_accounting.PoissonSampledDpEvent(per_round / clients, dp_accounting.GaussianDpEvent(noise))
+        return accountant.compose(event, 500).get_epsilon(delta)
+
+    for epsilon, published in zip((1, 2, 4, 8), TABLE[clients, per_round], strict=True):
+        found = noise_for(epsilon, clients=clients, per_round=per_round, rounds=500)
+        assert found == pytest.approx(published, abs=0.0051)
+        assert library(found) <= epsilon
+        assert library(0.99 * found) > epsilon
 
 
 def test_what_was_released_before_takes_more_noise_after():

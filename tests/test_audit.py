@@ -5,6 +5,7 @@ import pytest
 
 from fedrecon.privacy import audit as auditing
 from fedrecon.privacy.accounting import Release, epsilon_of
+from fedrecon.privacy.canaries import audit_run
 
 CANARIES, LENGTH, ROUNDS, NOISE, CLIP, DELTA = 1200, 6000, 4, 2.0, 5.0, 1e-5
 
@@ -57,6 +58,30 @@ def test_every_sabotage_is_found(sabotage):
     assert found.measured > 1.4 * found.claimed
     assert found.broken
     assert "the promise is broken" in found.summary()
+
+
+# ---- the audit of whole mechanisms, as `fedrecon privacy audit` runs it ----
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_noise_of_round_zero_is_measured_below_its_claim_and_sabotage_above(seed):
+    sound = audit_run(noise_by="round-zero", seed=seed)
+    assert sound.claimed == pytest.approx(4.38, abs=0.02)
+    assert 1 < sound.measured < sound.claimed
+    for sabotage in ("half-noise", "twice"):
+        broken = audit_run(noise_by="round-zero", sabotage=sabotage, seed=seed)
+        assert broken.broken
+        assert broken.measured > 1.2 * broken.claimed
+    with pytest.raises(ValueError, match="no clipping to leave out"):
+        audit_run(noise_by="round-zero", sabotage="no-clipping")
+
+
+@pytest.mark.parametrize("sabotage", ["none", "half-noise", "no-clipping", "twice"])
+def test_noise_of_the_clients_in_integers_is_audited_too(sabotage):
+    found = audit_run(noise_by="clients", sabotage=sabotage)
+    assert found.claimed == pytest.approx(4.75, abs=0.02)
+    assert found.broken == (sabotage != "none")
+    assert found.measured > (1 if sabotage == "none" else 1.3 * found.claimed)
 
 
 def test_scores_of_pure_noise_measure_next_to_nothing():

@@ -13,6 +13,8 @@ from fedrecon.aggregate.adaptive import BINS, quantile_of
 from fedrecon.algorithm import encode
 from fedrecon.hosts import total_shapes
 from fedrecon.privacy.accounting import epsilon_after, epsilon_of
+from fedrecon.privacy.ledger import Ledger
+from fedrecon.privacy.spending import spending
 from fedrecon.sampling import OVERFLOW, sample
 from fedrecon.upload import RowChanges, Upload, add, no_total, summand_of
 from toy_models import descend, linear, lookup_clients, lookup_model, one_round, xy
@@ -270,6 +272,25 @@ def test_a_round_has_places_for_nearly_everybody_that_may_be_drawn(clients, per_
     assert capacity <= clients
     assert binom.sf(capacity, clients, sampling.rate(clients)) <= OVERFLOW
     assert capacity < per_round + 15 * math.sqrt(per_round) + 20
+
+
+@pytest.mark.parametrize(("clients", "per_round"), [(4832, 483), (1_000_000, 1000), (40, 8)])
+def test_noise_of_clients_counts_on_as_few_as_are_all_but_certain(clients, per_round):
+    from scipy.stats import binom
+
+    sampling = fr.Sampling(per_round, poisson=True)
+    least = sampling.fewest(clients)
+    assert 1 <= least < per_round
+    assert least == 1 or binom.cdf(least - 1, clients, sampling.rate(clients)) <= OVERFLOW
+    assert binom.cdf(least, clients, sampling.rate(clients)) > OVERFLOW
+
+
+def test_what_too_many_or_too_few_clients_cost_is_taken_off_delta_beforehand():
+    clients = xy(*[A] * 40)
+    algorithm, sampling = recon(fr.aggregate.private(1.0, 2.0, per_round=8)), fr.Sampling(8, poisson=True)
+    spent = spending(algorithm, len(clients), sampling, 10, Ledger(40, 1e-4))
+    assert spent.before.delta == 1e-4 - 2e6 * OVERFLOW * (1 + math.exp(13)) < 1e-4
+    assert spending(algorithm, 40, fr.Sampling(8), 10, Ledger(40, 1e-4)).before.delta == 1e-4
 
 
 def test_poisson_sampling_excludes_invitations_beyond_need():

@@ -231,9 +231,29 @@ def test_a_mask_is_the_keystream_of_chacha20(kind, length):
 def test_any_threshold_of_shares_gives_the_secret_and_fewer_do_not():
     secret, holders = bytes(range(16)), (3, 8, 11, 20, 21)
     shares = sharing.split(secret, 3, holders)
-    for kept in ((3, 8, 11), (20, 3, 21), (8, 11, 20, 21), holders):
-        assert sharing.combine({k: shares[k] for k in kept}, 3, holders) == secret
+    combiner = sharing.Combiner(3)
+    for kept in ((3, 8, 11), (20, 3, 21), (8, 11, 20, 21), holders, (3, 21, 11)):
+        assert combiner.combine({k: shares[k] for k in kept}, holders) == secret
+        assert sharing.Combiner(3).combine({k: shares[k] for k in kept}, holders) == secret
     assert Shamir.combine([(1, shares[3]), (2, shares[8])]) != secret
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_secrets_are_put_together_as_the_library_does(data):
+    """Many secrets, one combiner: whichever shares arrive, also wrong ones, the result is that of `Shamir.combine`."""
+    count = data.draw(st.integers(2, 9))
+    threshold = data.draw(st.integers(count // 2 + 1, count))
+    combiner = sharing.Combiner(threshold)
+    for _ in range(4):
+        holders = tuple(data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count, unique=True)))
+        secret = data.draw(st.binary(min_size=16, max_size=16))
+        shares = sharing.split(secret, threshold, holders)
+        kept = data.draw(st.sets(st.sampled_from(holders), min_size=threshold))
+        there = {holder: shares[holder] for holder in kept}
+        assert combiner.combine(there, holders) == secret
+        some = sorted(holders.index(holder) + 1 for holder in kept)[:threshold]
+        assert Shamir.combine([(place, shares[holders[place - 1]]) for place in some]) == secret
 
 
 # ---- what a client refuses ----

@@ -18,7 +18,7 @@ from fedrecon.fitting import features_of
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 
 FEWEST = 50  # clients of a round if the population decides: fewer make noisy steps
-OVERFLOW = 1e-24  # at most the probability that Poisson sampling draws more clients than a round has room for
+OVERFLOW = 1e-24  # at most the probability that Poisson sampling draws more, or fewer, clients than a round counts on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +105,25 @@ class Sampling:
         """
         return _places(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
 
+    def fewest(self, clients: int) -> int:
+        """Return how many clients a round has at least, for noise that clients add together.
+
+        With `poisson`, fewer are drawn with probability at most `OVERFLOW`, as long as this is above 1.
+
+        Args:
+          clients: in the population.
+        """
+        return _fewest(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
+
     def overflow_delta(self, rounds: int) -> float:
-        """Return what rounds that draw too many clients add to delta, for any epsilon up to 13.
+        """Return what rounds that draw too many or too few clients add to delta, for any epsilon up to 13.
 
         A failure of probability p adds p (1 + e^epsilon).
 
         Args:
           rounds: how many rounds there are.
         """
-        return rounds * OVERFLOW * (1 + math.exp(13)) if self.poisson else 0.0
+        return 2 * rounds * OVERFLOW * (1 + math.exp(13)) if self.poisson else 0.0
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,6 +136,18 @@ def _places(clients: int, rate: float) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if binom.sf(middle, clients, rate) <= OVERFLOW else (middle + 1, high)
     return max(low, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _fewest(clients: int, rate: float) -> int:
+    """Return the largest number that sampling stays below with probability at most `OVERFLOW`, 1 at least."""
+    from scipy.stats import binom
+
+    low, high = 1, clients
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if binom.cdf(middle - 1, clients, rate) <= OVERFLOW else (low, middle - 1)
+    return low
 
 
 class Sample(NamedTuple):

@@ -15,6 +15,7 @@ from jax import Array
 
 from fedrecon.aggregate.aggregator import Aggregator, Report
 from fedrecon.aggregate.averaging import clip_to, norms
+from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, Summand, Total
 
 PER_DOUBLING = 4  # bins of the histogram for each doubling of the norm: a quantile is found to a few percent
@@ -30,6 +31,7 @@ class NormsSeen(NamedTuple):
     limit: Array
 
 
+@recorded
 def adaptive_clip(
     quantile: float = 0.5, *, times: float = 1.0, start: float | None = None, memory: float = 0.8
 ) -> Aggregator:

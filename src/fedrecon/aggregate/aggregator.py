@@ -9,6 +9,7 @@ import jax
 from jax import Array
 
 from fedrecon.privacy.accounting import Release
+from fedrecon.privacy.noise import ShareOfNoise
 from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, Summand, Total
 
@@ -26,6 +27,8 @@ class Aggregator(NamedTuple):
       decode: `(state, total, key) -> (total, state, report)`, on the server.
       release: `parts -> Release`, what one round gives away, for a ledger of privacy, as if every client took part in
         it; None for an aggregator that promises nothing.
+      share: `parts -> ShareOfNoise`, noise in integers that a host of clients adds to what it sends, from entropy of
+        its own; None for an aggregator whose hosts add nothing.
     """
 
     init: Callable[[Parts], Any]
@@ -33,6 +36,7 @@ class Aggregator(NamedTuple):
     encode: Callable[[Any, Summand, Array], Summand]
     decode: Callable[[Any, Total, Array], tuple[Total, Any, Report]]
     release: Callable[[Parts], Release] | None = None
+    share: Callable[[Parts], ShareOfNoise] | None = None
 
 
 def stateless(
@@ -82,7 +86,7 @@ def chain(*stages: Aggregator) -> Aggregator:
             report |= told
         return total, tuple(kept), report
 
-    promises = [stage.release for stage in stages if stage.release is not None]
+    promises = [(stage.release, stage.share) for stage in stages if stage.release is not None]
     if len(promises) > 1:
         raise ValueError(f"{len(promises)} of the stages add noise and promise privacy; one is enough")
-    return Aggregator(init, message, encode, decode, *promises)
+    return Aggregator(init, message, encode, decode, *(promises[0] if promises else ()))

@@ -27,6 +27,7 @@ from fedrecon.aggregate.averaging import Weigh, check_weigh, finite, weigh_and_c
 from fedrecon.aggregate.rescaling import Scales, rescaled
 from fedrecon.privacy.accounting import Release, check_clip, noise_for, update_noise_for
 from fedrecon.privacy.correlated import coefficients, correlate, nothing_yet
+from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, Summand, Total
 
 MARGIN = 1e-5  # norms are computed in single precision, so uploads are clipped a little below the norm that is claimed
@@ -49,6 +50,7 @@ class Noise(NamedTuple):
         return Release(self.updates, 1.0, 1, count_noise=self.of_count)
 
 
+@recorded
 def private(
     clip: float,
     noise_multiplier: float | None = None,

@@ -28,13 +28,15 @@ from fedrecon.aggregate.averaging import Weigh, all_finite, by_weight, check_wei
 from fedrecon.aggregate.noised import MARGIN
 from fedrecon.aggregate.rescaling import Scales, rescaled
 from fedrecon.privacy.accounting import Release
-from fedrecon.privacy.noise import ShareOfNoise, share_of_noise
+from fedrecon.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon.privacy.ring import Grid, grid, quantise, restore
+from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, RowChanges, Summand, Total, against
 
 RESOLUTION = 2**12  # integers that the noise in the sum is wide: a float32 can be rounded to each of them
 
 
+@recorded
 def secure(
     clip_norm: float,
     *,
@@ -61,7 +63,8 @@ def secure(
       least: with noise: so many trusted clients together have all of it. Fewer have less than was promised, so a round
         with fewer must not be unmasked.
       scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescaled`.
-      simulated_noise: with noise: add it here. False where the host adds it.
+      simulated_noise: with noise: add it here. False where hosts of clients add it, as many as `least` or more
+        (`Aggregator.share`), which nodes of a deployment do.
 
     Returns:
       An `Aggregator`.
@@ -156,10 +159,13 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
         parts = jax.tree.map(lambda array: restore(share.grid, array, jnp) / per_round, total.parts)
         return Total(parts, {}), state, {"skipped": ~all_finite(parts)}
 
-    def release(parts: Parts) -> Release:
-        return sized(length_of(parts, False)).release(1.0)
+    def share_of(parts: Parts) -> ShareOfNoise:
+        return sized(length_of(parts, False))
 
-    return Aggregator(lambda parts: (), lambda state: (), encode, decode, release)
+    def release(parts: Parts) -> Release:
+        return share_of(parts).release(1.0)
+
+    return Aggregator(lambda parts: (), lambda state: (), encode, decode, release, None if simulated else share_of)
 
 
 def _noised(values: Array, share: ShareOfNoise, keys: Array, number: int) -> Array:
@@ -184,6 +190,26 @@ def _map(function: Any, summand: Summand) -> Parts:
 
 def _whole(change: Any) -> Array:
     return change.whole() if isinstance(change, RowChanges) else change
+
+
+def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts: int = 1) -> Total:
+    """Add to a sum of integers what hosts of clients add (`Aggregator.share`).
+
+    Args:
+      share: of one host.
+      total: the integers.
+      rng: `system_generator()` in deployment; a simulation may seed one, and must say so.
+      hosts: how many, whose noise is drawn at once.
+    """
+    noise, begin = draw(share, rng, hosts), 0
+    parts: dict[str, dict[str, Any]] = {}
+    for name, part in sorted(total.parts.items()):
+        parts[name] = {}
+        for path, values in sorted(part.items()):
+            mine = noise[begin : begin + values.size].reshape(values.shape)
+            parts[name][path] = np.asarray(values, noise.dtype) + mine
+            begin += values.size
+    return Total(parts, total.scalars)
 
 
 # ---- vectors for the protocol ----

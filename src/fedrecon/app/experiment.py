@@ -17,7 +17,7 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
-from fedrecon.app.baselines import Table, beside, with_baselines, with_coverage
+from fedrecon.app.baselines import Table, beside, beside_saved, with_baselines, with_coverage
 from fedrecon.app.build import build_algorithm, build_split
 from fedrecon.app.config import Config, to_json
 from fedrecon.app.health import Watch, updates_of, why_failed
@@ -207,7 +207,9 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
         if on_test:
             test = with_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
-        table = beside(config, users, "test", legend) if is_first() else {}
+        if is_first():
+            # Baselines of training users would be exact sums of theirs; those of a private run know what it released.
+            table = beside_saved(model, users.test) if config.privacy.on else beside(config, users, "test", legend)
         if (found := why_failed(run.history, task, test)) != failed:
             failed = found
             model = _save(folder, dataclasses.replace(model, failed=failed))

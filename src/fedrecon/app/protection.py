@@ -20,8 +20,6 @@ from fedrecon.privacy.ledger import NOT_COVERED, Ledger
 from fedrecon.trees import flatten
 from fedrecon.upload import DELTA
 
-RARE = 1e-12  # the probability with which fewer clients take part than are counted on for noise
-
 
 class Protection(NamedTuple):
     """What protects the clients of a run.
@@ -166,11 +164,7 @@ def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggreg
 
 
 def _secure(config: Config, clients: int, per_round: float, noise: float) -> aggregate.Aggregator:
-    least = int(per_round)
-    if config.sampling.poisson:
-        from scipy.stats import binom
-
-        least = max(1, int(binom.ppf(RARE, clients, config.sampling.rate(clients))))
+    least = config.sampling.fewest(clients) if config.sampling.poisson else int(per_round)
     return aggregate.secure(
         config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is yet to be chosen
         clients=config.sampling.capacity(clients),

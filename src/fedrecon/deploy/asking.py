@@ -22,6 +22,7 @@ REASONS = frozenset(  # that a node may give; what it says is not trusted to be 
         "too_large",
         "wrong_plan",
         "weaker_plan",
+        "budget",
         "not_accepted",
         "not_joined",
         "old_run",

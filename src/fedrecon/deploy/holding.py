@@ -15,6 +15,7 @@ from fedrecon.app.tasks.clicks import read_clicks
 from fedrecon.app.tasks.ratings import read_ratings
 from fedrecon.app.tasks.task import Read
 from fedrecon.clients import Clients
+from fedrecon.deploy import noise
 from fedrecon.deploy.algorithm_plan import AlgorithmPlan
 from fedrecon.deploy.plan import Plan
 from fedrecon.deploy.settings_plan import SettingsPlan
@@ -94,7 +95,12 @@ def hold(plan: AlgorithmPlan, clients: Clients) -> Holding:
 
 
 def taking_part(plan: Plan, users: Clients, number: int) -> Clients:
-    """Return the users that train in a round: each by itself with the plan's share, by its name and the round."""
+    """Return the users that train in a round: each by itself with the plan's share, by its name and the round.
+
+    Of plans with noise nobody else may know who they are: these are drawn from the system's entropy.
+    """
+    if plan.release is not None:
+        return noise.taking_part(users, plan.share)
     if plan.share == 1 or not len(users):
         return users
     salt = as_number(words_of(round_key(plan.seed, number))) ^ np.uint64(TAKES_PART)

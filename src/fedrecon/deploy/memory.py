@@ -25,6 +25,7 @@ class Memory:
         self.run: str | None = None
         self.ended: list[str] = []  # runs before this one
         self.round, self.tries, self.asked = -1, 0, 0
+        self.answers: dict[str, int] = {}  # of plans with noise, by digest, over all their runs
         if folder is not None and (folder / FILE).exists():
             self._read(folder / FILE)
 
@@ -46,6 +47,11 @@ class Memory:
         self.round = number
         self._write()
 
+    def answer(self, digest: str) -> None:
+        """Remember an answer of a plan with noise before it is sent."""
+        self.answers = {**self.answers, digest: self.answers.get(digest, 0) + 1}
+        self._write()
+
     def ask(self) -> None:
         """Remember a question of round zero before it is answered."""
         self.asked += 1
@@ -63,6 +69,7 @@ class Memory:
             "round": self.round,
             "tries": self.tries,
             "asked": self.asked,
+            "answers": self.answers,
         }
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(self.folder / FILE, (json.dumps(values, indent=1) + "\n").encode(), mode=0o600)
@@ -76,7 +83,8 @@ class Memory:
             self.promises = None if values["promises"] is None else Promises(**values["promises"])
             self.round, self.tries = int(values["round"]), int(values["tries"])
             self.asked = int(values.get("asked", 0))
-        except (ValueError, KeyError, TypeError) as problem:
+            self.answers = {str(plan): int(count) for plan, count in values.get("answers", {}).items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise StorageError(
                 f"{file} is damaged ({problem}), so it is not known what this node accepted; look at it, and remove "
                 "it to accept a plan anew"

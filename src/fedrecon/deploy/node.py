@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.tasks import Users
-from fedrecon.deploy import measure, signing
+from fedrecon.deploy import measure, noise, signing
 from fedrecon.deploy.asked import PARTS, PREPARE, TRAIN, largest_message, question_in, shapes_of, two_of
 from fedrecon.deploy.holding import Holding, taking_part
 from fedrecon.deploy.memory import MOST_TRIES, Memory
@@ -21,7 +21,7 @@ from fedrecon.deploy.plan import MOST_BYTES, Plan, PlanError, digest_of, weaker
 from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.fitting import check_fit
 from fedrecon.hosts import client_total, total_shapes
-from fedrecon.keys import round_key
+from fedrecon.keys import fresh_key, round_key
 from fedrecon.travel.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
 
 MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
@@ -232,6 +232,8 @@ class Node:
         if of == TRAIN:
             if number == self.memory.round and self.memory.tries >= MOST_TRIES:
                 raise Failure("old_round", f"this node took part in round {number} {MOST_TRIES} times already")
+            if self.plan.release is not None:
+                self._spend(self.plan)
             self.memory.see(number)
         like = self.plan.message_shapes if of == TRAIN else self.plan.params_shapes
         try:
@@ -273,12 +275,24 @@ class Node:
         users = taking_part(plan, self._users.train, number)
         if len(users) < plan.least_users:
             self._say(f"round {number + 1}: {len(users)} of its {plan.task.people} would take part, too few: zeros")
-            return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
-        began = time.monotonic()
-        total = client_total(plan.algorithm, message, users, round_key(plan.seed, number), lengths=plan.lengths).total
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
+            return noise.noised(plan.algorithm, zeros)
+        began, key = time.monotonic(), round_key(plan.seed, number)
+        secret = key if plan.release is None else fresh_key()
+        total = client_total(plan.algorithm, message, users, key, lengths=plan.lengths, secret=secret).total
+        total = noise.noised(plan.algorithm, total)
         seconds = time.monotonic() - began
         self._say(f"round {number + 1}: {len(users)} {plan.task.people} trained in {seconds:.3f} s")
         return total
+
+    def _spend(self, plan: Plan) -> None:
+        """Count an answer of a plan with noise before anything of it is sent, or refuse it."""
+        most = noise.answers_of(plan.rounds)
+        if self.memory.answers.get(plan.digest, 0) >= most:
+            raise Failure(
+                "budget", f"this node answered {most} times, which is all that the plan's promise of privacy allows"
+            )
+        self.memory.answer(plan.digest)
 
     def _evaluate(self, part: str, params: Any) -> Any:
         assert self.plan is not None
@@ -308,7 +322,7 @@ class Node:
     # ---- secure sums ----
 
     def _advertise(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
-        from fedrecon.deploy.secret import BITS, length_of
+        from fedrecon.deploy.secret import bits_of, length_of
         from fedrecon.privacy import secure_sum
 
         assert self.plan is not None
@@ -323,7 +337,7 @@ class Node:
             terms = secure_sum.Terms.from_bytes(message.body)
             like = shapes_of(plan, of)
             length = length_of(like, wide=question_in(of) is not None)
-            if terms.bits != BITS or terms.length != length or terms.circle > self.plan.most_nodes:
+            if terms.bits != bits_of(like) or terms.length != length or terms.circle > self.plan.most_nodes:
                 raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
             own = self._key if self._number is not None else None
             state, hello = secure_sum.advertise(terms, me, least=self.plan.least_nodes, signing_key=own)

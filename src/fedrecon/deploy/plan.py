@@ -19,16 +19,19 @@ from fedrecon.algorithm import Algorithm, Message
 from fedrecon.app.config import ConfigError
 from fedrecon.app.tasks import Users
 from fedrecon.cohort import Lengths
+from fedrecon.deploy import noise
 from fedrecon.deploy.round_zero import RoundZero
 from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
 from fedrecon.evaluation import Evaluation, Evaluator
+from fedrecon.privacy.accounting import Release
+from fedrecon.privacy.ledger import NOT_COVERED
 
-FORMAT, VERSION, FILE = "fedrecon-plan", 2, "plan.json"
+FORMAT, VERSION, FILE = "fedrecon-plan", 3, "plan.json"
 MOST_BYTES = 2**28  # of a plan: a catalogue of some millions of items
 SHORTEST = 16  # characters by which a digest may be named
 LIMIT = 2.0**20  # of any number in a node's sum, if sums are secure
-OWN = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes")  # written under their own names
+OWN = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes", "users")  # written under their own names
 
 
 class PlanError(ValueError):
@@ -46,6 +49,8 @@ class Promises(NamedTuple):
       clip_norm: the largest norm of a user's change; None for no limit.
       share: the largest share of its users that a node takes in a round.
       signed: whether the keys of secure sums are signed by the nodes that the plan lists.
+      epsilon: what all answers of a node together give away about one of its users at most; None without a promise.
+      delta: the probability that this promise fails.
     """
 
     secure: bool
@@ -55,6 +60,8 @@ class Promises(NamedTuple):
     clip_norm: float | None
     share: float
     signed: bool = False
+    epsilon: float | None = None
+    delta: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,6 +78,7 @@ class Plan(abc.ABC):
       most_nodes: with secure sums, the largest number of nodes in one.
       nodes: public keys of the nodes, in OpenSSH's format. With secure sums a node accepts keys that these have signed,
         and no others. Without any the server is trusted not to invent nodes.
+      users: with noise, how many users all nodes have together, about; sums are divided by the share of them.
       version: of fedrecon.
     """
 
@@ -84,6 +92,7 @@ class Plan(abc.ABC):
     limit: float = LIMIT
     most_nodes: int = 128
     nodes: tuple[str, ...] = ()
+    users: int = 0
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -104,6 +113,8 @@ class Plan(abc.ABC):
                 f"the plan lists {len(set(self.nodes))} different nodes in {len(self.nodes)} lines, and a round needs "
                 f"{self.least_nodes}: list every node once"
             )
+        if (problem := noise.problem_of(self)) is not None:
+            raise PlanError(problem)
 
     # ---- what is trained ----
 
@@ -205,9 +216,20 @@ class Plan(abc.ABC):
         """The global parameters, with shapes instead of arrays."""
         return jax.eval_shape(self.algorithm.model.init_global, jax.random.key(0))
 
+    @functools.cached_property
+    def release(self) -> Release | None:
+        """What a round releases; None without noise."""
+        return noise.release_of(self)
+
     @property
+    def delta(self) -> float | None:
+        """The probability that its promise of privacy fails; None for the customary one."""
+        return None
+
+    @functools.cached_property
     def promises(self) -> Promises:
         """What it promises the owners of data."""
+        spent = noise.spent(self, noise.answers_of(self.rounds))
         return Promises(
             self.secure,
             self.least_nodes,
@@ -216,6 +238,7 @@ class Plan(abc.ABC):
             self.clip_norm,
             float(self.share),
             self.secure and bool(self.nodes),
+            *((spent.epsilon, spent.delta) if spent else (None, None)),
         )
 
     # ---- as bytes ----
@@ -353,6 +376,10 @@ def weaker(before: Promises, now: Promises) -> list[str]:
         found.append(f"clip_norm rises from {before.clip_norm} to {now.clip_norm}")
     if now.share > before.share:
         found.append(f"share rises from {before.share} to {now.share}")
+    for name in ("epsilon", "delta"):
+        was, now_is = getattr(before, name), getattr(now, name)
+        if was is not None and (now_is is None or now_is > was):
+            found.append(f"{name} rises from {was:.4g} to {'no promise' if now_is is None else f'{now_is:.4g}'}")
     return found
 
 
@@ -361,6 +388,12 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     task, promises = plan.task, plan.promises
     sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in _leaves(plan.params_shapes))
     privacy = "no noise: no differential privacy is promised"
+    if promises.epsilon is not None:
+        by = "every node" if plan.secure else "the server, which sees sums without it"
+        privacy = (
+            f"epsilon {promises.epsilon:.3g} at delta {promises.delta:.2g} for every user, with noise that {by} adds; "
+            f"a node answers {noise.answers_of(plan.rounds)} times at most. {NOT_COVERED[0].upper()}{NOT_COVERED[1:]}"
+        )
     if promises.clip_norm is not None:
         privacy = f"a user's change has norm {promises.clip_norm:g} at most; {privacy}"
     sums = "open: the server sees the sum of every node"
@@ -381,7 +414,8 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "sent",
-            f"{first}the sum over {promises.least_users} {task.people} or more of changes of: {sent}; counts, loss",
+            f"{first}the sum over {promises.least_users} {task.people} or more of changes of: {sent}"
+            + ("; counts, loss" if promises.epsilon is None else ""),
         ),
         ("stays", f"{task.examples}, ids of {task.people}, and local parameters"),
         ("sums", sums),

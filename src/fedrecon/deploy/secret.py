@@ -23,6 +23,16 @@ def grid_of(plan: Plan, limit: float | None = None) -> ring.Grid:
     return ring.grid(plan.limit if limit is None else limit, plan.most_nodes, bits=BITS)
 
 
+def bits_of(like: Any) -> int:
+    """Return how wide the integers of a secure sum are: a tree of integers of a ring stays in that ring."""
+    return 32 if _in_ring(like) else BITS
+
+
+def _in_ring(tree: Any) -> bool:
+    """Say whether a tree is of integers already, as `aggregate.secure` makes them."""
+    return all(leaf.dtype == np.uint32 for leaf in flatten(tree)[0].values())
+
+
 def length_of(like: Any, wide: bool = False) -> int:
     """Return how many integers a tree of arrays becomes."""
     return (2 if wide else 1) * sum(int(np.prod(leaf.shape)) for leaf in flatten(like)[0].values())
@@ -40,6 +50,8 @@ def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:
       Failure: a number is not finite, or beyond the limit: it would be changed without notice.
     """
     leaves, limit = flatten(tree)[0], WIDE if wide else plan.limit
+    if _in_ring(tree):
+        return np.concatenate([np.asarray(leaves[path]).reshape(-1) for path in sorted(leaves)]).astype("<u4")
     values = np.concatenate([np.asarray(leaves[path], np.float64).reshape(-1) for path in sorted(leaves)])
     if not np.isfinite(values).all() or np.abs(values).max(initial=0) > limit:
         raise Failure("beyond_limit", f"a sum of this node has a number beyond the plan's limit of {limit:g}")
@@ -52,7 +64,9 @@ def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:
 
 def from_integers(plan: Plan, total: np.ndarray, like: T, wide: bool = False) -> T:
     """Read a sum of integers as a tree of arrays."""
-    if wide:
+    if _in_ring(like):
+        values = total
+    elif wide:
         high, low = (
             np.asarray(ring.restore(grid, half), np.float64)
             for grid, half in zip(_wide(plan), np.split(total, 2), strict=True)

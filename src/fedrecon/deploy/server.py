@@ -13,7 +13,7 @@ import numpy as np
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import ServerState
-from fedrecon.deploy import measure
+from fedrecon.deploy import measure, noise
 from fedrecon.deploy.asked import PREPARE, TRAIN
 from fedrecon.deploy.asking import Answers, ask, open_reply
 from fedrecon.deploy.grid import SYSTEM, Clock, Grid
@@ -27,8 +27,9 @@ from fedrecon.disk.errors import StorageError
 from fedrecon.disk.runs import RunFolder
 from fedrecon.evaluation import Evaluation
 from fedrecon.hosts import server_round
-from fedrecon.keys import round_key, run_keys
-from fedrecon.model import finish
+from fedrecon.keys import fresh_key, round_key, run_keys
+from fedrecon.model import finish, metric_names
+from fedrecon.privacy.ledger import Ledger
 from fedrecon.travel.wire import to_bytes
 
 MOST_PAUSE = 60.0  # seconds between two tries of a round; they grow from one on
@@ -94,6 +95,7 @@ def serve(
         facts = _facts(plan, folder, resume)
         folder.describe(facts)
         training = _Training(plan, grid, folder, pace or Pace(), facts["deployment"]["run"], clock, say)
+        training.repeated = len(facts["resumed"])
         watch = plan.watch(say)
 
         def watched(record: dict[str, Any]) -> None:
@@ -124,6 +126,7 @@ def serve(
             "interrupted": interrupted,
             "failed": failed,
             "test": test.summary() if test else None,
+            **({} if (ledger := training.ledger()) is None else {"privacy": ledger.to_dict()}),
         }
         folder.describe(facts | ended)
         return Outcome(params, training.history, training.done, test, failed, interrupted)
@@ -137,6 +140,7 @@ class _Training(Members):
     ):
         super().__init__(plan, grid, pace, run, clock, say)
         self.folder = folder
+        self.repeated = 0  # rounds that may have been summed twice: one for each time that the run went on
         self.state: Any = None
         self.history: list[dict[str, Any]] = []
 
@@ -167,6 +171,10 @@ class _Training(Members):
         self.say(zero.remark(found))
         return ready
 
+    def ledger(self) -> Ledger | None:
+        """Return what was spent so far; None without noise."""
+        return noise.spent(self.plan, self.done + self.repeated)
+
     def params(self) -> Any:
         return jax.tree.map(np.asarray, self.plan.algorithm.params(self.state))
 
@@ -186,20 +194,28 @@ class _Training(Members):
             self.folder.record(entry)
             on_record(entry)
 
+        # A round that was summed and not saved would be summed again, which counts twice.
+        every_so_often = self.pace.checkpoint_every if plan.release is None else 1
+        most = noise.answers_of(plan.rounds) - self.repeated if plan.release else plan.rounds
+        last = min(plan.rounds, most)
+        if last < plan.rounds:
+            self.say(f"the privacy budget ends training after {last} rounds: it went on {self.repeated} times")
         evaluated = max((entry["round"] for entry in self.history if entry["kind"] == "evaluation"), default=0)
         while True:
             every, now = plan.evaluate_every, self.done
-            due = now and (now == plan.rounds or (every and now % every == 0))
+            due = now and (now == last or (every and now % every == 0))
             if due and now != evaluated:
                 found = self.evaluate("valid")
                 evaluated = now
                 if found is not None and found.clients:
-                    record({"kind": "evaluation", "round": now, **found.summary()})
-            if now >= plan.rounds:
+                    spent = self.ledger()
+                    epsilon = {} if spent is None else {"epsilon": spent.epsilon}
+                    record({"kind": "evaluation", "round": now, **epsilon, **found.summary()})
+            if now >= last:
                 self.checkpoint()
                 return
             record(self._round(now))
-            if self.done % self.pace.checkpoint_every == 0 and self.done < plan.rounds:
+            if self.done % every_so_often == 0 and self.done < last:
                 self.checkpoint()
 
     def _round(self, number: int) -> dict[str, Any]:
@@ -207,7 +223,8 @@ class _Training(Members):
         began = self.clock.monotonic()
         body = to_bytes(self.plan.algorithm.message(self.state))
         gathered = self._gather(Question(self.run_id, number, TRAIN, body))
-        key = round_key(self.plan.seed, number)
+        # Noise must be of an entropy that nobody knows; all else may follow from the seed, as in the simulation.
+        key = round_key(self.plan.seed, number) if self.plan.release is None else fresh_key()
         state, report = server_round(self.plan.algorithm, self.state, gathered.summed.parts, key)
         self.state, self.done = jax.tree.map(np.asarray, state), number + 1
         return self._entry(report, gathered, self.clock.monotonic() - began)
@@ -236,10 +253,12 @@ class _Training(Members):
     def _entry(self, report: Any, gathered: Gathered, seconds: float) -> dict[str, Any]:
         summed, invited, attempts = gathered
         report, answers = {name: np.asarray(value) for name, value in report.items()}, summed.answers
+        model = self.plan.algorithm.model
+        nothing = np.zeros((len(metric_names(model)), 2))  # for aggregators that report no metrics
         return {
             "kind": "round",
             "round": self.done,
-            **finish(self.plan.algorithm.model, report.pop("sums")),
+            **finish(model, report.pop("sums", nothing)),
             "weight": float(report.pop("weight", np.nan)),
             "skipped": bool(report.pop("skipped")),
             **{name: _number(value) for name, value in report.items() if value.ndim == 0},
@@ -329,6 +348,7 @@ def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
         },
         "data": {"source": "", "path": None, "fingerprint": plan.digest},
         "deployment": {"plan": plan.digest, "run": run},
+        "privacy": None if (promised := noise.spent(plan, 0)) is None else promised.to_dict(),
         "started": _now(),
         "resumed": [],
         "ended": None,

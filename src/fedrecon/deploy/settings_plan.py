@@ -16,8 +16,9 @@ from fedrecon.app.health import Watch, why_failed
 from fedrecon.app.saved import save_model
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.cohort import lengths_for
+from fedrecon.deploy import noise
 from fedrecon.deploy.click_counts import ClickCounts
-from fedrecon.deploy.plan import Plan, PlanError
+from fedrecon.deploy.plan import OWN, Plan, PlanError
 from fedrecon.deploy.rating_scale import RatingScale
 from fedrecon.deploy.round_zero import Found, RoundZero
 from fedrecon.evaluation import Evaluation, Evaluator
@@ -50,7 +51,9 @@ class SettingsPlan(Plan):
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
         if self.found is None or self.zero is None:
-            return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
+            model = self.task.build_model(self.config, self.legend)
+            aggregator = noise.aggregator_of(self.config, self.users, {name: getattr(self, name) for name in OWN})
+            return build_algorithm(self.config, model, aggregator=aggregator)
         return build_algorithm(self.config, self.zero.build_model(self.found), self.found.examples)
 
     @property
@@ -91,7 +94,12 @@ class SettingsPlan(Plan):
     @property
     def clip_norm(self) -> float | None:
         """The largest norm of a user's change."""
-        return self.config.aggregate.clip_norm
+        return self.config.privacy.clip_norm if self.config.privacy.on else self.config.aggregate.clip_norm
+
+    @property
+    def delta(self) -> float | None:
+        """The probability that its promise of privacy fails."""
+        return self.config.privacy.delta
 
     @property
     def unprepared(self) -> bool:
@@ -162,11 +170,6 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     Raises:
       PlanError: arrays would have no bound, or the settings promise what a deployment does not keep.
     """
-    if config.privacy.on:
-        raise PlanError(
-            "the settings promise differential privacy (--privacy), and a deployment adds no noise: leave it out, and "
-            "bound what a user sends by --aggregate.clip-norm and what the server sees by --secure"
-        )
     if config.aggregate.secure:
         raise PlanError("--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more")
     # Who takes part is up to nodes and server, and all rounds are trained.
@@ -175,7 +178,12 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
     if isinstance(config, ClicksConfig):  # of other files, less is left out as well
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
-    algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
+    model = task_of(config).build_model(config, legend)
+    try:
+        config = noise.with_noise(config, model, options.get("users", 0), options)
+    except (ValueError, ImportError) as problem:
+        raise PlanError(str(problem)) from None
+    algorithm = build_algorithm(config, model)
     if algorithm.model.lookups == AUTO:
         raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
     largest = _most(config)

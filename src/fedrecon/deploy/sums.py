@@ -80,7 +80,7 @@ def secure_sum_of(
       clock: tells the time.
       numbers: of nodes in the plan's list, where keys are signed.
     """
-    from fedrecon.deploy.secret import BITS, from_integers, length_of
+    from fedrecon.deploy.secret import bits_of, from_integers, length_of
     from fedrecon.privacy import secure_sum
 
     like = shapes_of(plan, question.of)
@@ -91,7 +91,7 @@ def secure_sum_of(
         return Summed([], [], Answers(failed=dict.fromkeys(nodes, "secure_sum")))
     wide = question_in(question.of) is not None
     length = length_of(like, wide)
-    terms = secure_sum.plan(cohort, length, bits=BITS, round=question.round, circle=cohort, threshold=least)
+    terms = secure_sum.plan(cohort, length, bits=bits_of(like), round=question.round, circle=cohort, threshold=least)
     number = {node: k if numbers is None else numbers[node] for k, node in enumerate(sorted(nodes))}
     node_of = {k: node for node, k in number.items()}
     most = 8 * length + 2**16 + 256 * cohort

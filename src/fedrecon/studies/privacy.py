@@ -16,7 +16,8 @@ from fedrecon.studies.study import Figure, Job, Part, Result, Results, Section, 
 
 BUDGETS = (1.0, 2.0, 4.0, 8.0)
 DIMS = (2, 4, 8, 32)
-LARGER = {100_000: 5_000, 1_000_000: 10_000}  # clients there would be, and how many of them a round
+MILLION = 1_000_000
+LARGER = {100_000: 5_000, MILLION: 10_000}  # clients there would be, and how many of them a round
 
 
 def _name(epsilon: float | None) -> str:
@@ -49,6 +50,13 @@ def _jobs() -> tuple[Job, ...]:
         )
         for e in (None, *BUDGETS)
     ]
+    jobs.append(
+        Job(
+            f"global-as-if-{MILLION}",
+            f"Everything global, epsilon 4 with the noise that {MILLION:,} clients need",
+            Setting(train="everything global", epsilon=4.0, population=MILLION, cohort=LARGER[MILLION]),
+        )
+    )
     return tuple(jobs)
 
 
@@ -113,7 +121,7 @@ def _budgets(results: Results) -> list[Part]:
     biases = next((some[0]["biases"] for some in results.values() if some and some[0].get("biases")), None)
     if biases is not None:
         words += f" Item and user biases alone, without any noise, have RMSE {biases:.4f} on the same users."
-    return [words, *_table(results, [job.name for job in JOBS if job.name.startswith(("fedrecon", "global"))])]
+    return [words, *_table(results, _MAIN)]
 
 
 def _sizes(results: Results) -> list[Part]:
@@ -131,7 +139,7 @@ def _populations(results: Results) -> list[Part]:
         "epsilon 4. The users of MovieLens are not protected by it: this shows what the same training costs a large "
         "service."
     )
-    return [words, *_table(results, ["fedrecon-none", "fedrecon-4", *(f"as-if-{n}" for n in LARGER)])]
+    return [words, *_table(results, _POPULATIONS)]
 
 
 def _curve(results: Results) -> dict[str, Any]:
@@ -141,23 +149,38 @@ def _curve(results: Results) -> dict[str, Any]:
     none = {
         prefix: rmse(results[f"{prefix}-none"]) for prefix in ("fedrecon", "global") if results.get(f"{prefix}-none")
     }
-    return {"fedrecon": of("fedrecon"), "global": of("global"), "none": none}
+    large = {
+        name: rmse(some) for name in ("as-if", "global-as-if") if (some := results.get(f"{name}-{MILLION}")) is not None
+    }
+    return {"fedrecon": of("fedrecon"), "global": of("global"), "none": none, **large}
 
 
 def _draw(data: dict[str, Any], figure: Any) -> None:
     axes = figure.subplots()
-    for name, title, color in (("fedrecon", "FedRecon", "C0"), ("global", "everything global", "C1")):
+    kinds = (("fedrecon", "FedRecon", "C0", "o-"), ("global", "everything global", "C1", "x--"))  # they may coincide
+    for name, title, color, style in kinds:
         if data[name]:
-            axes.plot(*zip(*data[name], strict=True), marker="o", color=color, label=title)
+            axes.plot(*zip(*data[name], strict=True), style, color=color, label=title)
         if name in data["none"]:
             axes.axhline(data["none"][name], color=color, linestyle=":", label=f"{title}, no noise")
+    for name, title, color, marker in (
+        ("as-if", "FedRecon, noise of a million clients", "C0", "s"),
+        ("global-as-if", "everything global, noise of a million clients", "C1", "D"),
+    ):
+        if data.get(name) is not None:
+            axes.plot([4.0], [data[name]], marker, color=color, label=title)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(BUDGETS, [f"{epsilon:g}" for epsilon in BUDGETS])
     axes.set_xlabel("epsilon")
     axes.set_ylabel("RMSE, unseen users")
-    axes.legend()
+    axes.legend(fontsize="small")
 
 
-_MAIN = tuple(job.name for job in JOBS if job.name.startswith(("fedrecon", "global")))
+_MAIN = tuple(f"{kind}-{_name(epsilon)}" for kind in ("fedrecon", "global") for epsilon in (None, *BUDGETS))
+_POPULATIONS = (
+    *("fedrecon-none", "fedrecon-4", *(f"as-if-{n}" for n in LARGER)),
+    *("global-none", "global-4", f"global-as-if-{MILLION}"),
+)
 STUDY = Study(
     name="privacy",
     title="What privacy costs",
@@ -172,7 +195,7 @@ STUDY = Study(
         ),
         Section(
             "With the noise of a larger population",
-            ("fedrecon-none", "fedrecon-4", *(f"as-if-{n}" for n in LARGER)),
+            _POPULATIONS,
             _populations,
         ),
     ),
@@ -180,8 +203,8 @@ STUDY = Study(
         Figure(
             "error-by-epsilon",
             "Error by epsilon",
-            "RMSE on unseen users against the privacy budget; dotted, without noise.",
-            _MAIN,
+            "RMSE on unseen users against the privacy budget; lines, with the noise of those there are; dotted, without.",
+            (*_MAIN, f"as-if-{MILLION}", f"global-as-if-{MILLION}"),
             _curve,
             _draw,
         ),

@@ -32,7 +32,8 @@ def compose(
     parts: list[Part] = [f"# {study.title}", "## What was run", list(facts)]
     for section in study.sections:
         parts += [f"## {section.title}", *section.compose(results)]
-    parts += [f"## {study.claimed}", _claims(study, results, quick), "## Figures"]
+    parts += [f"## {study.claimed}", _claims(study, results, quick)] if study.claims else []
+    parts += ["## Figures"]
     for figure in study.figures:
         if all(job in results for job in figure.jobs):
             path = folder / "figures" / f"{figure.name}.png"

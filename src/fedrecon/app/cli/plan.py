@@ -28,6 +28,7 @@ class MakePlan:
       share: the share of a node's users that train in a round.
       least_users: a node sends sums of so many users, or nothing of anybody.
       least_nodes: the server learns from sums of so many nodes or more.
+      users: with --privacy options, how many users all nodes have together, about.
       secure: hide every node's sum from the server: it learns their total only. Needs --least-nodes 2 or more.
       nodes: the folder with public keys of the nodes (*.pub). With --secure each node then signs its keys, and the
         others accept no node that is not in this folder.
@@ -39,6 +40,7 @@ class MakePlan:
     share: float = 1.0
     least_users: int = 1
     least_nodes: int = 1
+    users: int = 0
     secure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     nodes: Path | None = None
     preset: Preset | None = None
@@ -126,7 +128,7 @@ def run(args: MakePlan) -> int:
     else:
         assert isinstance(args, PlanText)
         legend = read_words(args.words, config.model.vocabulary, config.model.oov_buckets)
-    names = ("share", "least_users", "least_nodes", "secure")
+    names = ("share", "least_users", "least_nodes", "secure", "users")
     nodes = () if args.nodes is None else read_public_keys(args.nodes)
     plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
     if (args.out / FILE).exists() and (args.out / FILE).read_bytes() != plan.content:

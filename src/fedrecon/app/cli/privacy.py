@@ -98,6 +98,7 @@ class Audit:
       rounds: rounds of training; canaries take part in all of them.
       canaries: how many.
       delta: of the promise.
+      noise_by: whose noise is audited: the server's, the clients' own in integers of a secure sum, or round zero's.
       sabotage: break something on purpose, to see that the audit notices.
       seed: of everything random.
       json: print one JSON object.
@@ -107,6 +108,7 @@ class Audit:
     rounds: int = 4
     canaries: int = 1000
     delta: float = 1e-5
+    noise_by: Literal["server", "clients", "round-zero"] = "server"
     sabotage: Literal["none", "half-noise", "no-clipping", "twice"] = "none"
     seed: int = 0
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -187,6 +189,7 @@ def _audit(args: Audit) -> int:
             delta=args.delta,
             seed=args.seed,
             sabotage=args.sabotage,
+            noise_by=args.noise_by,
         )
     except ImportError as problem:
         raise ValueError(str(problem)) from problem

@@ -69,6 +69,8 @@ def _divide(config: ClicksConfig, clicks: Ratings) -> Users:
 def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) -> Ready:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
     users = Users(*(with_weights(config, part) for part in users))
+    if config.privacy.on:
+        items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
     model = build_ranking(config, len(items))
     return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
 

@@ -19,7 +19,7 @@ from fedrecon.privacy.secure_sum.client import pair_key
 from fedrecon.privacy.secure_sum.entropy import SYSTEM, Entropy
 from fedrecon.privacy.secure_sum.errors import MessageError, SecureSumError, TooFewClients
 from fedrecon.privacy.secure_sum.masks import add_mask
-from fedrecon.privacy.secure_sum.sharing import combine
+from fedrecon.privacy.secure_sum.sharing import Combiner
 from fedrecon.privacy.secure_sum.terms import Terms
 
 T = TypeVar("T")
@@ -183,33 +183,35 @@ def total(state: ServerState, reveals: Incoming) -> Sum:
     revealed = dict(_readable(reveals, read, state.answered, refused))
     _check_left(state, state.answered, set(revealed), "unmask")
     assert state.masked is not None
-    result = state.masked.copy()
+    result, combiner = state.masked.copy(), Combiner(terms.threshold)
     for client in sorted(state.answered):
-        seed = _secret(state, client, revealed)
+        seed = _secret(state, client, revealed, combiner)
         add_mask(result, keys.derive(seed, terms.digest(), b"own mask", client), subtract=True)
     for client in sorted(state.shared - state.answered):
-        _take_off(result, state, client, revealed)
+        _take_off(result, state, client, revealed, combiner)
     missing = {**state.missing, "unmask": tuple(sorted(state.answered - set(revealed)))}
     return Sum(result, tuple(sorted(state.answered)), missing, refused, state.entropy)
 
 
-def _take_off(result: np.ndarray, state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]]) -> None:
+def _take_off(
+    result: np.ndarray, state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner
+) -> None:
     """Take off the masks that others have in common with a client that dropped out."""
     partners = [other for other in state.circles[client] if other in state.answered]
     if not partners:
         return
     digest = state.terms.digest()
-    private = keys.mask_private(_secret(state, client, revealed), digest, client)
+    private = keys.mask_private(_secret(state, client, revealed, combiner), digest, client)
     for other in partners:
         key = pair_key(private, client, state.hellos[other].mask, other, digest)
         add_mask(result, key, subtract=other < client)
 
 
-def _secret(state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]]) -> bytes:
+def _secret(state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner) -> bytes:
     """Put together the seed of a client that answered, or the root of one that did not."""
     circle, digest, hello = state.circles[client], state.terms.digest(), state.hellos[client]
     shares = {holder: revealed[holder][client] for holder in circle if holder in revealed}
-    secret = combine(shares, state.terms.threshold, circle)
+    secret = combiner.combine(shares, circle)
     if client in state.answered:
         right = keys.derive(secret, digest, b"commitment", client) == hello.commitment
     else:

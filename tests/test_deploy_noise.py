@@ -1,0 +1,192 @@
+"""A deployed training with noise: who adds it, from which entropy, what it promises, and when nodes end it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedrecon as fr
+from deployed import Waiting, config_of, deployed, files_of, grid_of, node_of, plan_of
+from fedrecon.aggregate import noised, ring_sums
+from fedrecon.app.config import Privacy
+from fedrecon.deploy import InProcess, NotEnoughNodes
+from fedrecon.deploy import noise as deployed_noise
+from fedrecon.deploy.algorithm_plan import plan_for
+from fedrecon.deploy.plan import Plan, PlanError, describe, weaker
+from fedrecon.privacy.accounting import epsilon_of
+from fedrecon.upload import Total
+from toy_models import descend, linear, xy
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return files_of(tmp_path_factory.mktemp("files"))
+
+
+def private_plan(privacy=None, **options):
+    settings = Privacy(**({"clip_norm": 0.5, "noise_multiplier": 0.7} | (privacy or {})))
+    return plan_of(config_of(privacy=settings), **{"users": 24, "least_nodes": 3, **options})
+
+
+SECURE = {"secure": True}
+
+
+def parameters(outcome):
+    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(outcome.params)])
+
+
+@pytest.mark.parametrize("options", [{}, SECURE], ids=["noise of the server", "noise of the nodes"])
+def test_two_runs_of_one_plan_have_other_noise(options, files, tmp_path):
+    """It cannot follow from the plan's seed, which everybody knows."""
+    plan = private_plan(**options)
+    outcomes = [deployed(plan, grid_of(files[1]), tmp_path / str(k)) for k in range(2)]
+    one, two = map(parameters, outcomes)
+    assert (one != two).all()
+    assert np.std(one - two) > 0.01
+
+
+def test_without_its_noise_the_sum_of_integers_is_that_of_clipped_changes(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(ring_sums, "draw", lambda share, rng, hosts: np.zeros(share.length, np.uint32))
+    monkeypatch.setattr(noised, "draw_noise", lambda like, deviation, key: jax.tree.map(jnp.zeros_like, like))
+    by_nodes, by_server = (
+        deployed(private_plan({"clip_norm": 0.4}, **options), grid_of(files[1]), tmp_path / str(len(options)))
+        for options in (SECURE, {})
+    )
+    np.testing.assert_allclose(parameters(by_nodes), parameters(by_server), atol=2e-3)
+
+
+def test_the_least_nodes_together_have_the_noise_that_is_promised():
+    plan = private_plan(**SECURE)
+    shapes = deployed_noise.parts_of(plan.algorithm)
+    zeros = Total(
+        {name: {path: np.zeros(v.shape, np.uint32) for path, v in part.items()} for name, part in shapes.items()}, {}
+    )
+    share, rng = plan.algorithm.aggregator.share(shapes), np.random.default_rng(0)
+    assert share.least == 3
+    sums = []
+    for _ in range(300):
+        nodes = [deployed_noise.noised(plan.algorithm, zeros, lambda: rng).parts["delta"] for _ in range(3)]
+        total = sum(np.concatenate([values.reshape(-1) for values in node.values()]) for node in nodes)
+        sums.append(total.astype(np.int32).astype(float))
+    assert np.std(sums) == pytest.approx(0.7 * share.steps, rel=0.02)
+
+
+def test_the_plan_says_what_it_promises_and_the_run_what_was_spent(files, tmp_path):
+    plan = private_plan({"noise_multiplier": None, "epsilon": 8.0}, share=0.5, **SECURE)
+    assert 7.9 < plan.promises.epsilon <= 8.0
+    told = dict(describe(plan))
+    assert "epsilon 7.99 at delta 0.03 for every user, with noise that every node adds" in told["privacy"]
+    assert "a node answers 4 times at most" in told["privacy"]
+    assert "validation" in told["privacy"]
+    assert "counts" not in told["sent"]
+    outcome = deployed(plan, grid_of(files[1]), tmp_path)
+    spent = json.loads((tmp_path / "run.json").read_text())["privacy"]
+    assert (
+        spent["epsilon"] == epsilon_of([plan.release._replace(rounds=3)], plan.promises.delta) < plan.promises.epsilon
+    )
+    assert spent["randomness"] == "system"
+    assert "not_covered" in spent
+    evaluations = [entry for entry in outcome.history if entry["kind"] == "evaluation"]
+    assert [entry["epsilon"] for entry in evaluations][-1] == spent["epsilon"]
+    rounds = [entry for entry in outcome.history if entry["kind"] == "round"]
+    assert all(np.isnan(entry["loss"]) and np.isnan(entry["weight"]) for entry in rounds)
+    assert not {"clients", "clipped", "non_finite"} & set(rounds[0])
+
+
+def test_nodes_count_their_answers_over_all_runs_of_a_plan(files, tmp_path):
+    plan = private_plan(**SECURE)
+    nodes = {k: node_of(part, tmp_path / f"node{k}") for k, part in enumerate(files[1])}
+    deployed(plan, InProcess({k: node.handle for k, node in nodes.items()}), tmp_path / "first")
+    assert nodes[0].memory.answers == {plan.digest: 3}
+    # A second run, with the nodes started anew: one answer is left to each, and the promise is for all of them.
+    again = {k: node_of(part, tmp_path / f"node{k}") for k, part in enumerate(files[1])}
+    with pytest.raises(NotEnoughNodes, match="budget"):
+        deployed(plan, InProcess({k: node.handle for k, node in again.items()}), tmp_path / "second")
+    assert again[0].memory.answers == {plan.digest: 4}
+
+
+def test_a_run_that_goes_on_counts_the_round_that_may_have_been_summed_twice(files, tmp_path):
+    plan = private_plan(**SECURE)
+    grid = grid_of(files[1])
+    clock = Waiting()
+    outcome = deployed(plan, grid, tmp_path, clock=clock)
+    before = json.loads((tmp_path / "run.json").read_text())["privacy"]
+    assert outcome.rounds == 3
+    deployed(plan, grid, tmp_path, clock=clock, resume=True)
+    after = json.loads((tmp_path / "run.json").read_text())["privacy"]
+    assert after["rounds"] == before["rounds"] + 1
+    assert after["epsilon"] > before["epsilon"]
+
+
+def test_who_takes_part_is_not_what_the_seed_says():
+    plan = private_plan(share=0.5)
+    clients = xy(*[([1, 2], [3, 4])] * 400)
+    drawn = [set(deployed_noise.taking_part(clients, plan.share).names.tolist()) for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    assert all(140 < len(one) < 260 for one in drawn)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "options", "says"),
+    [
+        ({}, {"users": 0}, "give --users"),
+        ({}, {"least_users": 2}, "let `least_users` be 1"),
+        ({"correlated": 2}, {}, "leave out correlated"),
+        ({"clip_quantile": 0.5}, SECURE, "leave out correlated and clip_quantile"),
+        ({"epsilon": 1e-7, "delta": 1e-12, "noise_multiplier": None}, SECURE, "epsilon 1e-07 cannot be reached"),
+    ],
+)
+def test_plans_whose_promise_cannot_be_kept_are_refused(privacy, options, says):
+    with pytest.raises(PlanError, match=says):
+        private_plan(privacy, **options)
+
+
+def test_round_zero_without_noise_is_no_part_of_a_plan_with_noise():
+    import dataclasses
+
+    from fedrecon.app.presets import DEFAULT
+
+    config = dataclasses.replace(
+        DEFAULT, privacy=Privacy(epsilon=4.0), data=dataclasses.replace(DEFAULT.data, max_examples=9)
+    )
+    with pytest.raises(PlanError, match="round zero of a deployment is not noised"):
+        plan_of(config, users=100)
+
+
+def test_a_plan_with_less_privacy_is_weaker():
+    strong, weak = private_plan().promises, private_plan({"noise_multiplier": 0.3}).promises
+    assert any("epsilon rises" in line for line in weaker(strong, weak))
+    assert any("epsilon rises" in line for line in weaker(strong, plan_of().promises))
+    assert not any("epsilon" in line for line in weaker(weak, strong))
+
+
+def made_in_python(aggregate, **options):
+    algorithm = fr.federated_reconstruction(
+        linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0), aggregate=aggregate
+    )
+    return plan_for(algorithm, xy(([1, 2], [3, 4])), rounds=2, max_examples=3, **options)
+
+
+def test_algorithms_of_ones_own_are_held_to_the_same():
+    simulated = fr.aggregate.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3)
+    own = fr.aggregate.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3, simulated_noise=False)
+    with pytest.raises(PlanError, match="would be simulated"):
+        made_in_python(simulated, secure=True, least_nodes=3, users=9)
+    with pytest.raises(PlanError, match="use secure sums"):
+        made_in_python(own, least_nodes=3, users=9)
+    with pytest.raises(PlanError, match="3 nodes together have the noise"):
+        made_in_python(own, secure=True, least_nodes=2, users=9)
+    plan = made_in_python(own, secure=True, least_nodes=3, users=9)
+    assert plan.promises.epsilon == pytest.approx(epsilon_of([plan.release._replace(rounds=3)], plan.promises.delta))
+    with pytest.raises(PlanError, match="say how many all nodes have together"):
+        made_in_python(fr.aggregate.private(1.0, 1.0, per_round=9))
+
+
+def test_a_plan_of_an_older_format_is_refused():
+    content = json.loads(plan_of().content)
+    content["version"] = 2
+    with pytest.raises(PlanError, match="format 2"):
+        Plan.from_bytes(json.dumps(content).encode())
