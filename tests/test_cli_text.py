@@ -111,7 +111,7 @@ def test_a_run_leaves_what_the_design_says(trained):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rounds = [record for record in records if record["kind"] == "round"]
     assert [record["round"] for record in rounds] == list(range(1, 91))
-    assert rounds[1]["weight"] == 10 * 8 * 5  # clients are weighed by tokens; the first round only measures norms
+    assert rounds[0]["weight"] == 10 * 8 * 5  # clients are weighed by tokens
     assert [record["round"] for record in records if record["kind"] == "evaluation"] == [30, 60, 90]
     assert [p.name for p in (run / "checkpoint").iterdir()] == ["round-000000090"]
     assert (run / "plots" / "learning_curve.png").exists()

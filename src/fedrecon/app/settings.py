@@ -189,8 +189,8 @@ class Aggregate:
       clip_norm: scale updates with a larger norm down to this; None for no limit.
       zero_norm: ignore updates with a larger norm than this; None for no limit.
       clip_quantile: let the clipping norm follow this share of the clients' norms, such as 0.5, against clients that
-        are far off; the first round then measures only. Not private. auto is 0.5 unless clip-norm, secure or privacy
-        give a norm. None for no such limit.
+        are far off; in the first round all updates get one norm. Not private. auto is 0.5 unless clip-norm, secure or
+        privacy give a norm. None for no such limit.
       clip_times: the norm is this multiple of that quantile.
       secure: add up integers as a secure sum does; needs clip_norm, and gives what the protocol would give.
     """
