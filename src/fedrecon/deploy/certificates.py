@@ -42,7 +42,9 @@ def make_authority(folder: Path) -> Path:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
         .sign(private, hashes.SHA384())
     )
-    return _write_pair(folder / f"{AUTHORITY}.key", _pem_of_key(private), folder / f"{AUTHORITY}.crt", _pem(certificate))
+    return _write_pair(
+        folder / f"{AUTHORITY}.key", _pem_of_key(private), folder / f"{AUTHORITY}.crt", _pem(certificate)
+    )
 
 
 def make_server(folder: Path, names: Sequence[str]) -> Path:

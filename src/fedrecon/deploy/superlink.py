@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedrecon.deploy.superlink_process import MOST
+from fedrecon.disk.parts import check_names
 
 OFFLINE = {  # Flower asks nobody, and installs nothing
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -21,6 +23,7 @@ OFFLINE = {  # Flower asks nobody, and installs nothing
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
 PATIENCE = 120.0  # seconds that a SuperLink may take to start, and to know a node
+_FILES = re.compile(r"home|secret|superlink\.log")  # what a SuperLink leaves in its folder
 PROCESS = Path(__file__).with_name("superlink_process.py")
 
 
@@ -42,8 +45,11 @@ class SuperLink:
     def __init__(self, listen: str, folder: Path, tls: Tls | None, most: int = 2**31):
         """Prepare to listen at `host:port`, with files in `folder`, for requests of up to `most` bytes."""
         self.host, _, port = listen.rpartition(":")
-        if not self.host or not port.isdigit():
-            raise FlowerError(f"--listen is {listen!r}; give host:port, such as 0.0.0.0:8000")
+        if not self.host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 2**16):
+            raise FlowerError(
+                f"--listen is {listen!r}; give host:port, such as 0.0.0.0:8000, with a port from 1 to 65535"
+            )
+        check_names(folder, _FILES)
         self.port, self.folder, self.tls, self.most = int(port), folder, tls, most
         self.address = f"127.0.0.1:{port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
         self.secret = secrets.token_bytes(32)

@@ -73,6 +73,8 @@ def run(args: RunNode) -> int:
     """Take part until told to stop."""
     from fedrecon.deploy.flower import private_key, run_node
     from fedrecon.deploy.operating import Operator
+    from fedrecon.disk.locks import hold
+    from fedrecon.disk.parts import LOCK
 
     for file in (args.source, args.ca, args.key, args.nodes):
         if file is not None and not file.exists():
@@ -89,14 +91,15 @@ def run(args: RunNode) -> int:
     operator = Operator(args.source, args.state, args.data, args.min_examples, args.nodes, args.algorithm)
     node = operator.node(_asking(args, say), say, key=None if args.key is None else private_key(args.key))
     signal.signal(signal.SIGTERM, _interrupt)
-    run_node(
-        args.server,
-        node.handle,
-        authority=args.ca,
-        key=args.key,
-        stop=lambda: args.once and node.finished,
-        say=say,
-    )
+    with hold(operator.folder / LOCK, f"what this node remembers in {operator.folder}"):
+        run_node(
+            args.server,
+            node.handle,
+            authority=args.ca,
+            key=args.key,
+            stop=lambda: args.once and node.finished,
+            say=say,
+        )
     return 0
 
 
