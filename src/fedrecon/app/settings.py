@@ -259,8 +259,9 @@ class Privacy:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("epsilon", "noise_multiplier", "clip_norm"):
-            check_number(f"privacy.{name}", getattr(self, name), above=True, fails="or none at all")
+        check_number("privacy.epsilon", self.epsilon, above=True, most=1e4, fails="or none at all")
+        check_number("privacy.noise_multiplier", self.noise_multiplier, least=0.05, most=1e6, fails="or none at all")
+        check_number("privacy.clip_norm", self.clip_norm, above=True, fails="or none at all")
         for name in ("delta", "clip_quantile", "round_zero"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:

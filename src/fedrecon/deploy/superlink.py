@@ -39,19 +39,30 @@ class Tls(NamedTuple):
     authority: Path
 
 
+def address_of(option: str, text: str) -> tuple[str, int]:
+    """Return host and port of an address such as `fed.example.org:8000`.
+
+    Raises:
+      FlowerError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
+    if not re.fullmatch(r"[^\s/@]+", host) or not 0 < number < 2**16:
+        raise FlowerError(
+            f"{option} is {text[:100]!r}; give host:port, such as 127.0.0.1:8000, with a port from 1 to 65535"
+        )
+    return host, number
+
+
 class SuperLink:
     """Flower's SuperLink as a process of our own, started again if it dies; it dies with us."""
 
     def __init__(self, listen: str, folder: Path, tls: Tls | None, most: int = 2**31):
         """Prepare to listen at `host:port`, with files in `folder`, for requests of up to `most` bytes."""
-        self.host, _, port = listen.rpartition(":")
-        if not self.host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 2**16):
-            raise FlowerError(
-                f"--listen is {listen!r}; give host:port, such as 0.0.0.0:8000, with a port from 1 to 65535"
-            )
+        self.host, self.port = address_of("--listen", listen)
         check_names(folder, _FILES)
-        self.port, self.folder, self.tls, self.most = int(port), folder, tls, most
-        self.address = f"127.0.0.1:{port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
+        self.folder, self.tls, self.most = folder, tls, most
+        self.address = f"127.0.0.1:{self.port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
         self.secret = secrets.token_bytes(32)
         self.process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
