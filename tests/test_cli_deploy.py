@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 import ssl
 import stat
 from pathlib import Path
@@ -11,9 +12,12 @@ import yaml
 
 from deployed import files_of, grid_of, node_of
 from fedrecon.app.cli import FAILED, main, node, server
+from fedrecon.deploy import Memory
 from fedrecon.deploy.certificates import KeyExists, make_node
 from fedrecon.deploy.messages import Envelope, pack, unpack
 from fedrecon.deploy.plan import Plan, names
+from fedrecon.disk.errors import StorageError
+from fedrecon.disk.locks import hold
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "deploy"
 
@@ -80,6 +84,132 @@ def test_keys_are_made_once_and_only_their_owner_reads_them(tmp_path):
     assert all(path.read_bytes() == content for path, content in before.items())
     with pytest.raises(KeyExists, match="never replaced"):
         make_node(tmp_path / "nodes", "north")
+
+
+@pytest.mark.parametrize("host", ["fed.example.org:8000", "a b", "https://x", "a\nb", "", "*", "[::1]", "a" * 300, "é"])
+def test_a_host_that_no_node_could_call_is_refused_before_anything_is_made(host, tmp_path, capsys):
+    assert main(["keys", str(tmp_path / "keys"), "--host", host]) == 1
+    assert f"--host is {host[:60]!r}" in capsys.readouterr().err
+    assert not (tmp_path / "keys").exists()
+
+
+def test_certificates_that_do_not_belong_together_are_refused(tmp_path, capsys):
+    for name in ("one", "other"):
+        assert main(["keys", str(tmp_path / name), "--nodes", "north"]) == 0
+    one, other = tmp_path / "one", tmp_path / "other"
+    (tmp_path / "items.csv").write_text("item\n1\n2\n")
+    main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
+    serve = ["server", str(tmp_path / "plan"), "--out", str(tmp_path / "run"), "--keys", str(one), "--min-nodes", "1"]
+    capsys.readouterr()
+
+    def refused(sentence):
+        for command in (["keys", str(one), "--nodes", "south"], serve):
+            assert main(command) == 1
+            assert sentence in capsys.readouterr().err
+        assert not (one / "nodes" / "south.key").exists()
+        assert not list(tmp_path.glob("run*"))
+
+    (one / "ca.crt").write_bytes((other / "ca.crt").read_bytes())
+    refused("server.crt was not signed by")
+    (one / "server.key").write_bytes((other / "server.key").read_bytes())
+    refused("server.key is not the key of")
+    (one / "server.key").write_bytes(b"-----BEGIN")
+    refused("server.key is damaged")
+    (one / "server.key").unlink()
+    refused("server.key is missing")
+
+
+def test_half_a_pair_of_keys_is_never_left(tmp_path, capsys):
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "nodes" / "north.pub").write_text("mine")
+    assert main(["keys", str(tmp_path), "--nodes", "south", "north"]) == 1
+    assert "north.pub exists; keys are never replaced" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["north.pub"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, before[1]))  # the key is smaller, the certificate is not
+    try:
+        assert main(["keys", str(tmp_path / "full")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "ca.crt cannot be written: File too large" in capsys.readouterr().err
+    assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_folders_of_somebody_else_are_left_as_they_are(tmp_path, capsys):
+    _, parts = files_of(tmp_path)
+    (tmp_path / "items.csv").write_text("item\n1\n2\n")
+    plan = ["plan", "--items", f"{tmp_path}/items.csv", "--model.dim", "2"]
+    assert main([*plan, "--out", f"{tmp_path}/plan"]) == 0
+    for name in ("mine", "run.flower"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("precious")
+    server = ["server", f"{tmp_path}/plan", "--insecure"]
+    node = ["node", str(parts[0]), "--server", "127.0.0.1:1", "--insecure"]
+    capsys.readouterr()
+    for command, folder in (
+        ([*plan, "--out", f"{tmp_path}/mine"], "mine"),
+        ([*server, "--out", f"{tmp_path}/mine"], "mine"),
+        ([*server, "--out", f"{tmp_path}/run"], "run.flower"),
+        ([*node, "--state", f"{tmp_path}/mine"], "mine"),
+    ):
+        assert main(command) == 1
+        assert f"{folder} holds thesis.tex, and fedrecon did not make it" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / folder).iterdir()] == ["thesis.tex"]
+    assert not (tmp_path / "mine.flower").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_item_with_two_titles_is_refused(tmp_path, capsys):
+    (tmp_path / "items.csv").write_text("item,title\n1,Alien\n2,Brazil\n1,Alien\n1,Aliens\n")
+    assert main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan"]) == 1
+    assert "line 5: item '1' is called 'Aliens', and 'Alien' above" in capsys.readouterr().err
+
+
+def test_one_node_at_a_time_uses_a_memory(tmp_path, capsys):
+    _, parts = files_of(tmp_path)
+    state = tmp_path / f"{parts[0].name}.node"
+    with hold(state / ".lock"):
+        assert main(["node", str(parts[0]), "--server", "127.0.0.1:1", "--insecure"]) == 1
+    assert f"what this node remembers in {state} is in use by process" in capsys.readouterr().err
+
+
+def test_a_damaged_memory_is_noticed(tmp_path):
+    memory = Memory(tmp_path / "state")
+    memory.begin("first")
+    memory.see(12)
+    assert Memory(tmp_path / "state").round == 12
+    assert stat.S_IMODE((tmp_path / "state" / "node.json").stat().st_mode) == 0o600
+    written = (tmp_path / "state" / "node.json").read_text()
+    (tmp_path / "state" / "node.json").write_text(written.replace("12", "02"))
+    with pytest.raises(StorageError, match=r"node.json is not valid JSON|damaged"):
+        Memory(tmp_path / "state")
+    (tmp_path / "state" / "node.json").write_text(written.replace("12", "11"))
+    with pytest.raises(StorageError, match=r"sha256 differs.*remove it to accept a plan anew"):
+        Memory(tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--oversample", "nan"),
+        ("--oversample", "inf"),
+        ("--deadline", "inf"),
+        ("--stage-deadline", "nan"),
+        ("--wait", "-1"),
+        ("--min-nodes", str(2**70)),
+        ("--listen", "127.0.0.1:65536"),
+        ("--listen", "127.0.0.1:٣"),
+        ("--algorithm", "os:getcwd"),
+    ],
+)
+def test_a_server_refuses_numbers_and_names_that_make_no_sense(option, value, tmp_path, capsys):
+    (tmp_path / "items.csv").write_text("item\n1\n2\n")
+    main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
+    capsys.readouterr()
+    words = ["server", f"{tmp_path}/plan", "--out", f"{tmp_path}/run", "--insecure", option, value]
+    assert main(words) == 1
+    assert value in capsys.readouterr().err
+    assert not list(tmp_path.glob("run*"))
 
 
 def test_the_certificate_is_good_for_its_names_and_no_others(tmp_path):

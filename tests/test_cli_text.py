@@ -111,7 +111,7 @@ def test_a_run_leaves_what_the_design_says(trained):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rounds = [record for record in records if record["kind"] == "round"]
     assert [record["round"] for record in rounds] == list(range(1, 91))
-    assert rounds[1]["weight"] == 10 * 8 * 5  # clients are weighed by tokens; the first round only measures norms
+    assert rounds[0]["weight"] == 10 * 8 * 5  # clients are weighed by tokens
     assert [record["round"] for record in records if record["kind"] == "evaluation"] == [30, 60, 90]
     assert [p.name for p in (run / "checkpoint").iterdir()] == ["round-000000090"]
     assert (run / "plots" / "learning_curve.png").exists()
@@ -221,7 +221,7 @@ def test_a_word_of_ones_own_is_suggested_where_only_its_embedding_can_tell(train
     best = one["with"][0]
     assert (best["word"], best["personal"]) == ("fedrecon", True)
     before = [other["probability"] for other in one["without"] if other["word"] == "fedrecon"]
-    assert best["probability"] > max(0.25, 1.5 * max(before, default=0))
+    assert best["probability"] > max(0.25, 5 * max(before, default=0))
     assert [len(one[side]) for side in ("with", "without")] == [3, 3]
     assert {other["word"] for other in one["with"][1:]} <= {".", "w0", "w1", "w2", "w3"}
     assert not any(other["personal"] for other in one["with"][1:])

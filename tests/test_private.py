@@ -176,18 +176,26 @@ def test_the_limit_is_a_multiple_of_the_quantile():
         fr.aggregate.adaptive_clip(times=0)
 
 
-def test_the_first_round_measures_and_the_next_clips_to_the_median():
+def test_the_first_round_gives_all_updates_the_median_norm_and_the_next_clips_to_it():
     aggregate = fr.aggregate.chain(
         fr.aggregate.finite(), fr.aggregate.adaptive_clip(), fr.aggregate.by_weight("uniform")
     )
     run = one_round(recon(aggregate), xy(A, A, ([1, 2, 3], [5, 1e6, 8])), rounds=2)
     first, second = run.history
-    assert first["skipped"]
-    assert first["measuring"]
-    assert (first["clipped"], second["clipped"]) == (0, 1)
+    assert not first["skipped"]
     assert not second["skipped"]
-    assert 1.44 / 2**0.25 <= second["clip_norm"] <= 1.44 * 2**0.25
-    assert abs(run.params["w"]) < 1.44 * 2**0.25
+    assert (first["clipped"], second["clipped"]) == (0, 1)
+    for record in (first, second):
+        assert 1.44 / 2**0.25 <= record["clip_norm"] <= 1.44 * 2**0.25
+    assert abs(run.params["w"]) < 2 * 1.44 * 2**0.25
+
+
+def test_a_first_round_is_the_mean_of_directions_times_the_median_norm():
+    aggregator = fr.aggregate.adaptive_clip()
+    mean, state, report, _ = through(aggregator, uploads([1e9, 0.0], [0.0, 2.0], [0.0, 0.0], [3.0, 4.0], [0.0, -2.0]))
+    assert mean.parts["delta"]["w"] == pytest.approx(float(report["clip_norm"]) * np.array([1.6, 0.8]), rel=1e-5)
+    assert 2 / 2**0.25 <= float(report["clip_norm"]) <= 2 * 2**0.25
+    assert float(state.limit) == float(report["clip_norm"])
 
 
 def test_hostile_clients_cannot_raise_the_limit_of_their_own_round():

@@ -154,6 +154,31 @@ def test_a_study_is_not_written_to_a_folder_of_somebody_else(tmp_path, capsys):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["rows", "figures"])
+def test_names_alone_do_not_make_a_folder_a_study(tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.json").write_text("{}")
+    before = contents(tmp_path)
+    assert main(["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path)]) == 1
+    assert f"holds {name}, and fedrecon did not make it" in said(capsys)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_a_study_and_a_tuning_do_not_share_a_folder(trained, run, tmp_path, capsys):
+    before = contents(run)
+    for command in (["reproduce", "movielens", "--data", "none.zip"], ["tune", str(trained[0])]):
+        assert main([*command, "--out", str(run)]) == 1
+        assert "holds a run; give a new or empty folder" in capsys.readouterr().err
+    assert contents(run) == before
+    for kind, name in (("study", "rows"), ("tuning", "trials.json")):
+        made = tmp_path / kind
+        made.mkdir()
+        (made / ".fedrecon").touch()
+        (made / name).touch()
+        assert main(["train", str(trained[0]), "--out", str(made), *SMALL]) == 1
+        assert f"holds a {kind}; give a new or empty folder" in said(capsys)
+
+
 def test_a_second_process_is_told_who_holds_the_folder(trained, run, capsys):
     before = contents(run)
     with RunFolder(run).held():
@@ -242,6 +267,21 @@ def test_rounds_that_learn_nothing_say_why(trained, tmp_path, capsys, options, m
     err = capsys.readouterr().err
     assert f"warning: round 1: nothing was learned: {message}" in err
     assert "training failed: nothing was learned in 2 of 2 rounds" in err
+
+
+def test_rounds_without_anybody_fail_also_where_the_clipping_norm_follows_the_clients(trained, tmp_path, capsys):
+    options = ["--sampling.min-examples", "99", "--aggregate.clip-quantile", "0.5"]
+    assert main(["train", str(trained[0]), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL, *options]) == 3
+    assert "training failed: nothing was learned in 2 of 2 rounds" in capsys.readouterr().err
+
+
+def test_a_single_round_learns_also_where_the_clipping_norm_follows_the_clients(trained, tmp_path):
+    options = ["--aggregate.clip-quantile", "0.5", "--evaluate-every", "1"]
+    for rounds in ("0", "1"):
+        out = ["--out", str(tmp_path / rounds), "--rounds", rounds]
+        assert main(["train", str(trained[0]), *out, *SMALL, *options]) == 0
+    before, after = (load_file(tmp_path / rounds / "model" / "global.safetensors") for rounds in ("0", "1"))
+    assert any((before[name] != after[name]).any() for name in before)
 
 
 def test_clients_with_a_single_example_are_counted(tmp_path, capsys):

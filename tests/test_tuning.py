@@ -57,6 +57,36 @@ def test_the_first_trial_is_what_training_measures(tuned):
     assert (first["values"]["rounds"], first["values"]["model.dim"]) == (4, 4)
 
 
+def test_tuning_whose_every_trial_fails_ends_with_its_code_and_leaves_no_settings(tuned, tmp_path, capsys):
+    ratings = tmp_path / "huge.csv"
+    lines = (tuned / "ratings.csv").read_text().splitlines()
+    ratings.write_text(
+        "\n".join([lines[0], *(f"{line.rpartition(',')[0]},{4e37 * k}" for k, line in enumerate(lines[1:]))])
+    )
+    capsys.readouterr()
+    options = ["--trials", "1", "--rounds", "4", "--devices", "1", "--data.fractions", "0.6", "0.2", "0.2"]
+    assert main(["tune", str(ratings), "--out", str(tmp_path / "tuned"), *options]) == 3
+    assert "tuning failed: validation users diverged" in capsys.readouterr().err
+    assert not (tmp_path / "tuned" / "config.json").exists()
+    assert (tmp_path / "tuned" / "trials.json").exists()
+
+
+def test_an_interrupted_tuning_keeps_what_it_found(tuned, tmp_path, monkeypatch, capsys):
+    first = fr.app.tuning._Bench.measure
+
+    def measure(self, values, *rest):
+        if self._finished:
+            raise KeyboardInterrupt
+        return first(self, values, *rest)
+
+    monkeypatch.setattr("fedrecon.app.tuning._Bench.measure", measure)
+    options = ["--rounds", "4", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
+    assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path / "tuned"), *options]) == 130
+    assert "interrupted after 1 trials" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "tuned" / "trials.json").read_text())) == 1
+    assert (tmp_path / "tuned" / "config.json").exists()
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("20", 20)])
 def test_budgets_have_units(text, seconds):
     assert seconds_of(text) == seconds

@@ -16,7 +16,7 @@ from jax import Array
 from fedrecon.aggregate.aggregator import Aggregator, Report
 from fedrecon.aggregate.averaging import clip_to, norms
 from fedrecon.recipes import recorded
-from fedrecon.upload import Parts, Summand, Total
+from fedrecon.upload import Parts, Summand, Total, map_values
 
 PER_DOUBLING = 4  # bins of the histogram for each doubling of the norm: a quantile is found to a few percent
 LOWEST, HIGHEST = -40, 40  # powers of two between which norms are told apart
@@ -44,8 +44,8 @@ def adaptive_clip(
       quantile: a share of the clients; the norm that so many of them stay below is followed. 0.5 for the median.
       times: the limit is this multiple of the quantile. 1 shortens everybody beyond it; a few times the median
         leaves ordinary clients as they are and shortens those that are far off.
-      start: the limit of the first round. By default nothing is learned in the first round: its norms are measured, and
-        it is reported as `skipped` and `measuring`.
+      start: the limit of the first round. By default no norm is known in it, so all its uploads are scaled to one norm,
+        that of its own quantile.
       memory: how much an earlier round counts in the next; 0 takes the quantile of the last round alone.
 
     Returns:
@@ -72,16 +72,21 @@ def adaptive_clip(
         norm = norms(summand)
         here = (summand.scale > 0).astype(jnp.float32)
         histogram = here[:, None] * (_bin(norm)[:, None] == jnp.arange(BINS))  # (clients, BINS)
-        summand = clip_to(summand, norm, limit)
-        clipped = jnp.where(limit > 0, summand.flags["clipped"], 0.0)  # nobody is while norms are measured
-        flags = {**summand.flags, "clipped": clipped, HISTOGRAM: histogram.astype(jnp.float32)}
-        return summand._replace(flags=flags)
+        # As long as no norm is known, uploads are summed as directions of length 1; `decode` gives them their length.
+        known, direction = limit > 0, summand.scale / jnp.where(norm > 0, norm, 1.0)
+        clipped = clip_to(summand, norm, limit)
+        flags = {**clipped.flags, "clipped": jnp.where(known, clipped.flags["clipped"], 0.0)}
+        flags[HISTOGRAM] = histogram.astype(jnp.float32)
+        return summand._replace(scale=jnp.where(known, clipped.scale, direction), flags=flags)
 
     def decode(state: NormsSeen, total: Total, key: Array) -> tuple[Total, NormsSeen, Report]:
         del key
         seen = memory * state.histogram + total.scalars[HISTOGRAM]
-        limit = jnp.where(jnp.sum(seen) > 0, times * quantile_of(seen, quantile), state.limit)
-        report: dict[str, Any] = {"clip_norm": state.limit, "measuring": state.limit == 0}
+        here = quantile_of(seen, quantile)
+        length = jnp.where(state.limit > 0, 1.0, here)
+        total = total._replace(parts=map_values(lambda values: length * values, total.parts))
+        limit = jnp.where(jnp.sum(seen) > 0, times * here, state.limit)
+        report: dict[str, Any] = {"clip_norm": jnp.where(state.limit > 0, state.limit, here)}
         return total, NormsSeen(seen, limit.astype(jnp.float32)), report
 
     return Aggregator(init, lambda state: state.limit, encode, decode)

@@ -35,7 +35,7 @@ class Watch:
         if lost := record.get("non_finite", 0):
             of = f"{lost} of {lost + record.get('clients', 0)} updates"
             self._once("non_finite", f"{where} {of} are not finite, and were left out. {_slower(self._config)}")
-        elif record["skipped"] and not record.get("measuring"):
+        elif record["skipped"]:
             self._once("skipped", f"{where} nothing was learned: {why_skipped(record, self._config, self._task)}")
 
     def _once(self, kind: str, text: str) -> None:
@@ -89,7 +89,7 @@ def why_failed(
     evaluations = [record for record in history if record["kind"] == "evaluation"]
     lost = sum(record.get("non_finite", 0) for record in rounds)
     updates = lost + sum(record.get("clients", 0) for record in rounds)
-    skipped = sum(bool(record.get("skipped")) and not record.get("measuring") for record in rounds)
+    skipped = sum(bool(record.get("skipped")) for record in rounds)
     found = []
     if lost > MOST_FAILED * updates:
         found.append(f"{lost} of {updates} updates were not finite")
@@ -109,7 +109,7 @@ def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     Args:
       history: records of the whole run.
     """
-    rounds = [record for record in history if record["kind"] == "round" and not record.get("measuring")]
+    rounds = [record for record in history if record["kind"] == "round"]
     return {name: sum(record.get(of, 0) for record in rounds) for name, of in GUARDS.items()}
 
 

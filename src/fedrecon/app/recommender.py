@@ -115,6 +115,8 @@ class Recommender:
         """
         if n < 1:
             raise ValueError(f"`n` is {n}; it must be at least 1")
+        if least_ratings is not None and least_ratings < 0:
+            raise ValueError(f"`least_ratings` is {least_ratings}; it must be at least 0")
         out = self._rarely_rated(least_ratings)
         found = []
         for part, scores in self._every_score(clients):

@@ -189,8 +189,8 @@ class Aggregate:
       clip_norm: scale updates with a larger norm down to this; None for no limit.
       zero_norm: ignore updates with a larger norm than this; None for no limit.
       clip_quantile: let the clipping norm follow this share of the clients' norms, such as 0.5, against clients that
-        are far off; the first round then measures only. Not private. auto is 0.5 unless clip-norm, secure or privacy
-        give a norm. None for no such limit.
+        are far off; in the first round all updates get one norm. Not private. auto is 0.5 unless clip-norm, secure or
+        privacy give a norm. None for no such limit.
       clip_times: the norm is this multiple of that quantile.
       secure: add up integers as a secure sum does; needs clip_norm, and gives what the protocol would give.
     """
@@ -259,8 +259,9 @@ class Privacy:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("epsilon", "noise_multiplier", "clip_norm"):
-            check_number(f"privacy.{name}", getattr(self, name), above=True, fails="or none at all")
+        check_number("privacy.epsilon", self.epsilon, above=True, most=1e4, fails="or none at all")
+        check_number("privacy.noise_multiplier", self.noise_multiplier, least=0.05, most=1e6, fails="or none at all")
+        check_number("privacy.clip_norm", self.clip_norm, above=True, fails="or none at all")
         for name in ("delta", "clip_quantile", "round_zero"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:

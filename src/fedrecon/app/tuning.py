@@ -100,11 +100,20 @@ class Tuned:
       config: the best settings.
       trials: all that were tried; the first has the settings that tuning began with.
       baselines: how the baselines do on the same query of the validation users.
+      interrupted: whether it was stopped before its time was over.
     """
 
     config: Tunable
     trials: tuple[Trial, ...]
     baselines: Table
+    interrupted: bool = False
+
+    @property
+    def failed(self) -> str | None:
+        """Why there are no settings to train with: training failed with all that were tried. None if there are."""
+        if math.isfinite(self.best.value):
+            return None
+        return f"validation users diverged, or had no figure, in all {len(self.trials)} trials"
 
     @property
     def goal(self) -> Goal:
@@ -162,13 +171,13 @@ def tune(
     if not len(bench.users.valid):
         raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
     if folder is not None:
-        with held_study(Path(folder)):  # a folder that cannot be written to is noticed before anything is tried
+        with _held(folder):  # a folder that cannot be written to is noticed before anything is tried
             pass
     for remark in bench.remarks():
         say(remark)
     with _held(folder):
-        found = _tried(optuna, bench, length, trials, say)
-        tuned = Tuned(config, found, bench.baselines())
+        found, interrupted = _tried(optuna, bench, length, trials, say)
+        tuned = Tuned(config, found, bench.baselines(), interrupted)
         tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is found[0] else tuned.best.values))
         if folder is not None:
             write_tuned(tuned, Path(folder))
@@ -181,14 +190,14 @@ def _held(folder: str | Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    with held_study(Path(folder)):
+    with held_study(Path(folder), "tuning"):
         if (Path(folder) / TRIALS).exists():
             raise StorageError(f"{folder} holds what an earlier tuning found; give another folder")
         yield
 
 
-def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[Trial, ...]:
-    """Try settings until the time is over, the given ones first."""
+def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[tuple[Trial, ...], bool]:
+    """Try settings until the time is over, the given ones first; also say whether it was interrupted before that."""
     config, goal = bench.config, GOALS[bench.config.task]
     study = optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
@@ -204,8 +213,15 @@ def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: S
         best = study.best_trial.number if _any_finished(study) else None
         say(_told(_trial(trial, config), goal, trial.number, best))
 
-    study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
-    return tuple(_trial(trial, config) for trial in study.trials)
+    interrupted = False
+    try:
+        study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
+    except KeyboardInterrupt:
+        if not _any_finished(study):
+            raise
+        interrupted = True  # what was found until then is kept
+    tried = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]
+    return tuple(_trial(trial, config) for trial in tried), interrupted
 
 
 def _optuna() -> Any:
@@ -365,7 +381,8 @@ def command_of(tuned: Tuned, folder: Path) -> str:
 
 def write_tuned(tuned: Tuned, folder: Path) -> None:
     """Write settings, trials, a report and a picture of what mattered."""
-    write_bytes(folder / "config.json", (json.dumps(to_json(tuned.config), indent=2) + "\n").encode())
+    if tuned.failed is None:
+        write_bytes(folder / "config.json", (json.dumps(to_json(tuned.config), indent=2) + "\n").encode())
     trials = [dataclasses.asdict(trial) for trial in tuned.trials]
     write_json(folder / TRIALS, [one | {"value": _or_none(one["value"])} for one in trials])
     _draw(tuned, folder / "what_mattered.png")
@@ -388,8 +405,11 @@ def report(tuned: Tuned, folder: Path) -> str:
     best, goal = tuned.best, tuned.goal
     lines = ["# Tuning", "", f"Data: {tuned.config.data.source}. {goal.title} on validation users:", "", "```text"]
     lines += [*lay_out([["", goal.title], *map(list, compared(tuned))], right=True), "```", ""]
-    lines += [f"Best: {in_words(best.values)}.", "", f"Train with them: `{command_of(tuned, folder)}`", ""]
-    lines += ["They were chosen on these users, so test users are likely to be served a little worse.", ""]
+    if tuned.failed is not None:
+        lines += [f"Tuning failed: {tuned.failed}. There are no settings to train with.", ""]
+    else:
+        lines += [f"Best: {in_words(best.values)}.", "", f"Train with them: `{command_of(tuned, folder)}`", ""]
+        lines += ["They were chosen on these users, so test users are likely to be served a little worse.", ""]
     if mattered := what_mattered(tuned):
         told = ", ".join(f"{path.replace('_', '-')} {value:.2f}" for path, value in mattered.items())
         lines += [f"What went with it (rank correlation): {told}.", "", "![](what_mattered.png)", ""]

@@ -238,7 +238,10 @@ def bring(name: str, source: Path | None) -> Given:
         raise PlanError(
             f"--algorithm is {name!r}, which cannot be imported ({problem}); give package.module:function"
         ) from None
-    found = make(source)
+    try:
+        found = make(source)
+    except Exception as problem:  # of code that is not ours
+        raise PlanError(f"{name}({source}) fails with {type(problem).__name__}: {problem}") from problem
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Algorithm):
         raise PlanError(f"{name} returns {type(found).__name__}; it should return (algorithm, clients)")
     return Given(*found)

@@ -31,7 +31,16 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
             if item not in (rows.fieldnames or ()):
                 there = ", ".join(rows.fieldnames or ()) or "nothing"
                 raise DataError(f"{path} has no column {item!r}; its first line names: {there}. Use --item-column.")
-            titles = {row[item].strip(): (row.get(title) or "").strip() for row in rows if (row[item] or "").strip()}
+            titles: dict[str, str] = {}
+            for row in rows:
+                if not (one := (row[item] or "").strip()):
+                    continue
+                called = (row.get(title) or "").strip()
+                if titles.setdefault(one, called) != called:
+                    raise DataError(
+                        f"{path} line {rows.line_num}: item {one[:40]!r} is called {called[:40]!r}, and "
+                        f"{titles[one][:40]!r} above; give every item one title"
+                    )
             named = title in (rows.fieldnames or ())
     except UnicodeDecodeError as problem:
         raise DataError(f"{path} is not UTF-8 text: {problem}") from None

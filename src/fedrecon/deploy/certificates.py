@@ -5,12 +5,18 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedrecon.disk.arrays import writing
+from fedrecon.disk.folders import sync
+
 YEARS = 2
 AUTHORITY, SERVER = "ca", "server"
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*\.?")
 
 
 class KeyExists(ValueError):
@@ -36,8 +42,9 @@ def make_authority(folder: Path) -> Path:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
         .sign(private, hashes.SHA384())
     )
-    _write_key(folder / f"{AUTHORITY}.key", private)
-    return _write(folder / f"{AUTHORITY}.crt", _pem(certificate))
+    return _write_pair(
+        folder / f"{AUTHORITY}.key", _pem_of_key(private), folder / f"{AUTHORITY}.crt", _pem(certificate)
+    )
 
 
 def make_server(folder: Path, names: Sequence[str]) -> Path:
@@ -48,15 +55,11 @@ def make_server(folder: Path, names: Sequence[str]) -> Path:
       names: every host name and address that nodes will know the server by. Those of this machine itself are added.
     """
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    files = [folder / f"{AUTHORITY}.crt", folder / f"{AUTHORITY}.key"]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is missing: make an authority first, with fedrecon keys {folder}")
-    authority = x509.load_pem_x509_certificate(files[0].read_bytes())
-    signer: Any = serialization.load_pem_private_key(files[1].read_bytes(), None)
+    check_hosts(names)
+    authority, signer = _read_pair(folder / f"{AUTHORITY}.crt", folder / f"{AUTHORITY}.key")
     private = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedrecon server")])
     known = dict.fromkeys([*names, "localhost", "127.0.0.1", "::1"])
@@ -69,8 +72,65 @@ def make_server(folder: Path, names: Sequence[str]) -> Path:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
         .sign(signer, hashes.SHA384())
     )
-    _write_key(folder / f"{SERVER}.key", private)
-    return _write(folder / f"{SERVER}.crt", _pem(certificate))
+    return _write_pair(folder / f"{SERVER}.key", _pem_of_key(private), folder / f"{SERVER}.crt", _pem(certificate))
+
+
+def check_server(certificate: Path, key: Path, authority: Path) -> None:
+    """Check that nodes which trust the authority can trust a server with this certificate and key.
+
+    Args:
+      certificate: the server's.
+      key: its private key.
+      authority: the authority's certificate.
+
+    Raises:
+      ValueError: a file is missing or damaged, or they do not belong together; the message names it.
+    """
+    from cryptography.exceptions import InvalidSignature
+
+    issued, _ = _read_pair(certificate, key)
+    try:
+        issued.verify_directly_issued_by(_read_certificate(authority))
+    except (ValueError, TypeError, InvalidSignature):
+        raise ValueError(
+            f"{certificate} was not signed by {authority}, so no node would trust this server; take files that were "
+            "made together, or make new ones with fedrecon keys in another folder"
+        ) from None
+
+
+def check_hosts(names: Sequence[str]) -> None:
+    """Check names that nodes will know a server by.
+
+    Args:
+      names: of hosts, or their addresses.
+
+    Raises:
+      ValueError: one is neither; the message names it.
+    """
+    for name in names:
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            if len(name) > 253 or not _HOST.fullmatch(name):
+                raise ValueError(
+                    f"--host is {name[:60]!r}; give a host name or an address alone, such as fed.example.org or "
+                    "192.0.2.7, without a port"
+                ) from None
+
+
+def check_node(folder: Path, name: str) -> None:
+    """Check that a node can be called this, and that its key would replace nothing.
+
+    Args:
+      folder: where its key would go.
+      name: of the node.
+
+    Raises:
+      ValueError: it cannot; the message says why.
+    """
+    if not 0 < len(name) <= 100 or not all(character.isalnum() or character in "-_" for character in name):
+        raise ValueError(f"a node cannot be called {name[:60]!r}; use letters, digits, - and _, 100 of them at most")
+    _check_new(folder / f"{name}.key", folder / f"{name}.pub")
 
 
 def make_node(folder: Path, name: str) -> Path:
@@ -83,14 +143,43 @@ def make_node(folder: Path, name: str) -> Path:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    if not name or not all(character.isalnum() or character in "-_" for character in name):
-        raise ValueError(f"a node cannot be called {name!r}; use letters, digits, - and _")
+    check_node(folder, name)
     private = ec.generate_private_key(ec.SECP384R1())
     encoding, plain = serialization.Encoding, serialization.NoEncryption()
     written = private.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, plain)
     public = private.public_key().public_bytes(encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    _write(folder / f"{name}.key", written, secret=True)
-    return _write(folder / f"{name}.pub", public + b"\n")
+    return _write_pair(folder / f"{name}.key", written, folder / f"{name}.pub", public + b"\n")
+
+
+# ---- files ----
+
+
+def _read_pair(certificate: Path, key: Path) -> tuple[Any, Any]:
+    """Read a certificate and the private key that belongs to it."""
+    from cryptography.hazmat.primitives import serialization
+
+    public = _read_certificate(certificate)
+    private: Any = _read(key, lambda content: serialization.load_pem_private_key(content, None))
+    if private.public_key() != public.public_key():
+        raise ValueError(f"{key} is not the key of {certificate}; take two files that were made together")
+    return public, private
+
+
+def _read_certificate(path: Path) -> Any:
+    from cryptography import x509
+
+    return _read(path, x509.load_pem_x509_certificate)
+
+
+def _read(path: Path, load: Callable[[bytes], Any]) -> Any:
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; make it with fedrecon keys, or put it back")
+    try:
+        return load(path.read_bytes())
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # the reasons given are OpenSSL's
+        raise ValueError(f"{path} is damaged, or no PEM file of a key or certificate without a password") from None
 
 
 def _begin(subject: Any, issuer: Any, public: Any) -> Any:
@@ -133,19 +222,42 @@ def _pem(certificate: Any) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _write_key(path: Path, private: Any) -> Path:
+def _pem_of_key(private: Any) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
-    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    return _write(path, private.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain), secret=True)
+    plain = serialization.NoEncryption()
+    return private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
 
 
-def _write(path: Path, content: bytes, secret: bool = False) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _check_new(*paths: Path) -> None:
+    for path in paths:
+        if path.exists() or path.is_symlink():
+            raise KeyExists(f"{path} exists; keys are never replaced. Move it away, or use another folder.")
+
+
+def _write_pair(key: Path, private: bytes, public: Path, content: bytes) -> Path:
+    """Write a private key and what is public of it: both or, if the second cannot be written, none."""
+    _check_new(key, public)
+    key.parent.mkdir(parents=True, exist_ok=True)
+    _write(key, private, 0o600)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
-    except FileExistsError:
-        raise KeyExists(f"{path} exists; keys are never replaced. Move it away, or use another folder.") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+        return _write(public, content, 0o644)
+    except BaseException:
+        key.unlink()
+        raise
+
+
+def _write(path: Path, content: bytes, mode: int) -> Path:
+    """Write a new file: it gets its name when all of it is on disk, and never the name of another one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(content)
+            sync(temporary)
+            os.link(temporary, path)
+        except FileExistsError:
+            raise KeyExists(f"{path} exists; keys are never replaced. Move it away, or use another folder.") from None
+        finally:
+            temporary.unlink(missing_ok=True)
     return path

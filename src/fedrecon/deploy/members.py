@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon.app.settings import MOST_ROUNDS, check_number
 from fedrecon.deploy.asking import Answers, open_reply
 from fedrecon.deploy.grid import Clock, Grid
 from fedrecon.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpack
@@ -16,6 +17,7 @@ from fedrecon.deploy.plan import Plan
 
 ASK_AGAIN = 30.0  # seconds until a node that refused to join is asked again
 MOST_ROUNDS_OUT = 32  # rounds for which a node is not invited that let deadlines pass
+MOST_SECONDS = 1e9  # of waiting
 WAIT = 0.2  # seconds between two looks for nodes
 
 
@@ -50,10 +52,11 @@ class Pace:
         """Check the settings."""
         if self.per_round is not None and self.per_round < self.min_nodes:
             raise ValueError(f"per_round is {self.per_round} and min_nodes {self.min_nodes}: no round could ever end")
-        if self.oversample < 1 or self.min_nodes < 1 or self.checkpoint_every < 1:
-            raise ValueError("oversample, min_nodes and checkpoint_every must be at least 1")
-        if not (self.deadline > 0 and self.stage_deadline > 0 and self.patience > 0):
-            raise ValueError("deadline, stage_deadline and patience must be above 0 seconds")
+        check_number("oversample", self.oversample, least=1, most=1000)
+        for name in ("min_nodes", "checkpoint_every"):
+            check_number(name, getattr(self, name), least=1, most=MOST_ROUNDS)
+        for name in ("deadline", "stage_deadline", "patience"):
+            check_number(f"{name} (seconds)", getattr(self, name), above=True, most=MOST_SECONDS)
 
 
 class Members:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 from fedrecon.deploy.plan import Promises
-from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
+from fedrecon.disk.parts import LOCK, check_names
+from fedrecon.disk.sealed import read_sealed, write_sealed
 
-FILE, VERSION = "node.json", 1
+FILE, VERSION = "node.json", 2  # version 1 had no seal
+_FILES = re.compile(rf"{re.escape(FILE)}|{re.escape(LOCK)}|model|compiled|\..*\.(partial|old)")
 MOST_TRIES = 20  # how often a node takes part in one and the same round: a server may be started again
 
 
@@ -18,8 +20,14 @@ class Memory:
     """A node's memory, in a folder or, without one, as long as the process lives."""
 
     def __init__(self, folder: Path | None = None):
-        """Read what is in the folder."""
+        """Read what is in the folder.
+
+        Raises:
+          StorageError: it is somebody else's, or what is in it is damaged.
+        """
         self.folder = folder
+        if folder is not None:
+            check_names(folder, _FILES)
         self.accepted: str | None = None  # the digest of a plan
         self.promises: Promises | None = None
         self.run: str | None = None
@@ -72,12 +80,12 @@ class Memory:
             "answers": self.answers,
         }
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_bytes(self.folder / FILE, (json.dumps(values, indent=1) + "\n").encode(), mode=0o600)
+        write_sealed(self.folder / FILE, values, mode=0o600)
 
     def _read(self, file: Path) -> None:
         try:
-            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            if values["version"] != VERSION:
+            values: dict[str, Any] = read_sealed(file, unsealed={"version": 1})
+            if values["version"] not in (1, VERSION):
                 raise ValueError(f"version {values['version']}")
             self.accepted, self.run, self.ended = values["accepted"], values["run"], list(values["ended"])
             self.promises = None if values["promises"] is None else Promises(**values["promises"])
@@ -86,6 +94,6 @@ class Memory:
             self.answers = {str(plan): int(count) for plan, count in values.get("answers", {}).items()}
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise StorageError(
-                f"{file} is damaged ({problem}), so it is not known what this node accepted; look at it, and remove "
+                f"{problem}: so it is not known what this node accepted; look at it, and remove "
                 "it to accept a plan anew"
             ) from None

@@ -24,6 +24,7 @@ from fedrecon.hosts import client_total, total_shapes
 from fedrecon.keys import fresh_key, round_key
 from fedrecon.travel.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
 
+MOST_REASON = 500  # characters of why a training failed
 MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
 
 
@@ -314,8 +315,11 @@ class Node:
         except WireError as problem:
             raise Failure("garbage", str(problem)) from None
         if self.memory.folder is not None:
-            self.plan.save_model(self.memory.folder / "model", params)
-            self._say(f"training is over; the model is in {self.memory.folder / 'model'}")
+            failed = message.facts.get("failed")
+            failed = None if failed is None else str(failed)[:MOST_REASON]
+            self.plan.save_model(self.memory.folder / "model", params, failed)
+            how = "is over" if failed is None else f"failed: {failed}"
+            self._say(f"training {how}; the model is in {self.memory.folder / 'model'}")
         self.finished = True
         return {}, b""
 

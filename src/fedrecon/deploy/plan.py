@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -23,12 +24,15 @@ from fedrecon.deploy import noise
 from fedrecon.deploy.round_zero import RoundZero
 from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
+from fedrecon.disk.parts import check_names
 from fedrecon.evaluation import Evaluation, Evaluator
 from fedrecon.privacy.accounting import Release
 from fedrecon.privacy.ledger import NOT_COVERED
 
 FORMAT, VERSION, FILE = "fedrecon-plan", 3, "plan.json"
+_FILES = re.compile(r"plan\.json|\.plan\.json\.partial")
 MOST_BYTES = 2**28  # of a plan: a catalogue of some millions of items
+MOST_USERS, MOST_NODES = 2**31 - 1, 2**15
 SHORTEST = 16  # characters by which a digest may be named
 LIMIT = 2.0**20  # of any number in a node's sum, if sums are secure
 OWN = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes", "users")  # written under their own names
@@ -99,10 +103,12 @@ class Plan(abc.ABC):
         """Check what the settings' own types do not."""
         if not 0 < self.share <= 1:
             raise PlanError(f"the share of users in a round is {self.share}; it must be above 0, and at most 1")
-        if self.least_users < 1 or self.least_nodes < 1 or not 1 <= self.most_nodes <= 2**15:
+        if not 1 <= self.least_users <= MOST_USERS:
+            raise PlanError(f"the least number of users is {self.least_users}; it must be from 1 to {MOST_USERS}")
+        if not 1 <= self.least_nodes <= MOST_NODES or not 1 <= self.most_nodes <= MOST_NODES:
             raise PlanError(
-                f"the least numbers of users and nodes are {self.least_users} and {self.least_nodes}, and the most "
-                f"nodes are {self.most_nodes}: each must be at least 1, and the last at most {2**15}"
+                f"the least number of nodes is {self.least_nodes} and the most of a secure sum {self.most_nodes}; both "
+                f"must be from 1 to {MOST_NODES}"
             )
         if self.secure and self.least_nodes < 2:
             raise PlanError("a secure sum of one node hides nothing: let `least_nodes` be 2 or more")
@@ -281,7 +287,14 @@ class Plan(abc.ABC):
         return _from_bytes(data, algorithm)
 
     def save(self, path: str | Path) -> None:
-        """Save to a folder."""
+        """Save to a folder.
+
+        Raises:
+          StorageError: it holds another plan, or anything else.
+        """
+        check_names(Path(path), _FILES)
+        if (Path(path) / FILE).exists() and (Path(path) / FILE).read_bytes() != self.content:
+            raise StorageError(f"{path} holds another plan; use another folder")
         Path(path).mkdir(parents=True, exist_ok=True)
         write_bytes(Path(path) / FILE, self.content)
 

@@ -119,7 +119,7 @@ def serve(
             failed = found
             plan.save_model(folder.model_path, params, failed)
         if not interrupted:
-            training.finish()
+            training.finish(failed)
         ended = {
             "ended": _now(),
             "rounds": training.done,
@@ -304,9 +304,10 @@ class _Training(Members):
             return None
         return measure.evaluation_of(self.plan.algorithm.model, measure.add(summed.parts))
 
-    def finish(self) -> None:
-        """Give every node the model, for its owner."""
-        asked = Envelope("finish", self.plan.digest, self.run_id, self.done, {}, to_bytes(self.params()))
+    def finish(self, failed: str | None = None) -> None:
+        """Give every node the model, for its owner, and say why training failed, if it did."""
+        facts = {} if failed is None else {"failed": failed}
+        asked = Envelope("finish", self.plan.digest, self.run_id, self.done, facts, to_bytes(self.params()))
         nodes = [node for node in self.welcome() if node not in self.missed]
         ask(
             self.grid,

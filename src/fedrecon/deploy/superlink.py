@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedrecon.deploy.superlink_process import MOST
+from fedrecon.disk.parts import check_names
 
 OFFLINE = {  # Flower asks nobody, and installs nothing
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -22,6 +24,7 @@ OFFLINE = {  # Flower asks nobody, and installs nothing
 }
 PATIENCE = 120.0  # seconds that a SuperLink may take to start, and to know a node
 IN_MEMORY = ":flwr-in-memory:"  # where a SuperLink keeps its state
+_FILES = re.compile(r"home|secret|superlink\.log")  # what a SuperLink leaves in its folder
 PROCESS = Path(__file__).with_name("superlink_process.py")
 
 
@@ -35,6 +38,21 @@ class Tls(NamedTuple):
     certificate: Path
     key: Path
     authority: Path
+
+
+def address_of(option: str, text: str) -> tuple[str, int]:
+    """Return host and port of an address such as `fed.example.org:8000`.
+
+    Raises:
+      FlowerError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
+    if not re.fullmatch(r"[^\s/@]+", host) or not 0 < number < 2**16:
+        raise FlowerError(
+            f"{option} is {text[:100]!r}; give host:port, such as 127.0.0.1:8000, with a port from 1 to 65535"
+        )
+    return host, number
 
 
 class SuperLink:
@@ -51,12 +69,11 @@ class SuperLink:
           database: where it keeps its state. By default in memory: a request then costs half as much, and what dies
             with it we can tell it again.
         """
-        self.host, _, port = listen.rpartition(":")
-        if not self.host or not port.isdigit():
-            raise FlowerError(f"--listen is {listen!r}; give host:port, such as 0.0.0.0:8000")
-        self.port, self.folder, self.tls, self.most = int(port), folder, tls, most
+        self.host, self.port = address_of("--listen", listen)
+        check_names(folder, _FILES)
+        self.folder, self.tls, self.most = folder, tls, most
         self.database = IN_MEMORY if database is None else str(database)
-        self.address = f"127.0.0.1:{port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
+        self.address = f"127.0.0.1:{self.port}" if self.host in ("0.0.0.0", "127.0.0.1", "localhost") else listen
         self.secret = secrets.token_bytes(32)
         self.process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedrecon.app.recommender import shown_scale
 from fedrecon.app.saved import SavedModel
+from fedrecon.app.settings import MOST_ROUNDS, check_number
 from fedrecon.app.tasks import CLICKS, RATINGS, Items
 from fedrecon.data import Vocabulary, personal_text, unique_labels
 from fedrecon.data.text.sentences import prompt_columns
@@ -19,6 +20,8 @@ from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
 from fedrecon.device.page import page_files
 from fedrecon.device.tables import Quantisation
 from fedrecon.device.vectors import made_up_ratings
+
+MOST_ROOM = 10**5  # examples of one person: graphs have room for so many, and are tried out with them
 
 
 def bundle_model(
@@ -49,6 +52,10 @@ def bundle_model(
         raise ValueError(
             "bundles are for models of ratings and text; a model of clicks serves with fedrecon recommend or fr.load"
         )
+    check_number("most", most, least=1, most=MOST_ROOM)
+    check_number("least_count", least_count, most=MOST_ROUNDS)
+    if onnxruntime_web is not None and not onnxruntime_web.is_dir():
+        raise ValueError(f"{onnxruntime_web} is not a folder; give the folder dist of the npm package onnxruntime-web")
     if saved.task is RATINGS:
         legend = ratings_legend(saved, least_count)
         like = made_up_ratings(len(saved.legend), legend.scale, most)

@@ -19,6 +19,7 @@ RUN, MODEL, CHECKPOINTS, METRICS, PLOTS = "run.json", "model", "checkpoint", "me
 LOGS = "tensorboard"  # event files of --log tensorboard
 PARTS = (MODEL, f".{MODEL}.old", CHECKPOINTS, METRICS, RUN, LOGS)  # what is set aside when a run is replaced
 MARKER, LOCK = ".fedrecon", ".lock"
+KINDS = {"run": {RUN, MODEL, CHECKPOINTS}, "study": {"rows"}, "tuning": {"trials.json"}}
 FORMAT, VERSION = "fedrecon-run", 2  # version 1 had no seals; it can be read, but not continued
 
 ROUND = re.compile(r"round-(\d+)")
@@ -80,34 +81,42 @@ def check_ours(path: Path) -> None:
     Raises:
       StorageError: fedrecon did not make it.
     """
-    if path.exists() and not path.is_dir():
-        raise StorageError(f"{path} is a file; give a new or empty folder, or the folder of a run")
-    inside = _names(path) - {LOCK, f".{MARKER}.partial"}
+    inside = _names_inside(path, "run")
     known = MARKER in inside or _describes_run(path) or any(path.glob(f"{CHECKPOINTS}/round-*/{MANIFEST}"))
     if inside and not known:
         raise _somebody_elses(path, inside)
     check_model(path / MODEL)
-    _check_names(path / CHECKPOINTS, _CHECKPOINT)
+    check_names(path / CHECKPOINTS, _CHECKPOINT)
 
 
 @contextmanager
-def held_study(path: Path) -> Iterator[None]:
-    """Lock the folder of a study while a block runs, and mark it as made by fedrecon.
+def held_study(path: Path, kind: str = "study") -> Iterator[None]:
+    """Lock the folder of a study or a tuning while a block runs, and mark it as made by fedrecon.
 
     Args:
       path: the folder.
+      kind: study or tuning.
 
     Raises:
-      StorageError: another process writes there, or fedrecon did not make the folder.
+      StorageError: another process writes there, or fedrecon did not make the folder, or made it for something else.
     """
-    if path.exists() and not path.is_dir():
-        raise StorageError(f"{path} is a file; give a new or empty folder, or the folder of a study")
-    inside = _names(path) - {LOCK, f".{MARKER}.partial"}
-    if inside and not inside & {MARKER, "rows"}:
+    inside = _names_inside(path, kind)
+    if inside and MARKER not in inside:
         raise _somebody_elses(path, inside)
-    with hold(path / LOCK, f"the study in {path}"):
+    with hold(path / LOCK, f"the {kind} in {path}"):
         mark(path)
         yield
+
+
+def _names_inside(path: Path, kind: str) -> set[str]:
+    """Return what is in a folder, if it is one, and not that of something else that fedrecon makes."""
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file; give a new or empty folder, or the folder of a {kind}")
+    inside = _names(path) - {LOCK, f".{MARKER}.partial"}
+    for other, names in KINDS.items():
+        if MARKER in inside and other != kind and names & inside and not KINDS[kind] & inside:
+            raise StorageError(f"{path} holds a {other}; give a new or empty folder, or the folder of a {kind}")
+    return inside
 
 
 def mark(path: Path) -> None:
@@ -138,6 +147,21 @@ def check_replaced(path: Path, ours: Collection[str]) -> None:
         raise _somebody_elses(path, others)
 
 
+def check_names(path: Path, ours: re.Pattern[str]) -> None:
+    """Check that a folder is not there, or holds nothing but files and folders with names of ours.
+
+    Args:
+      path: the folder.
+      ours: what their names look like.
+
+    Raises:
+      StorageError: it is a file, or holds something else.
+    """
+    others = {name for name in _names(path) if not path.is_dir() or not ours.fullmatch(name)}
+    if others:
+        raise _somebody_elses(path, others)
+
+
 def check_model(path: Path) -> None:
     """Check that a model may be written to a folder: it does not exist, is empty, or has a model of ours.
 
@@ -147,7 +171,7 @@ def check_model(path: Path) -> None:
     Raises:
       StorageError: fedrecon did not make it.
     """
-    _check_names(path, _MODEL_FILE)
+    check_names(path, _MODEL_FILE)
     try:
         about = read_json(path / "model.json")
     except StorageError:
@@ -162,12 +186,6 @@ def _describes_run(path: Path) -> bool:
     except (StorageError, OSError):
         return False
     return found.get("format") == FORMAT or {"config", "versions"} <= set(found)  # the latter is of version 1
-
-
-def _check_names(path: Path, ours: re.Pattern[str]) -> None:
-    others = {name for name in _names(path) if not ours.fullmatch(name)}
-    if others:
-        raise _somebody_elses(path, others)
 
 
 def _names(path: Path) -> set[str]:

@@ -21,17 +21,18 @@ _BLANK, _AFTER = "0" * 64, '"\n}\n'  # the placeholder for the seal, and what fo
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n\Z')
 
 
-def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
+def write_sealed(path: Path, values: Mapping[str, Any], *, mode: int = 0o666) -> None:
     """Write an object to a sealed JSON file, atomically.
 
     Args:
       path: the file.
       values: the object.
+      mode: its permissions, before the process's umask applies.
     """
     content = {name: value for name, value in values.items() if name != SEAL}  # the seal comes last
     text = json.dumps({**without_nan(content), SEAL: _BLANK}, indent=2) + "\n"
     seal = hashlib.sha256(text.encode()).hexdigest()
-    write_bytes(path, (text.removesuffix(_BLANK + _AFTER) + seal + _AFTER).encode())
+    write_bytes(path, (text.removesuffix(_BLANK + _AFTER) + seal + _AFTER).encode(), mode=mode)
 
 
 def read_sealed(path: Path, *, unsealed: Mapping[str, Any] | None = None) -> dict[str, Any]:

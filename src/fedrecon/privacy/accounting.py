@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 from fedrecon.privacy import renyi
 from fedrecon.privacy.extra import require
 
+MOST_ROUNDS = 10**5  # that can be counted in reasonable time
+MOST_EPSILON = 1e4
+LEAST_NOISE, MOST_NOISE = 0.05, 1e6  # multipliers: less promises nothing, and cannot be counted in reasonable memory
+
 
 class Release(NamedTuple):
     """Something noised that was published, as often as `rounds` says.
@@ -61,8 +65,8 @@ class Release(NamedTuple):
             )
         if not 0 < self.rate <= 1:
             raise ValueError(f"the sampling rate is {self.rate}; a probability above 0 was expected")
-        if self.rounds < 0:
-            raise ValueError(f"{self.rounds} rounds; there cannot be fewer than none")
+        if not 0 <= self.rounds <= MOST_ROUNDS:
+            raise ValueError(f"{self.rounds} rounds; there can be none at least, and {MOST_ROUNDS:,} at most")
         if self.apart is not None and (self.apart < 1 or self.rate < 1):
             raise ValueError(f"rounds {self.apart} apart with rate {self.rate}; count on one of them, chance or order")
         if self.mechanism not in ("gaussian", "skellam"):
@@ -78,6 +82,7 @@ def default_delta(clients: int) -> float:
     Args:
       clients: in the population.
     """
+    _check_clients(clients)
     return clients**-1.1
 
 
@@ -142,7 +147,13 @@ def epsilon_after(
     """
     rate = sampling_rate(clients, per_round)
     chosen = default_delta(clients) if delta is None else delta
-    return epsilon_of([Release(noise_multiplier, rate, rounds)], chosen)
+    release = Release(noise_multiplier, rate, rounds).check()
+    if not LEAST_NOISE <= noise_multiplier <= MOST_NOISE:
+        raise ValueError(
+            f"`noise_multiplier` is {noise_multiplier:g}; it must be from {LEAST_NOISE} to {MOST_NOISE:g}: less "
+            "promises nothing, more drowns everything"
+        )
+    return epsilon_of([release], chosen)
 
 
 def noise_for(
@@ -173,10 +184,13 @@ def noise_for(
     rate = sampling_rate(clients, per_round)
     chosen = default_delta(clients) if delta is None else delta
     check_delta(chosen)
-    if not epsilon > 0:
-        raise ValueError(f"`epsilon` is {epsilon}; it must be above 0, and below about 0.01 nothing is learned")
-    if rounds < 1:
-        raise ValueError(f"`rounds` is {rounds}; there must be one or more")
+    if not 0 < epsilon <= MOST_EPSILON:
+        raise ValueError(
+            f"`epsilon` is {epsilon}; it must be above 0 and at most {MOST_EPSILON:g}. Below about 0.01 nothing is "
+            "learned, above about 20 nothing is promised"
+        )
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise ValueError(f"`rounds` is {rounds}; there must be one at least, and {MOST_ROUNDS:,} at most")
     spent = epsilon_of(before, chosen)
     if spent >= epsilon:
         raise ValueError(f"epsilon {epsilon:g} cannot be reached: {spent:.3g} was spent before the first round")
@@ -246,6 +260,11 @@ def update_noise_for(noise_multiplier: float, count_noise: float) -> float:
     return (noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5
 
 
+def _check_clients(clients: int) -> None:
+    if clients < 2:
+        raise ValueError(f"`clients` is {clients}; nobody can hide among fewer than 2")
+
+
 def sampling_rate(clients: int, per_round: float) -> float:
     """Return the probability with which a client takes part in a round.
 
@@ -253,8 +272,7 @@ def sampling_rate(clients: int, per_round: float) -> float:
       clients: in the population.
       per_round: how many take part, on average.
     """
-    if clients < 2:
-        raise ValueError(f"`clients` is {clients}; nobody can hide among fewer than 2")
+    _check_clients(clients)
     if not per_round > 0:
         raise ValueError(f"`per_round` is {per_round}; a round needs clients")
     if per_round > clients:

@@ -6,12 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from fedrecon.app.config import to_json
-from fedrecon.disk.arrays import StorageError, read_json, write_json
+from fedrecon.disk.arrays import StorageError
+from fedrecon.disk.sealed import read_sealed, write_sealed
 from fedrecon.display.progress import Progress, silent
 from fedrecon.engine import start_devices
 from fedrecon.studies.study import Data, Job, Kind, Result, digest
@@ -89,7 +90,7 @@ class Runner:
             "setting": to_json(job.setting),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self._path(job, seed), facts | found)
+        write_sealed(self._path(job, seed), facts | found)
         at = next(entry for entry in found["evaluations"] if entry["round"] == job.setting.rounds)
         told = [f"{measure}: {self._kind.tell(at[measure]['micro'])}" for measure in job.setting.measures]
         return f"    {task.title}: {'; '.join(told)}"
@@ -100,7 +101,7 @@ class Runner:
         if not path.exists():
             return None
         try:
-            found: dict[str, Any] = read_json(path)
+            found = read_sealed(path, unsealed={})
         except StorageError:
             return None
         return found if found.get("digest") == digest(job.setting, seed, self._fingerprint) else None

@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _warn
             return command.run(command.parse(args[1:]))
     except SystemExit as leaving:  # how a help text ends, and some errors of use
-        return leaving.code if isinstance(leaving.code, int) else 0
+        if isinstance(leaving.code, str):
+            return _fail(leaving.code, 1)
+        return leaving.code or 0
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # whoever reads our output has had enough of it

@@ -42,15 +42,20 @@ def run(args: Keys) -> int:
 
     if importlib.util.find_spec("cryptography") is None:
         raise ValueError("keys need the package cryptography: pip install 'fedrecon[deploy]'")
+    server = args.folder / "server.crt"
+    if args.host and server.exists():
+        raise options.UsageError(f"{server} exists, so there is no use for --host; move it and its key away first")
+    # All is checked before anything is made.
+    certificates.check_hosts(args.host)
+    for name in args.nodes:
+        certificates.check_node(args.folder / "nodes", name)
+    if server.exists():
+        certificates.check_server(server, args.folder / "server.key", args.folder / "ca.crt")
     if not (args.folder / "ca.crt").exists():
         print(f"{certificates.make_authority(args.folder)}: for everybody; its key stays here")
-    if not (args.folder / "server.crt").exists():
+    if not server.exists():
         print(f"{certificates.make_server(args.folder, args.host)}: for the server, with server.key")
-    elif args.host:
-        raise options.UsageError(
-            f"{args.folder / 'server.crt'} exists, so there is no use for --host; move it and its key away first"
-        )
-    for name in args.nodes:
+    for name in dict.fromkeys(args.nodes):
         public = certificates.make_node(args.folder / "nodes", name)
         print(f"{public}: for the server; {public.with_suffix('.key')} goes to {name}, by a safe way, and nowhere else")
     return 0

@@ -14,9 +14,12 @@ import tyro
 
 from fedrecon.app.cli import options, show
 from fedrecon.app.config import Reading
+from fedrecon.app.settings import MOST_ROUNDS, check_number
 
 if TYPE_CHECKING:
     from fedrecon.deploy.plan import Plan
+
+SHORTEST = 16  # characters of a plan's digest, as in fedrecon.deploy.plan, which is imported where it is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,11 @@ def parse(argv: Sequence[str]) -> RunNode:
         raise options.UsageError("--insecure has no use for --ca and --key; leave it out to be safe")
     if not args.insecure and (args.ca is None or args.key is None):
         raise options.UsageError("give --ca and --key, as fedrecon keys makes them, or --insecure for trying out")
+    if args.accept is not None and len(args.accept) < SHORTEST:
+        raise options.UsageError(
+            f"--accept is {args.accept!r}; give the digest of the plan, or its first {SHORTEST} characters or more"
+        )
+    check_number("min_examples", args.min_examples, most=MOST_ROUNDS)
     return args
 
 
@@ -73,7 +81,11 @@ def run(args: RunNode) -> int:
     """Take part until told to stop."""
     from fedrecon.deploy.flower import private_key, run_node
     from fedrecon.deploy.operating import Operator
+    from fedrecon.deploy.superlink import address_of
+    from fedrecon.disk.locks import hold
+    from fedrecon.disk.parts import LOCK
 
+    address_of("--server", args.server)
     for file in (args.source, args.ca, args.key, args.nodes):
         if file is not None and not file.exists():
             raise ValueError(f"{file} is not there; check the path")
@@ -89,14 +101,16 @@ def run(args: RunNode) -> int:
     operator = Operator(args.source, args.state, args.data, args.min_examples, args.nodes, args.algorithm)
     node = operator.node(_asking(args, say), say, key=None if args.key is None else private_key(args.key))
     signal.signal(signal.SIGTERM, _interrupt)
-    run_node(
-        args.server,
-        node.handle,
-        authority=args.ca,
-        key=args.key,
-        stop=lambda: args.once and node.finished,
-        say=say,
-    )
+    say(f"looking for the server at {args.server}")
+    with hold(operator.folder / LOCK, f"what this node remembers in {operator.folder}"):
+        run_node(
+            args.server,
+            node.handle,
+            authority=args.ca,
+            key=args.key,
+            stop=lambda: args.once and node.finished,
+            say=say,
+        )
     return 0
 
 

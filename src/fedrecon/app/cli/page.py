@@ -44,6 +44,8 @@ def run(args: Page) -> int:
     from fedrecon.device.page import serve
     from fedrecon_device.files import MANIFEST
 
+    if not 0 <= args.port < 2**16:
+        raise options.UsageError(f"--port is {args.port}; it must be from 1 to 65535, or 0 for any that is free")
     with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as place:
         folder = args.run
         if not (folder / MANIFEST).is_file():

@@ -116,7 +116,7 @@ def parse(argv: Sequence[str]) -> MakePlan:
 def run(args: MakePlan) -> int:
     """Make the plan and say what it is."""
     from fedrecon.deploy.catalogue import read_items, read_words
-    from fedrecon.deploy.plan import FILE, describe
+    from fedrecon.deploy.plan import describe
     from fedrecon.deploy.settings_plan import make_plan
     from fedrecon.deploy.signing import read_public_keys
 
@@ -131,8 +131,6 @@ def run(args: MakePlan) -> int:
     names = ("share", "least_users", "least_nodes", "secure", "users")
     nodes = () if args.nodes is None else read_public_keys(args.nodes)
     plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
-    if (args.out / FILE).exists() and (args.out / FILE).read_bytes() != plan.content:
-        raise ValueError(f"{args.out} holds another plan; use another folder")
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
     print(f"next: fedrecon server {shlex.quote(str(args.out))} --out RUN --keys KEYS")

@@ -94,6 +94,12 @@ def run(args: Recommend) -> int:
             for k, score in zip(found.items, found.scores, strict=True)
         ]
         everyone.append({"user": name.item(), "rated": int(size), "recommendations": items})
+    if none := sum(not one["recommendations"] for one in everyone):
+        least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
+        show.remark(
+            f"nothing is recommended to {none} of {len(everyone)} users: no other item was rated by {least} training "
+            "users or more; --least-ratings takes fewer"
+        )
     if args.json:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
         return 0

@@ -109,9 +109,12 @@ def run(args: RunServer) -> int:
         if not args.json:
             show.progress_of(record, task.measures)
 
-    beside = args.out.with_name(args.out.name + ".flower")
+    beside = Path(f"{args.out.resolve()}.flower")
     try:
-        with flower_grid(args.listen, beside, tls, keys, show.remark, largest_message(plan)) as grid:
+        with (
+            folder.held(),  # a folder that cannot be written to is noticed before a SuperLink is started
+            flower_grid(args.listen, beside, tls, keys, show.remark, largest_message(plan)) as grid,
+        ):
             found = serve(plan, grid, folder, pace, resume=args.resume, on_record=on_record, say=show.remark)
     except NotEnoughNodes as problem:
         raise ValueError(str(problem)) from None
@@ -141,6 +144,7 @@ def run(args: RunServer) -> int:
 
 def _files(args: RunServer) -> tuple[Any, list[Path]]:
     """Return certificates and the public keys of nodes; None and none of them if it is to be insecure."""
+    from fedrecon.deploy.certificates import check_server
     from fedrecon.deploy.superlink import Tls
 
     if args.insecure:
@@ -148,9 +152,7 @@ def _files(args: RunServer) -> tuple[Any, list[Path]]:
     base = args.keys or Path()
     tls = Tls(args.cert or base / "server.crt", args.key or base / "server.key", args.ca or base / "ca.crt")
     nodes = args.nodes or base / "nodes"
-    for file in (*tls, nodes):
-        if not file.exists():
-            raise ValueError(f"{file} is not there; make it with fedrecon keys")
+    check_server(*tls)
     found = sorted(nodes.glob("*.pub"))
     if len(found) < args.min_nodes:
         raise ValueError(f"{nodes} has {len(found)} public keys, and --min-nodes is {args.min_nodes}")

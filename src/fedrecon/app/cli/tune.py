@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from fedrecon.app.cli import options, show
+from fedrecon.app.cli import FAILED, options, show
 from fedrecon.app.cli.train import defaults
 from fedrecon.app.config import ClicksConfig, Config, RatingsConfig
 from fedrecon.app.presets import Preset
@@ -83,9 +83,15 @@ def run(args: Tune) -> int:
     assert isinstance(args.settings, RatingsConfig | ClicksConfig)
     start_devices(args.settings.devices)
     found = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
+    if found.failed is not None:
+        show.alarm(f"tuning failed: {found.failed}. Lower --server.learning-rate, or look at the data")
+        show.remark(f"saved: {args.out} (report.md says what was tried)")
+        return FAILED
     show.table("validation users, who chose the settings", ("", found.goal.title), compared(found))
     if mattered := what_mattered(found):
         print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
     print(f"saved: {args.out} (report.md says what was tried)")
     print(f"next:  {command_of(found, args.out)}")
-    return 0
+    if found.interrupted:
+        show.remark(f"interrupted after {len(found.trials)} trials; these are the best settings until then")
+    return 130 if found.interrupted else 0

@@ -21,7 +21,18 @@ from fedrecon.display.progress import Progress
 
 
 def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:
-    """Read a ratings file."""
+    """Read a ratings file.
+
+    Args:
+      path: the file; names of data sets, folders and archives are none.
+      reading: how it is read.
+      **options: of `fedrecon.data.load_ratings`.
+
+    Raises:
+      DataError: it is no such file, or cannot be read.
+    """
+    if str(path) in (*NAMES, "synthetic") or Path(path).is_dir() or Path(path).suffix == ".zip":
+        raise DataError(f"{path} is not a ratings file; give a file with one rating a line, or a Parquet file.")
     settings = {field.name: getattr(reading, field.name) for field in dataclasses.fields(Reading)}
     return load(path, **settings, **options)
 
