@@ -28,8 +28,8 @@ class Recommended(NamedTuple):
     Attributes:
       item: its id in the data.
       label: what it is called; no two items have one label.
-      score: the predicted rating, within the scale.
-      because: labels of what is nearest to it among what the person rated at least as high as their mean.
+      score: the predicted rating, within the scale; for a model of clicks about 1 where it is likely, 0 where not.
+      because: labels of what is nearest to it among what the person rated at least as high as their mean, or has.
     """
 
     item: int | str
@@ -69,7 +69,8 @@ class Personal:
 
         Args:
           columns: one sequence a feature, of one length. Of ratings: `item`, with the ids of the data, and `rating`; a
-            second rating of an item replaces the first, and items that the model does not know are left out.
+            second rating of an item replaces the first, and items that the model does not know are left out. Of clicks:
+            `item`, and how often in `rating` if that is known.
           text: for a model of text, what the person wrote.
           **named: the columns, each by its name.
         """
@@ -82,7 +83,7 @@ class Personal:
             added = Added(len(sentences), [])
         else:
             given = {**(columns or {}), **named}
-            if self.bundle.task == "ratings":
+            if self.bundle.ranks:
                 examples, added = self._rated(kept.get("examples", []), given)
             else:
                 examples, added = self._plain(kept.get("examples", {}), given)
@@ -90,8 +91,10 @@ class Personal:
         return added
 
     def _rated(self, old: list[list[Any]], given: Mapping[str, Sequence[Any]]) -> tuple[list[list[Any]], Added]:
+        if self.bundle.task == "clicks" and set(given) == {"item"}:
+            given = {**given, "rating": [1] * len(given["item"])}
         if set(given) != {"item", "rating"} or len(given["item"]) != len(given["rating"]):
-            raise ValueError("ratings need `item` and `rating`, of one length")
+            raise ValueError(f"{self.bundle.task} need `item` and `rating`, of one length; given were {sorted(given)}")
         pairs = [[_plain(item), float(rating)] for item, rating in zip(given["item"], given["rating"], strict=True)]
         unknown = [item for item, _ in pairs if item not in self.bundle.items.index]
         bad = next((rating for _, rating in pairs if not np.isfinite(rating)), None)
@@ -146,7 +149,7 @@ class Personal:
 
     def _columns(self, kept: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the examples as the graph takes them."""
-        if self.bundle.task == "ratings":
+        if self.bundle.ranks:
             index = self.bundle.items.index  # of this bundle: a new one may know other items
             pairs = [(index[item], rating) for item, rating in kept.get("examples", []) if item in index]
             return {
@@ -165,12 +168,13 @@ class Personal:
         """Predict for this person.
 
         Args:
-          asked: for ratings, ids of items: their ratings come back, within the scale. Else columns of examples.
+          asked: for ratings and clicks, ids of items: their ratings come back, within the scale, or scores. Else
+            columns of examples.
 
         Raises:
           ValueError: an item is not known to the model.
         """
-        if self.bundle.task != "ratings":
+        if not self.bundle.ranks:
             return self.bundle.predict(self.local(), asked)
         ids = [_plain(item) for item in asked]
         unknown = next((item for item in ids if item not in self.bundle.items.index), None)
@@ -180,12 +184,12 @@ class Personal:
         return clipped(self.bundle.predict(self.local(), {"item": items}), self.bundle.scale)
 
     def recommend(self, n: int = 10) -> list[Recommended]:
-        """Recommend items that the person has not rated and that enough others have, best first.
+        """Recommend items that the person has not rated or does not have and that enough others do, best first.
 
         Args:
           n: how many; fewer come back if there are fewer.
         """
-        if self.bundle.task != "ratings":
+        if not self.bundle.ranks:
             raise ValueError(f"this is a model of {self.bundle.task}, which recommends nothing")
         if n < 1:
             raise ValueError(f"`n` is {n}; it must be at least 1")
@@ -197,7 +201,7 @@ class Personal:
         liked = columns["item"][columns["rating"] >= columns["rating"].mean()].tolist() if rated else []
         best = rank(scores, n, left_out=rated, counts=items.counts, least=self.bundle.least_count)
         shown = clipped(scores, self.bundle.scale)
-        table = self.bundle.tables.get(self.bundle.roles.get("item_embedding", ""))
+        table = self.bundle.item_table
         found = []
         for k in best.tolist():
             near = [] if table is None else nearest(table, k, liked)

@@ -12,13 +12,16 @@ import numpy as np
 from fedrecon.app.recommender import shown_scale
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import CLICKS, RATINGS, Items
+from fedrecon.app.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, unique_labels
 from fedrecon.data.text.sentences import prompt_columns
+from fedrecon.device.export_form import of_counts, of_weighed
 from fedrecon.device.exporting import Legend
 from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
 from fedrecon.device.page import page_files
 from fedrecon.device.tables import Quantisation
-from fedrecon.device.vectors import made_up_ratings
+from fedrecon.device.vectors import made_up_clicks, made_up_ratings
+from fedrecon.trees import flatten
 
 
 def bundle_model(
@@ -42,17 +45,17 @@ def bundle_model(
       least_count: items with fewer ratings in training are not recommended, where that is known; as the model's
         settings say by default.
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
-      onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
+      onnx: without, no graphs are written: enough for the page of a model that ranks items, and needs no
+        exporter.
       replace: whether a bundle that is there is replaced.
     """
-    if saved.task is CLICKS:
-        raise ValueError(
-            "bundles are for models of ratings and text; a model of clicks serves with fedrecon recommend or fr.load"
-        )
-    if saved.task is RATINGS:
-        legend = ratings_legend(saved, least_count)
-        like = made_up_ratings(len(saved.legend), legend.scale, most)
-        ask = {"item": np.arange(min(20, len(saved.legend)), dtype=np.int32)}
+    if saved.task in (RATINGS, CLICKS):
+        legend, number = items_legend(saved, least_count), len(saved.legend)
+        if saved.task is RATINGS:
+            like = made_up_ratings(number, legend.scale, most)
+        else:
+            like = made_up_clicks(number, most, counted=legend.adapt is not None)
+        ask = {"item": np.arange(min(20, number), dtype=np.int32)}
     else:
         words: Vocabulary = saved.legend
         legend = text_legend(words, saved.config.model.max_words)
@@ -77,6 +80,9 @@ def bundle_model(
 
 def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
     """Return what reconstruction without ONNX needs to know: the solver's settings, and what round zero found."""
+    if saved.task is CLICKS:
+        model = saved.config.model
+        return {"solver": "least-squares", "ridge": model.ridge, "unobserved": model.unobserved, "counts": model.counts}
     settings = asdict(saved.config.reconstruct)
     scale = saved.config.model.scale if saved.task is RATINGS else None
     if scale is None:
@@ -95,8 +101,8 @@ def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
     }
 
 
-def ratings_legend(saved: SavedModel[Items], least_count: int | None = None) -> Legend:
-    """Return what a bundle says about the items and ratings of a model."""
+def items_legend(saved: SavedModel[Items], least_count: int | None = None) -> Legend:
+    """Return what a bundle says about the items of a model, and about ratings or clicks of them."""
     items, settings = saved.legend, saved.config.model
     titles = None if items.titles is None else [str(title) for title in items.titles]
     content = {
@@ -105,8 +111,12 @@ def ratings_legend(saved: SavedModel[Items], least_count: int | None = None) -> 
         "counts": None if items.counts is None else items.counts.tolist(),
     }
     least = settings.least_ratings if least_count is None else least_count
-    counts = settings.scale is not None and settings.scale.transform == "log1p"
-    return Legend("ratings", {ITEMS: content}, shown_scale(saved), least, _roles(saved), counts)
+    files, roles = {ITEMS: content}, _roles(saved)
+    if saved.task is CLICKS:
+        weighed = None if settings.counts == "ignore" else partial(of_weighed, weight=click_weight)
+        return Legend("clicks", files, None, least, roles, weighed, exact=("gram",))
+    logarithms = settings.scale is not None and settings.scale.transform == "log1p"
+    return Legend("ratings", files, shown_scale(saved), least, roles, of_counts if logarithms else None)
 
 
 def _short(ids: list[Any]) -> Any:
@@ -118,8 +128,6 @@ def _short(ids: list[Any]) -> Any:
 
 def _roles(saved: SavedModel[Items]) -> dict[str, str]:
     """Return where the tables of a factorization are, by what they are."""
-    from fedrecon.trees import flatten
-
     found = {}
     for path in flatten(saved.params)[0]:
         role = "/".join(part for part in path.split("/") if part != "shared")
