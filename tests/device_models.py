@@ -8,10 +8,10 @@ import numpy as np
 import optax
 
 import fedrecon as fr
+from fedrecon.app.click_settings import Ranking
 from fedrecon.app.config import Scale
 from fedrecon.app.presets import DEFAULT
 from fedrecon.app.saved import SavedModel
-from fedrecon.app.click_settings import Ranking
 from fedrecon.app.tasks import CLICKS, RATINGS, Items
 from fedrecon.device import Legend, bundle
 from fedrecon.device.vectors import made_up_ratings

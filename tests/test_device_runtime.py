@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import venv
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from fedrecon.device.page import page_files
 from fedrecon.personalize import recommend
 from fedrecon_device import Bundle, BundleError, Personal, StoreError, check
 from fedrecon_device.__main__ import main
+from fedrecon_device.contents import content_of
 from fedrecon_device.files import manifest_bytes
 from fedrecon_device.ranking import clipped, nearest, rank
 from fedrecon_device.tensors import read_tensors
@@ -127,18 +129,18 @@ def replaced_somewhere(content, data):
     return content
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "items.json", "test_vectors.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "items.json.zlib", "test_vectors.json"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_anything_in_a_bundle_whose_digests_fit_is_read_or_refused(made, tmp_path_factory, name, data):
     """Somebody hostile writes digests that fit; whatever they wrote, no other error comes out."""
     folder = tmp_path_factory.mktemp("hostile") / "films"
     shutil.copytree(made, folder)
-    changed = replaced_somewhere(json.loads((folder / name).read_text()), data)
+    changed = replaced_somewhere(content_of(name, (folder / name).read_bytes()), data)
     if name == "manifest.json":
         (folder / name).write_bytes(manifest_bytes(changed))
     else:
-        rewritten(folder, name, json.dumps(changed).encode())
+        rewritten(folder, name, packed_json(name, json.dumps(changed).encode()))
     try:
         check(folder)
         if Bundle(folder).task == "ratings":
@@ -149,6 +151,10 @@ def test_anything_in_a_bundle_whose_digests_fit_is_read_or_refused(made, tmp_pat
         shutil.rmtree(folder)
 
 
+def packed_json(name, text):
+    return zlib.compress(text) if name.endswith(".zlib") else text
+
+
 def rewritten(folder, name, content):
     """Replace a file, with a digest that fits."""
     (folder / name).write_bytes(content)
@@ -156,9 +162,9 @@ def rewritten(folder, name, content):
     rewrite(folder, lambda manifest: manifest["files"].update({name: about}))
 
 
-@pytest.mark.parametrize("name", ["items.json", "test_vectors.json"])
+@pytest.mark.parametrize("name", ["items.json.zlib", "test_vectors.json"])
 def test_json_inside_that_goes_too_deep_is_refused(folder, name):
-    rewritten(folder, name, b"[" * 200_000)
+    rewritten(folder, name, packed_json(name, b"[" * 200_000))
     with pytest.raises(BundleError, match="not valid JSON"):
         check(folder)
 
@@ -189,7 +195,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(folder, name):
 
 @pytest.mark.parametrize("size", [1 << 40, -1, "many", None, True])
 def test_sizes_that_no_bundle_has_are_refused_before_anything_is_read(folder, size):
-    rewrite(folder, lambda manifest: manifest["files"]["items.json"].update(bytes=size))
+    rewrite(folder, lambda manifest: manifest["files"]["items.json.zlib"].update(bytes=size))
     with pytest.raises(BundleError, match=r"bytes|size"):
         Bundle(folder)
 
@@ -199,16 +205,16 @@ def test_links_and_cycles_of_folders_are_refused(folder, tmp_path):
     with pytest.raises(BundleError, match="is a link"):
         check(folder)
     (folder / "round").unlink()
-    (tmp_path / "elsewhere").write_bytes((folder / "items.json").read_bytes())
-    (folder / "items.json").unlink()
-    (folder / "items.json").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes((folder / "items.json.zlib").read_bytes())
+    (folder / "items.json.zlib").unlink()
+    (folder / "items.json.zlib").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BundleError, match=r"plain file|is a link"):
         check(folder)
 
 
 def test_a_pipe_in_place_of_a_file_does_not_make_the_checker_wait(folder):
-    (folder / "items.json").unlink()
-    os.mkfifo(folder / "items.json")
+    (folder / "items.json.zlib").unlink()
+    os.mkfifo(folder / "items.json.zlib")
     with pytest.raises(BundleError, match="not a plain file"):
         check(folder)
 
@@ -226,8 +232,8 @@ def test_json_that_goes_too_deep_is_refused(folder):
 
 
 def test_another_version_is_named(folder):
-    rewrite(folder, lambda manifest: manifest.update(version=2))
-    with pytest.raises(BundleError, match="version 2; this runtime reads version 1"):
+    rewrite(folder, lambda manifest: manifest.update(version=3))
+    with pytest.raises(BundleError, match="version 3; this runtime reads version 2"):
         check(folder)
 
 

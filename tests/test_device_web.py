@@ -20,15 +20,16 @@ from fedrecon.app.config import Factorization
 from fedrecon.app.saved import SavedModel, open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
-from fedrecon.device.saved import ratings_legend
-from fedrecon_device.files import FORMAT, manifest_bytes
+from fedrecon.device.saved import items_legend
+from fedrecon_device.contents import content_of
+from fedrecon_device.files import FORMAT, VERSION, manifest_bytes
 
 ROOT = Path(__file__).parent.parent
 
 
 def fake_bundle(folder, task="ratings"):
     """A bundle with nothing but a page: what a server needs."""
-    manifest = {"format": "fedrecon-bundle", "version": 1, "task": task, "files": {}}
+    manifest = {"format": "fedrecon-bundle", "version": VERSION, "task": task, "files": {}}
     pages = page_files(manifest)
     for name, data in pages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,12 +79,12 @@ def test_the_page_is_small_and_asks_nobody_else():
 
 
 def test_the_service_worker_keeps_all_that_the_page_reads_and_changes_with_the_model():
-    tables = {"global.safetensors": {"bytes": 1, "sha256": "a"}, "items.json": {"bytes": 1, "sha256": "b"}}
+    tables = {"global.safetensors": {"bytes": 1, "sha256": "a"}, "items.json.zlib": {"bytes": 1, "sha256": "b"}}
     pages = page_files({"task": "ratings", "files": tables})
     worker = pages["web/sw.js"].decode()
-    names = set(re.findall(r'"([\w./-]+\.(?:js|html|css|json|safetensors))"', worker))
+    names = set(re.findall(r'"([\w./-]+\.(?:js|html|css|json\.zlib|safetensors))"', worker))
     assert names >= {*tables, *pages} - {"web/sw.js"}
-    other = page_files({"task": "ratings", "files": {**tables, "items.json": {"bytes": 1, "sha256": "c"}}})
+    other = page_files({"task": "ratings", "files": {**tables, "items.json.zlib": {"bytes": 1, "sha256": "c"}}})
     assert other["web/sw.js"] != pages["web/sw.js"]
     assert page_files({"task": "ratings", "files": tables}) == pages
 
@@ -140,8 +141,9 @@ def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path
         try:
             address = re.search(r"http://localhost:(\d+)/web/", running.stdout.readline())
             connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=10)
-            connection.request("GET", "/items.json", headers={"Host": f"localhost:{address[1]}"})
-            assert json.loads(connection.getresponse().read())["labels"] == ["A [5]", "B", "A [9]"]
+            connection.request("GET", "/items.json.zlib", headers={"Host": f"localhost:{address[1]}"})
+            items = content_of("items.json.zlib", connection.getresponse().read())
+            assert items["labels"] == ["A [5]", "B", "A [9]"]
             connection.close()
         finally:
             running.send_signal(signal.SIGINT)
@@ -210,7 +212,7 @@ def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
     assert main(["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "b"), "--examples", "4"]) == 0
     assert main(["bundle", "check", str(tmp_path / "b")]) == 0
     assert "6 test vectors" in capsys.readouterr().out
-    items = json.loads((tmp_path / "b" / "items.json").read_text())
+    items = content_of("items.json.zlib", (tmp_path / "b" / "items.json.zlib").read_bytes())
     assert items == {"ids": [5, 7, 9], "labels": ["A [5]", "B", "A [9]"], "counts": [9, 1, 8]}
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["scale"] == [1.0, 5.0]
@@ -247,15 +249,15 @@ def test_a_model_saved_before_there_were_counts_still_opens(tmp_path):
     recalled = RATINGS.recall({"item_ids": [3, 7], "titles": None})
     assert recalled.counts is None
     assert recalled.scale is None
-    assert legend_of(recalled).files["items.json"]["counts"] is None
+    assert legend_of(recalled).files["items.json.zlib"]["counts"] is None
 
 
 def test_ids_in_a_row_are_written_short():
-    assert legend_of(Items(np.arange(10, 20))).files["items.json"]["ids"] == {"first": 10, "count": 10}
+    assert legend_of(Items(np.arange(10, 20))).files["items.json.zlib"]["ids"] == {"first": 10, "count": 10}
 
 
 def legend_of(items):
-    return ratings_legend(SavedModel(RATINGS.untrained, {}, items))
+    return items_legend(SavedModel(RATINGS.untrained, {}, items))
 
 
 def test_titles_that_an_older_model_repeats_are_told_apart():

@@ -100,7 +100,12 @@ def bundle(
         "format": FORMAT,
         "version": VERSION,
         "task": legend.task,
-        "made_with": {"fedrecon": __version__, "jax": jax.__version__, "zlib": zlib.ZLIB_RUNTIME_VERSION, **_versions("jax2onnx", "onnx")},
+        "made_with": {
+            "fedrecon": __version__,
+            "jax": jax.__version__,
+            "zlib": zlib.ZLIB_RUNTIME_VERSION,
+            **_versions("jax2onnx", "onnx"),
+        },
         "opset": OPSET,
         "examples": {"most": most, "columns": _types(examples)},
         "graphs": {name: _graph_entry(name, graphs, problems) for name in ("reconstruct", "predict")},

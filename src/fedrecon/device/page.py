@@ -12,6 +12,7 @@ from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
+from fedrecon_device.bundle import ITEM_TASKS, ITEMS, TABLES, WORDS
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import MANIFEST, digest_of, read_checked, read_file, read_manifest
 
@@ -20,8 +21,8 @@ POLICY = (
     "worker-src 'self'; base-uri 'none'; form-action 'none'"
 )
 VENDORED = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
-FOR_RATINGS = ("global.safetensors", "items.json")
-FOR_TEXT = ("global.safetensors", "words.json", "reconstruct.onnx", "predict.onnx")
+FOR_ITEMS = (TABLES, ITEMS)
+FOR_TEXT = (TABLES, WORDS, "reconstruct.onnx", "predict.onnx")
 
 
 def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:
@@ -37,15 +38,13 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     sources = package_files("fedrecon.device").joinpath("web")
     found = {f"web/{one.name}": one.read_bytes() for one in sources.iterdir() if one.name.endswith((".js", ".css"))}
     found["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
-    if manifest["task"] == "ratings":
-        found = {
-            name: data for name, data in found.items() if name not in ("web/writing.js", "web/words.js", "web/onnx.js")
-        }
-    else:
-        found.pop("web/films.js")
+    ranks = manifest["task"] in ITEM_TASKS
+    for name in ("writing.js", "words.js", "onnx.js") if ranks else ("items.js", "ranking.js", "solvers.js"):
+        found.pop(f"web/{name}")
+    if not ranks:
         for name in VENDORED if vendor is not None else ():
             found[f"web/vendor/{name}"] = (Path(str(vendor)) / name).read_bytes()
-    read = [name for name in (FOR_RATINGS if manifest["task"] == "ratings" else FOR_TEXT) if name in manifest["files"]]
+    read = [name for name in (FOR_ITEMS if ranks else FOR_TEXT) if name in manifest["files"]]
     known = {name: digest_of(data) for name, data in found.items()} | {n: manifest["files"][n]["sha256"] for n in read}
     version = digest_of(json.dumps(known, sort_keys=True).encode())[:16]
     names = ", ".join(json.dumps(name) for name in sorted([*read, *found]) if name != "web/sw.js")
@@ -62,7 +61,7 @@ def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
 
 def policy(manifest: Mapping[str, Any]) -> str:
     """Return the Content-Security-Policy of a bundle's page: its own files; WebAssembly only where ONNX needs it."""
-    return POLICY.format(wasm="" if manifest["task"] == "ratings" else " 'wasm-unsafe-eval'")
+    return POLICY.format(wasm="" if manifest["task"] in ITEM_TASKS else " 'wasm-unsafe-eval'")
 
 
 def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
@@ -77,7 +76,7 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     """
     manifest = read_manifest(folder)
     if "web/index.html" not in manifest["files"]:
-        raise BundleError(f"{folder} has no page: bundles of ratings and text have one")
+        raise BundleError(f"{folder} has no page: bundles of ratings, clicks and text have one")
     return _Server(("127.0.0.1", port), partial(_Files, folder, manifest))
 
 
