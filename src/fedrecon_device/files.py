@@ -47,7 +47,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(
             f"{folder} is a bundle of version {manifest.get('version')}; this runtime reads version {VERSION}"
         )
-    if manifest_bytes(manifest) != data:
+    try:
+        whole = manifest_bytes(manifest) == data
+    except RecursionError:
+        raise BundleError(f"{folder / MANIFEST} goes too deep") from None
+    if not whole:
         raise BundleError(f"{folder / MANIFEST} was changed after it was written: its digest is of something else")
     _check_names(manifest.get("files"), folder)
     return manifest

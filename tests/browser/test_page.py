@@ -302,7 +302,7 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
     context.on("request", lambda request: requests.append(request.url))
     page.fill("#text", text)
     page.click("#learn")
-    until(page, "document.getElementById('learned').textContent.startsWith('Rebuilt')")
+    until(page, "document.getElementById('learned').textContent.startsWith('Reconstructed')")
     page.fill("#text", "we met")
     until(page, "fedrecon.words?.length === 5")
     page.wait_for_timeout(600)

@@ -90,7 +90,7 @@ export async function showItems(bundle, { onChange }) {
 
   /** @param {number} item @param {number | null} rating @param {string} place */
   const row = (item, rating, place) => {
-    const line = element("li", { class: "film" });
+    const line = element("li", { class: clicks ? "film choice" : "film" });
     const name = `${place}-${item}`;
     line.append(element("span", { class: "title", text: labels[item] }));
     if (!clicks) line.append(rater(name, labels[item], scale, rating, (value) => rate(item, value), model.counts));
@@ -143,7 +143,7 @@ export async function showItems(bundle, { onChange }) {
     const chosen = rank(scores, top, { leftOut, counts, least });
     const mean = mine.reduce((sum, [, rating]) => sum + rating, 0) / Math.max(1, mine.length);
     const liked = mine.filter(([, rating]) => rating >= mean).map(([item]) => item);
-    const ends = scale ?? [0, Math.max(1, scores[chosen[0]] ?? 1)];
+    const ends = scale ?? [0, Math.max(1e-6, scores[chosen[0]] ?? 1)]; // without a scale, bars compare with the best
     const shown = mine.length ? chosen.map((item) => recommendation(item, scores[item], ends, liked)) : [];
     best.replaceChildren(...shown);
     at("best-none").hidden = mine.length > 0;

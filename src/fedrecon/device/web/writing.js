@@ -31,7 +31,7 @@ export async function showWriting(bundle, { onChange }) {
   const learn = /** @type {HTMLButtonElement} */ (at("learn"));
   const state = at("learned");
 
-  const rebuild = async () => {
+  const reconstructAll = async () => {
     const newest = sentences.slice(-most);
     const columns = vocabulary.columns(newest, most);
     const inputs = new Map(tables);
@@ -43,7 +43,7 @@ export async function showWriting(bundle, { onChange }) {
     local = new Map([...found].map(([name, one]) => [name.replace("local/", ""), one]));
     const own = [...vocabulary.ownWords(sentences).values()].reduce((sum, words) => sum + words.size, 0);
     state.textContent = sentences.length
-      ? `Rebuilt from ${counted(newest.length, "sentence")} of yours, with ${counted(own, "word")} of your own.`
+      ? `Reconstructed from ${counted(newest.length, "sentence")} of yours, with ${counted(own, "word")} of your own.`
       : "Nothing is known about you yet.";
     const took = performance.now() - begun;
     const flat = Object.fromEntries([...local].map(([path, one]) => [path, Array.from(one.data)]));
@@ -93,7 +93,7 @@ export async function showWriting(bundle, { onChange }) {
     sentences = [...sentences, ...written];
     store.keep(sentences);
     text.value = ""; // so that nothing is learned twice
-    await rebuild();
+    await reconstructAll();
     await suggest();
     learn.disabled = false;
     text.focus();
@@ -102,7 +102,7 @@ export async function showWriting(bundle, { onChange }) {
   });
   const show = async () => {
     sentences = store.kept(isSentence);
-    await rebuild();
+    await reconstructAll();
     await suggest();
   };
   await show();
