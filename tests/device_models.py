@@ -157,14 +157,14 @@ def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
 NUMBER = 400  # items of a model of the default settings: enough that tables of one are worth quantising
 
 
-def default_model(transform="none"):
+def default_model(transform="none", low=1.0, high=4.1):
     """Return a saved model of the default settings, as if trained; each title is there twice."""
     scale = Scale(
         transform=transform,
         mean=3.2,
         deviation=0.8,
-        low=1.0,
-        high=4.1,
+        low=low,
+        high=high,
         standardized=True,
         noise=0.6,
         user_ridge=3.0,

@@ -368,7 +368,7 @@ def graphs_in_graphs():
     yes = helper.make_tensor("yes", 9, [], [True])
     out = helper.make_tensor_value_info("out", 1, [1])
     body = helper.make_graph([helper.make_node("Identity", ["yes"], ["out"])], "g", [], [out], [yes])
-    for _ in range(40):
+    for _ in range(25):
         node = helper.make_node("If", ["yes"], ["out"], then_branch=body)
         body = helper.make_graph([node], "g", [], [out])
     return helper.make_model(body).SerializeToString()

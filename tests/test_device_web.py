@@ -3,6 +3,7 @@
 import dataclasses
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -131,13 +132,17 @@ def a_run(folder):
     return folder
 
 
-def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path, end):
+    (tmp_path / "scratch").mkdir()
     code = (
-        "import sys; sys.modules['jax2onnx'] = sys.modules['onnxruntime'] = None; "  # as if they were not installed
+        "import signal, sys; sys.modules['jax2onnx'] = sys.modules['onnxruntime'] = None; "  # as if not installed
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # whoever runs tests in the background ignores it
         "from fedrecon.app.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-u", "-c", code, "page", str(a_run(tmp_path / "run")), "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
         try:
             address = re.search(r"http://localhost:(\d+)/web/", running.stdout.readline())
             connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=10)
@@ -146,8 +151,12 @@ def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path
             assert items["labels"] == ["A [5]", "B", "A [9]"]
             connection.close()
         finally:
-            running.send_signal(signal.SIGINT)
-        assert running.wait(20) == 0
+            running.send_signal(end)
+            last_resort = threading.Timer(20, running.kill)
+            last_resort.start()
+        assert running.wait() == 0
+        last_resort.cancel()
+    assert list((tmp_path / "scratch").iterdir()) == []  # the bundle that was made for it is gone
 
 
 def test_the_server_gives_the_page_under_a_strict_policy(server):

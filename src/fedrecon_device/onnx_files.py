@@ -11,7 +11,7 @@ from typing import Any
 
 from fedrecon_device.errors import BundleError
 
-DEEPEST = 30  # graphs within graphs
+DEEPEST = 20  # graphs within graphs
 TEXT = 8  # the type of a tensor of text
 INNER: dict[str, dict[int, str]] = {  # by message: fields that hold messages, and of which kind
     "model": {7: "graph"},

@@ -68,7 +68,7 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     """Return a server of a bundle's files for browsers of this machine; call its `serve_forever`.
 
     Args:
-      folder: the bundle. Files that its manifest does not name are not served.
+      folder: the bundle. Files that its manifest does not name are not served; a bundle that takes its place is.
       port: on 127.0.0.1; 0 for any that is free.
 
     Raises:
@@ -94,7 +94,7 @@ class _Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def __init__(self, folder: Path, manifest: dict[str, Any], *rest: Any):
-        self._folder, self._manifest = folder, manifest
+        self._folder, self._policy = folder, policy(manifest) + "; frame-ancestors 'none'"
         super().__init__(*rest)
 
     def do_GET(self) -> None:
@@ -109,7 +109,7 @@ class _Files(BaseHTTPRequestHandler):
         try:
             if name == MANIFEST:
                 return self._answer(200, read_file(self._folder, MANIFEST, 1 << 20), kind="application/json")
-            return self._answer(200, read_checked(self._folder, self._manifest, name), kind=_kind(name))
+            return self._answer(200, read_checked(self._folder, read_manifest(self._folder), name), kind=_kind(name))
         except BundleError:
             return self._answer(404, b"not in the bundle\n")
 
@@ -120,7 +120,7 @@ class _Files(BaseHTTPRequestHandler):
         headers = {
             "Content-Type": kind,
             "Content-Length": str(len(body)),
-            "Content-Security-Policy": policy(self._manifest) + "; frame-ancestors 'none'",
+            "Content-Security-Policy": self._policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",

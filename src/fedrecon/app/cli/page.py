@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import webbrowser
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ def parse(argv: Sequence[str]) -> Page:
 
 
 def run(args: Page) -> int:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C, or until the process is told to end."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     from fedrecon.device.page import serve
     from fedrecon_device.files import MANIFEST
 

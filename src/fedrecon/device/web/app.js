@@ -49,9 +49,10 @@ async function main() {
 
 async function offline() {
   if (worker === null) return;
-  await worker.register(new URL("./sw.js", import.meta.url), { type: "module" });
+  const registration = await worker.register(new URL("./sw.js", import.meta.url), { type: "module" });
   await worker.ready;
   at("offline").hidden = false;
+  if (hadWorker) await registration.update(); // is there a newer model? fails without a network
 }
 
 worker?.addEventListener("controllerchange", () => {
