@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 import device_vectors
-from fedrecon.app.cli import main
+from fedrecon.app.cli import main, show
 from fedrecon.app.config import Factorization
 from fedrecon.app.saved import SavedModel, open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
 from fedrecon.device.saved import items_legend
+from fedrecon_device import BundleError
 from fedrecon_device.contents import content_of
 from fedrecon_device.files import FORMAT, VERSION, manifest_bytes
 
@@ -96,8 +97,31 @@ def test_only_text_may_run_webassembly():
 
 
 def test_text_needs_all_of_onnxruntime_web(tmp_path):
-    with pytest.raises(FileNotFoundError, match="ort"):
+    with pytest.raises(ValueError, match=r"has no ort.*npm install"):
         page_files({"task": "text", "files": {}}, vendor=tmp_path)
+    fake_bundle(tmp_path, task="text")
+    with pytest.raises(BundleError, match=r"lacks web/vendor/ort.*--onnxruntime-web"):
+        serve(tmp_path)
+
+
+def test_a_port_that_is_taken_or_is_none_is_named(server, tmp_path, capsys):
+    taken = str(server.server_address[1])
+    assert main(["page", str(tmp_path), "--port", taken, "--no-open"]) == 2
+    assert f"port {taken} of this machine cannot be used" in capsys.readouterr().err
+    assert main(["page", str(tmp_path), "--port", "70000"]) == 2
+    assert "--port is 70000; it must be 0 to 65535" in capsys.readouterr().err
+
+
+def test_the_commands_that_are_printed_are_those_that_work_here(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "fedrecon"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert show.program() == str(program)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert show.program() == "fedrecon"
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
       vendor: the folder `dist` of the npm package onnxruntime-web, for a task whose page needs it.
 
     Raises:
-      FileNotFoundError: `vendor` lacks a file of onnxruntime-web.
+      ValueError: `vendor` lacks a file of onnxruntime-web.
     """
     sources = package_files("fedrecon.device").joinpath("web")
     found = {f"web/{one.name}": one.read_bytes() for one in sources.iterdir() if one.name.endswith((".js", ".css"))}
@@ -41,9 +41,9 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     ranks = manifest["task"] in ITEM_TASKS
     for name in ("writing.js", "words.js", "onnx.js") if ranks else ("items.js", "ranking.js", "solvers.js"):
         found.pop(f"web/{name}")
-    if not ranks:
-        for name in VENDORED if vendor is not None else ():
-            found[f"web/vendor/{name}"] = (Path(str(vendor)) / name).read_bytes()
+    if not ranks and vendor is not None:
+        check_vendor(vendor)
+        found |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
     read = [name for name in (FOR_ITEMS if ranks else FOR_TEXT) if name in manifest["files"]]
     known = {name: digest_of(data) for name, data in found.items()} | {n: manifest["files"][n]["sha256"] for n in read}
     version = digest_of(json.dumps(known, sort_keys=True).encode())[:16]
@@ -57,6 +57,25 @@ def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
         assert mark.encode() in template, mark
         template = template.replace(mark.encode(), value.encode())
     return template
+
+
+def check_vendor(vendor: Path) -> None:
+    """Check that a folder holds what a page of text takes from onnxruntime-web.
+
+    Raises:
+      ValueError: a file is missing.
+    """
+    for name in VENDORED:
+        if not (vendor / name).is_file():
+            raise ValueError(
+                f"{vendor} has no {name}: expected the folder dist of onnxruntime-web (npm install onnxruntime-web)"
+            )
+
+
+def page_lacks(manifest: Mapping[str, Any]) -> str | None:
+    """Return what a bundle's page cannot work without and does not have; None if it has all."""
+    needed = () if manifest["task"] in ITEM_TASKS else [*(f"web/vendor/{name}" for name in VENDORED), *FOR_TEXT]
+    return next((name for name in needed if name not in manifest["files"]), None)
 
 
 def policy(manifest: Mapping[str, Any]) -> str:
@@ -77,6 +96,11 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     manifest = read_manifest(folder)
     if "web/index.html" not in manifest["files"]:
         raise BundleError(f"{folder} has no page: bundles of ratings, clicks and text have one")
+    if missing := page_lacks(manifest):
+        raise BundleError(
+            f"the page of {folder} lacks {missing}: npm install onnxruntime-web, then make the bundle again with "
+            "--onnxruntime-web node_modules/onnxruntime-web/dist"
+        )
     return _Server(("127.0.0.1", port), partial(_Files, folder, manifest))
 
 

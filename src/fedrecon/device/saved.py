@@ -18,7 +18,7 @@ from fedrecon.data.text.sentences import prompt_columns
 from fedrecon.device.export_form import of_counts, of_weighed
 from fedrecon.device.exporting import Legend
 from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
-from fedrecon.device.page import page_files
+from fedrecon.device.page import check_vendor, page_files
 from fedrecon.device.tables import Quantisation
 from fedrecon.device.vectors import made_up_clicks, made_up_ratings
 from fedrecon.trees import flatten
@@ -48,7 +48,13 @@ def bundle_model(
       onnx: without, no graphs are written: enough for the page of a model that ranks items, and needs no
         exporter.
       replace: whether a bundle that is there is replaced.
+
+    Raises:
+      ValueError: jax2onnx is not installed, `onnxruntime_web` is not that folder, or something cannot be exported
+        (`ExportError`).
     """
+    if onnxruntime_web is not None:
+        check_vendor(onnxruntime_web)  # before anything is exported, which takes long
     if saved.task in (RATINGS, CLICKS):
         legend, number = items_legend(saved, least_count), len(saved.legend)
         if saved.task is RATINGS:
@@ -61,21 +67,24 @@ def bundle_model(
         legend = text_legend(words, saved.config.model.max_words)
         like = personal_text(_made_up_text(words), words, saved.config.model.max_words).columns
         ask = prompt_columns(list(words.words[:3]), words, saved.config.model.max_words)[0]
-    return bundle(
-        saved.algorithm,
-        saved.params,
-        out,
-        like=like,
-        ask=ask,
-        most=most,
-        seed=saved.config.seed,
-        quantise=quantise,
-        settings=_settings(saved),
-        legend=legend,
-        web=partial(page_files, vendor=onnxruntime_web),
-        onnx=onnx,
-        replace=replace,
-    )
+    try:
+        return bundle(
+            saved.algorithm,
+            saved.params,
+            out,
+            like=like,
+            ask=ask,
+            most=most,
+            seed=saved.config.seed,
+            quantise=quantise,
+            settings=_settings(saved),
+            legend=legend,
+            web=partial(page_files, vendor=onnxruntime_web),
+            onnx=onnx,
+            replace=replace,
+        )
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
 
 
 def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
