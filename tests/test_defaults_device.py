@@ -5,7 +5,11 @@ The model of counts has learned log(1 + x); what devices take and give are count
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -191,12 +195,29 @@ def test_a_bundle_recommends_what_the_settings_of_its_model_allow(tmp_path):
     assert Bundle(tmp_path / "given").least_count == 9
 
 
+def test_another_process_folder_and_hash_seed_give_the_same_bytes(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from device_models import default_model; "
+        "from fedrecon.device.saved import bundle_model; bundle_model(default_model(), 'b', most=4, quantise='int8')"
+    )
+    for name, seed, zone in (("one", "1", "UTC"), ("a deeper/two", "77", "Asia/Tokyo")):
+        (tmp_path / name).mkdir(parents=True)
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "TZ": zone}
+        command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+        subprocess.run(command, cwd=tmp_path / name, env=environment, check=True)
+    same_files(tmp_path / "one" / "b", tmp_path / "a deeper" / "two" / "b")
+
+
+def same_files(one, other):
+    files = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
+    assert files == sorted(file.relative_to(other) for file in other.rglob("*") if file.is_file())
+    assert len(files) > 10
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
 @pytest.mark.parametrize("make", [default_model, lambda: default_model("log1p"), clicks_model])
 def test_the_same_model_gives_the_same_bytes(tmp_path, make):
     for name in ("one", "two"):
         bundle_model(make(), tmp_path / name, most=4, quantise="int8")
-    files = [file for file in (tmp_path / "one").rglob("*") if file.is_file()]
-    assert len(files) > 10
-    for file in files:
-        other = tmp_path / "two" / file.relative_to(tmp_path / "one")
-        assert file.read_bytes() == other.read_bytes(), file.name
+    same_files(tmp_path / "one", tmp_path / "two")

@@ -125,8 +125,7 @@ def jitted(algorithm, params):
 
         def padded(columns):
             count = len(columns["item"])
-            full = {name: np.resize(np.append(one, 0), MOST).astype(one.dtype) for name, one in columns.items()}
-            full = {name: np.where(np.arange(MOST) < count, one, 0).astype(one.dtype) for name, one in full.items()}
+            full = {name: np.zeros(MOST, one.dtype) for name, one in columns.items()}
             for name, column in columns.items():
                 full[name][:count] = column
             return run(params, form.start, full, jnp.int32(count))

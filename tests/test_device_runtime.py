@@ -529,6 +529,36 @@ def test_a_damaged_file_is_named(person):
         person.local()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"examples": 7},
+        {"examples": [["a"]]},
+        {"examples": [[1, None]]},
+        {"examples": {"x": [1]}},
+        {"examples": [[[], 1]]},
+    ],
+)
+def test_a_file_of_something_else_is_refused_in_a_sentence(person, content):
+    person._store.write(content)
+    for use in (person.recommend, person.local, lambda: person.add(item=[103], rating=[5])):
+        with pytest.raises(StoreError, match="no examples for a model of ratings; delete it"):
+            use()
+    person.forget()
+    assert person.recommend(1)
+
+
+def test_kept_local_parameters_that_make_no_sense_are_made_anew(person):
+    person.add(item=[103, 105], rating=[5, 2])
+    expected = person.refresh()
+    examples, digest = person.kept()["examples"], person.bundle.model_digest
+    for local in ({}, {"user_embedding": [1]}, 7, {"user_embedding": "x", "user_bias": 1}):
+        person._store.write({"examples": examples, "model": digest, "local": local, "before": 3})
+        found = person.local()
+        assert all(np.array_equal(found[path], leaf) for path, leaf in expected.items())
+
+
 def test_the_last_rating_of_an_item_counts_and_unknown_items_are_told(person):
     assert person.add(item=[103, 999, 103], rating=[5, 4, 2]) == (1, [999])
     person.add(item=[105, 103], rating=[3, 1])

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrecon_device import words as text_words
 from fedrecon_device.bundle import ITEMS, WORDS, Bundle
-from fedrecon_device.errors import BundleError
+from fedrecon_device.errors import BundleError, StoreError
 from fedrecon_device.ranking import clipped, nearest, rank
 from fedrecon_device.store import Store
 
@@ -55,8 +55,17 @@ class Personal:
     # ---- what is kept ----
 
     def kept(self) -> dict[str, Any]:
-        """Return all that is kept of the person, as the file holds it; empty if there is no file."""
-        return self._store.read() or {}
+        """Return all that is kept of the person, as the file holds it; empty if there is no file.
+
+        Raises:
+          StoreError: the file is damaged, or holds examples of another kind of model.
+        """
+        found = self._store.read() or {}
+        if found and not _fits(self.bundle, found.get("examples")):
+            raise StoreError(
+                f"{self._store.path} holds no examples for a model of {self.bundle.task}; delete it to begin anew"
+            )
+        return found
 
     def forget(self) -> None:
         """Delete the person's file."""
@@ -141,7 +150,7 @@ class Personal:
     def local(self) -> dict[str, np.ndarray]:
         """Return the local parameters: the kept ones if they are of this model and of all examples, or new ones."""
         kept = self.kept()
-        if kept.get("local") is not None and kept["model"] == self.bundle.model_digest:
+        if kept.get("local") is not None and kept.get("model") == self.bundle.model_digest:
             found = _arrays(kept["local"], self.bundle.start)
             if found is not None:
                 return found
@@ -235,11 +244,29 @@ class Personal:
         return self._words
 
 
+def _fits(bundle: Bundle, examples: Any) -> bool:
+    """Say whether what a file holds are examples for a bundle."""
+    if bundle.ranks:
+        return isinstance(examples, list) and all(
+            isinstance(one, list)
+            and len(one) == 2
+            and isinstance(one[0], (int, str))
+            and isinstance(one[1], (int, float))
+            for one in examples
+        )
+    if bundle.task == "text":
+        return isinstance(examples, list) and all(
+            isinstance(words, list) and all(isinstance(word, str) for word in words) for words in examples
+        )
+    return isinstance(examples, dict) and all(isinstance(column, list) for column in examples.values())
+
+
 def _before(kept: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the newest local parameters that are kept, with the digest of their model: those to go on from."""
     if kept.get("local") is not None:
-        return {"model": kept["model"], "local": kept["local"]}
-    return kept.get("before")
+        return {"model": kept.get("model"), "local": kept["local"]}
+    before = kept.get("before")
+    return before if isinstance(before, dict) and {"model", "local"} <= set(before) else None
 
 
 def _arrays(local: Any, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
