@@ -23,25 +23,45 @@ from fedrecon.app.cli.demo import SETTINGS
 from fedrecon.app.config import Factorization, RatingsConfig, Reconstruct, Scale
 from fedrecon.app.presets import DEFAULT
 from fedrecon.app.saved import SavedModel
-from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.app.tasks import CLICKS, RATINGS, Items
+from fedrecon.app.tasks.ratings import load_ratings
+from fedrecon.data import unique_labels
 from fedrecon.device.saved import bundle_model
 from fedrecon_device import Bundle
+from fedrecon_device.bundle import ITEMS, TABLES
+from fedrecon_device.files import MANIFEST
 
-RATED = 100
+RATED, MANY = 100, 100_000
 
 
-def of_defaults(num_items):
-    """A model of the default settings with numbers as large as trained ones, without titles."""
+def of_defaults(num_items, titles):
+    """A model of the default settings with numbers as large as trained ones."""
     scale = Scale(mean=3.5, deviation=1.0, low=0.5, high=5.0, standardized=True, trait_ridges=(20.0, 30.0))
     config = dataclasses.replace(DEFAULT, model=dataclasses.replace(DEFAULT.model, scale=scale))
-    items = untrained(num_items, 1).legend
+    items = untrained(num_items, 1, titles=titles).legend
     draw = np.random.default_rng(0)
     shapes = jax.eval_shape(RATINGS.build_model(config, items).init_global, jax.random.key(0))
     params = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     return SavedModel(config, params, items)
 
 
-def untrained(num_items, dim, *, titles=False, **reconstruct):
+def of_clicks(num_items, titles):
+    """A model of clicks of the default settings."""
+    items = untrained(num_items, 1, titles=titles).legend
+    table = np.random.default_rng(0).normal(0, 0.1, (num_items, CLICKS.untrained.model.dim)).astype(np.float32)
+    return SavedModel(CLICKS.untrained, {"gram": table.T @ table, "item_embedding": table}, items)
+
+
+def made_up_titles(num_items):
+    """Titles as long as those of films, of their words in any order: they compress somewhat worse than real ones."""
+    films = RATINGS.legend(SETTINGS, load_ratings(SETTINGS.data)).titles
+    words = np.array([word for title in films for word in title.split()])
+    draw = np.random.default_rng(0)
+    lengths = draw.choice([len(title.split()) for title in films], num_items)
+    return np.array(unique_labels([" ".join(draw.choice(words, n)) for n in lengths], np.arange(num_items).tolist()))
+
+
+def untrained(num_items, dim, *, titles=None, **reconstruct):
     """A model with numbers as large as trained ones."""
     draw = np.random.default_rng(0)
     config: RatingsConfig = dataclasses.replace(
@@ -54,9 +74,9 @@ def untrained(num_items, dim, *, titles=False, **reconstruct):
         "item_bias": draw.normal(0, 0.3, num_items).astype(np.float32),
         "mean": np.float32(3.5),
     }
-    names = np.array([f"A usual title ({k:06} AD)" for k in range(num_items)]) if titles else None  # 25 characters
     counts = np.minimum(draw.zipf(1.6, num_items), 400)
-    return SavedModel(config, params, Items(np.arange(num_items), names, counts, (0.5, 5.0)))
+    ids = np.cumsum(draw.integers(1, 20, num_items))  # with gaps, as in MovieLens
+    return SavedModel(config, params, Items(ids, None if titles is None else titles[:num_items], counts, (0.5, 5.0)))
 
 
 def size_of(folder):
@@ -64,20 +84,11 @@ def size_of(folder):
 
 
 def loaded_by_the_page(folder):
-    return sum((folder / n).stat().st_size for n in ("manifest.json", "items.json", "global.safetensors")) + page_of(
-        folder
-    )
+    return sum((folder / name).stat().st_size for name in (MANIFEST, ITEMS, TABLES)) + page_of(folder)
 
 
 def page_of(folder):
     return sum(file.stat().st_size for file in (folder / "web").rglob("*") if file.is_file())
-
-
-def titles_of(folder):
-    """How many bytes of a bundle are titles."""
-    items = json.loads((folder / "items.json").read_text())
-    whole, without = (len(json.dumps(one, separators=(",", ":"))) for one in (items, {**items, "labels": None}))
-    return whole - without
 
 
 def timed(run, times=20):
@@ -109,7 +120,8 @@ def in_chromium(folder):
         browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()
         page.goto(f"http://localhost:{server.server_address[1]}/web/")
-        kept = json.dumps({"version": 1, "examples": [[k, 1 + k % 5] for k in range(RATED)]})
+        ids = Bundle(folder).items.ids
+        kept = json.dumps({"version": 1, "examples": [[ids[k], 1 + k % 5] for k in range(RATED)]})
         page.evaluate("(kept) => localStorage.setItem('fedrecon:/web/', kept)", kept)
         found = []
         for _ in range(5):
@@ -133,13 +145,18 @@ def main():
 
 
 def measured(place):
+    titles = made_up_titles(MANY)
     settings = {"solver": SETTINGS.reconstruct.solver, "ridge": SETTINGS.reconstruct.ridge}
     begun = time.perf_counter()
-    small = bundle_model(untrained(9066, 50, titles=True, **settings), place / "small", quantise="int8")
+    small = bundle_model(untrained(9066, 50, titles=titles, **settings), place / "small", quantise="int8")
     export = time.perf_counter() - begun
-    large = bundle_model(untrained(100_000, 50, **settings), place / "large", quantise="int8")
-    usual = bundle_model(of_defaults(100_000), place / "usual", quantise="int8")
-    per_title = titles_of(small) / 9066
+    large = {
+        "50 dimensions, without titles": untrained(MANY, 50, **settings),
+        "50 dimensions, with titles": untrained(MANY, 50, titles=titles, **settings),
+        "default settings (16 dimensions, implicit feedback, traits), with titles": of_defaults(MANY, titles),
+        "clicks, default settings (64 dimensions), with titles": of_clicks(MANY, titles),
+    }
+    sizes = {what: size_of(bundle_model(model, place / what, quantise="int8")) for what, model in large.items()}
     importing = timed(lambda: subprocess.run([sys.executable, "-c", "import fedrecon_device"], check=True), 5)
     starting = timed(lambda: subprocess.run([sys.executable, "-c", "import numpy"], check=True), 5)
     device = Bundle(small)
@@ -149,9 +166,8 @@ def measured(place):
     figures = {
         "page_bytes": page_of(small),
         "loaded_bytes": loaded_by_the_page(small),
-        "large_bytes": size_of(large),
-        "default_bytes": size_of(usual),
-        "bytes_a_title": per_title,
+        "large_bytes": sizes,
+        "characters_a_title": float(np.mean([len(title) for title in titles])),
         "export_seconds": export,
         "import_seconds": importing,
         "numpy_seconds": starting,
@@ -164,9 +180,10 @@ def measured(place):
     rows = [
         ("the page without tables", f"{page_of(small) / 1e3:.0f} kB", "100 kB"),
         ("all that the page loads, 9,066 films x 50, int8", f"{loaded_by_the_page(small) / 1e6:.2f} MB", "2.5 MB"),
-        ("a bundle of 100,000 items x 50 without titles, int8", f"{size_of(large) / 1e6:.2f} MB", "6 MB"),
-        ("the same, default settings (16 dimensions)", f"{size_of(usual) / 1e6:.2f} MB", "6 MB"),
-        ("titles of 25 characters, for 100,000 items", f"{per_title / 10:.2f} MB more", ""),
+        *(
+            (f"a bundle of {MANY:,} items, int8: {what}", f"{size / 1e6:.2f} MB", "6 MB")
+            for what, size in sizes.items()
+        ),
         ("fedrecon bundle, 9,066 films", f"{export:.0f} s", "60 s"),
         ("import fedrecon_device, in a new process", f"{importing:.2f} s (numpy alone {starting:.2f})", "0.3 s"),
         (f"least squares from {RATED} ratings, ONNX Runtime", f"{1000 * here:.1f} ms", ""),

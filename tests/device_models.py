@@ -8,10 +8,11 @@ import numpy as np
 import optax
 
 import fedrecon as fr
+from fedrecon.app.click_settings import Ranking
 from fedrecon.app.config import Scale
 from fedrecon.app.presets import DEFAULT
 from fedrecon.app.saved import SavedModel
-from fedrecon.app.tasks import RATINGS, Items
+from fedrecon.app.tasks import CLICKS, RATINGS, Items
 from fedrecon.device import Legend, bundle
 from fedrecon.device.vectors import made_up_ratings
 
@@ -74,7 +75,7 @@ def ratings_bundle(out, model, name, *, quantise=None, params=None, **more):
         most=MOST,
         settings=settings,
         quantise=quantise,
-        legend=Legend("ratings", {"items.json": items}, (1.0, 5.0), 3, roles_of(params)),
+        legend=Legend("ratings", {"items.json.zlib": items}, (1.0, 5.0), 3, roles_of(params)),
         replace=True,
         **more,
     )
@@ -146,7 +147,7 @@ def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
         ask=prompt_columns("we met", vocabulary, max_words)[0],
         most=most,
         settings=settings,
-        legend=Legend("text", {"words.json": {"words": WORDS, "buckets": 5, "max_words": max_words}}),
+        legend=Legend("text", {"words.json.zlib": {"words": WORDS, "buckets": 5, "max_words": max_words}}),
         web=functools.partial(page_files, vendor=vendor) if page else None,
         replace=True,
     )
@@ -156,14 +157,14 @@ def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
 NUMBER = 400  # items of a model of the default settings: enough that tables of one are worth quantising
 
 
-def default_model(transform="none"):
+def default_model(transform="none", low=1.0, high=4.1):
     """Return a saved model of the default settings, as if trained; each title is there twice."""
     scale = Scale(
         transform=transform,
         mean=3.2,
         deviation=0.8,
-        low=1.0,
-        high=4.1,
+        low=low,
+        high=high,
         standardized=True,
         noise=0.6,
         user_ridge=3.0,
@@ -188,6 +189,15 @@ def counts_model():
     )
     names = np.array([f"artist {k}" for k in range(60)])
     return of_defaults(scale, Items(np.arange(60), names, np.arange(60) % 40, (0.0, 9896.0)))
+
+
+def clicks_model(counts="ignore", dim=4):
+    """Return a saved model of what people have, each title twice; `counts` as in the settings."""
+    titles = np.array([f"record {k // 2}" for k in range(NUMBER)])
+    items = Items(np.arange(1000, 1000 + NUMBER), titles, np.arange(NUMBER) % 40)
+    config = dataclasses.replace(CLICKS.untrained, model=Ranking(dim=dim, counts=counts, least_ratings=5))
+    table = np.random.default_rng(0).normal(0, 0.4, (NUMBER, dim)).astype(np.float32)
+    return SavedModel(config, {"gram": table.T @ table, "item_embedding": table}, items)
 
 
 def of_defaults(scale, items):

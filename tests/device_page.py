@@ -16,7 +16,7 @@ const manifest = JSON.parse(read("manifest.json"));
 const bundle = new Bundle(manifest, async (name) => new Uint8Array(read(name)).buffer);
 await bundle.load();
 const model = factorization(bundle);
-const { counts } = await bundle.json("items.json");
+const { counts } = await bundle.json("items.json.zlib");
 for await (const line of createInterface({ input: process.stdin })) {
   const { item, rating } = JSON.parse(line);
   const newest = -manifest.examples.most;

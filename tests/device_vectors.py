@@ -7,14 +7,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import device_models
 import fedrecon as fr
 from device_models import algorithm_of, solver_of, trained
+from fedrecon.app.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, split_text
 from fedrecon.data.text.sentences import prompt_columns
 from fedrecon.data.text.words import word_hash
-from fedrecon.device.export_form import export_form
+from fedrecon.device.export_form import export_form, of_weighed
 from fedrecon.device.tables import packed, tables_file, unpacked
 from fedrecon.trees import flatten
 from fedrecon_device.ranking import clipped, nearest, rank
@@ -96,11 +98,15 @@ def solved():
     cases = []
     kinds = [("least-squares", {}), ("least-squares", {"default": True, "feedback": True}), ("sgd", {"biases": False})]
     kinds += [("momentum", {"default": True}), ("adagrad", {"feedback": True}), ("adam", {})]
+    kinds += [("clicks", {}), ("clicks", {"weight": "weight"})]
     for name, parts in kinds:
-        model = small(**parts)
-        solver, settings = solver_of(name)
-        algorithm, params = algorithm_of(model, solver), trained(model, seed=3)
+        algorithm, settings = clicks(**parts) if name == "clicks" else ratings(name, **parts)
+        model = algorithm.model
+        params = trained(model, seed=3)
+        if name == "clicks":
+            params["gram"] = params["item_embedding"].T @ params["item_embedding"]
         form = export_form(algorithm, params, 0)
+        form = of_weighed(form, click_weight) if "weight" in parts else form
         start, run = jax.tree.map(np.asarray, form.start), jax.jit(form.reconstruct)
         for count in (0, 1, 7, 12):
             draw = np.random.default_rng(count)
@@ -131,6 +137,18 @@ def solved():
                 }
             )
     return cases
+
+
+def ratings(solver, **parts):
+    reconstruct, settings = solver_of(solver)
+    return algorithm_of(small(**parts), reconstruct), settings
+
+
+def clicks(weight=None):
+    model = fr.models.ranking_factorization(12, 3, weight=weight)
+    algorithm = fr.federated_ials(model, unobserved=0.3, ridge=1.5, server=optax.sgd(1.0))
+    settings = {"solver": "least-squares", "ridge": 1.5, "unobserved": 0.3, "counts": "log" if weight else "ignore"}
+    return algorithm, settings
 
 
 def small(*, biases=True, default=False, feedback=False):

@@ -1,6 +1,7 @@
 """Bundles: what they reconstruct and predict is what JAX does; the same input gives the same bytes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
@@ -21,8 +22,9 @@ pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
 pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")
 
 from device_models import ITEMS, MOST, algorithm_of, factorization, newest, ratings_bundle, trained
+from device_page import Page
 from fedrecon.device import ExportError, bundle
-from fedrecon_device import Bundle, check
+from fedrecon_device import Bundle, Personal, check
 from fedrecon_device.tensors import read_tensors
 
 CASES = {
@@ -39,7 +41,7 @@ RATINGS = st.lists(st.tuples(st.integers(0, ITEMS - 1), st.sampled_from([1.0, 2.
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
-    """Export each case once; by name: the open bundle, its algorithm, its parameters."""
+    """Export each case once; by name: the open bundle, its algorithm, its parameters, the page over it."""
     made = {}
 
     def get(name):
@@ -47,10 +49,14 @@ def bundles(tmp_path_factory):
             model, solver, quantise = CASES[name]
             out = tmp_path_factory.mktemp("bundle") / "b"
             algorithm, params = ratings_bundle(out, model, solver, quantise=quantise)
-            made[name] = (Bundle(out), algorithm, params)
+            page = Page(out, out.parent) if shutil.which("node") else None
+            made[name] = (Bundle(out), algorithm, params, page)
         return made[name]
 
-    return get
+    yield get
+    for *_, page in made.values():
+        if page is not None:
+            page.close()
 
 
 def assert_close(found, expected):
@@ -60,22 +66,52 @@ def assert_close(found, expected):
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ratings=RATINGS)
-def test_a_bundle_reconstructs_and_predicts_what_jax_does(bundles, name, ratings):
-    device, algorithm, params = bundles(name)
-    columns = {
-        "item": np.array([item for item, _ in ratings], np.int32),
-        "rating": np.array([rating for _, rating in ratings], np.float32),
-    }
-    form = jitted(algorithm, params)
-    expected = form(newest(columns))
+@example(ratings=[])
+@example(ratings=[(7, 5.0)])
+@example(ratings=[(k, 3.5) for k in range(MOST)])
+@example(ratings=[(7, 1.0 + k % 5) for k in range(MOST + 4)])
+def test_a_device_and_the_page_reconstruct_and_predict_what_jax_does(bundles, name, ratings):
+    """From no example, one, as many as count, more, with repeats."""
+    device, algorithm, params, page = bundles(name)
+    columns = columns_of(ratings)
+    expected = jitted(algorithm, params)(newest(columns))
     local = device.reconstruct(columns)
     assert set(local) == set(expected)
     for path, leaf in local.items():
         assert_close(leaf, expected[path])
     items = np.arange(ITEMS, dtype=np.int32)
-    assert_close(device.predict(local, {"item": items}), fr.predict(algorithm.model, params, expected, {"item": items}))
+    scores = fr.predict(algorithm.model, params, expected, {"item": items})
+    assert_close(device.predict(local, {"item": items}), scores)
+    if page is not None:
+        found = page.ask(columns["item"], columns["rating"])
+        order = [path for path in ("user_bias", "user_embedding") if path in expected]
+        assert_close(found["local"], np.concatenate([np.ravel(expected[path]) for path in order]))
+        assert_close(found["scores"], scores)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(given=st.lists(st.tuples(st.integers(90, 310), st.sampled_from([1.0, 2.0, 5.0])), max_size=MOST + 8))
+def test_a_person_with_unknown_and_repeated_items_has_the_parameters_of_jax(bundles, tmp_path_factory, name, given):
+    device, algorithm, params, _ = bundles(name)
+    person = Personal(device, tmp_path_factory.mktemp("me") / "me.json")
+    added = person.add(item=[item for item, _ in given], rating=[rating for _, rating in given])
+    assert added.unknown == [item for item, _ in given if not 100 <= item < 100 + ITEMS]
+    last = {item: rating for item, rating in given if 100 <= item < 100 + ITEMS}
+    expected = jitted(algorithm, params)(newest(columns_of([(item - 100, rating) for item, rating in last.items()])))
+    for path, leaf in person.refresh().items():
+        assert_close(leaf, expected[path])
+
+
+def columns_of(ratings):
+    return {
+        "item": np.array([item for item, _ in ratings], np.int32),
+        "rating": np.array([rating for _, rating in ratings], np.float32),
+    }
 
 
 JITTED = {}
@@ -89,8 +125,7 @@ def jitted(algorithm, params):
 
         def padded(columns):
             count = len(columns["item"])
-            full = {name: np.resize(np.append(one, 0), MOST).astype(one.dtype) for name, one in columns.items()}
-            full = {name: np.where(np.arange(MOST) < count, one, 0).astype(one.dtype) for name, one in full.items()}
+            full = {name: np.zeros(MOST, one.dtype) for name, one in columns.items()}
             for name, column in columns.items():
                 full[name][:count] = column
             return run(params, form.start, full, jnp.int32(count))
@@ -102,7 +137,7 @@ def jitted(algorithm, params):
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.parametrize("count", [1, 5, MOST])
 def test_the_exported_form_is_the_one_that_serves(bundles, name, count):
-    _, algorithm, params = bundles(name)
+    _, algorithm, params, _ = bundles(name)
     draw = np.random.default_rng(count)
     columns = {
         "item": draw.integers(0, ITEMS, count).astype(np.int32),

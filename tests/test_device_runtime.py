@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import venv
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from fedrecon.device.page import page_files
 from fedrecon.personalize import recommend
 from fedrecon_device import Bundle, BundleError, Personal, StoreError, check
 from fedrecon_device.__main__ import main
+from fedrecon_device.contents import MOST_JSON, content_of
 from fedrecon_device.files import manifest_bytes
 from fedrecon_device.ranking import clipped, nearest, rank
 from fedrecon_device.tensors import read_tensors
@@ -127,18 +129,18 @@ def replaced_somewhere(content, data):
     return content
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "items.json", "test_vectors.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "items.json.zlib", "test_vectors.json"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_anything_in_a_bundle_whose_digests_fit_is_read_or_refused(made, tmp_path_factory, name, data):
     """Somebody hostile writes digests that fit; whatever they wrote, no other error comes out."""
     folder = tmp_path_factory.mktemp("hostile") / "films"
     shutil.copytree(made, folder)
-    changed = replaced_somewhere(json.loads((folder / name).read_text()), data)
+    changed = replaced_somewhere(content_of(name, (folder / name).read_bytes()), data)
     if name == "manifest.json":
         (folder / name).write_bytes(manifest_bytes(changed))
     else:
-        rewritten(folder, name, json.dumps(changed).encode())
+        rewritten(folder, name, packed_json(name, json.dumps(changed).encode()))
     try:
         check(folder)
         if Bundle(folder).task == "ratings":
@@ -149,6 +151,10 @@ def test_anything_in_a_bundle_whose_digests_fit_is_read_or_refused(made, tmp_pat
         shutil.rmtree(folder)
 
 
+def packed_json(name, text):
+    return zlib.compress(text) if name.endswith(".zlib") else text
+
+
 def rewritten(folder, name, content):
     """Replace a file, with a digest that fits."""
     (folder / name).write_bytes(content)
@@ -156,9 +162,9 @@ def rewritten(folder, name, content):
     rewrite(folder, lambda manifest: manifest["files"].update({name: about}))
 
 
-@pytest.mark.parametrize("name", ["items.json", "test_vectors.json"])
+@pytest.mark.parametrize("name", ["items.json.zlib", "test_vectors.json"])
 def test_json_inside_that_goes_too_deep_is_refused(folder, name):
-    rewritten(folder, name, b"[" * 200_000)
+    rewritten(folder, name, packed_json(name, b"[" * 200_000))
     with pytest.raises(BundleError, match="not valid JSON"):
         check(folder)
 
@@ -189,7 +195,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(folder, name):
 
 @pytest.mark.parametrize("size", [1 << 40, -1, "many", None, True])
 def test_sizes_that_no_bundle_has_are_refused_before_anything_is_read(folder, size):
-    rewrite(folder, lambda manifest: manifest["files"]["items.json"].update(bytes=size))
+    rewrite(folder, lambda manifest: manifest["files"]["items.json.zlib"].update(bytes=size))
     with pytest.raises(BundleError, match=r"bytes|size"):
         Bundle(folder)
 
@@ -199,16 +205,16 @@ def test_links_and_cycles_of_folders_are_refused(folder, tmp_path):
     with pytest.raises(BundleError, match="is a link"):
         check(folder)
     (folder / "round").unlink()
-    (tmp_path / "elsewhere").write_bytes((folder / "items.json").read_bytes())
-    (folder / "items.json").unlink()
-    (folder / "items.json").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes((folder / "items.json.zlib").read_bytes())
+    (folder / "items.json.zlib").unlink()
+    (folder / "items.json.zlib").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BundleError, match=r"plain file|is a link"):
         check(folder)
 
 
 def test_a_pipe_in_place_of_a_file_does_not_make_the_checker_wait(folder):
-    (folder / "items.json").unlink()
-    os.mkfifo(folder / "items.json")
+    (folder / "items.json.zlib").unlink()
+    os.mkfifo(folder / "items.json.zlib")
     with pytest.raises(BundleError, match="not a plain file"):
         check(folder)
 
@@ -226,8 +232,8 @@ def test_json_that_goes_too_deep_is_refused(folder):
 
 
 def test_another_version_is_named(folder):
-    rewrite(folder, lambda manifest: manifest.update(version=2))
-    with pytest.raises(BundleError, match="version 2; this runtime reads version 1"):
+    rewrite(folder, lambda manifest: manifest.update(version=3))
+    with pytest.raises(BundleError, match="version 3; this runtime reads version 2"):
         check(folder)
 
 
@@ -273,7 +279,7 @@ def test_a_graph_that_reads_files_of_the_machine_is_refused(folder, tmp_path):
     value = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, [1])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["a"], ["out"])], "g", [], [value], [tensor])
     replaced(folder, onnx.helper.make_model(graph).SerializeToString())
-    with pytest.raises(BundleError, match="ONNX Runtime refuses it"):
+    with pytest.raises(BundleError, match="tables in files beside it"):
         check(folder)
 
 
@@ -307,6 +313,147 @@ def test_a_graph_that_never_ends_is_stopped(folder, monkeypatch):
         check(folder)
 
 
+def of_onnx(nodes, constants=(), functions=(), output=("float32", [1]), **more):
+    """Return the bytes of a graph without inputs."""
+    import onnx
+
+    helper = onnx.helper
+    dtype = helper.np_dtype_to_tensor_dtype(np.dtype(output[0]))
+    out = helper.make_tensor_value_info("out", dtype, output[1])
+    graph = helper.make_graph(nodes, "g", [], [out], list(constants), **more)
+    opsets = [helper.make_opsetid("", 21), *([helper.make_opsetid("mine", 1)] if functions else [])]
+    made = helper.make_model(graph, functions=list(functions), opset_imports=opsets, ir_version=10)
+    return made.SerializeToString()
+
+
+def nested_functions(depth):
+    """A file of about a kilobyte that is 2 to the power of `depth` operations once it is loaded."""
+    from onnx import helper
+
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mine", 1)]
+    made = [helper.make_function("mine", "f0", ["x"], ["y"], [helper.make_node("Neg", ["x"], ["y"])], opsets)]
+    for k in range(1, depth):
+        twice = [
+            helper.make_node(f"f{k - 1}", [a], [b], domain="mine") for a, b in (("x", "between"), ("between", "y"))
+        ]
+        made.append(helper.make_function("mine", f"f{k}", ["x"], ["y"], twice, opsets))
+    node = helper.make_node(f"f{depth - 1}", ["one"], ["out"], domain="mine")
+    return of_onnx([node], [helper.make_tensor("one", 1, [1], [1.0])], made)
+
+
+def sparse_table():
+    from onnx import helper
+
+    sparse = helper.make_sparse_tensor(
+        helper.make_tensor("a", 1, [1], [1.0]), helper.make_tensor("i", 7, [1], [0]), [1 << 40]
+    )
+    return of_onnx([helper.make_node("ReduceMax", ["a"], ["out"])], sparse_initializer=[sparse])
+
+
+def text():
+    from onnx import helper
+
+    return of_onnx([helper.make_node("Identity", ["a"], ["out"])], [helper.make_tensor("a", 8, [1], [b"x"])])
+
+
+def of_another_domain():
+    from onnx import helper
+
+    return of_onnx([helper.make_node("Inverse", ["a"], ["out"], domain="com.microsoft")])
+
+
+def graphs_in_graphs():
+    from onnx import helper
+
+    yes = helper.make_tensor("yes", 9, [], [True])
+    out = helper.make_tensor_value_info("out", 1, [1])
+    body = helper.make_graph([helper.make_node("Identity", ["yes"], ["out"])], "g", [], [out], [yes])
+    for _ in range(25):
+        node = helper.make_node("If", ["yes"], ["out"], then_branch=body)
+        body = helper.make_graph([node], "g", [], [out])
+    return helper.make_model(body).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nested_functions(60), "functions of its own"),
+        (sparse_table, "sparse tables"),
+        (text, "has text"),
+        (of_another_domain, "an operation of b'com.microsoft'"),
+        (graphs_in_graphs, "deeper than"),
+        (lambda: b"\x3a\xff\xff\xff\xff\x0f", "not an ONNX file"),
+        (lambda: b"\x0b" * 50, "not an ONNX file"),
+        (lambda: b"\xff" * 50, "not an ONNX file"),
+    ],
+)
+def test_a_graph_that_onnxruntime_should_not_load_is_refused(folder, make, message):
+    replaced(folder, make())
+    with pytest.raises(BundleError, match=message):
+        check(folder)
+
+
+def test_a_graph_that_wants_much_memory_does_not_get_it(folder):
+    from onnx import helper
+
+    nodes = [
+        helper.make_node("ConstantOfShape", ["size"], ["large"]),
+        helper.make_node("ReduceSum", ["large"], ["out"], keepdims=1),
+    ]
+    replaced(folder, of_onnx(nodes, [helper.make_tensor("size", 7, [1], [1 << 29])]))  # 2 GB
+    with pytest.raises(BundleError, match=r"fails in ONNX Runtime"):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: zlib.compress(b" " * (MOST_JSON + 1)), "when decompressed"),  # a thousandth of it on disk
+        (lambda: zlib.compress(b"{}")[:-1], "ends too early"),
+        (lambda: zlib.compress(b"{}") + b"x", "goes on after its end"),
+        (lambda: b"not compressed", "not compressed as zlib"),
+        (lambda: zlib.compress(b'{"ids":[1],"labels":null,"counts":[NaN]}'), "not valid JSON"),
+        (lambda: zlib.compress(b'{"ids":[[]],"labels":null,"counts":null}'), "damaged"),
+    ],
+)
+def test_items_that_are_too_large_cut_off_or_no_json_are_refused(folder, content, message):
+    rewritten(folder, "items.json.zlib", content())
+    with pytest.raises(BundleError, match=message):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"least_count": 3', '"least_count": NaN'),
+        lambda text: text.replace('"least_count": 3', '"least_count": 3,\n "least_count": 3'),
+        lambda text: text.replace('"least_count": 3', '"deep": ' + "[" * 900 + "]" * 900),
+    ],
+)
+def test_a_manifest_with_no_numbers_repeated_names_or_endless_lists_is_refused(folder, change):
+    path = folder / "manifest.json"
+    changed = change(path.read_text())
+    assert changed != path.read_text()
+    path.write_text(changed)
+    with pytest.raises(BundleError):
+        check(folder)
+
+
+def test_a_folder_in_a_bundle_that_is_a_link_is_refused(folder, tmp_path):
+    shutil.move(folder / "web", tmp_path / "web")
+    (folder / "web").symlink_to(tmp_path / "web")
+    with pytest.raises(BundleError, match="is a link"):
+        check(folder)
+    with pytest.raises(BundleError, match="is a link"):
+        fedrecon_device.files.read_checked(folder, Bundle(folder).manifest, "web/app.js")
+
+
+def test_a_table_that_is_not_of_items_is_not_taken_for_one(folder, tmp_path):
+    rewrite(folder, lambda manifest: manifest["roles"].update(item_embedding=manifest["roles"]["item_bias"]))
+    with pytest.raises(BundleError, match="embeddings of 200 items have the shape"):
+        Personal(folder, tmp_path / "me.json").recommend(3)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200))
 def test_tables_of_any_bytes_are_read_or_refused(data):
@@ -326,6 +473,8 @@ def test_tables_of_any_bytes_are_read_or_refused(data):
         },
         {"a": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 0]}},
         {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"dtype": "F32", "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}},
+        {"a": {"dtype": "F32", "shape": [1] * 100 + [2], "data_offsets": [0, 8]}},
         {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}},
         {"a": {"dtype": "O", "shape": [1], "data_offsets": [0, 8]}},
         [],
@@ -378,6 +527,36 @@ def test_a_damaged_file_is_named(person):
     person._store.path.write_text("{")
     with pytest.raises(StoreError, match=r"person\.json"):
         person.local()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"examples": 7},
+        {"examples": [["a"]]},
+        {"examples": [[1, None]]},
+        {"examples": {"x": [1]}},
+        {"examples": [[[], 1]]},
+    ],
+)
+def test_a_file_of_something_else_is_refused_in_a_sentence(person, content):
+    person._store.write(content)
+    for use in (person.recommend, person.local, lambda: person.add(item=[103], rating=[5])):
+        with pytest.raises(StoreError, match="no examples for a model of ratings; delete it"):
+            use()
+    person.forget()
+    assert person.recommend(1)
+
+
+def test_kept_local_parameters_that_make_no_sense_are_made_anew(person):
+    person.add(item=[103, 105], rating=[5, 2])
+    expected = person.refresh()
+    examples, digest = person.kept()["examples"], person.bundle.model_digest
+    for local in ({}, {"user_embedding": [1]}, 7, {"user_embedding": "x", "user_bias": 1}):
+        person._store.write({"examples": examples, "model": digest, "local": local, "before": 3})
+        found = person.local()
+        assert all(np.array_equal(found[path], leaf) for path, leaf in expected.items())
 
 
 def test_the_last_rating_of_an_item_counts_and_unknown_items_are_told(person):

@@ -3,6 +3,7 @@
 import dataclasses
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,20 +16,22 @@ import numpy as np
 import pytest
 
 import device_vectors
-from fedrecon.app.cli import main
+from fedrecon.app.cli import main, show
 from fedrecon.app.config import Factorization
 from fedrecon.app.saved import SavedModel, open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
-from fedrecon.device.saved import ratings_legend
-from fedrecon_device.files import FORMAT, manifest_bytes
+from fedrecon.device.saved import items_legend
+from fedrecon_device import BundleError
+from fedrecon_device.contents import content_of
+from fedrecon_device.files import FORMAT, VERSION, manifest_bytes
 
 ROOT = Path(__file__).parent.parent
 
 
 def fake_bundle(folder, task="ratings"):
     """A bundle with nothing but a page: what a server needs."""
-    manifest = {"format": "fedrecon-bundle", "version": 1, "task": task, "files": {}}
+    manifest = {"format": "fedrecon-bundle", "version": VERSION, "task": task, "files": {}}
     pages = page_files(manifest)
     for name, data in pages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,12 +81,12 @@ def test_the_page_is_small_and_asks_nobody_else():
 
 
 def test_the_service_worker_keeps_all_that_the_page_reads_and_changes_with_the_model():
-    tables = {"global.safetensors": {"bytes": 1, "sha256": "a"}, "items.json": {"bytes": 1, "sha256": "b"}}
+    tables = {"global.safetensors": {"bytes": 1, "sha256": "a"}, "items.json.zlib": {"bytes": 1, "sha256": "b"}}
     pages = page_files({"task": "ratings", "files": tables})
     worker = pages["web/sw.js"].decode()
-    names = set(re.findall(r'"([\w./-]+\.(?:js|html|css|json|safetensors))"', worker))
+    names = set(re.findall(r'"([\w./-]+\.(?:js|html|css|json\.zlib|safetensors))"', worker))
     assert names >= {*tables, *pages} - {"web/sw.js"}
-    other = page_files({"task": "ratings", "files": {**tables, "items.json": {"bytes": 1, "sha256": "c"}}})
+    other = page_files({"task": "ratings", "files": {**tables, "items.json.zlib": {"bytes": 1, "sha256": "c"}}})
     assert other["web/sw.js"] != pages["web/sw.js"]
     assert page_files({"task": "ratings", "files": tables}) == pages
 
@@ -94,8 +97,31 @@ def test_only_text_may_run_webassembly():
 
 
 def test_text_needs_all_of_onnxruntime_web(tmp_path):
-    with pytest.raises(FileNotFoundError, match="ort"):
+    with pytest.raises(ValueError, match=r"has no ort.*npm install"):
         page_files({"task": "text", "files": {}}, vendor=tmp_path)
+    fake_bundle(tmp_path, task="text")
+    with pytest.raises(BundleError, match=r"lacks web/vendor/ort.*--onnxruntime-web"):
+        serve(tmp_path)
+
+
+def test_a_port_that_is_taken_or_is_none_is_named(server, tmp_path, capsys):
+    taken = str(server.server_address[1])
+    assert main(["page", str(tmp_path), "--port", taken, "--no-open"]) == 2
+    assert f"port {taken} of this machine cannot be used" in capsys.readouterr().err
+    assert main(["page", str(tmp_path), "--port", "70000"]) == 2
+    assert "--port is 70000; it must be 0 to 65535" in capsys.readouterr().err
+
+
+def test_the_commands_that_are_printed_are_those_that_work_here(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "fedrecon"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert show.program() == str(program)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert show.program() == "fedrecon"
 
 
 @pytest.fixture
@@ -130,22 +156,31 @@ def a_run(folder):
     return folder
 
 
-def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path, end):
+    (tmp_path / "scratch").mkdir()
     code = (
-        "import sys; sys.modules['jax2onnx'] = sys.modules['onnxruntime'] = None; "  # as if they were not installed
+        "import signal, sys; sys.modules['jax2onnx'] = sys.modules['onnxruntime'] = None; "  # as if not installed
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # whoever runs tests in the background ignores it
         "from fedrecon.app.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-u", "-c", code, "page", str(a_run(tmp_path / "run")), "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
         try:
             address = re.search(r"http://localhost:(\d+)/web/", running.stdout.readline())
             connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=10)
-            connection.request("GET", "/items.json", headers={"Host": f"localhost:{address[1]}"})
-            assert json.loads(connection.getresponse().read())["labels"] == ["A [5]", "B", "A [9]"]
+            connection.request("GET", "/items.json.zlib", headers={"Host": f"localhost:{address[1]}"})
+            items = content_of("items.json.zlib", connection.getresponse().read())
+            assert items["labels"] == ["A [5]", "B", "A [9]"]
             connection.close()
         finally:
-            running.send_signal(signal.SIGINT)
-        assert running.wait(20) == 0
+            running.send_signal(end)
+            last_resort = threading.Timer(20, running.kill)
+            last_resort.start()
+        assert running.wait() == 0
+        last_resort.cancel()
+    assert list((tmp_path / "scratch").iterdir()) == []  # the bundle that was made for it is gone
 
 
 def test_the_server_gives_the_page_under_a_strict_policy(server):
@@ -210,7 +245,7 @@ def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
     assert main(["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "b"), "--examples", "4"]) == 0
     assert main(["bundle", "check", str(tmp_path / "b")]) == 0
     assert "6 test vectors" in capsys.readouterr().out
-    items = json.loads((tmp_path / "b" / "items.json").read_text())
+    items = content_of("items.json.zlib", (tmp_path / "b" / "items.json.zlib").read_bytes())
     assert items == {"ids": [5, 7, 9], "labels": ["A [5]", "B", "A [9]"], "counts": [9, 1, 8]}
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["scale"] == [1.0, 5.0]
@@ -247,15 +282,15 @@ def test_a_model_saved_before_there_were_counts_still_opens(tmp_path):
     recalled = RATINGS.recall({"item_ids": [3, 7], "titles": None})
     assert recalled.counts is None
     assert recalled.scale is None
-    assert legend_of(recalled).files["items.json"]["counts"] is None
+    assert legend_of(recalled).files["items.json.zlib"]["counts"] is None
 
 
 def test_ids_in_a_row_are_written_short():
-    assert legend_of(Items(np.arange(10, 20))).files["items.json"]["ids"] == {"first": 10, "count": 10}
+    assert legend_of(Items(np.arange(10, 20))).files["items.json.zlib"]["ids"] == {"first": 10, "count": 10}
 
 
 def legend_of(items):
-    return ratings_legend(SavedModel(RATINGS.untrained, {}, items))
+    return items_legend(SavedModel(RATINGS.untrained, {}, items))
 
 
 def test_titles_that_an_older_model_repeats_are_told_apart():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon_device.contents import content_of
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import read_checked, read_manifest
 from fedrecon_device.graphs import Graph
@@ -17,7 +17,8 @@ from fedrecon_device.manifest import described
 from fedrecon_device.tensors import GLOBAL, START, as_float32, read_tensors
 
 MOST_ITEMS = 1 << 24
-TABLES, ITEMS, WORDS = "global.safetensors", "items.json", "words.json"
+ITEM_TASKS = ("ratings", "clicks")  # that put items in order for a person
+TABLES, ITEMS, WORDS = "global.safetensors", "items.json.zlib", "words.json.zlib"
 
 
 class Bundle:
@@ -36,17 +37,13 @@ class Bundle:
         self.manifest = read_manifest(self.folder)
         about = described(self.manifest, TABLES)
         self.task, self.most, self.columns, self.scale = about.task, about.most, about.columns, about.scale
+        self.ranks = about.task in ITEM_TASKS
         self.least_count, self.warm_start = about.least_count, about.warm_start
         self.model_digest, self.roles, self._about = about.model_digest, about.roles, about
 
     def read_json(self, name: str) -> Any:
         """Read one of its JSON files."""
-        try:
-            return json.loads(read_checked(self.folder, self.manifest, name))
-        except BundleError:
-            raise
-        except (ValueError, RecursionError):
-            raise BundleError(f"{self.folder / name} is not valid JSON") from None
+        return content_of(name, read_checked(self.folder, self.manifest, name))
 
     @cached_property
     def _tensors(self) -> dict[str, np.ndarray]:
@@ -64,8 +61,20 @@ class Bundle:
 
     @cached_property
     def items(self) -> Items:
-        """What the items of a ratings model are called."""
+        """What the items that a model ranks are called."""
         return Items(self.read_json(ITEMS))
+
+    @cached_property
+    def item_table(self) -> np.ndarray | None:
+        """The embeddings of items, one row each; None if there are none.
+
+        Raises:
+          BundleError: what the manifest says they are has not one row an item.
+        """
+        table = self.tables.get(self.roles.get("item_embedding", ""))
+        if table is not None and (table.ndim != 2 or len(table) != len(self.items)):
+            raise BundleError(f"{TABLES}: embeddings of {len(self.items)} items have the shape {list(table.shape)}")
+        return table
 
     def graph(self, name: str) -> Graph:
         """Return a graph, `reconstruct` or `predict`.
@@ -134,7 +143,7 @@ class Items:
     """What items are called: their ids in the data, labels of which no two are equal, and how often each was rated."""
 
     def __init__(self, content: Mapping[str, Any]):
-        """Read the content of items.json."""
+        """Take the content of the file."""
         try:
             self.ids: list[int | str] = _listed(content["ids"])
             labels, counts = content["labels"], content["counts"]

@@ -10,9 +10,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from fedrecon_device.contents import parsed
 from fedrecon_device.errors import BundleError
 
-FORMAT, VERSION = "fedrecon-bundle", 1
+FORMAT, VERSION = "fedrecon-bundle", 2
 MANIFEST = "manifest.json"
 MOST_MANIFEST, MOST_FILES, MOST_BYTES = 1 << 20, 1000, 1 << 31
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,3}")
@@ -39,17 +40,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise BundleError(f"{folder} is not a folder; expected a bundle that fedrecon bundle made")
     data = read_file(folder, MANIFEST, MOST_MANIFEST)
-    try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError):
-        raise BundleError(f"{folder / MANIFEST} is not valid JSON") from None
+    manifest = parsed(str(folder / MANIFEST), data)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BundleError(f"{folder / MANIFEST} is not the manifest of a bundle")
     if manifest.get("version") != VERSION:
         raise BundleError(
             f"{folder} is a bundle of version {manifest.get('version')}; this runtime reads version {VERSION}"
         )
-    if manifest_bytes(manifest) != data:
+    try:
+        whole = manifest_bytes(manifest) == data
+    except RecursionError:
+        raise BundleError(f"{folder / MANIFEST} goes too deep") from None
+    if not whole:
         raise BundleError(f"{folder / MANIFEST} was changed after it was written: its digest is of something else")
     _check_names(manifest.get("files"), folder)
     return manifest

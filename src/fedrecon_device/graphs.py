@@ -1,16 +1,19 @@
-"""Graphs: ONNX Runtime sessions with named inputs, which stop when they take too long."""
+"""Graphs: ONNX Runtime sessions with named inputs, which stop when they take too long or too much."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from fedrecon_device.errors import BundleError
+from fedrecon_device.onnx_files import check_graph_file
 
 SECONDS = 60.0  # that one run may take
+MEMORY = 1 << 30  # bytes that what graphs compute may take, all of a process together
 DTYPES = {
     "tensor(float)": "float32",
     "tensor(int32)": "int32",
@@ -33,13 +36,19 @@ class Graph:
         """
         import onnxruntime  # takes longer to import than all the rest
 
+        check_graph_file(name, data)
+        _bound_memory()
         options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 4
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.use_deterministic_compute = True
         self.name, self._options = name, onnxruntime.RunOptions
         try:
-            self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+            # Constants are not computed while a graph is loaded, where nothing stops it.
+            self._session = onnxruntime.InferenceSession(
+                data, options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
+            )
         except Exception as problem:  # onnxruntime has no common type of its errors
             raise BundleError(f"{name}: ONNX Runtime refuses it: {_first_line(problem)}") from None
         self.inputs = {
@@ -84,6 +93,18 @@ class Graph:
         finally:
             stop.cancel()
         return dict(zip(self.outputs, found, strict=True))
+
+
+@cache
+def _bound_memory() -> None:
+    """Let sessions of this process share memory of a limited size; once, however many bundles are open."""
+    import onnxruntime
+
+    kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
+    memory = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)
+    as_asked = {"max_mem": MEMORY, "arena_extend_strategy": 1}  # 1: no more at a time than is asked for
+    unset = {"initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
+    onnxruntime.create_and_register_allocator(memory, onnxruntime.OrtArenaCfg({**as_asked, **unset}))
 
 
 def _first_line(problem: Exception) -> str:

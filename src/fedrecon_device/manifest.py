@@ -16,7 +16,7 @@ class Description(NamedTuple):
     """What a runtime needs to know of a bundle.
 
     Attributes:
-      task: `ratings`, `text` or `model`.
+      task: `ratings`, `clicks`, `text` or `model`.
       most: how many examples reconstruction takes.
       columns: `{"dtype", "shape"}` of each feature.
       scale: the lowest and highest rating, or None.

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrecon_device import words as text_words
 from fedrecon_device.bundle import ITEMS, WORDS, Bundle
-from fedrecon_device.errors import BundleError
+from fedrecon_device.errors import BundleError, StoreError
 from fedrecon_device.ranking import clipped, nearest, rank
 from fedrecon_device.store import Store
 
@@ -28,8 +28,8 @@ class Recommended(NamedTuple):
     Attributes:
       item: its id in the data.
       label: what it is called; no two items have one label.
-      score: the predicted rating, within the scale.
-      because: labels of what is nearest to it among what the person rated at least as high as their mean.
+      score: the predicted rating, within the scale; for a model of clicks about 1 where it is likely, 0 where not.
+      because: labels of what is nearest to it among what the person rated at least as high as their mean, or has.
     """
 
     item: int | str
@@ -55,8 +55,17 @@ class Personal:
     # ---- what is kept ----
 
     def kept(self) -> dict[str, Any]:
-        """Return all that is kept of the person, as the file holds it; empty if there is no file."""
-        return self._store.read() or {}
+        """Return all that is kept of the person, as the file holds it; empty if there is no file.
+
+        Raises:
+          StoreError: the file is damaged, or holds examples of another kind of model.
+        """
+        found = self._store.read() or {}
+        if found and not _fits(self.bundle, found.get("examples")):
+            raise StoreError(
+                f"{self._store.path} holds no examples for a model of {self.bundle.task}; delete it to begin anew"
+            )
+        return found
 
     def forget(self) -> None:
         """Delete the person's file."""
@@ -69,7 +78,8 @@ class Personal:
 
         Args:
           columns: one sequence a feature, of one length. Of ratings: `item`, with the ids of the data, and `rating`; a
-            second rating of an item replaces the first, and items that the model does not know are left out.
+            second rating of an item replaces the first, and items that the model does not know are left out. Of clicks:
+            `item`, and how often in `rating` if that is known.
           text: for a model of text, what the person wrote.
           **named: the columns, each by its name.
         """
@@ -82,7 +92,7 @@ class Personal:
             added = Added(len(sentences), [])
         else:
             given = {**(columns or {}), **named}
-            if self.bundle.task == "ratings":
+            if self.bundle.ranks:
                 examples, added = self._rated(kept.get("examples", []), given)
             else:
                 examples, added = self._plain(kept.get("examples", {}), given)
@@ -90,8 +100,10 @@ class Personal:
         return added
 
     def _rated(self, old: list[list[Any]], given: Mapping[str, Sequence[Any]]) -> tuple[list[list[Any]], Added]:
+        if self.bundle.task == "clicks" and set(given) == {"item"}:
+            given = {**given, "rating": [1] * len(given["item"])}
         if set(given) != {"item", "rating"} or len(given["item"]) != len(given["rating"]):
-            raise ValueError("ratings need `item` and `rating`, of one length")
+            raise ValueError(f"{self.bundle.task} need `item` and `rating`, of one length; given were {sorted(given)}")
         pairs = [[_plain(item), float(rating)] for item, rating in zip(given["item"], given["rating"], strict=True)]
         unknown = [item for item, _ in pairs if item not in self.bundle.items.index]
         bad = next((rating for _, rating in pairs if not np.isfinite(rating)), None)
@@ -138,7 +150,7 @@ class Personal:
     def local(self) -> dict[str, np.ndarray]:
         """Return the local parameters: the kept ones if they are of this model and of all examples, or new ones."""
         kept = self.kept()
-        if kept.get("local") is not None and kept["model"] == self.bundle.model_digest:
+        if kept.get("local") is not None and kept.get("model") == self.bundle.model_digest:
             found = _arrays(kept["local"], self.bundle.start)
             if found is not None:
                 return found
@@ -146,7 +158,7 @@ class Personal:
 
     def _columns(self, kept: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the examples as the graph takes them."""
-        if self.bundle.task == "ratings":
+        if self.bundle.ranks:
             index = self.bundle.items.index  # of this bundle: a new one may know other items
             pairs = [(index[item], rating) for item, rating in kept.get("examples", []) if item in index]
             return {
@@ -165,12 +177,13 @@ class Personal:
         """Predict for this person.
 
         Args:
-          asked: for ratings, ids of items: their ratings come back, within the scale. Else columns of examples.
+          asked: for ratings and clicks, ids of items: their ratings come back, within the scale, or scores. Else
+            columns of examples.
 
         Raises:
           ValueError: an item is not known to the model.
         """
-        if self.bundle.task != "ratings":
+        if not self.bundle.ranks:
             return self.bundle.predict(self.local(), asked)
         ids = [_plain(item) for item in asked]
         unknown = next((item for item in ids if item not in self.bundle.items.index), None)
@@ -180,12 +193,12 @@ class Personal:
         return clipped(self.bundle.predict(self.local(), {"item": items}), self.bundle.scale)
 
     def recommend(self, n: int = 10) -> list[Recommended]:
-        """Recommend items that the person has not rated and that enough others have, best first.
+        """Recommend items that the person has not rated or does not have and that enough others do, best first.
 
         Args:
           n: how many; fewer come back if there are fewer.
         """
-        if self.bundle.task != "ratings":
+        if not self.bundle.ranks:
             raise ValueError(f"this is a model of {self.bundle.task}, which recommends nothing")
         if n < 1:
             raise ValueError(f"`n` is {n}; it must be at least 1")
@@ -197,7 +210,7 @@ class Personal:
         liked = columns["item"][columns["rating"] >= columns["rating"].mean()].tolist() if rated else []
         best = rank(scores, n, left_out=rated, counts=items.counts, least=self.bundle.least_count)
         shown = clipped(scores, self.bundle.scale)
-        table = self.bundle.tables.get(self.bundle.roles.get("item_embedding", ""))
+        table = self.bundle.item_table
         found = []
         for k in best.tolist():
             near = [] if table is None else nearest(table, k, liked)
@@ -231,11 +244,29 @@ class Personal:
         return self._words
 
 
+def _fits(bundle: Bundle, examples: Any) -> bool:
+    """Say whether what a file holds are examples for a bundle."""
+    if bundle.ranks:
+        return isinstance(examples, list) and all(
+            isinstance(one, list)
+            and len(one) == 2
+            and isinstance(one[0], (int, str))
+            and isinstance(one[1], (int, float))
+            for one in examples
+        )
+    if bundle.task == "text":
+        return isinstance(examples, list) and all(
+            isinstance(words, list) and all(isinstance(word, str) for word in words) for words in examples
+        )
+    return isinstance(examples, dict) and all(isinstance(column, list) for column in examples.values())
+
+
 def _before(kept: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the newest local parameters that are kept, with the digest of their model: those to go on from."""
     if kept.get("local") is not None:
-        return {"model": kept["model"], "local": kept["local"]}
-    return kept.get("before")
+        return {"model": kept.get("model"), "local": kept["local"]}
+    before = kept.get("before")
+    return before if isinstance(before, dict) and {"model", "local"} <= set(before) else None
 
 
 def _arrays(local: Any, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:

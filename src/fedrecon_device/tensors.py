@@ -38,7 +38,10 @@ def read_tensors(data: bytes, name: str) -> dict[str, np.ndarray]:
         if end > len(body) or end - start != math.prod(shape) * dtype.itemsize:
             raise BundleError(f"{name}: {path!r} is {dtype}{shape} in bytes {start} to {end} of {len(body)}")
         places.append((start, end))
-        found[path] = np.frombuffer(body[start:end], dtype).reshape(shape)
+        try:
+            found[path] = np.frombuffer(body[start:end], dtype).reshape(shape)
+        except ValueError:  # too many dimensions, or sizes of which one is 0 and others are beyond everything
+            raise BundleError(f"{name}: {path!r} has a shape that no table has: {shape}") from None
     places.sort()
     if [start for start, _ in places] != [0, *(end for _, end in places)][:-1] or (places or [(0, 0)])[-1][1] != len(
         body
@@ -88,7 +91,7 @@ def as_float32(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndar
             scale = tensors.get(ROW_SCALE + path)
             if scale is None or scale.shape != values.shape[:1]:
                 raise BundleError(f"{name} is int8 and needs one scale a row in {ROW_SCALE + path}")
-            values = values.astype(np.float32) * scale.reshape(-1, *[1] * (values.ndim - 1))
+            values = values.astype(np.float32) * scale.astype(np.float32).reshape(-1, *[1] * (values.ndim - 1))
         elif values.dtype == np.float16:
             values = values.astype(np.float32)
         found[path] = values

@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import fedrecon as fr
+from device_models import clicks_model, counts_model, default_model, trained
 from fedrecon.app.cli.demo import SETTINGS
 from fedrecon.app.recommender import Recommender
 from fedrecon.app.saved import open_model
+from fedrecon.app.tasks import RATINGS
+from fedrecon.app.tasks.ratings import load_ratings
 from fedrecon.device.page import serve
 from fedrecon.device.saved import bundle_model
 from fedrecon.device.tables import packed, unpacked
 from fedrecon.trees import flatten, unflatten
+from fedrecon_device import Bundle
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
 CHROMIUM = next(
@@ -45,15 +48,17 @@ RATED = {"Matrix, The": 5, "Toy Story": 4, "Pulp Fiction": 5, "Jurassic Park": 2
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A model of real films: that of an earlier demo if FEDRECON_RUN names it, or a short training."""
-    from fedrecon.app.experiment import run_experiment
-
+def saved():
+    """A model of real films: that of an earlier demo if FEDRECON_RUN names it, or one with made-up numbers."""
     if os.environ.get("FEDRECON_RUN"):
         return open_model(os.environ["FEDRECON_RUN"])
-    folder = fr.RunFolder(tmp_path_factory.mktemp("run"))
-    run_experiment(dataclasses.replace(SETTINGS, rounds=20, evaluate_every=0), folder)
-    return open_model(folder.path)
+    return of_films(default_model(low=0.5, high=5.0))
+
+
+def of_films(model):
+    """Return a model of the real films with the settings of another, and made-up numbers."""
+    items = RATINGS.legend(SETTINGS, load_ratings(SETTINGS.data))
+    return dataclasses.replace(model, legend=items, params=trained(model.task.build_model(model.config, items)))
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +307,7 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
     context.on("request", lambda request: requests.append(request.url))
     page.fill("#text", text)
     page.click("#learn")
-    until(page, "document.getElementById('learned').textContent.startsWith('Rebuilt')")
+    until(page, "document.getElementById('learned').textContent.startsWith('Reconstructed')")
     page.fill("#text", "we met")
     until(page, "fedrecon.words?.length === 5")
     page.wait_for_timeout(600)
@@ -329,8 +334,6 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
 
 
 def test_counts_are_entered_as_numbers_and_shown_as_counts(context, tmp_path):
-    from device_models import counts_model
-
     saved = counts_model()
     bundle_model(saved, tmp_path / "counts", most=10, onnx=False)
     for _, address in served(tmp_path / "counts"):
@@ -349,6 +352,81 @@ def test_counts_are_entered_as_numbers_and_shown_as_counts(context, tmp_path):
         assert page.locator("#best .title").all_inner_texts() == [one.title for one in best]
         told = [float(text.replace(",", "")) for text in page.locator("#best .score").all_inner_texts()]
         assert told == pytest.approx([one.rating for one in best], abs=0.501)
+        assert page.problems == []
+
+
+def test_what_one_has_is_chosen_and_ranks_the_rest_as_in_python(context, tmp_path):
+    saved = clicks_model()
+    bundle_model(saved, tmp_path / "clicks", most=10, quantise="int8", onnx=False)
+    for _, address in served(tmp_path / "clicks"):
+        page = opened(context, address)
+        mine = {1007: "record 3 [1007]", 1030: "record 15 [1030]", 1299: "record 149 [1299]"}
+        for title in mine.values():
+            page.fill("#search", title)
+            page.get_by_label(f"I have {title}").check()
+        page.fill("#search", "")
+        picture(page, "clicks")
+        params = unpacked(packed(saved.params, "int8", ("gram",)))
+        served_by_python = Recommender(dataclasses.replace(saved, params=params))
+        person = dict.fromkeys(mine, 1)
+        found = page.evaluate("({...fedrecon, scores: Array.from(fedrecon.scores)})")
+        local = served_by_python.reconstruct(person)
+        assert found["local"] == pytest.approx(local["user_embedding"].tolist(), abs=1e-5)
+        assert found["scores"] == pytest.approx(served_by_python.predict(person).tolist(), abs=1e-5)
+        best = served_by_python.recommend(person, 10)
+        assert page.locator("#best .title").all_inner_texts() == [one.title for one in best]
+        assert page.inner_text("#kept-what").startswith("3 titles,")
+        page.get_by_role("button", name="Remove record 3 [1007]").click()
+        assert page.locator("#rated li").count() == 2
+        page.fill("#search", mine[1030])
+        page.get_by_label(f"I have {mine[1030]}").uncheck()
+        assert page.locator("#rated .title").all_inner_texts() == [mine[1299]]
+        assert page.problems == []
+
+
+def test_what_cannot_be_read_is_no_obstacle_and_what_cannot_be_stored_is_told(context, address):
+    page = opened(context, address)
+    for damaged in ("{", '{"version": 1, "examples": 7}', '{"version": 1, "examples": [null, [1], [1, "x"]]}'):
+        page.evaluate("(text) => localStorage.setItem('fedrecon:/web/', text)", damaged)
+        page.reload()
+        ready(page)
+        assert page.inner_text("#kept-what").startswith("0 ratings,")
+        assert page.is_enabled("#forget")
+    page.evaluate("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    assert page.is_hidden("#full")
+    rate(page, "Toy Story", 5)
+    assert page.locator("#best li").count() == 10
+    assert "lost when you" in page.inner_text("#full")
+    assert page.inner_text("#kept-where") == "On this page, until you close it"
+    page.click("#forget")
+    page.click("#really .danger")
+    until(page, "document.getElementById('kept-what').textContent === 'nothing'")
+    assert page.is_hidden("#full")
+    assert page.problems == []
+
+
+def test_a_newer_model_at_the_same_address_is_offered_and_keeps_what_was_entered(context, tmp_path):
+    older, newer = default_model(), default_model()
+    newer = dataclasses.replace(newer, params=trained(RATINGS.build_model(newer.config, newer.legend), seed=1))
+    digests = []
+    for name, model in (("older", older), ("newer", newer)):
+        bundle_model(model, tmp_path / name, most=10, onnx=False)
+        digests.append(Bundle(tmp_path / name).model_digest[:12])
+    os.rename(tmp_path / "older", tmp_path / "served")
+    for _, address in served(tmp_path / "served"):
+        page = opened(context, address)
+        assert page.inner_text("#model") == digests[0]
+        page.fill("#search", "film 3 [1007]")
+        page.locator("#results input").first.fill("4")
+        page.keyboard.press("Enter")
+        os.rename(tmp_path / "served", tmp_path / "older")
+        os.rename(tmp_path / "newer", tmp_path / "served")
+        page.reload()
+        until(page, "!document.getElementById('newer').hidden")
+        page.click("#reload")
+        until(page, f"document.getElementById('model').textContent === '{digests[1]}'")
+        ready(page)
+        assert page.locator("#rated .title").all_inner_texts() == ["film 3 [1007]"]
         assert page.problems == []
 
 

@@ -90,3 +90,20 @@ def of_counts(form: Form, feature: str = "rating") -> Form:
         return jnp.expm1(jnp.minimum(form.predict(params, local, columns), HIGHEST_LOG))
 
     return form._replace(reconstruct=reconstruct, predict=predict)
+
+
+def of_weighed(form: Form, weight: Callable[[Array], Array], feature: str = "rating") -> Form:
+    """Return a form that takes counts, of one whose examples weigh what `weight` makes of them.
+
+    Args:
+      form: what reads the column `weight`.
+      weight: of a count; what is below 1 counts as 1.
+      feature: the column that holds the counts.
+    """
+
+    def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
+        rest = {name: column for name, column in columns.items() if name != feature}
+        weights = weight(jnp.maximum(columns[feature], 1))
+        return form.reconstruct(params, start, {**rest, "weight": weights}, count)
+
+    return form._replace(reconstruct=reconstruct)

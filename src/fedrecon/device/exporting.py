@@ -15,7 +15,7 @@ from fedrecon.device.inlining import used_inputs
 from fedrecon.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
 from fedrecon.device.vectors import draws, plain, promised
 from fedrecon.trees import flatten, unflatten
-from fedrecon_device.bundle import ITEMS
+from fedrecon_device.bundle import ITEM_TASKS, ITEMS
 from fedrecon_device.errors import BundleError
 from fedrecon_device.graphs import Graph
 from fedrecon_device.ranking import rank
@@ -25,12 +25,14 @@ class Legend(NamedTuple):
     """What ids stand for, as files of a bundle.
 
     Attributes:
-      task: `ratings`, `text`, or `model` for anything else.
+      task: `ratings`, `clicks`, `text`, or `model` for anything else.
       files: JSON contents by the name of the file.
       scale: the lowest and highest rating; None if there is none.
       least_count: items with fewer ratings are not recommended.
       roles: where a page without ONNX finds its tables, by what they are.
-      counts: whether the model has learned log(1 + rating); what a device takes and gives are the ratings themselves.
+      adapt: what makes of the exported form one that takes and gives what people have, such as counts where the model
+        has learned their logarithms; None to leave it as it is.
+      exact: patterns of tables that are never quantised.
     """
 
     task: str = "model"
@@ -38,7 +40,13 @@ class Legend(NamedTuple):
     scale: Sequence[float] | None = None
     least_count: int = 0
     roles: Mapping[str, str] = {}
-    counts: bool = False
+    adapt: Callable[[Form], Form] | None = None
+    exact: Sequence[str] = ()
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the model puts items in order for a person."""
+        return self.task in ITEM_TASKS
 
 
 def wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -156,7 +164,7 @@ class Exporter:
                     "prediction": promised(predict({**named, **asked})[0]),
                 },
             }
-            if legend.task == "ratings":
+            if legend.ranks:
                 case["top"] = self._top(legend, predict, named, columns)
             found.append(case)
         return found

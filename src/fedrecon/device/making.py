@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
-from fedrecon.device.export_form import Form, export_form, of_counts
+from fedrecon.device.export_form import Form, export_form
 from fedrecon.device.exporting import Exporter, Legend, wide
 from fedrecon.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon.device.tables import Quantisation, packed, tables_file, unpacked
@@ -24,6 +25,7 @@ from fedrecon.disk.parts import check_replaced
 from fedrecon.trees import flatten, unflatten
 from fedrecon_device.bundle import ITEMS, TABLES, WORDS
 from fedrecon_device.check import VECTORS, check
+from fedrecon_device.contents import written
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import FORMAT, MANIFEST, VERSION, digest_of, manifest_bytes
 
@@ -62,8 +64,8 @@ def bundle(
       settings: the solver's, written into the manifest for whoever runs it without ONNX.
       legend: what ids stand for.
       web: `manifest so far -> files` of a page; None for no page.
-      onnx: without, neither graphs nor StableHLO are written: enough for the page of a ratings model, and needs no
-        exporter.
+      onnx: without, neither graphs nor StableHLO are written: enough for the page of a model that ranks items, and
+        needs no exporter.
       replace: whether a bundle that is there is replaced. A folder with other files never is.
 
     Returns:
@@ -79,10 +81,10 @@ def bundle(
     legend = legend or Legend()
     examples = wide(like)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
-    stored = packed(leaves, quantise)
+    stored = packed(leaves, quantise, legend.exact)
     tables = unpacked(stored)  # what a device computes with; so test vectors come from them
-    form = export_form(algorithm, unflatten(structure, tables), seed, ranked=legend.task == "ratings")
-    form = of_counts(form) if legend.counts else form
+    form = export_form(algorithm, unflatten(structure, tables), seed, ranked=legend.ranks)
+    form = form if legend.adapt is None else legend.adapt(form)
     most = most if form.limit is None else min(most, form.limit)
     if most < 1:
         raise ValueError(f"`most` is {most}; a device needs at least 1 example to reconstruct from")
@@ -92,13 +94,18 @@ def bundle(
     files[TABLES] = tables_file(stored, exporter.start)
     if onnx:
         files[EXPORTED] = exporter.stablehlo()
-    files[VECTORS] = _json(exporter.vectors(legend))
-    files |= {name: _json(content) for name, content in legend.files.items()}
+    files[VECTORS] = written(VECTORS, exporter.vectors(legend))
+    files |= {name: written(name, content) for name, content in legend.files.items()}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "task": legend.task,
-        "made_with": {"fedrecon": __version__, "jax": jax.__version__, **_versions("jax2onnx", "onnx")},
+        "made_with": {
+            "fedrecon": __version__,
+            "jax": jax.__version__,
+            "zlib": zlib.ZLIB_RUNTIME_VERSION,
+            **_versions("jax2onnx", "onnx"),
+        },
         "opset": OPSET,
         "examples": {"most": most, "columns": _types(examples)},
         "graphs": {name: _graph_entry(name, graphs, problems) for name in ("reconstruct", "predict")},
@@ -173,10 +180,10 @@ def _warm(settings: Mapping[str, Any] | None, form: Form, legend: Legend) -> boo
     """Say whether a device should go on from its old local parameters.
 
     Not where the solution does not depend on the start (least squares), where the support moves the start, or for
-    ratings: there a reconstruction takes milliseconds, and from one start it does not depend on the past.
+    items: there a reconstruction takes milliseconds, and from one start it does not depend on the past.
     """
     descends = (settings or {}).get("solver", "gradient-descent") == "gradient-descent"
-    return descends and not form.evidence and legend.task != "ratings"
+    return descends and not form.evidence and not legend.ranks
 
 
 def _versions(*names: str) -> dict[str, str]:
@@ -185,10 +192,6 @@ def _versions(*names: str) -> dict[str, str]:
         with contextlib.suppress(ImportError):
             found[name] = version(name)
     return found
-
-
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
 
 __all__ = ["EXPORTED", "ITEMS", "WORDS", "ExportError", "Legend", "bundle", "check_bundle"]

@@ -12,6 +12,7 @@ from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
+from fedrecon_device.bundle import ITEM_TASKS, ITEMS, TABLES, WORDS
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import MANIFEST, digest_of, read_checked, read_file, read_manifest
 
@@ -20,8 +21,8 @@ POLICY = (
     "worker-src 'self'; base-uri 'none'; form-action 'none'"
 )
 VENDORED = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
-FOR_RATINGS = ("global.safetensors", "items.json")
-FOR_TEXT = ("global.safetensors", "words.json", "reconstruct.onnx", "predict.onnx")
+FOR_ITEMS = (TABLES, ITEMS)
+FOR_TEXT = (TABLES, WORDS, "reconstruct.onnx", "predict.onnx")
 
 
 def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:
@@ -32,20 +33,18 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
       vendor: the folder `dist` of the npm package onnxruntime-web, for a task whose page needs it.
 
     Raises:
-      FileNotFoundError: `vendor` lacks a file of onnxruntime-web.
+      ValueError: `vendor` lacks a file of onnxruntime-web.
     """
     sources = package_files("fedrecon.device").joinpath("web")
     found = {f"web/{one.name}": one.read_bytes() for one in sources.iterdir() if one.name.endswith((".js", ".css"))}
     found["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
-    if manifest["task"] == "ratings":
-        found = {
-            name: data for name, data in found.items() if name not in ("web/writing.js", "web/words.js", "web/onnx.js")
-        }
-    else:
-        found.pop("web/films.js")
-        for name in VENDORED if vendor is not None else ():
-            found[f"web/vendor/{name}"] = (Path(str(vendor)) / name).read_bytes()
-    read = [name for name in (FOR_RATINGS if manifest["task"] == "ratings" else FOR_TEXT) if name in manifest["files"]]
+    ranks = manifest["task"] in ITEM_TASKS
+    for name in ("writing.js", "words.js", "onnx.js") if ranks else ("items.js", "ranking.js", "solvers.js"):
+        found.pop(f"web/{name}")
+    if not ranks and vendor is not None:
+        check_vendor(vendor)
+        found |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
+    read = [name for name in (FOR_ITEMS if ranks else FOR_TEXT) if name in manifest["files"]]
     known = {name: digest_of(data) for name, data in found.items()} | {n: manifest["files"][n]["sha256"] for n in read}
     version = digest_of(json.dumps(known, sort_keys=True).encode())[:16]
     names = ", ".join(json.dumps(name) for name in sorted([*read, *found]) if name != "web/sw.js")
@@ -60,16 +59,35 @@ def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
     return template
 
 
+def check_vendor(vendor: Path) -> None:
+    """Check that a folder holds what a page of text takes from onnxruntime-web.
+
+    Raises:
+      ValueError: a file is missing.
+    """
+    for name in VENDORED:
+        if not (vendor / name).is_file():
+            raise ValueError(
+                f"{vendor} has no {name}: expected the folder dist of onnxruntime-web (npm install onnxruntime-web)"
+            )
+
+
+def page_lacks(manifest: Mapping[str, Any]) -> str | None:
+    """Return what a bundle's page cannot work without and does not have; None if it has all."""
+    needed = () if manifest["task"] in ITEM_TASKS else [*(f"web/vendor/{name}" for name in VENDORED), *FOR_TEXT]
+    return next((name for name in needed if name not in manifest["files"]), None)
+
+
 def policy(manifest: Mapping[str, Any]) -> str:
     """Return the Content-Security-Policy of a bundle's page: its own files; WebAssembly only where ONNX needs it."""
-    return POLICY.format(wasm="" if manifest["task"] == "ratings" else " 'wasm-unsafe-eval'")
+    return POLICY.format(wasm="" if manifest["task"] in ITEM_TASKS else " 'wasm-unsafe-eval'")
 
 
 def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     """Return a server of a bundle's files for browsers of this machine; call its `serve_forever`.
 
     Args:
-      folder: the bundle. Files that its manifest does not name are not served.
+      folder: the bundle. Files that its manifest does not name are not served; a bundle that takes its place is.
       port: on 127.0.0.1; 0 for any that is free.
 
     Raises:
@@ -77,7 +95,12 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     """
     manifest = read_manifest(folder)
     if "web/index.html" not in manifest["files"]:
-        raise BundleError(f"{folder} has no page: bundles of ratings and text have one")
+        raise BundleError(f"{folder} has no page: bundles of ratings, clicks and text have one")
+    if missing := page_lacks(manifest):
+        raise BundleError(
+            f"the page of {folder} lacks {missing}: npm install onnxruntime-web, then make the bundle again with "
+            "--onnxruntime-web node_modules/onnxruntime-web/dist"
+        )
     return _Server(("127.0.0.1", port), partial(_Files, folder, manifest))
 
 
@@ -95,7 +118,7 @@ class _Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def __init__(self, folder: Path, manifest: dict[str, Any], *rest: Any):
-        self._folder, self._manifest = folder, manifest
+        self._folder, self._policy = folder, policy(manifest) + "; frame-ancestors 'none'"
         super().__init__(*rest)
 
     def do_GET(self) -> None:
@@ -110,7 +133,7 @@ class _Files(BaseHTTPRequestHandler):
         try:
             if name == MANIFEST:
                 return self._answer(200, read_file(self._folder, MANIFEST, 1 << 20), kind="application/json")
-            return self._answer(200, read_checked(self._folder, self._manifest, name), kind=_kind(name))
+            return self._answer(200, read_checked(self._folder, read_manifest(self._folder), name), kind=_kind(name))
         except BundleError:
             return self._answer(404, b"not in the bundle\n")
 
@@ -121,7 +144,7 @@ class _Files(BaseHTTPRequestHandler):
         headers = {
             "Content-Type": kind,
             "Content-Length": str(len(body)),
-            "Content-Security-Policy": policy(self._manifest) + "; frame-ancestors 'none'",
+            "Content-Security-Policy": self._policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",

@@ -13,13 +13,16 @@ from fedrecon.app.recommender import shown_scale
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.settings import MOST_ROUNDS, check_number
 from fedrecon.app.tasks import CLICKS, RATINGS, Items
+from fedrecon.app.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, unique_labels
 from fedrecon.data.text.sentences import prompt_columns
+from fedrecon.device.export_form import of_counts, of_weighed
 from fedrecon.device.exporting import Legend
 from fedrecon.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
-from fedrecon.device.page import page_files
+from fedrecon.device.page import check_vendor, page_files
 from fedrecon.device.tables import Quantisation
-from fedrecon.device.vectors import made_up_ratings
+from fedrecon.device.vectors import made_up_clicks, made_up_ratings
+from fedrecon.trees import flatten
 
 MOST_ROOM = 10**5  # examples of one person: graphs have room for so many, and are tried out with them
 
@@ -45,45 +48,55 @@ def bundle_model(
       least_count: items with fewer ratings in training are not recommended, where that is known; as the model's
         settings say by default.
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
-      onnx: without, no graphs are written: enough for the page of a ratings model, and needs no exporter.
+      onnx: without, no graphs are written: enough for the page of a model that ranks items, and needs no
+        exporter.
       replace: whether a bundle that is there is replaced.
+
+    Raises:
+      ValueError: jax2onnx is not installed, `onnxruntime_web` is not that folder, or something cannot be exported
+        (`ExportError`).
     """
-    if saved.task is CLICKS:
-        raise ValueError(
-            "bundles are for models of ratings and text; a model of clicks serves with fedrecon recommend or fr.load"
-        )
     check_number("most", most, least=1, most=MOST_ROOM)
     check_number("least_count", least_count, most=MOST_ROUNDS)
-    if onnxruntime_web is not None and not onnxruntime_web.is_dir():
-        raise ValueError(f"{onnxruntime_web} is not a folder; give the folder dist of the npm package onnxruntime-web")
-    if saved.task is RATINGS:
-        legend = ratings_legend(saved, least_count)
-        like = made_up_ratings(len(saved.legend), legend.scale, most)
-        ask = {"item": np.arange(min(20, len(saved.legend)), dtype=np.int32)}
+    if onnxruntime_web is not None:
+        check_vendor(onnxruntime_web)  # before anything is exported, which takes long
+    if saved.task in (RATINGS, CLICKS):
+        legend, number = items_legend(saved, least_count), len(saved.legend)
+        if saved.task is RATINGS:
+            like = made_up_ratings(number, legend.scale, most)
+        else:
+            like = made_up_clicks(number, most, counted=legend.adapt is not None)
+        ask = {"item": np.arange(min(20, number), dtype=np.int32)}
     else:
         words: Vocabulary = saved.legend
         legend = text_legend(words, saved.config.model.max_words)
         like = personal_text(_made_up_text(words), words, saved.config.model.max_words).columns
         ask = prompt_columns(list(words.words[:3]), words, saved.config.model.max_words)[0]
-    return bundle(
-        saved.algorithm,
-        saved.params,
-        out,
-        like=like,
-        ask=ask,
-        most=most,
-        seed=saved.config.seed,
-        quantise=quantise,
-        settings=_settings(saved),
-        legend=legend,
-        web=partial(page_files, vendor=onnxruntime_web),
-        onnx=onnx,
-        replace=replace,
-    )
+    try:
+        return bundle(
+            saved.algorithm,
+            saved.params,
+            out,
+            like=like,
+            ask=ask,
+            most=most,
+            seed=saved.config.seed,
+            quantise=quantise,
+            settings=_settings(saved),
+            legend=legend,
+            web=partial(page_files, vendor=onnxruntime_web),
+            onnx=onnx,
+            replace=replace,
+        )
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
 
 
 def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
     """Return what reconstruction without ONNX needs to know: the solver's settings, and what round zero found."""
+    if saved.task is CLICKS:
+        model = saved.config.model
+        return {"solver": "least-squares", "ridge": model.ridge, "unobserved": model.unobserved, "counts": model.counts}
     settings = asdict(saved.config.reconstruct)
     scale = saved.config.model.scale if saved.task is RATINGS else None
     if scale is None:
@@ -102,8 +115,8 @@ def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
     }
 
 
-def ratings_legend(saved: SavedModel[Items], least_count: int | None = None) -> Legend:
-    """Return what a bundle says about the items and ratings of a model."""
+def items_legend(saved: SavedModel[Items], least_count: int | None = None) -> Legend:
+    """Return what a bundle says about the items of a model, and about ratings or clicks of them."""
     items, settings = saved.legend, saved.config.model
     titles = None if items.titles is None else [str(title) for title in items.titles]
     content = {
@@ -112,8 +125,12 @@ def ratings_legend(saved: SavedModel[Items], least_count: int | None = None) -> 
         "counts": None if items.counts is None else items.counts.tolist(),
     }
     least = settings.least_ratings if least_count is None else least_count
-    counts = settings.scale is not None and settings.scale.transform == "log1p"
-    return Legend("ratings", {ITEMS: content}, shown_scale(saved), least, _roles(saved), counts)
+    files, roles = {ITEMS: content}, _roles(saved)
+    if saved.task is CLICKS:
+        weighed = None if settings.counts == "ignore" else partial(of_weighed, weight=click_weight)
+        return Legend("clicks", files, None, least, roles, weighed, exact=("gram",))
+    logarithms = settings.scale is not None and settings.scale.transform == "log1p"
+    return Legend("ratings", files, shown_scale(saved), least, roles, of_counts if logarithms else None)
 
 
 def _short(ids: list[Any]) -> Any:
@@ -125,8 +142,6 @@ def _short(ids: list[Any]) -> Any:
 
 def _roles(saved: SavedModel[Items]) -> dict[str, str]:
     """Return where the tables of a factorization are, by what they are."""
-    from fedrecon.trees import flatten
-
     found = {}
     for path in flatten(saved.params)[0]:
         role = "/".join(part for part in path.split("/") if part != "shared")

@@ -65,3 +65,9 @@ def made_up_ratings(num_items: int, scale: Sequence[float] | None, most: int) ->
     items = np.resize(draw.permutation(num_items), count).astype(np.int32)
     ratings = low + (high - low) * draw.integers(0, 5, count) / 4
     return {"item": items, "rating": ratings.astype(np.float32)}
+
+
+def made_up_clicks(num_items: int, most: int, *, counted: bool) -> dict[str, np.ndarray]:
+    """Return items that nobody has, for test vectors of a model of clicks; with counts if the model reads them."""
+    columns = made_up_ratings(num_items, (1, 9), most)
+    return columns if counted else {"item": columns["item"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fedrecon.app.cli import options
+from fedrecon.app.cli import options, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,9 @@ def run(args: Make | Check) -> int:
         return main(["check", str(args.folder)])
     from fedrecon.app.saved import open_model
     from fedrecon.device.making import check_bundle
+    from fedrecon.device.page import page_lacks
     from fedrecon.device.saved import bundle_model
+    from fedrecon_device.files import read_manifest
 
     check_bundle(args.out)
     if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
@@ -81,5 +84,6 @@ def run(args: Make | Check) -> int:
     )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 1e6:.2f} MB; ONNX Runtime reproduces all test vectors")
-    print(f"next: fedrecon page {folder}")
+    if "web/index.html" in (manifest := read_manifest(folder))["files"] and not page_lacks(manifest):
+        print(f"next: {show.program()} page {shlex.quote(str(folder))}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,9 @@ def run(args: Demo) -> int:
     _compare(found, found.test)
     _recommend(found)
     print(f"learning curve: {curve}")
-    print(f"next: fedrecon recommend {args.out} --ratings FILE   (columns user, item, rating)")
-    print(f"      fedrecon page {args.out}   (rate films in your browser; nothing leaves it)")
+    again, out = show.program(), shlex.quote(str(args.out))
+    print(f"next: {again} recommend {out} --ratings FILE   (columns user, item, rating)")
+    print(f"      {again} page {out}   (rate films in your browser; nothing leaves it)")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import webbrowser
 from collections.abc import Sequence
@@ -36,11 +37,14 @@ class Page:
 
 def parse(argv: Sequence[str]) -> Page:
     """Parse the options."""
-    return options.parse(Page, "page", argv)
+    found = options.parse(Page, "page", argv)
+    if not 0 <= found.port <= 65535:
+        raise options.UsageError(f"--port is {found.port}; it must be 0 to 65535")
+    return found
 
 
 def run(args: Page) -> int:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C, or until the process is told to end."""
     from fedrecon.device.page import serve
     from fedrecon_device.files import MANIFEST
 
@@ -54,18 +58,24 @@ def run(args: Page) -> int:
             from fedrecon.device.saved import bundle_model
 
             saved = open_model(folder)
-            needs_onnx = saved.task is TEXT  # a page of ratings computes in plain JavaScript
+            needs_onnx = saved.task is TEXT  # pages of ratings and clicks compute in plain JavaScript
             if needs_onnx and args.onnxruntime_web is None:
                 raise options.UsageError(
                     "a page of text needs onnxruntime-web: npm install onnxruntime-web, "
                     "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
                 )
             folder = bundle_model(saved, Path(place) / "bundle", onnxruntime_web=args.onnxruntime_web, onnx=needs_onnx)
-        server = serve(folder, args.port)
+        try:
+            server = serve(folder, args.port)
+        except OSError as problem:
+            raise options.UsageError(
+                f"port {args.port} of this machine cannot be used ({problem.strerror}): give another with --port"
+            ) from None
         address = f"http://localhost:{server.server_address[1]}/web/"
         print(f"{address}   (Ctrl-C ends it)", flush=True)
         if args.open:
             webbrowser.open(address)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was made for the page is removed then, too
         try:
             server.serve_forever()
         except KeyboardInterrupt:

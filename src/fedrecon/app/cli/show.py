@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +110,16 @@ def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
     """Print recommended items and the ratings or scores predicted for them."""
     rows = [(f"{place}. {item['title']}", f"{item['rating']:.2f}") for place, item in enumerate(items, 1)]
     table(title, ("title", "predicted"), rows)
+
+
+def program() -> str:
+    """Return how to call this program again: by its name where the shell finds it, else as it was called."""
+    called, found = Path(sys.argv[0]), shutil.which("fedrecon")
+    if called.name == "fedrecon" and (found is None or not called.exists() or not os.path.samefile(called, found)):
+        return shlex.quote(str(called))
+    if called.name == "__main__.py" and found is None:
+        return f"{shlex.quote(sys.executable)} -m fedrecon"
+    return "fedrecon"
 
 
 def left_out(skipped: Mapping[str, int]) -> None:

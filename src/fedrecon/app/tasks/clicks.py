@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from fedrecon.app.config import ClickData, ClicksConfig, Reading
@@ -45,7 +47,12 @@ def with_weights(config: ClicksConfig, clients: Clients) -> Clients:
             f"there is a count of {count.min():g}; --model.counts log is for counts of 1 and more: "
             "leave out smaller ones with --data.at-least 1, or ignore counts"
         )
-    return dataclasses.replace(clients, columns={**clients.columns, "weight": 1 + np.log(count)})
+    return dataclasses.replace(clients, columns={**clients.columns, "weight": click_weight(count)})
+
+
+def click_weight(count: Any) -> Any:
+    """Return what an item of so many clicks weighs, by numpy or JAX, where counts say so: 1 + log(count)."""
+    return 1 + (np if isinstance(count, np.ndarray) else jnp).log(count)
 
 
 def build_ranking(config: ClicksConfig, num_items: int) -> Model:

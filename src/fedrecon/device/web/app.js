@@ -3,25 +3,30 @@
 
 import { openBundle } from "./bundle.js";
 import * as store from "./store.js";
-import { say } from "./widgets.js";
+import { at, say } from "./widgets.js";
 
-/** @param {string} id @returns {HTMLElement} */
-const at = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
+/** @typedef {{show: () => void | Promise<void>, describe: () => string}} Task what one part of the page offers */
+
+const worker = "serviceWorker" in navigator ? navigator.serviceWorker : null;
+const hadWorker = Boolean(worker?.controller);
+let replaced = false; // whether files of a newer bundle took the place of those that this page began with
 
 async function main() {
   const bundle = await openBundle(new URL("..", import.meta.url));
-  /** @type {{show: () => void | Promise<void>, describe: () => string} | null} */
+  /** @type {Task | null} */
   let page = null;
   const describe = () => {
     const size = store.size();
-    at("kept-what").textContent = size ? `${page?.describe()}, ${size} bytes` : "nothing";
+    at("kept-what").textContent = size ? `${page?.describe()}, ${size.toLocaleString("en")} bytes` : "nothing";
+    at("kept-where").textContent = store.isTemporary() ? "On this page, until you close it" : "In this browser";
+    at("full").hidden = !store.isTemporary();
     at("forget").toggleAttribute("disabled", size === 0);
   };
   const options = { onChange: describe };
   page =
-    bundle.manifest.task === "ratings"
-      ? await (await import("./films.js")).showFilms(bundle, options)
-      : await (await import("./writing.js")).showWriting(bundle, options);
+    bundle.manifest.task === "text"
+      ? await (await import("./writing.js")).showWriting(bundle, options)
+      : await (await import("./items.js")).showItems(bundle, options);
   describe();
   at("model").textContent = bundle.digest;
   at("loading").hidden = true;
@@ -43,16 +48,25 @@ async function main() {
 }
 
 async function offline() {
-  if (!("serviceWorker" in navigator)) return;
-  await navigator.serviceWorker.register(new URL("./sw.js", import.meta.url), { type: "module" });
-  await navigator.serviceWorker.ready;
+  if (worker === null) return;
+  const registration = await worker.register(new URL("./sw.js", import.meta.url), { type: "module" });
+  await worker.ready;
   at("offline").hidden = false;
+  if (hadWorker) await registration.update(); // is there a newer model? fails without a network
 }
 
+worker?.addEventListener("controllerchange", () => {
+  if (!hadWorker) return; // the first one brings nothing new
+  replaced = true;
+  at("newer").hidden = false;
+});
+at("reload").addEventListener("click", () => location.reload());
+
 main()
-  .then(offline)
+  .then(() => offline().catch(() => undefined)) // a browser may refuse workers; all else works without one
   .then(() => document.documentElement.setAttribute("data-ready", "yes"))
   .catch((problem) => {
+    if (replaced) return location.reload(); // some files were of one bundle and some of another
     at("loading").textContent = `This page cannot start: ${problem instanceof Error ? problem.message : problem}`;
     at("loading").setAttribute("role", "alert");
     document.documentElement.setAttribute("data-ready", "failed");

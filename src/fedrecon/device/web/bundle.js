@@ -14,6 +14,8 @@
  * @property {Record<string, {bytes: number, sha256: string}>} files
  */
 
+const MOST = 1 << 26; // bytes of a file once it is decompressed, as in Python
+
 /** An open bundle. */
 export class Bundle {
   /**
@@ -42,7 +44,8 @@ export class Bundle {
    * @returns {Promise<any>}
    */
   async json(name) {
-    return JSON.parse(new TextDecoder().decode(await this.read(name)));
+    const data = await this.read(name);
+    return JSON.parse(new TextDecoder().decode(name.endsWith(".zlib") ? await inflated(name, data) : data));
   }
 
   /** The first digits of the model's digest, for people to compare. */
@@ -74,8 +77,8 @@ export async function openBundle(base) {
     return answer.arrayBuffer();
   };
   const manifest = JSON.parse(new TextDecoder().decode(await fetched("manifest.json")));
-  if (manifest.format !== "fedrecon-bundle" || manifest.version !== 1) {
-    throw new Error(`this page reads bundles of version 1, not ${manifest.format} ${manifest.version}`);
+  if (manifest.format !== "fedrecon-bundle" || manifest.version !== 2) {
+    throw new Error(`this page reads bundles of version 2, not ${manifest.format} ${manifest.version}`);
   }
   const bundle = new Bundle(manifest, async (name) => {
     const data = await fetched(name);
@@ -98,6 +101,33 @@ async function compare(name, data, about) {
   const found = new Uint8Array(await crypto.subtle.digest("SHA-256", data));
   const text = Array.from(found, (byte) => byte.toString(16).padStart(2, "0")).join("");
   if (text !== about.sha256) throw new Error(`${name} was changed: its digest is not the one in manifest.json`);
+}
+
+/**
+ * Decompress a file as zlib compressed it, up to a limit.
+ * @param {string} name
+ * @param {ArrayBuffer} data
+ * @returns {Promise<Uint8Array>}
+ */
+export async function inflated(name, data) {
+  const reader = new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate")).getReader();
+  const parts = [];
+  let length = 0;
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    parts.push(part.value);
+    length += part.value.length;
+    if (length > MOST) {
+      await reader.cancel();
+      throw new Error(`${name} is larger than this page reads`);
+    }
+  }
+  const whole = new Uint8Array(length);
+  let at = 0;
+  for (const part of parts) {
+    whole.set(part, at);
+    at += part.length;
+  }
+  return whole;
 }
 
 /**
@@ -141,7 +171,8 @@ export function underPrefix(tensors, prefix) {
     } else if (dtype === "I8") {
       const scale = tensors.get(`row_scale/${path}`);
       if (scale === undefined) throw new Error(`${name} has no scales`);
-      found.set(path, { data: fromBytes(new Int8Array(bytes.buffer), new Float32Array(scale.bytes.buffer)), shape });
+      const scales = scale.dtype === "F16" ? fromHalves(new Uint16Array(scale.bytes.buffer)) : new Float32Array(scale.bytes.buffer);
+      found.set(path, { data: fromBytes(new Int8Array(bytes.buffer), scales), shape });
     } else {
       throw new Error(`${name} is of type ${dtype}, which this page does not read`);
     }

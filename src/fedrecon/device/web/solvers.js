@@ -1,4 +1,4 @@
-// Reconstruction for ratings in plain JavaScript: gradient descent and least squares, from the settings of a bundle.
+// Reconstruction for ratings and clicks in plain JavaScript: gradient descent and least squares, from the settings of a bundle.
 // @ts-check
 
 /**
@@ -16,6 +16,7 @@
  * @property {Float64Array} start the bias first if there is one, then the embedding, then what is made of traits
  * @property {((item: number, weight: number, into: Float64Array) => void) | null} evidence
  * @property {Float64Array} ridges one for each number of `start`, for least squares
+ * @property {Float64Array | null} everything what an embedding costs on all items, as a matrix, in a model of clicks
  * @property {Record<string, any>} settings
  */
 
@@ -35,7 +36,7 @@ const HIGHEST_LOG = 80; // as in the graphs: what is predicted above is that
 export function factorization(bundle) {
   const embedding = bundle.table("item_embedding");
   const own = bundle.start.get("user_embedding");
-  if (embedding === null || own === undefined) throw new Error("this bundle is not of a factorization of ratings");
+  if (embedding === null || own === undefined) throw new Error("this bundle is not of a factorization");
   const [items, dim] = embedding.shape;
   const bias = bundle.table("item_bias")?.data ?? null;
   const traits = bundle.table("item_traits");
@@ -62,6 +63,7 @@ export function factorization(bundle) {
       }
     : null;
   const mean = bundle.table("mean")?.data[0] ?? 0;
+  const gram = bundle.table("gram");
   return {
     dim,
     items,
@@ -75,6 +77,7 @@ export function factorization(bundle) {
     start,
     evidence,
     ridges,
+    everything: gram && Float64Array.from(gram.data, (value) => settings.unobserved * value),
     settings,
   };
 }
@@ -122,7 +125,7 @@ export function predictAll(model, local) {
  * Reconstruct a person's local parameters.
  * @param {Factorization} model
  * @param {number[]} items
- * @param {number[]} ratings
+ * @param {number[]} ratings in a model of clicks how often, 1 where nobody counted
  * @returns {Float64Array} the bias first if there is one, then the embedding, then what is made of traits
  */
 export function reconstruct(model, items, ratings) {
@@ -135,6 +138,7 @@ export function reconstruct(model, items, ratings) {
     for (const item of items) model.evidence(item, weight, start);
   }
   if (items.length === 0) return start;
+  if (model.everything) return leastSquares(model, start, items, ratings.map(() => 1), ratings.map(weigh(model)));
   const least = model.settings.solver === "least-squares";
   return least ? leastSquares(model, start, items, targets) : descend(model, start, items, targets);
 }
@@ -151,25 +155,40 @@ function slope(model, item) {
 }
 
 /**
- * Minimise squared errors plus `ridge` times the squared distance from the start, at once.
+ * Return what a click weighs, by how often it happened.
+ * @param {Factorization} model
+ * @returns {(count: number) => number}
+ */
+function weigh(model) {
+  return model.settings.counts === "log" ? (count) => 1 + Math.log(Math.max(count, 1)) : () => 1;
+}
+
+/**
+ * Minimise squared errors plus `ridge` times the squared distance from the start, at once; in a model of clicks also
+ * the squared scores of all items.
  * @param {Factorization} model
  * @param {Float64Array} start
  * @param {number[]} items
  * @param {number[]} ratings
+ * @param {number[] | null} weights
  */
-function leastSquares(model, start, items, ratings) {
+function leastSquares(model, start, items, ratings, weights = null) {
   const size = start.length;
   const system = Array.from({ length: size }, (_, i) => {
     const row = new Float64Array(size + 1);
-    row[i] = model.ridges[i];
+    if (model.everything) row.set(model.everything.subarray(i * size, (i + 1) * size));
+    for (let j = 0; j < size; j++) row[size] += row[j] * start[j];
+    row[i] += model.ridges[i];
     return row;
   });
   items.forEach((item, k) => {
     const x = slope(model, item);
+    const weight = weights ? weights[k] : 1;
     const error = inner(model, start, item) - ratings[k];
     for (let i = 0; i < size; i++) {
-      for (let j = 0; j < size; j++) system[i][j] += x[i] * x[j];
-      system[i][size] += x[i] * error;
+      const part = weight * x[i];
+      for (let j = 0; j < size; j++) system[i][j] += part * x[j];
+      system[i][size] += part * error;
     }
   });
   for (let k = 0; k < size; k++) {

@@ -3,35 +3,64 @@
 
 const KEY = `fedrecon:${globalThis.location?.pathname ?? ""}`;
 
-/**
- * Return what is kept; the given value if there is nothing, or nothing that can be read.
- * @template T
- * @param {T} otherwise
- * @returns {T}
- */
-export function kept(otherwise) {
+/** @type {string | null} what this browser refused to store: it lives as long as the page */
+let unstored = null;
+
+/** @returns {string | null} */
+function text() {
+  if (unstored !== null) return unstored;
   try {
-    const found = JSON.parse(localStorage.getItem(KEY) ?? "null");
-    return found?.version === 1 ? found.examples : otherwise;
+    return localStorage.getItem(KEY);
   } catch {
-    return otherwise;
+    return null; // storage is switched off
   }
 }
 
 /**
- * Keep examples.
- * @param {unknown} examples
+ * Return the examples that are kept; none if there is nothing, or nothing that can be read.
+ * @template T
+ * @param {(example: any) => example is T} valid
+ * @returns {T[]}
+ */
+export function kept(valid) {
+  try {
+    const found = JSON.parse(text() ?? "null");
+    return found?.version === 1 && Array.isArray(found.examples) ? found.examples.filter(valid) : [];
+  } catch {
+    return [];
+  }
+}
+
+/**
+ * Keep examples; if the browser's storage takes none, until the page is closed.
+ * @param {unknown[]} examples
  */
 export function keep(examples) {
-  localStorage.setItem(KEY, JSON.stringify({ version: 1, examples }));
+  const content = JSON.stringify({ version: 1, examples });
+  try {
+    localStorage.setItem(KEY, content);
+    unstored = null;
+  } catch {
+    unstored = content; // full, or switched off
+  }
+}
+
+/** Whether what was entered last is kept only until the page is closed. */
+export function isTemporary() {
+  return unstored !== null;
 }
 
 /** Forget all of it. */
 export function forget() {
-  localStorage.removeItem(KEY);
+  unstored = null;
+  try {
+    localStorage.removeItem(KEY);
+  } catch {
+    // there is nothing
+  }
 }
 
 /** How many bytes are kept. */
 export function size() {
-  return new TextEncoder().encode(localStorage.getItem(KEY) ?? "").length;
+  return new TextEncoder().encode(text() ?? "").length;
 }

@@ -2,6 +2,15 @@
 // @ts-check
 
 /**
+ * Return an element of the page.
+ * @param {string} id
+ * @returns {HTMLElement}
+ */
+export function at(id) {
+  return /** @type {HTMLElement} */ (document.getElementById(id));
+}
+
+/**
  * Make an element.
  * @param {string} name
  * @param {Record<string, string>} attributes `text` is its text
@@ -28,7 +37,7 @@ export function counted(count, thing) {
  * @param {string} sentence
  */
 export function say(sentence) {
-  /** @type {HTMLElement} */ (document.getElementById("said")).textContent = sentence;
+  at("said").textContent = sentence;
 }
 
 /**
@@ -95,6 +104,23 @@ function numberField(name, label, [low, high], chosen, onChoose) {
     onChoose(value);
   });
   return input;
+}
+
+/**
+ * Make a box to tick for what one has.
+ * @param {string} name
+ * @param {string} label
+ * @param {boolean} chosen
+ * @param {(has: boolean) => void} onChoose
+ */
+export function picker(name, label, chosen, onChoose) {
+  const whole = element("label", { class: "pick", for: name });
+  const input = /** @type {HTMLInputElement} */ (element("input", { type: "checkbox", id: name }));
+  input.checked = chosen;
+  input.setAttribute("aria-label", `I have ${label}`);
+  input.addEventListener("change", () => onChoose(input.checked));
+  whole.append(input);
+  return whole;
 }
 
 /**

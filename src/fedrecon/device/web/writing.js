@@ -3,7 +3,7 @@
 
 import { loadGraphs } from "./onnx.js";
 import * as store from "./store.js";
-import { counted, element, say } from "./widgets.js";
+import { at, counted, element, say } from "./widgets.js";
 import { Vocabulary, splitText } from "./words.js";
 
 /** @typedef {import("./bundle.js").Bundle} Bundle */
@@ -16,7 +16,7 @@ const SUGGESTED = 5, PAUSE = 250;
  * @param {{onChange: () => void}} page
  */
 export async function showWriting(bundle, { onChange }) {
-  const vocabulary = new Vocabulary(await bundle.json("words.json"));
+  const vocabulary = new Vocabulary(await bundle.json("words.json.zlib"));
   const [reconstruct, predict] = await loadGraphs(bundle, ["reconstruct", "predict"]);
   const most = bundle.manifest.examples.most;
   const width = vocabulary.maxWords;
@@ -24,14 +24,14 @@ export async function showWriting(bundle, { onChange }) {
   const tables = new Map([...bundle.tables].map(([path, table]) => [`global/${path}`, table]));
   let local = startOf(bundle);
   /** @type {string[][]} */
-  let sentences = store.kept([]);
+  let sentences = store.kept(isSentence);
 
-  const text = /** @type {HTMLTextAreaElement} */ (document.getElementById("text"));
-  const chips = /** @type {HTMLElement} */ (document.getElementById("suggestions"));
-  const learn = /** @type {HTMLButtonElement} */ (document.getElementById("learn"));
-  const state = /** @type {HTMLElement} */ (document.getElementById("learned"));
+  const text = /** @type {HTMLTextAreaElement} */ (at("text"));
+  const chips = at("suggestions");
+  const learn = /** @type {HTMLButtonElement} */ (at("learn"));
+  const state = at("learned");
 
-  const rebuild = async () => {
+  const reconstructAll = async () => {
     const newest = sentences.slice(-most);
     const columns = vocabulary.columns(newest, most);
     const inputs = new Map(tables);
@@ -43,7 +43,7 @@ export async function showWriting(bundle, { onChange }) {
     local = new Map([...found].map(([name, one]) => [name.replace("local/", ""), one]));
     const own = [...vocabulary.ownWords(sentences).values()].reduce((sum, words) => sum + words.size, 0);
     state.textContent = sentences.length
-      ? `Rebuilt from ${counted(newest.length, "sentence")} of yours, with ${counted(own, "word")} of your own.`
+      ? `Reconstructed from ${counted(newest.length, "sentence")} of yours, with ${counted(own, "word")} of your own.`
       : "Nothing is known about you yet.";
     const took = performance.now() - begun;
     const flat = Object.fromEntries([...local].map(([path, one]) => [path, Array.from(one.data)]));
@@ -93,7 +93,7 @@ export async function showWriting(bundle, { onChange }) {
     sentences = [...sentences, ...written];
     store.keep(sentences);
     text.value = ""; // so that nothing is learned twice
-    await rebuild();
+    await reconstructAll();
     await suggest();
     learn.disabled = false;
     text.focus();
@@ -101,14 +101,19 @@ export async function showWriting(bundle, { onChange }) {
     onChange();
   });
   const show = async () => {
-    sentences = store.kept([]);
-    await rebuild();
+    sentences = store.kept(isSentence);
+    await reconstructAll();
     await suggest();
   };
   await show();
-  /** @type {HTMLElement} */ (document.getElementById("writing")).hidden = false;
+  at("writing").hidden = false;
   return { show, describe: () => counted(sentences.length, "sentence") };
 }
+
+/** @type {(example: any) => example is string[]} */
+const isSentence = /** @type {any} */ (
+  (/** @type {any} */ words) => Array.isArray(words) && words.every((word) => typeof word === "string")
+);
 
 /** @param {Bundle} bundle @returns {Map<string, {data: Float32Array, shape: number[]}>} */
 function startOf(bundle) {
