@@ -38,8 +38,8 @@ class Page:
 def parse(argv: Sequence[str]) -> Page:
     """Parse the options."""
     found = options.parse(Page, "page", argv)
-    if not 0 <= found.port <= 65535:
-        raise options.UsageError(f"--port is {found.port}; it must be 0 to 65535")
+    if not 0 <= found.port < 2**16:
+        raise options.UsageError(f"--port is {found.port}; it must be from 1 to 65535, or 0 for any that is free")
     return found
 
 
@@ -48,8 +48,6 @@ def run(args: Page) -> int:
     from fedrecon.device.page import serve
     from fedrecon_device.files import MANIFEST
 
-    if not 0 <= args.port < 2**16:
-        raise options.UsageError(f"--port is {args.port}; it must be from 1 to 65535, or 0 for any that is free")
     with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as place:
         folder = args.run
         if not (folder / MANIFEST).is_file():

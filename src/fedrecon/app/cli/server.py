@@ -185,8 +185,7 @@ class _Table:
                 str(record["late"]),
                 failed,
                 str(record.get("clients", "")),
-                # The first round of a clipping norm that follows users' norms measures these, and nothing else.
-                "measures" if record.get("measuring") else f"{record['loss']:.4f}",
+                f"{record['loss']:.4f}",
                 f"{record['seconds']:.2f}",
                 f"{record['bytes_sent'] / 1e6:.3f}",
                 f"{record['bytes_received'] / 1e6:.3f}",
