@@ -109,7 +109,7 @@ def test_a_port_that_is_taken_or_is_none_is_named(server, tmp_path, capsys):
     assert main(["page", str(tmp_path), "--port", taken, "--no-open"]) == 2
     assert f"port {taken} of this machine cannot be used" in capsys.readouterr().err
     assert main(["page", str(tmp_path), "--port", "70000"]) == 2
-    assert "--port is 70000; it must be 0 to 65535" in capsys.readouterr().err
+    assert "--port is 70000; it must be from 1 to 65535" in capsys.readouterr().err
 
 
 def test_the_commands_that_are_printed_are_those_that_work_here(tmp_path, monkeypatch):
