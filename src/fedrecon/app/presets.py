@@ -35,8 +35,9 @@ DEFAULT = RatingsConfig(
         implicit_feedback=True,
         round_zero=True,
         item_traits=True,
-        init_scale=0.1732,
+        init_scale=0.0173,  # so small that the first evaluation is that of the biases
         prior=200.0,
+        relax=4,
         implicit_prior=2.0,
         least_ratings=5,
     ),
@@ -49,7 +50,7 @@ DEFAULT = RatingsConfig(
     sampling=Sampling(clients_per_round=None),
     rounds=200,
     evaluate_every=25,
-    patience=3,
+    patience=4,
 )
 
 TEXT = TextConfig(
