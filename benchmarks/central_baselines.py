@@ -179,16 +179,16 @@ def baselines(users: Users, items: int) -> dict[str, float]:
     return errors
 
 
-def compare(source: str, division: int, model: bool) -> dict[str, float]:
+def compare(source: str, division: int, model: bool, devices: int | None = None) -> dict[str, float]:
     data = dataclasses.replace(DEFAULT.data, source=source, split_seed=division)
-    config = dataclasses.replace(DEFAULT, data=data)
+    config = dataclasses.replace(DEFAULT, data=data, devices=devices)
     task, began = task_of(config), time.perf_counter()
     if model:
         with tempfile.TemporaryDirectory() as folder:
             outcome = run_experiment(config, RunFolder(Path(folder) / "run"))
         assert outcome.test is not None
         errors, users, items = {"fedrecon": outcome.test.micro["rmse"]}, outcome.users, len(outcome.model.legend)
-        errors |= {"round": outcome.run.best or outcome.run.rounds}
+        errors["round"] = outcome.run.rounds if outcome.run.best is None else outcome.run.best
     else:
         loaded = task.load(config, silent)
         ready = task.prepare(config, loaded, task.divide(config, loaded, silent), task.legend(config, loaded))
@@ -201,10 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+")
     parser.add_argument("--divisions", nargs="+", type=int, default=[0])
+    parser.add_argument("--devices", type=int)
     parser.add_argument("--without-model", action="store_true")
     options = parser.parse_args()
     for source, division in itertools.product(options.sources, options.divisions):
-        line = compare(source, division, not options.without_model)
+        line = compare(source, division, not options.without_model, options.devices)
         print(json.dumps({"source": Path(source).stem, "division": division} | line), flush=True)
 
 

@@ -399,11 +399,14 @@ def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_ro
     assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 2, 4]
 
 
-def test_evaluations_in_the_least_number_of_rounds_are_no_reason_to_stop(norms, tmp_path):
-    found = patient(norms, at_least=6)
-    assert (found.rounds, found.best) == (10, 4)
-    assert patient(norms, at_least=6, folder=tmp_path, on_record=Stop("round", 9)).interrupted
-    assert (patient(norms, at_least=6, folder=tmp_path).rounds) == 10
+def test_evaluations_before_the_least_number_of_rounds_decide_nothing(norms, tmp_path):
+    found = patient(norms, at_least=6)  # that of round 4 would be best
+    assert (found.rounds, found.best) == (8, 0)
+    found = run(momentum(), valid=judged_by(norms[2] - 0.01), evaluate_every=2, patience=2, at_least=6)
+    assert (found.rounds, found.best) == (10, 6)
+    assert patient(norms, at_least=6, folder=tmp_path, on_record=Stop("round", 7)).interrupted
+    again = patient(norms, at_least=6, folder=tmp_path)
+    assert (again.rounds, again.best) == (8, 0)
 
 
 def test_an_interrupted_run_keeps_rounds_after_its_last_evaluation(norms, tmp_path):

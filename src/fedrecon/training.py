@@ -97,7 +97,8 @@ def train(
         clients, then the least loss. Stop when this many evaluations in a row were no better than the best before
         them. None runs all rounds and returns the last parameters. For methods whose clients keep nothing between
         rounds.
-      at_least: evaluations in the first so many rounds are no reason to stop.
+      at_least: evaluations before so many rounds are done neither end training nor count for what is best, but for the
+        one before the first round: while the learning rate is high, they are mostly chance.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -303,15 +304,20 @@ class _Loop:
 
     def judge(self, evaluation: dict[str, Any]) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
-        if self._patience is None:
+        if not self._counts(evaluation):
             return
         self._judged = evaluation["round"]
         if self.best is None or _rank(evaluation) < self.best.rank:
             # A copy, since the next call may write to these buffers.
             self.best = _Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
             self._worse = 0
-        elif evaluation["round"] > self._at_least:
+        else:
             self._worse += 1
+
+    def _counts(self, record: dict[str, Any]) -> bool:
+        """Say whether a record is of an evaluation that decides what is kept."""
+        late = record["round"] == 0 or record["round"] >= self._at_least
+        return self._patience is not None and record["kind"] == "evaluation" and late
 
     def better_than_last(self) -> _Best | None:
         """Return the best evaluation if it is not the last one."""
@@ -339,9 +345,8 @@ class _Loop:
         if self._patience and saved["best"]["numbers"][0] >= 0:
             best, diverged, loss = map(float, saved["best"]["numbers"])
             self.best = _Best(int(best), (diverged, loss), saved["best"]["params"])
-            judged = [record["round"] for record in records if record["kind"] == "evaluation"]
-            self._judged = max(judged)
-            self._worse = sum(number > max(self._at_least, self.best.round) for number in judged)
+            judged = [record["round"] for record in records if self._counts(record)]
+            self._judged, self._worse = max(judged), sum(number > self.best.round for number in judged)
         return done
 
     def advance(self, stop: int) -> None:

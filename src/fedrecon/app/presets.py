@@ -49,8 +49,8 @@ DEFAULT = RatingsConfig(
     aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None),
     rounds=200,
-    evaluate_every=25,
-    patience=4,
+    evaluate_every=50,  # and so after each relaxation of the prior
+    patience=2,
 )
 
 TEXT = TextConfig(
@@ -60,7 +60,9 @@ TEXT = TextConfig(
 
 PRESETS: Mapping[str, RatingsConfig] = {
     "default": DEFAULT,
-    "quick": dataclasses.replace(DEFAULT, rounds=50, evaluate_every=25),
+    "quick": dataclasses.replace(
+        DEFAULT, rounds=50, evaluate_every=25, patience=1, model=dataclasses.replace(DEFAULT.model, relax=0)
+    ),
     "paper": RatingsConfig(data=Data(source=""), model=Factorization(least_ratings=5)),
 }
 CLICKS: Mapping[str, ClicksConfig] = {
