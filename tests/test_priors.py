@@ -27,6 +27,16 @@ def test_one_prior_for_everything():
     np.testing.assert_allclose(found["bias"], [-9])
 
 
+def test_a_prior_may_change_with_the_steps():
+    optimizer = fr.with_prior(optax.sgd(1.0), {"bias": lambda step: 3.0 - step}, examples=1)
+    state, found = optimizer.init(PARAMS), []
+    for _ in range(3):
+        updates, state = optimizer.update(SLOPES, state, PARAMS)
+        found.append(float(updates["bias"][0]))
+        np.testing.assert_allclose(updates["table"]["items"], [-0.5, 0])
+    assert found == [-(1 + 3 * 4), -(1 + 2 * 4), -(1 + 1 * 4)]
+
+
 def test_descending_with_a_prior_ends_at_the_ridge_regression():
     x, y = np.array([1.0, 2.0, -1.0]), np.array([2.0, 3.0, 1.0])
     optimizer = fr.with_prior(optax.sgd(0.02), 5.0, examples=3)

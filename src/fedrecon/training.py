@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
-CLEARLY = 0.01  # a loss that is higher by this share is worse by more than chance
 OnRecord = Callable[[dict[str, Any]], None]
 Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
 
@@ -49,7 +47,8 @@ class Run:
       interrupted: whether Ctrl-C stopped it before the last round.
       ledger: the privacy spent; None if `train` got no ledger.
       stopped: why training ended before the last round by itself; None if it did not.
-      best: with `patience`, the round whose parameters these are, if not the last; None if they are the last.
+      best: with `patience`, the round whose parameters these are, if not the last; None if they are the last. 0 is
+        before the first round.
     """
 
     params: Any
@@ -73,6 +72,7 @@ def train(
     evaluate_every: int = 0,
     evaluate_split: Split | None = None,
     patience: int | None = None,
+    at_least: int = 0,
     seed: int = 0,
     ledger: Ledger | None = None,
     folder: RunFolder | None = None,
@@ -93,9 +93,12 @@ def train(
         clients), or any function of the global parameters and of what the training clients kept.
       evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
       evaluate_split: support and query in evaluation; half and half by default.
-      patience: stop after this many evaluations in a row that are clearly worse than the best one: more diverged
-        clients, or a loss more than 1 % higher. If the last one is, `params` are those of the best. None runs all
-        rounds and returns the last. For methods whose clients keep nothing between rounds.
+      patience: evaluate before the first round, too, and keep the parameters of the best evaluation: fewest diverged
+        clients, then the least loss. Stop when this many evaluations in a row were no better than the best before
+        them. None runs all rounds and returns the last parameters. For methods whose clients keep nothing between
+        rounds.
+      at_least: evaluations before so many rounds are done neither end training nor count for what is best, but for the
+        one before the first round: while the learning rate is high, they are mostly chance.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -132,7 +135,7 @@ def train(
     if isinstance(valid, Clients):
         valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, layout=loop.layout)
     if patience is not None:
-        loop.keep_best(patience, valid is not None)
+        loop.keep_best(patience, at_least, valid is not None)
     log = _Log(folder, on_record)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
@@ -144,10 +147,14 @@ def train(
     params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
     if best is not None and not interrupted and done < rounds:
-        stopped = f"{patience} evaluations in a row were clearly worse than that of round {best.round}"
+        stopped = f"{patience} evaluations in a row were no better than {_called(best.round)}"
     after = None if spent is None else spent.after(done)
     kept_from = None if best is None else best.round
     return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped, kept_from)
+
+
+def _called(number: int) -> str:
+    return f"that of round {number}" if number else "the one before the first round"
 
 
 def _run_rounds(
@@ -209,11 +216,12 @@ class _Evaluations:
         self.every = 0 if evaluate is None else every
         self._evaluate, self._rounds, self._spent, self._log = evaluate, rounds, spent, log
         evaluated = (entry["round"] for entry in log.history if entry["kind"] == "evaluation")
-        self._last = max(evaluated, default=0)
+        self._last = max(evaluated, default=-1)
 
     def run_if_due(self, loop: _Loop) -> None:
         now = loop.now.round
-        if self._evaluate is None or now == self._last or not _due(now, self._rounds, self.every):
+        due = loop.judges if now == 0 else _due(now, self._rounds, self.every)
+        if self._evaluate is None or now == self._last or not due:
             return
         reconstructs = isinstance(self._evaluate, Evaluator) and self._evaluate.protocol == "recon"
         kept = () if reconstructs else loop.now.kept
@@ -236,11 +244,6 @@ class _Best(NamedTuple):
     round: int
     rank: tuple[float, float]
     params: Any
-
-    def beats(self, evaluation: dict[str, Any]) -> bool:
-        """Say whether it is clearly better than another evaluation; small differences are chance."""
-        diverged, loss = _rank(evaluation)
-        return (diverged, loss) > (self.rank[0], self.rank[1] * (1 + CLEARLY))
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -275,14 +278,20 @@ class _Loop:
         self._ahead: Prepared | None = None
         self._patience: int | None = None
         self.best: _Best | None = None
-        self._worse = 0  # evaluations in a row, up to the last, that are clearly worse than the best
+        self._worse = 0  # evaluations in a row, up to the last, that are a reason to stop
+        self._judged, self._at_least = 0, 0
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
 
     def params(self) -> Any:
         return self._algorithm.params(self.now.server)
 
-    def keep_best(self, patience: int, evaluates: bool) -> None:
+    @property
+    def judges(self) -> bool:
+        """Whether evaluations decide what is kept."""
+        return self._patience is not None
+
+    def keep_best(self, patience: int, at_least: int, evaluates: bool) -> None:
         """Judge evaluations from now on."""
         if patience < 1 or not evaluates:
             raise ValueError(
@@ -291,28 +300,38 @@ class _Loop:
             )
         if jax.tree.leaves(self.now.kept):
             raise ValueError("`patience` keeps only global parameters, but the clients of this method keep state, too")
-        self._patience = patience
+        self._patience, self._at_least = patience, at_least
 
     def judge(self, evaluation: dict[str, Any]) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
-        if self._patience and (self.best is None or _rank(evaluation) < self.best.rank):
+        if not self._counts(evaluation):
+            return
+        self._judged = evaluation["round"]
+        if self.best is None or _rank(evaluation) < self.best.rank:
             # A copy, since the next call may write to these buffers.
             self.best = _Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
-        self._worse = self._worse + 1 if self.best is not None and self.best.beats(evaluation) else 0
+            self._worse = 0
+        else:
+            self._worse += 1
+
+    def _counts(self, record: dict[str, Any]) -> bool:
+        """Say whether a record is of an evaluation that decides what is kept."""
+        late = record["round"] == 0 or record["round"] >= self._at_least
+        return self._patience is not None and record["kind"] == "evaluation" and late
 
     def better_than_last(self) -> _Best | None:
-        """Return the best evaluation if it is clearly better than the last one."""
-        return self.best if self._worse else None
+        """Return the best evaluation if it is not the last one."""
+        return None if self.best is None or self.best.round == self._judged else self.best
 
     def patience_is_over(self) -> bool:
-        """Say whether enough evaluations in a row were clearly worse than the best one."""
+        """Say whether enough evaluations in a row were no better than the best one."""
         return self._patience is not None and self._worse >= self._patience
 
     def everything(self) -> Any:
         state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
         if self._patience is None:
             return state
-        best = _Best(0, (np.inf, np.inf), self.params()) if self.best is None else self.best
+        best = _Best(-1, (np.inf, np.inf), self.params()) if self.best is None else self.best
         numbers = np.array([best.round, *best.rank], np.float64)
         return state | {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
 
@@ -323,11 +342,11 @@ class _Loop:
         done, saved, records = found
         self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.layout), saved["kept"])
         history.extend(records)
-        if self._patience and saved["best"]["numbers"][0] > 0:
+        if self._patience and saved["best"]["numbers"][0] >= 0:
             best, diverged, loss = map(float, saved["best"]["numbers"])
             self.best = _Best(int(best), (diverged, loss), saved["best"]["params"])
-            evaluations = [record for record in records if record["kind"] == "evaluation"]
-            self._worse = len(list(itertools.takewhile(self.best.beats, reversed(evaluations))))
+            judged = [record["round"] for record in records if self._counts(record)]
+            self._judged, self._worse = max(judged), sum(number > self.best.round for number in judged)
         return done
 
     def advance(self, stop: int) -> None:

@@ -9,6 +9,7 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.algorithms.federated_ials import federated_ials
 from fedrecon.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
+from fedrecon.app.settings import relaxed_rounds
 from fedrecon.app.tasks.factors import believing, ridges_of
 from fedrecon.app.tasks.factors import build_model as build_model
 from fedrecon.app.tasks.ratings import load_ratings as load_ratings
@@ -29,15 +30,26 @@ def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransforma
     return known[name](learning_rate)
 
 
-def build_server(settings: Server, rounds: int | None = None) -> optax.GradientTransformation:
-    """Return the server's optimizer, for a run of so many rounds."""
+def build_server(settings: Server, rounds: int | None = None, relax: int = 0) -> optax.GradientTransformation:
+    """Return the server's optimizer, for a run of so many rounds and relaxations after them.
+
+    A rate that falls over all rounds starts again with every relaxation.
+    """
     optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
     over = rounds if settings.decay_rounds == "all" else settings.decay_rounds
     if not isinstance(over, int) or over < 1:
         return optimizer
-    linear = settings.decay == "linear"
-    decay = optax.linear_schedule(1.0, 0.0, over) if linear else optax.cosine_decay_schedule(1.0, over, alpha=0.02)
-    return optax.chain(optimizer, optax.scale_by_schedule(decay))
+
+    def decay(length: int) -> optax.Schedule:
+        linear = settings.decay == "linear"
+        return optax.linear_schedule(1.0, 0.0, length) if linear else optax.cosine_decay_schedule(1.0, length, 0.02)
+
+    schedule = decay(over)
+    if relax and settings.decay_rounds == "all":
+        each = relaxed_rounds(over, 1)
+        starts = [over + number * each for number in range(relax)]
+        schedule = optax.join_schedules([schedule, *[decay(each)] * relax], starts)
+    return optax.chain(optimizer, optax.scale_by_schedule(schedule))
 
 
 def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> Solver:
@@ -96,7 +108,8 @@ def build_algorithm(
         Where uploads are sums over examples (`app.protection`), how many of them make up everybody's.
       aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
     """
-    update, server, ridge = config.update, build_server(config.server, config.rounds), None
+    relax = config.model.relax if isinstance(config, RatingsConfig) else 0
+    update, server, ridge = config.update, build_server(config.server, config.rounds, relax), None
     if aggregator is None:
         aggregator = build_aggregator(config, model)
     if isinstance(config, ClicksConfig):
@@ -112,7 +125,7 @@ def build_algorithm(
             aggregate=aggregator,
         )
     if isinstance(config, RatingsConfig):
-        server, ridge = believing(config.model, server, examples), ridges_of(config)
+        server, ridge = believing(config, server, examples), ridges_of(config)
     return federated_reconstruction(
         model,
         split=build_split(config.split.train, config.split),

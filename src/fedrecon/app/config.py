@@ -15,7 +15,16 @@ from fedrecon.app.config_files import differences as differences
 from fedrecon.app.config_files import from_json as from_json
 from fedrecon.app.config_files import read_config as read_config
 from fedrecon.app.config_files import to_json as to_json
-from fedrecon.app.settings import MOST, MOST_ROUNDS, MOST_WIDTH, check_number, check_run, check_seed
+from fedrecon.app.settings import (
+    MOST,
+    MOST_RELAXATIONS,
+    MOST_ROUNDS,
+    MOST_WIDTH,
+    check_number,
+    check_run,
+    check_seed,
+    relaxed_rounds,
+)
 from fedrecon.app.settings import Aggregate as Aggregate
 from fedrecon.app.settings import Privacy as Privacy
 from fedrecon.app.settings import Reconstruct as Reconstruct
@@ -62,8 +71,9 @@ class Config:
         defaults of its own; give --help with it to see them.
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
-      patience: end training when so many evaluations in a row were clearly worse than the best one (a loss more than
-        1 % higher), and keep the model of the best; needs 20 validation clients or more. None runs all rounds.
+      patience: keep the best of the models before the first round, after the last, and after those that relaxations of
+        a prior add, by the loss of validation clients, of whom there must be 10. End training when so many evaluations
+        in a row were no better. None keeps the model of the last round.
       checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
       seed: seed of the parameters and of who takes part when.
       devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.
@@ -87,6 +97,11 @@ class Config:
     seed: int = 0
     devices: int | None = None
     block: int | None = None
+
+    @property
+    def most_rounds(self) -> int:
+        """How many rounds there are at most: more than `rounds` where validation clients may ask for more."""
+        return self.rounds
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -229,7 +244,9 @@ class Factorization:
       item_traits: let users differ in what they make of an item's bias and popularity; needs round-zero.
       init_scale: embeddings start uniform between minus and plus this.
       prior: the server's ridge on item embeddings, against the sum over all ratings; for adaptive server optimizers.
-      implicit_prior: the same for what implicit feedback learns.
+      relax: after the rounds, go on with a quarter of the prior for a quarter as many rounds, up to so many times, as
+        long as validation users gain from it; needs patience.
+      implicit_prior: the same as prior, for what implicit feedback learns.
       least_ratings: recommend only items with so many ratings by training users.
     """
 
@@ -242,6 +259,7 @@ class Factorization:
     item_traits: bool = False
     init_scale: float = 0.05
     prior: float = 0.0
+    relax: int = 0
     implicit_prior: float = 0.0
     least_ratings: int = 1
     scale: tyro.conf.Suppress[Scale | None] = None
@@ -251,6 +269,7 @@ class Factorization:
         check_number("dim", self.dim, least=1, most=MOST_WIDTH)
         for name in ("init_scale", "prior", "implicit_prior"):
             check_number(f"model.{name}", getattr(self, name))
+        check_number("model.relax", self.relax, most=MOST_RELAXATIONS)
         check_number("model.least_ratings", self.least_ratings, most=MOST_ROUNDS)
         if self.round_zero and not self.biases:
             raise ValueError("model.round_zero finds item biases, so it needs model.biases")
@@ -270,6 +289,12 @@ class RatingsConfig(Config):
     task: Annotated[Literal["ratings"], _TASKS] = "ratings"
     data: Data
     model: Factorization = field(default_factory=Factorization)
+
+    @property
+    def most_rounds(self) -> int:
+        """With relaxations of the prior, unless every round is paid for in privacy."""
+        relaxes = self.patience is not None and not self.privacy.on
+        return self.rounds + (relaxed_rounds(self.rounds, self.model.relax) if relaxes else 0)
 
     def __post_init__(self) -> None:
         """Check that the groups fit together."""

@@ -32,6 +32,7 @@ from fedrecon.app.resuming import (
     start_same_devices,
 )
 from fedrecon.app.saved import SavedModel, save_model
+from fedrecon.app.stopping import patience_of, rounds_of
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.app.tasks.task import Dataset
 from fedrecon.cluster.folders import first_writes
@@ -45,8 +46,6 @@ from fedrecon.privacy.ledger import Ledger
 from fedrecon.privacy.spending import spending
 from fedrecon.training import OnRecord, Run, train
 
-JUDGES = 20  # validation clients; the loss of fewer is mostly chance
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -59,6 +58,7 @@ class Outcome:
       model: as saved.
       evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
+      most_rounds: how many rounds it could have had.
       left_out: counts of what was not read of the data.
       described: whether what was read has been said already, with what was left out.
       baselines: how the baselines do on the query of the test users; empty where there are none.
@@ -71,6 +71,7 @@ class Outcome:
     model: SavedModel[Any]
     evaluator: Evaluator | None
     test: Evaluation | None
+    most_rounds: int
     left_out: Mapping[str, int]
     baselines: Table
     described: bool = False
@@ -186,11 +187,12 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
     run = train(
         algorithm,
         users.train,
-        rounds=config.rounds,
+        rounds=rounds_of(config, users),
         sampling=config.sampling,
         valid=evaluator,
         evaluate_every=config.evaluate_every,
         patience=patience_of(config, users),
+        at_least=config.rounds,
         seed=config.seed,
         ledger=ledger,
         folder=folder,
@@ -229,18 +231,14 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
     )
     if not run.interrupted:
         folder.complete()
-    return Outcome(run, algorithm, users, model, evaluator, test, data.skipped, table, described, failed)
+    most = rounds_of(config, users)
+    return Outcome(run, algorithm, users, model, evaluator, test, most, data.skipped, table, described, failed)
 
 
 def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
     if is_first():
         save_model(folder.model_path, model.config, model.params, model.legend, model.failed)
     return model
-
-
-def patience_of(config: Config, users: Users) -> int | None:
-    """Return how long training waits for a better evaluation: as settings say, if there are enough to judge it by."""
-    return config.patience if len(users.valid) >= JUDGES else None
 
 
 def make_evaluator(

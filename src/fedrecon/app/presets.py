@@ -35,8 +35,9 @@ DEFAULT = RatingsConfig(
         implicit_feedback=True,
         round_zero=True,
         item_traits=True,
-        init_scale=0.1732,
+        init_scale=0.0173,  # so small that the first evaluation is that of the biases
         prior=200.0,
+        relax=4,
         implicit_prior=2.0,
         least_ratings=5,
     ),
@@ -48,8 +49,8 @@ DEFAULT = RatingsConfig(
     aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None),
     rounds=200,
-    evaluate_every=25,
-    patience=3,
+    evaluate_every=50,  # and so after each relaxation of the prior
+    patience=2,
 )
 
 TEXT = TextConfig(
@@ -59,7 +60,9 @@ TEXT = TextConfig(
 
 PRESETS: Mapping[str, RatingsConfig] = {
     "default": DEFAULT,
-    "quick": dataclasses.replace(DEFAULT, rounds=50, evaluate_every=25),
+    "quick": dataclasses.replace(
+        DEFAULT, rounds=50, evaluate_every=25, patience=1, model=dataclasses.replace(DEFAULT.model, relax=0)
+    ),
     "paper": RatingsConfig(data=Data(source=""), model=Factorization(least_ratings=5)),
 }
 CLICKS: Mapping[str, ClicksConfig] = {

@@ -68,8 +68,8 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
             f"it cannot go on to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew "
             "with --overwrite"
         )
-    if done is not None and done > config.rounds:
-        raise StorageError(f"the run in {folder.path} is past round {config.rounds}: it has done {done}")
+    if done is not None and done > config.most_rounds:
+        raise StorageError(f"the run in {folder.path} is past round {config.most_rounds}: it has done {done}")
     if facts.get("version") != VERSION:
         raise StorageError(
             f"the run in {folder.path} was begun by another version of fedrecon, and this one cannot go on with it: "

@@ -16,6 +16,7 @@ MOST_ROUNDS = 2**31 - 1  # the number of a round is 32 bits wide on the devices
 MOST_SEEDS = 2**32  # of a larger seed JAX would take the last 32 bits, those of another seed
 MOST = 10**7  # of whatever there is an array of
 MEDIAN = 0.5
+MOST_RELAXATIONS = 100  # of a prior: far more than can matter
 MOST_WIDTH = 2**16  # of a layer or an embedding
 
 
@@ -64,6 +65,11 @@ def check_run(config: Any) -> None:
     check_number("sampling.clients_per_round", config.sampling.clients_per_round, least=1, most=MOST)
     check_number("sampling.oversample", config.sampling.oversample, least=1, most=1000)
     check_number("sampling.min_examples", config.sampling.min_examples, most=MOST_ROUNDS)
+
+
+def relaxed_rounds(rounds: int, times: int) -> int:
+    """Return how many rounds so many relaxations of a prior take, after so many rounds."""
+    return times * -(-rounds // 4)
 
 
 def check_seed(name: str, value: int | None) -> None:

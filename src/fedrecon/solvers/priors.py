@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
+from jax import Array
 
 from fedrecon.trees import Which, by_pattern, flatten, matcher, unflatten
 
+Strength = float | Callable[[Any], Any]  # constant, or an optax schedule
+
+
+class PriorState(NamedTuple):
+    """What a prior that changes has to remember: how many steps there were."""
+
+    step: Array
+
 
 def with_prior(
-    optimizer: optax.GradientTransformation, prior: float | Mapping[str, float], *, examples: float
+    optimizer: optax.GradientTransformation, prior: Strength | Mapping[str, Strength], *, examples: float
 ) -> optax.GradientTransformation:
     """Add a ridge on global parameters to what the server's optimizer minimises.
 
@@ -25,23 +35,32 @@ def with_prior(
     Args:
       optimizer: any optimizer; it gets gradients of sums, so adaptive ones fit best.
       prior: one value for all global parameters, or a mapping from patterns on their paths to values; parameters that
-        no pattern matches have no prior.
+        no pattern matches have no prior. A value may be a schedule, a function of the number of steps so far.
       examples: how many examples all clients together would update on, as counted in round zero.
     """
     for value in prior.values() if isinstance(prior, Mapping) else [prior]:
-        if not value >= 0:
+        if not callable(value) and not value >= 0:
             raise ValueError(f"`prior` is {prior}; it must not be negative")
     if not examples > 0:
         raise ValueError(f"`examples` is {examples}; it must be above 0")
 
-    def add(updates: optax.Updates, params: optax.Params) -> optax.Updates:
+    def add(updates: optax.Updates, params: optax.Params, step: Array | None) -> optax.Updates:
         strengths = by_pattern(prior, "prior", params)
         values, structure = flatten(params)
         slopes, _ = flatten(updates)
-        total = {path: examples * slope + strengths.get(path, 0.0) * values[path] for path, slope in slopes.items()}
+        now = {path: value(step) if callable(value) else value for path, value in strengths.items()}
+        total = {path: examples * slope + now.get(path, 0.0) * values[path] for path, slope in slopes.items()}
         return unflatten(structure, total)
 
-    return optax.chain(optax.stateless(add), optimizer)
+    def add_and_count(
+        updates: optax.Updates, state: PriorState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, PriorState]:
+        return add(updates, params, state.step), PriorState(state.step + 1)
+
+    if any(map(callable, prior.values() if isinstance(prior, Mapping) else [prior])):
+        start = PriorState(jnp.zeros([], jnp.int32))
+        return optax.chain(optax.GradientTransformation(lambda params: start, add_and_count), optimizer)
+    return optax.chain(optax.stateless(lambda updates, params: add(updates, params, None)), optimizer)
 
 
 def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> optax.GradientTransformation:

@@ -103,7 +103,8 @@ def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
     elif diverged:
         figures += f" (of {clients - diverged}; {diverged} diverged)"
     spent = f", epsilon {record['epsilon']:.3g}" if "epsilon" in record else ""
-    remark(f"round {record['round']}: validation {figures}{spent}")
+    when = f"round {record['round']}" if record["round"] else "before the first round"
+    remark(f"{when}: validation {figures}{spent}")
 
 
 def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:

@@ -204,7 +204,7 @@ def run(args: Train) -> int:
         show.alarm(f"training {'fails' if found.run.interrupted else 'failed'}: {found.failed}")
     if found.run.interrupted:
         again = [word for word in args.typed if word not in ("--overwrite", "--resume")]
-        done = f"{found.run.rounds} of {args.settings.rounds} rounds"
+        done = f"{found.run.rounds} of {found.most_rounds} rounds"
         show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
         show.remark(f"to continue: {shlex.join(['fedrecon', 'train', *again, '--resume'])}")
         if args.overwrite and (aside := put_aside_in(args.out)):
@@ -221,9 +221,10 @@ def run(args: Train) -> int:
         print(f"privacy: {found.run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
     if found.run.best is not None:
-        show.remark(f"kept the model after round {found.run.best}, the best on validation {task.people}")
+        when = f"after round {found.run.best}" if found.run.best else "from before the first round"
+        show.remark(f"kept the model {when}, the best on validation {task.people}")
     if found.run.stopped is not None:
-        show.remark(f"stopped after {found.run.rounds} of {args.settings.rounds} rounds: {found.run.stopped}")
+        show.remark(f"stopped after {found.run.rounds} of {found.most_rounds} rounds: {found.run.stopped}")
     if found.failed is not None:
         show.remark(
             f"{args.out}/metrics.jsonl shows what went wrong; recommend and complete refuse the model of this run"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon.app.config import ClickData, ClicksConfig, Reading
+from fedrecon.app.stopping import say_rounds
 from fedrecon.app.tasks.factors import Items
 from fedrecon.app.tasks.ratings import (
     describe_items,
@@ -84,15 +85,13 @@ def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) 
 
 def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
     """Say what was read, who does what, and what is measured."""
-    train, valid, test = map(len, users)
     density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
     left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in clicks.skipped.items() if count]
     return [
         f"{len(clicks):,} users have {clicks.num_examples:,} of {clicks.num_items:,} items: "
         f"{clicks.num_examples / max(1, len(clicks)):.1f} items a user, {density:.3g} % of all pairs. "
         + (f"Left out: {', '.join(left_out)}." if left_out else "Nothing was left out."),
-        f"{train:,} users train, {valid:,} are for choosing settings, {test:,} are measured on in the end; "
-        f"{config.sampling.wanted(train):,} take part in each of {config.rounds} rounds.",
+        say_rounds(config, users),
         f"Whoever is measured shows a share of their items ({config.split.evaluate}); the others are looked for among "
         "all items that they do not show.",
     ]

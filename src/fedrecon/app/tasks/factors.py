@@ -13,6 +13,8 @@ import optax
 
 from fedrecon.app.budget import Population, round_zero_noise
 from fedrecon.app.config import Factorization, RatingsConfig, Scale
+from fedrecon.app.settings import relaxed_rounds
+from fedrecon.app.stopping import say_rounds
 from fedrecon.app.tasks.task import Ready, Users
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings
@@ -21,10 +23,11 @@ from fedrecon.models import implicit_feedback, learned_default, matrix_factoriza
 from fedrecon.preparation import DEFAULT, Plan, Preparation, Transform, advance, answer, prepare, start
 from fedrecon.privacy import round_zero
 from fedrecon.solvers.least_squares import Ridge
-from fedrecon.solvers.priors import keep_constant, with_prior
+from fedrecon.solvers.priors import Strength, keep_constant, with_prior
 
 FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the server leaves it as it is
 SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
+RELAXED = 0.25  # what a relaxation leaves of the prior
 DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
 
 
@@ -132,13 +135,23 @@ def ridges_of(config: RatingsConfig) -> Ridge | None:
     return {path: config.reconstruct.ridge * value for path, value in (ridges | {"*": scale.noise}).items()}
 
 
+def relaxed_prior(config: RatingsConfig) -> Strength:
+    """Return the prior on item embeddings: constant in all rounds, then a quarter in each relaxation after them."""
+    prior, times = config.model.prior, config.model.relax
+    if not times or not config.rounds:
+        return prior
+    starts = [config.rounds + relaxed_rounds(config.rounds, number) for number in range(times)]
+    return optax.piecewise_constant_schedule(prior, dict.fromkeys(starts, RELAXED))
+
+
 def believing(
-    settings: Factorization, optimizer: optax.GradientTransformation, examples: float
+    config: RatingsConfig, optimizer: optax.GradientTransformation, examples: float
 ) -> optax.GradientTransformation:
     """Give the server's optimizer the priors of the settings, and let it leave alone what round zero found."""
-    priors = {}
+    settings = config.model
+    priors: dict[str, Strength] = {}
     if settings.prior:
-        priors["*item_embedding"] = settings.prior
+        priors["*item_embedding"] = relaxed_prior(config)
     if settings.implicit_prior and settings.implicit_feedback:
         priors["evidence/*"] = settings.implicit_prior
     if priors:
@@ -249,11 +262,9 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Prepar
     """Say what was read, who does what, and what was decided from it."""
     wanted, model, scale = config.data.transform, config.model, config.model.scale
     assert scale is not None
-    train, valid, test = map(len, users)
     said = [
         ratings.describe().sentence(counts=wanted != "auto"),
-        f"{train:,} users train, {valid:,} are for choosing settings, {test:,} are measured on in the end; "
-        f"{config.sampling.wanted(train):,} take part in each of {config.rounds} rounds.",
+        say_rounds(config, users),
     ]
     if scale.transform == "log1p":
         why = "these look like counts: log(1+x) is taken; --data.transform none leaves them" if wanted == "auto" else ""
