@@ -63,10 +63,14 @@ test-browser: .venv/browser.stamp build/web.stamp
 	FEDRECON_ONNXRUNTIME_WEB=tests/web/node_modules/onnxruntime-web/dist \
 	  $(BIN)/python -m pytest -rs tests/browser || [ $$? = 5 ]  # 5: all of them were skipped
 
-# The pictures of docs/device.md, from a whole demo.
+# The pictures of docs/device.md, from a whole demo and a short training on clicks.
 pictures: export FEDRECON_SCREENSHOTS = docs/figures/device
 pictures: export FEDRECON_RUN = demo
-pictures: demo test-browser
+pictures: export FEDRECON_CLICKS_RUN = build/clicks
+pictures: demo build/clicks test-browser
+
+build/clicks: .venv/demo.stamp
+	$(BIN)/fedrecon train movielens-small --task clicks --rounds 60 --out $@
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -192,10 +192,11 @@ def counts_model():
 
 
 def clicks_model(counts="ignore", dim=4):
-    """Return a saved model of what people have, each title twice; `counts` as in the settings."""
-    titles = np.array([f"record {k // 2}" for k in range(NUMBER)])
+    """Return a saved model of what people have; `counts` as in the settings."""
+    titles = np.array([f"record {k}" for k in range(NUMBER)])
     items = Items(np.arange(1000, 1000 + NUMBER), titles, np.arange(NUMBER) % 40)
-    config = dataclasses.replace(CLICKS.untrained, model=Ranking(dim=dim, counts=counts, least_ratings=5))
+    settings = Ranking(dim=dim, counts=counts, least_ratings=5)
+    config = dataclasses.replace(CLICKS.untrained, model=settings)
     table = np.random.default_rng(0).normal(0, 0.4, (NUMBER, dim)).astype(np.float32)
     return SavedModel(config, {"gram": table.T @ table, "item_embedding": table}, items)
 

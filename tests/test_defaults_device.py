@@ -44,7 +44,7 @@ CASES = {  # by name: the transform or what counts of clicks do, the quantisatio
     "counts in int8": ("log1p", "int8", COUNTS),
     "clicks": ("ignore", None, CLICKS),
     "clicks in int8": ("ignore", "int8", CLICKS),
-    "clicks that are counted": ("log", "int8", CLICKS),
+    "clicks that are counted": ("log", None, CLICKS),
 }
 
 

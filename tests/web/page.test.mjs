@@ -95,4 +95,5 @@ test("titles are found by any of their words, whatever the accents, and the most
   assert.deepEqual(find(titles, "the matrix", [0, 5, 9, 1], 5), [1, 2]);
   assert.deepEqual(find(titles, "matrix", [0, 9, 1, 1], 5), [2, 1]);
   assert.deepEqual(find(titles, "nothing like it", null, 5), []);
+  assert.deepEqual(find(["it happened", "heat", "it"], "It", [9, 1, 1], 5), [2, 0]);
 });

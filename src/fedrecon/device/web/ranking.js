@@ -57,7 +57,8 @@ export function nearest(table, dim, item, among, n = 2) {
 }
 
 /**
- * Return titles that contain all words of a query: those that begin with it first, then the most rated.
+ * Return titles that contain all words of a query: the very title first, then those that begin with it, then the most
+ * rated.
  * @param {string[]} folded titles as `fold` returns them
  * @param {string} query
  * @param {ArrayLike<number> | null} counts
@@ -70,7 +71,7 @@ export function find(folded, query, counts, n) {
   const found = [];
   for (let k = 0; k < folded.length; k++) if (words.every((word) => folded[k].includes(word))) found.push(k);
   /** @param {number} k */
-  const first = (k) => (folded[k].startsWith(wanted) ? 0 : 1);
+  const first = (k) => (folded[k] === wanted ? 0 : folded[k].startsWith(wanted) ? 1 : 2);
   return found.sort((a, b) => first(a) - first(b) || (counts ? counts[b] - counts[a] : 0) || a - b).slice(0, n);
 }
 

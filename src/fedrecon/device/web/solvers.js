@@ -246,7 +246,7 @@ function optimizer({ optimizer: name, learning_rate: rate }, size) {
     adam: (g, i) => {
       first[i] = 0.9 * first[i] + 0.1 * g;
       second[i] = 0.999 * second[i] + 0.001 * g * g;
-      return first[i] / (1 - 0.9 ** t) / (Math.sqrt(second[i] / (1 - 0.999 ** t)) + 1e-8);
+      return first[i] / rest(0.9, t) / (Math.sqrt(second[i] / rest(0.999, t)) + 1e-8);
     },
   };
   const update = updates[name];
@@ -255,4 +255,13 @@ function optimizer({ optimizer: name, learning_rate: rate }, size) {
     t += 1;
     for (let i = 0; i < size; i++) local[i] -= rate * update(gradient[i], i);
   };
+}
+
+/**
+ * Return 1 - decay ** t as optax computes it, in float32: so near to 1, its rounding shows in the fifth digit.
+ * @param {number} decay
+ * @param {number} t
+ */
+function rest(decay, t) {
+  return Math.fround(1 - Math.fround(Math.fround(decay) ** t));
 }
