@@ -154,6 +154,14 @@ def test_a_study_is_not_written_to_a_folder_of_somebody_else(tmp_path, capsys):
     assert contents(tmp_path) == before
 
 
+def test_a_page_of_a_study_does_not_replace_another_file(tmp_path, capsys):
+    (tmp_path / "thesis.md").write_text("# Mine\n")
+    study = ["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path / "study")]
+    assert main([*study, "--page", str(tmp_path / "thesis.md")]) == 1
+    assert "thesis.md is there, and it is not a page of the study movielens" in said(capsys)
+    assert (tmp_path / "thesis.md").read_text() == "# Mine\n"
+
+
 @pytest.mark.parametrize("name", ["rows", "figures"])
 def test_names_alone_do_not_make_a_folder_a_study(tmp_path, capsys, name):
     (tmp_path / name).mkdir()

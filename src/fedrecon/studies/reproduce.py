@@ -17,6 +17,7 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.disk.arrays import read_json
+from fedrecon.disk.parts import check_file
 from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.report import compose, to_html, to_markdown, write_page
 from fedrecon.studies.runner import Runner, Say, Task, keep_compiled, start
@@ -59,6 +60,8 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
     if plan.seeds < 1 or (plan.workers is not None and plan.workers < 1):
         raise ValueError(f"a study needs at least 1 seed and 1 worker, not {plan.seeds} and {plan.workers}")
     chosen = study.choose(plan.only)
+    if plan.page is not None:
+        check_file(plan.page, f"# {study.title}".encode(), f"a page of the study {study.name}")
     plan.folder.mkdir(parents=True, exist_ok=True)
     start(None, quick=plan.quick)
     keep_compiled(plan.folder, quick=plan.quick)
