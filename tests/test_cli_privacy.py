@@ -47,6 +47,19 @@ def test_a_plan_in_words(capsys):
         ([*PLAN, "--epsilon", "0"], 1, "`epsilon` is 0.0; it must be above 0"),
         ([*PLAN, "--epsilon", "2", "--delta", "1"], 1, "`delta` is 1.0"),
         ([*PLAN, "--noise-multiplier", "0"], 1, "without noise there is no privacy"),
+        ([*PLAN, "--noise-multiplier", "1e-300"], 1, "`noise_multiplier` is 1e-300; it must be from 0.05"),
+        ([*PLAN, "--noise-multiplier", "1e300"], 1, "`noise_multiplier` is 1e+300"),
+        ([*PLAN, "--epsilon", "inf"], 1, "`epsilon` is inf; it must be above 0 and at most 10000"),
+        ([*PLAN, "--epsilon", "2", "--clients", "0"], 1, "`clients` is 0; nobody can hide"),
+        ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "there must be one at least, and 100,000 at most"),
+        ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "100,000 at most"),
+        (["privacy", "audit", "--noise-multiplier", "1e-300"], 1, "--noise-multiplier is 1e-300"),
+        (["privacy", "audit", "--rounds", str(2**70)], 1, "--rounds is 1180591620717411303424"),
+        (["privacy", "audit", "--rounds", "0"], 1, "--rounds is 0; it must be at least 1"),
+        (["privacy", "audit", "--canaries", str(2**70)], 1, "--canaries is 1180591620717411303424"),
+        (["privacy", "audit", "--seed", str(2**70)], 1, "--seed is 1180591620717411303424"),
+        (["privacy", "leakage", "run", "--noise-multiplier", "nan"], 1, "--noise-multiplier is nan"),
+        (["privacy", "leakage", "run", "--clip-norm", "0"], 1, "--clip-norm is 0.0; it must be above 0"),
         ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "6000 clients a round cannot be"),
     ],
 )
@@ -55,6 +68,18 @@ def test_an_error_is_one_sentence(argv, code, message, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
+
+
+def test_a_picture_replaces_pictures_alone_and_that_is_known_before_the_work(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert main(["privacy", "leakage", "none", "--picture", str(tmp_path / "thesis.tex")]) == 1
+    assert "thesis.tex is there, and it is not a PNG picture" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+    assert main(["privacy", "leakage", "none", "--picture", str(tmp_path)]) == 1
+    assert "is a folder; give the name of a file" in capsys.readouterr().err
+    (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\nrest")
+    assert main(["privacy", "leakage", "none", "--picture", str(tmp_path / "old.png")]) == 1
+    assert "none is not a folder" in capsys.readouterr().err
 
 
 def test_without_the_extra_it_says_how_to_install_it(capsys, monkeypatch):

@@ -25,7 +25,7 @@ from deployed import (
     simulated,
     write_ratings,
 )
-from fedrecon.app.config import Aggregate, Data, Reconstruct
+from fedrecon.app.config import Aggregate, Data, Reconstruct, Update
 from fedrecon.app.saved import open_model
 from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, PlanError, Promises, serve, weaker
 from fedrecon.deploy.asking import read_tree
@@ -53,6 +53,16 @@ SECURE = plan_of(CONFIG, secure=True, least_nodes=2)
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     return files_of(tmp_path_factory.mktemp("files"))
+
+
+def test_nodes_are_told_that_training_failed_and_their_models_serve_nobody(files, tmp_path):
+    broken = dataclasses.replace(CONFIG, update=Update(learning_rate=1e30, batch_size=4), aggregate=Aggregate())
+    nodes = {k: node_of(part, tmp_path / f"node{k}") for k, part in enumerate(files[1])}
+    outcome = deployed(plan_of(broken), InProcess({k: node.handle for k, node in nodes.items()}), tmp_path / "run")
+    assert outcome.failed is not None
+    assert all(node.finished for node in nodes.values())
+    for model in (tmp_path / "run", *(tmp_path / f"node{k}" / "model" for k in nodes)):
+        assert open_model(model).failed == outcome.failed
 
 
 def assert_close(found, expected, tolerance=2e-6):

@@ -4,6 +4,8 @@ import json
 import re
 import resource
 import shutil
+import stat
+import sys
 import warnings
 
 import numpy as np
@@ -15,6 +17,8 @@ from fedrecon.app.config import Data, RatingsConfig, TextConfig, from_json
 from fedrecon.app.config_files import ConfigError, read_config
 from fedrecon.app.health import Watch, why_failed
 from fedrecon.app.tasks import RATINGS
+from fedrecon.data import DataError, load_text
+from fedrecon.data.cache import cache_folder
 from fedrecon.disk.arrays import StorageError, read_json, save_arrays, write_json
 from fedrecon.disk.runs import RunFolder
 from fedrecon.disk.sealed import write_sealed
@@ -152,6 +156,14 @@ def test_a_study_is_not_written_to_a_folder_of_somebody_else(tmp_path, capsys):
     assert main(["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path)]) == 1
     assert "holds report.md, and fedrecon did not make it" in said(capsys)
     assert contents(tmp_path) == before
+
+
+def test_a_page_of_a_study_does_not_replace_another_file(tmp_path, capsys):
+    (tmp_path / "thesis.md").write_text("# Mine\n")
+    study = ["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path / "study")]
+    assert main([*study, "--page", str(tmp_path / "thesis.md")]) == 1
+    assert "thesis.md is there, and it is not a page of the study movielens" in said(capsys)
+    assert (tmp_path / "thesis.md").read_text() == "# Mine\n"
 
 
 @pytest.mark.parametrize("name", ["rows", "figures"])
@@ -457,3 +469,49 @@ def test_a_full_disk_is_a_sentence_and_leaves_what_there_was(tmp_path, small_fil
     with pytest.raises(StorageError, match=r"metrics.jsonl cannot be written"):
         folder.record({"kind": "round", "round": 1, "loss": "x" * 3000})
     assert folder.restore(small)[0] == 1
+
+
+# ---- where output and prepared data go ----
+
+
+def test_output_that_cannot_be_written_is_a_sentence(monkeypatch, capsys):
+    for words in (["--version"], ["--help"]):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", full)
+            assert main(words) == 1
+        assert capsys.readouterr().err == "fedrecon: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_output_does_not_matter(monkeypatch, closed):
+    monkeypatch.setattr(f"sys.{closed}", None)
+    try:
+        assert main(["train", "--help"]) == 0
+        assert main(["nothing"]) == 2
+    finally:
+        getattr(sys, closed).close()
+
+
+def test_what_ends_with_words_has_failed(monkeypatch, capsys):
+    def leave(options):
+        raise SystemExit("it cannot be done")
+
+    monkeypatch.setattr("fedrecon.app.cli.keys.run", leave)
+    assert main(["keys", "folder"]) == 1
+    assert said(capsys) == "fedrecon: it cannot be done\n"
+
+
+def test_prepared_text_is_for_its_owner_alone(tmp_path, monkeypatch):
+    posts = tmp_path / "posts.jsonl"
+    posts.write_text("".join(json.dumps({"client": f"c{k}", "text": "some words."}) + "\n" for k in range(9)))
+    monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
+    load_text(posts)
+    assert stat.S_IMODE((tmp_path / "cache" / "text").stat().st_mode) == 0o700
+
+
+def test_without_a_home_folder_it_says_what_to_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("FEDRECON_CACHE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    with pytest.raises(DataError, match="set FEDRECON_CACHE"):
+        cache_folder()

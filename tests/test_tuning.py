@@ -71,6 +71,12 @@ def test_tuning_whose_every_trial_fails_ends_with_its_code_and_leaves_no_setting
     assert (tmp_path / "tuned" / "trials.json").exists()
 
 
+def test_tuning_needs_rounds(tuned, tmp_path, capsys):
+    assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path / "tuned"), "--rounds", "0"]) == 1
+    assert "give --rounds 1 or more" in capsys.readouterr().err
+    assert not (tmp_path / "tuned").exists()
+
+
 def test_an_interrupted_tuning_keeps_what_it_found(tuned, tmp_path, monkeypatch, capsys):
     first = fr.app.tuning._Bench.measure
 

@@ -164,6 +164,8 @@ def tune(
         config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
     if isinstance(config, RatingsConfig) and not config.model.round_zero:
         raise ValueError("tuning tries settings around --preset default, with model.round_zero; these have none of it")
+    if not config.rounds:
+        raise ValueError("tuning compares trained models: give --rounds 1 or more")
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
     task = task_of(config)
     ratings = task.load(config, silent)

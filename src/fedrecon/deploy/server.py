@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import platform
 import secrets
@@ -22,9 +23,9 @@ from fedrecon.deploy.messages import MOST_HEADER, Envelope, pack
 from fedrecon.deploy.plan import Plan
 from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.deploy.sums import Question, Summed, open_sum, secure_sum_of
-from fedrecon.disk.arrays import write_bytes
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.runs import RunFolder
+from fedrecon.disk.sealed import read_sealed, write_sealed
 from fedrecon.evaluation import Evaluation
 from fedrecon.hosts import server_round
 from fedrecon.keys import fresh_key, round_key, run_keys
@@ -33,7 +34,7 @@ from fedrecon.privacy.ledger import Ledger
 from fedrecon.travel.wire import to_bytes
 
 MOST_PAUSE = 60.0  # seconds between two tries of a round; they grow from one on
-ROUND_ZERO = "round-zero.safetensors"  # in the run's folder
+ROUND_ZERO = "round-zero.json"  # in the run's folder
 
 
 class Outcome(NamedTuple):
@@ -165,8 +166,8 @@ class _Training(Members):
                 summed = self._gather(Question(self.run_id, 0, of, question.to_bytes()), everybody=True).summed
                 total = {name: sum(part[name] for part in summed.parts) for name in summed.parts[0]}
                 question = zero.following(question, total)
-            write_bytes(file, zero.found_by(question))
-        found = zero.read_found(file.read_bytes())
+            write_sealed(file, {"found": base64.b64encode(zero.found_by(question)).decode()})
+        found = zero.read_found(base64.b64decode(read_sealed(file)["found"]))
         ready, self.found = plan.prepared(found), bytes(found)
         self.say(zero.remark(found))
         return ready

@@ -162,6 +162,27 @@ def check_names(path: Path, ours: re.Pattern[str]) -> None:
         raise _somebody_elses(path, others)
 
 
+def check_file(path: Path, beginning: bytes, what: str) -> None:
+    """Check that a file may be written: it does not exist, is empty, or begins as one of the same kind.
+
+    Args:
+      path: the file.
+      beginning: how files of its kind begin.
+      what: it is, for the message.
+
+    Raises:
+      StorageError: it is something else.
+    """
+    if path.is_dir():
+        raise StorageError(f"{path} is a folder; give the name of a file")
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        found = file.read(len(beginning))
+    if found not in (b"", beginning):
+        raise StorageError(f"{path} is there, and it is not {what}; give another name")
+
+
 def check_model(path: Path) -> None:
     """Check that a model may be written to a folder: it does not exist, is empty, or has a model of ours.
 

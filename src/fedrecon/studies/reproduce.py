@@ -17,12 +17,15 @@ import optax
 
 from fedrecon._version import __version__
 from fedrecon.disk.arrays import read_json
+from fedrecon.disk.parts import check_file
 from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.report import compose, to_html, to_markdown, write_page
 from fedrecon.studies.runner import Runner, Say, Task, keep_compiled, start
 from fedrecon.studies.study import Data, Results, Study
 from fedrecon.studies.tune import tune
 from fedrecon.studies.workers import Assignment, minutes, most_workers, run_side_by_side
+
+MOST_SEEDS, MOST_WORKERS = 1000, 1000
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,14 @@ def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent
 
     What is finished is not run again; an interruption leaves a report of what is there, and can be continued.
     """
-    if plan.seeds < 1 or (plan.workers is not None and plan.workers < 1):
-        raise ValueError(f"a study needs at least 1 seed and 1 worker, not {plan.seeds} and {plan.workers}")
+    if not 1 <= plan.seeds <= MOST_SEEDS or (plan.workers is not None and not 1 <= plan.workers <= MOST_WORKERS):
+        raise ValueError(
+            f"a study needs from 1 to {MOST_SEEDS} seeds and from 1 to {MOST_WORKERS} workers, not {plan.seeds} and "
+            f"{plan.workers}"
+        )
     chosen = study.choose(plan.only)
+    if plan.page is not None:
+        check_file(plan.page, f"# {study.title}".encode(), f"a page of the study {study.name}")
     plan.folder.mkdir(parents=True, exist_ok=True)
     start(None, quick=plan.quick)
     keep_compiled(plan.folder, quick=plan.quick)

@@ -60,6 +60,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("FEDRECON_DEBUG", "") not in ("", "0")
     args = [arg for arg in args if arg != "--debug"]
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started us closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        code = _run(args)
+        sys.stdout.flush()  # if it cannot be written, we say so, and not Python at its end
+        return code
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # whoever reads our output has had enough of it
+        _drop_output()
+        return _end_others("nobody reads what it prints", 141)
+    except Exception as problem:
+        if debug:
+            traceback.print_exc()
+        code = _fail(*_sentence(problem), problem)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return code
+
+
+def _run(args: Sequence[str]) -> int:
+    """Run a command, or say which there are."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP.format(commands="\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())), end="")
         return 0 if args else 2
@@ -76,18 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _warn
             return command.run(command.parse(args[1:]))
     except SystemExit as leaving:  # how a help text ends, and some errors of use
-        if isinstance(leaving.code, str):
-            return _fail(leaving.code, 1)
-        return leaving.code or 0
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except BrokenPipeError:  # whoever reads our output has had enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _end_others("nobody reads what it prints", 141)
-    except Exception as problem:
-        if debug:
-            traceback.print_exc()
-        return _fail(*_sentence(problem), problem)
+        return _fail(leaving.code, 1) if isinstance(leaving.code, str) else leaving.code or 0
+
+
+def _drop_output() -> None:
+    """Let what is still to be printed go nowhere, so that Python does not fail on it as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(problem: Exception) -> tuple[str, int]:

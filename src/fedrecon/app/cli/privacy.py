@@ -13,6 +13,8 @@ import tyro
 
 from fedrecon.app.cli import FAILED, options, show
 
+MOST_CANARIES = 10**5
+PNG = b"\x89PNG\r\n\x1a\n"
 PARTS = {
     "plan": "say what noise a privacy budget takes, before anybody trains",
     "leakage": "attack uploads of a run's test clients as a curious server would",
@@ -138,13 +140,20 @@ def _leakage(args: Leakage) -> int:
     from fedrecon.app.build import build_algorithm
     from fedrecon.app.experiment import users_of_run
     from fedrecon.app.saved import open_model
+    from fedrecon.app.settings import check_number
     from fedrecon.disk.arrays import without_nan
+    from fedrecon.disk.parts import check_file
     from fedrecon.display.progress import bars
     from fedrecon.engine import start_devices
+    from fedrecon.privacy.accounting import MOST_NOISE
     from fedrecon.privacy.leakage import leakage
 
     if args.people < 2:
         raise options.UsageError(f"--people is {args.people}; it takes two or more to ask which of them it was")
+    check_number("--noise-multiplier", args.noise_multiplier, most=MOST_NOISE)
+    check_number("--clip-norm", args.clip_norm, above=True)
+    if args.picture is not None:  # before all the work
+        check_file(args.picture, PNG, "a PNG picture")
     start_devices(None)
     model = open_model(args.run)
     config, users = users_of_run(args.run, bars)
@@ -179,8 +188,14 @@ def _leakage(args: Leakage) -> int:
 
 
 def _audit(args: Audit) -> int:
+    from fedrecon.app.settings import check_number, check_seed
+    from fedrecon.privacy.accounting import LEAST_NOISE, MOST_NOISE, MOST_ROUNDS
     from fedrecon.privacy.canaries import audit_run
 
+    check_number("--noise-multiplier", args.noise_multiplier, least=LEAST_NOISE, most=MOST_NOISE)
+    check_number("--rounds", args.rounds, least=1, most=MOST_ROUNDS)
+    check_number("--canaries", args.canaries, least=20, most=MOST_CANARIES)
+    check_seed("--seed", args.seed)
     try:
         found = audit_run(
             noise_multiplier=args.noise_multiplier,

@@ -12,7 +12,7 @@ from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Ready, Task, Users
 from fedrecon.clients import Clients
 from fedrecon.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
-from fedrecon.data.cache import cache_folder
+from fedrecon.data.cache import private_cache
 from fedrecon.data.errors import DataError
 from fedrecon.data.text.files import preparer
 from fedrecon.data.text.preparation import KEPT_WORDS
@@ -96,7 +96,7 @@ def _examples(
         return corpus.in_words_of(vocabulary, clients, max_words)
     about = [corpus.fingerprint(), clients.fingerprint(), *vocabulary.words, str(vocabulary.buckets), str(max_words)]
     digest = hashlib.blake2b("\n".join(about).encode(), digest_size=8).hexdigest()
-    folder = cache_folder() / "examples" / digest
+    folder = private_cache("examples") / digest
     if folder.is_dir():
         return Sentences.open(folder)
     return corpus.in_words_of(vocabulary, clients, max_words, folder, progress)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedrecon.data.cache import cache_folder
+from fedrecon.data.cache import private_cache
 from fedrecon.data.downloads import say_who
 from fedrecon.data.errors import BadRows, DataError
 from fedrecon.data.sources import is_stream, open_bytes
@@ -135,14 +135,13 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
     others = {name: _state(value) for name, value in options.items() if name == "word_count" and value is not None}
     about = [VERSION, _state(path), sorted({**options, **others}.items())]
     digest = hashlib.blake2b(json.dumps(about, default=str).encode(), digest_size=8).hexdigest()
-    folder = cache_folder() / "text" / f"{path.name.split('.')[0]}-{digest}"
+    folder = private_cache("text") / f"{path.name.split('.')[0]}-{digest}"
     return _prepare_once(path, folder, progress, options)
 
 
 def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]) -> Corpus:
     """Keep what a pipe gives in a file that is named after its content, and prepare that."""
-    (cache_folder() / "text").mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_folder() / "text") as place, open_bytes(source) as stream:
+    with tempfile.TemporaryDirectory(dir=private_cache("text")) as place, open_bytes(source) as stream:
         copy = Path(place) / "stream.jsonl"
         with copy.open("wb") as file:
             shutil.copyfileobj(stream, file)
@@ -150,7 +149,7 @@ def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]
         copy.rename(kept)
         about = [VERSION, kept.name, sorted(options.items())]
         digest = hashlib.blake2b(json.dumps(about, default=str).encode(), digest_size=8).hexdigest()
-        folder = cache_folder() / "text" / f"stream-{digest}"
+        folder = private_cache("text") / f"stream-{digest}"
         return _prepare_once(kept, folder, progress, options)
 
 
