@@ -64,13 +64,16 @@ TRAIN = ["train", "synthetic", "--rounds", "2"]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--privacy.epsilon", "4", "--privacy.clip-norm", "0"], "privacy.clip_norm is 0.0; it must be"),
+        (["--privacy.epsilon", "4", "--privacy.clip-norm", "0"], "--privacy.clip-norm is 0.0; it must be above 0"),
         (["--privacy.epsilon", "4", "--privacy.delta", "1"], "privacy.delta is 1.0; it must be above 0 and below 1"),
         (["--privacy.epsilon", "0"], "privacy.epsilon is 0.0; it must be"),
         (["--privacy.epsilon", "nan"], "privacy.epsilon is nan; it must be"),
-        (["--privacy.epsilon", "4", "--privacy.noise-multiplier", "0"], "privacy.noise_multiplier is 0.0"),
+        (
+            ["--privacy.epsilon", "4", "--privacy.noise-multiplier", "0"],
+            "--privacy.noise-multiplier is 0.0; it must be above 0",
+        ),
         (["--privacy.epsilon", "1e-7", "--privacy.delta", "1e-12"], "epsilon 1e-07 cannot be reached"),
-        (["--aggregate.secure"], "aggregate.clip_norm"),
+        (["--aggregate.secure"], "--aggregate.secure needs --aggregate.clip-norm"),
         (
             ["--aggregate.secure", "--aggregate.clip-norm", "1", "--sampling.clients-per-round", "1"],
             "a sum of one hides nobody, so it takes two or more",

@@ -206,7 +206,7 @@ def _least(excess: Callable[[float], float], guess: float, epsilon: float) -> fl
     while excess(high) > 0:
         high *= 1.5
         if high > 1e6:
-            raise ValueError(f"epsilon {epsilon:g} cannot be reached with any noise; allow more, or fewer rounds")
+            raise ValueError(f"epsilon {epsilon:.3g} cannot be reached with any noise; allow more, or fewer rounds")
     low = 0.7 * high
     while excess(low) <= 0:
         low, high = 0.7 * low, low
