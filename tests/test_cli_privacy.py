@@ -91,6 +91,7 @@ def test_training_that_could_promise_nothing_is_refused_before_anything_is_writt
     [
         (["--preset", "paper", "--privacy.epsilon", "4", "--privacy.clip-norm", "1"], "give --users"),
         (["--privacy.epsilon", "4", "--users", "100"], "round zero of a deployment is not noised"),
+        (["--aggregate.secure", "--aggregate.clip-norm", "1"], "give --secure, not --aggregate.secure"),
         (["--secure"], "a secure sum of one node hides nothing: let `least_nodes` be 2 or more"),
         (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "let `least_users` be 1"),
     ],

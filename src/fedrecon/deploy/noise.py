@@ -97,6 +97,8 @@ def with_noise(config: Config, model: Model, users: int, options: dict[str, Any]
       ValueError: the settings cannot be kept by a deployment.
     """
     privacy = config.privacy
+    if config.aggregate.secure:
+        raise ValueError("for secure sums of a deployment give --secure, not --aggregate.secure, which is a simulation")
     if not privacy.on:
         return config
     if is_recipe(config):
@@ -104,8 +106,6 @@ def with_noise(config: Config, model: Model, users: int, options: dict[str, Any]
             "round zero of a deployment is not noised, so nothing could be promised: with --privacy options use "
             "--preset paper, which has none"
         )
-    if config.aggregate.secure:
-        raise ValueError("for secure sums of a deployment give --secure, not --aggregate.secure, which is a simulation")
     if privacy.correlated is not None or (privacy.clip_quantile is not None and options.get("secure")):
         raise ValueError("nodes add independent noise for one clipping norm: leave out correlated and clip_quantile")
     if users < 2:
