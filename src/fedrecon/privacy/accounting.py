@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from fedrecon.privacy import renyi
 from fedrecon.privacy.extra import require
 
+MOST_ROUNDS = 1_000_000  # beyond, rounding upwards takes over: losses of a round are smaller than its steps
+
 
 class Release(NamedTuple):
     """Something noised that was published, as often as `rounds` says.
@@ -175,8 +177,8 @@ def noise_for(
     check_delta(chosen)
     if not epsilon > 0:
         raise ValueError(f"`epsilon` is {epsilon}; it must be above 0, and below about 0.01 nothing is learned")
-    if rounds < 1:
-        raise ValueError(f"`rounds` is {rounds}; there must be one or more")
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise ValueError(f"`rounds` is {rounds}; there must be one or more, and at most {MOST_ROUNDS:,} are computed")
     spent = epsilon_of(before, chosen)
     if spent >= epsilon:
         raise ValueError(f"epsilon {epsilon:g} cannot be reached: {spent:.3g} was spent before the first round")
