@@ -53,7 +53,7 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
         (["plan", "--items", "items.csv", "--out", "p", "--secure"], "a secure sum of one node hides nothing"),
         (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "share of users in a round is 2"),
-        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "round zero of a deployment is not noised"),
+        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "round zero of a deployment is not"),
         (["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"], "--share says how many"),
         (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "all --rounds are trained"),
         (["server", "none", "--out", "run", "--insecure"], "none holds no plan"),

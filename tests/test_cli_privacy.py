@@ -82,6 +82,66 @@ def test_a_picture_replaces_pictures_alone_and_that_is_known_before_the_work(tmp
     assert "none is not a folder" in capsys.readouterr().err
 
 
+NOISE = ["--privacy.noise-multiplier", "1", "--privacy.clip-norm", "1"]
+TRAIN = ["train", "synthetic", "--rounds", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--privacy.epsilon", "4", "--privacy.clip-norm", "0"], "--privacy.clip-norm is 0.0; it must be above 0"),
+        (["--privacy.epsilon", "4", "--privacy.delta", "1"], "privacy.delta is 1.0; it must be above 0 and below 1"),
+        (["--privacy.epsilon", "0"], "privacy.epsilon is 0.0; it must be"),
+        (["--privacy.epsilon", "nan"], "privacy.epsilon is nan; it must be"),
+        (
+            ["--privacy.epsilon", "4", "--privacy.noise-multiplier", "0"],
+            "--privacy.noise-multiplier is 0.0; it must be above 0",
+        ),
+        (["--privacy.epsilon", "1e-7", "--privacy.delta", "1e-12"], "epsilon 1e-07 cannot be reached"),
+        (["--aggregate.secure"], "--aggregate.secure needs --aggregate.clip-norm"),
+        (
+            ["--aggregate.secure", "--aggregate.clip-norm", "1", "--sampling.clients-per-round", "1"],
+            "a sum of one hides nobody, so it takes two or more",
+        ),
+    ],
+)
+def test_training_that_could_promise_nothing_is_refused_before_anything_is_written(options, message, tmp_path, capsys):
+    assert main([*TRAIN, "--out", str(tmp_path / "run"), *options]) != 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "paper", "--privacy.epsilon", "4", "--privacy.clip-norm", "1"], "give --users"),
+        (["--privacy.epsilon", "4", "--users", "100"], "round zero of a deployment is not noised"),
+        (
+            ["--aggregate.secure", "--aggregate.clip-norm", "1"],
+            "--aggregate.secure is for simulations; here it is --secure",
+        ),
+        (["--secure"], "a secure sum of one node hides nothing: let `least_nodes` be 2 or more"),
+        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "let `least_users` be 1"),
+    ],
+)
+def test_plans_that_could_promise_nothing_are_refused_before_anything_is_written(options, message, tmp_path, capsys):
+    (tmp_path / "items.csv").write_text("item\n1\n2\n3\n")
+    plan = ["plan", "--items", str(tmp_path / "items.csv"), "--out", str(tmp_path / "plan"), "--data.max-examples", "9"]
+    assert main([*plan, *options]) != 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_plan_with_noise_says_what_it_promises(tmp_path, capsys):
+    (tmp_path / "items.csv").write_text("item\n1\n2\n3\n")
+    plan = ["plan", "--items", str(tmp_path / "items.csv"), "--out", str(tmp_path / "plan"), "--data.max-examples", "9"]
+    noise = ["--preset", "paper", "--privacy.epsilon", "4", "--privacy.clip-norm", "1", "--users", "1000"]
+    assert main([*plan, *noise, "--secure", "--least-nodes", "3", "--share", "0.1", "--rounds", "20"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "with noise that every node" in out
+    assert "a node answers 23 times at most" in out
+
+
 def test_without_the_extra_it_says_how_to_install_it(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     assert main([*PLAN[:-1], "21", "--noise-multiplier", "1.1"]) == 1

@@ -92,6 +92,7 @@ def test_the_plan_says_what_it_promises_and_the_run_what_was_spent(files, tmp_pa
     evaluations = [entry for entry in outcome.history if entry["kind"] == "evaluation"]
     assert [entry["epsilon"] for entry in evaluations][-1] == spent["epsilon"]
     rounds = [entry for entry in outcome.history if entry["kind"] == "round"]
+    assert rounds[-1]["epsilon"] == spent["epsilon"] > rounds[0]["epsilon"]
     assert all(np.isnan(entry["loss"]) and np.isnan(entry["weight"]) for entry in rounds)
     assert not {"clients", "clipped", "non_finite"} & set(rounds[0])
 

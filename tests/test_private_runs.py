@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import fedrecon as fr
+from fedrecon.app.baselines import beside
 from fedrecon.app.cli import main
 from fedrecon.app.config import config_from_json
 from fedrecon.app.experiment import run_experiment
@@ -208,6 +209,25 @@ def test_nothing_of_the_training_users_gets_into_a_private_model_without_noise(t
     assert not np.allclose(one.legend.liking.bias, plain.legend.liking.bias)
     assert one.legend.scale != plain.legend.scale
     assert one.config.model.scale.mean != plain.config.model.scale.mean
+
+
+def test_baselines_beside_a_private_run_know_what_it_released_and_no_more(tmp_path):
+    found = run_experiment(recipe(), fr.RunFolder(tmp_path / "run"))
+    exact = beside(found.model.config, found.users, "test", found.model.legend)
+    assert set(found.baselines) == {"global mean", "item + user bias"}
+    for name, metrics in found.baselines.items():
+        assert metrics["rmse"] != exact[name]["rmse"]
+
+
+def test_a_private_run_of_clicks_saves_no_counts(tmp_path):
+    data = {"source": "synthetic", "max_examples": 5}
+    settings = {"task": "clicks", "data": data, "model": {"dim": 2}, "rounds": 1, "devices": 1}
+    noise = {"privacy": {"noise_multiplier": 1.0, "clip_norm": 1.0}}
+    config = config_from_json({**settings, **noise, "sampling": {"clients_per_round": 50}}, "test")
+    run_experiment(config, fr.RunFolder(tmp_path / "run"))
+    model = json.loads((tmp_path / "run" / "model" / "model.json").read_text())
+    assert model["counts"] is None
+    assert model["scale"] is None
 
 
 def test_correlated_noise_in_a_run_counts_turns(tmp_path):

@@ -69,8 +69,8 @@ def secure(
     Returns:
       An `Aggregator`.
     """
-    if clients < 1:
-        raise ValueError(f"`clients` is {clients}; a sum has one client or more")
+    if clients < 2:
+        raise ValueError(f"`clients` is {clients}; a sum of one hides nobody, so it takes two or more")
     if noise_multiplier is not None:
         if per_round is None or least is None:
             raise ValueError("with `noise_multiplier`, give `per_round` and `least`: how many clients, and at least")

@@ -176,6 +176,10 @@ class _Training(Members):
         """Return what was spent so far; None without noise."""
         return noise.spent(self.plan, self.done + self.repeated)
 
+    def _spent(self) -> dict[str, float]:
+        ledger = self.ledger()
+        return {} if ledger is None else {"epsilon": ledger.epsilon}
+
     def params(self) -> Any:
         return jax.tree.map(np.asarray, self.plan.algorithm.params(self.state))
 
@@ -209,9 +213,7 @@ class _Training(Members):
                 found = self.evaluate("valid")
                 evaluated = now
                 if found is not None and found.clients:
-                    spent = self.ledger()
-                    epsilon = {} if spent is None else {"epsilon": spent.epsilon}
-                    record({"kind": "evaluation", "round": now, **epsilon, **found.summary()})
+                    record({"kind": "evaluation", "round": now, **self._spent(), **found.summary()})
             if now >= last:
                 self.checkpoint()
                 return
@@ -273,6 +275,7 @@ class _Training(Members):
             "seconds": round(seconds, 3),
             "bytes_sent": answers.sent,
             "bytes_received": answers.received,
+            **self._spent(),
         }
 
     def _sum(self, question: Question, invited: list[int], enough: int) -> Summed:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fedrecon.privacy import renyi
 from fedrecon.privacy.extra import require
 
-MOST_ROUNDS = 10**5  # that can be counted in reasonable time
+MOST_ROUNDS = 10**6  # beyond, rounding upwards takes over: losses of a round are smaller than its steps
 MOST_EPSILON = 1e4
 LEAST_NOISE, MOST_NOISE = 0.05, 1e6  # multipliers: less promises nothing, and cannot be counted in reasonable memory
 
@@ -220,7 +220,7 @@ def _least(excess: Callable[[float], float], guess: float, epsilon: float) -> fl
     while excess(high) > 0:
         high *= 1.5
         if high > 1e6:
-            raise ValueError(f"epsilon {epsilon:g} cannot be reached with any noise; allow more, or fewer rounds")
+            raise ValueError(f"epsilon {epsilon:.3g} cannot be reached with any noise; allow more, or fewer rounds")
     low = 0.7 * high
     while excess(low) <= 0:
         low, high = 0.7 * low, low

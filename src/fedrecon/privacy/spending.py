@@ -8,11 +8,9 @@ from typing import NamedTuple
 import jax
 
 from fedrecon.algorithm import Algorithm
-from fedrecon.privacy.accounting import Release
+from fedrecon.privacy.accounting import MOST_ROUNDS, Release
 from fedrecon.privacy.ledger import Ledger
 from fedrecon.sampling import Sampling
-
-MOST_ROUNDS = 1_000_000
 
 
 class Spending(NamedTuple):

@@ -203,7 +203,7 @@ STUDY = Study(
         Figure(
             "error-by-epsilon",
             "Error by epsilon",
-            "RMSE on unseen users against the privacy budget; lines, with the noise of those there are; dotted, without.",
+            "RMSE on unseen users against the privacy budget. Lines: the noise of those there are. Dotted: none.",
             (*_MAIN, f"as-if-{MILLION}", f"global-as-if-{MILLION}"),
             _curve,
             _draw,

@@ -82,7 +82,8 @@ def run(args: Evaluate) -> int:
     found = evaluator(model.params, progress=bars)
     found = with_coverage(config, algorithm, model.params, getattr(users, part), found)
     failed = evaluation_failed(found, task.people)
-    table = beside(config, users, part, model.legend) if file is None else beside_saved(model, users.test)
+    exact = file is None and not config.privacy.on  # baselines of training users are exact sums of theirs
+    table = beside(config, users, part, model.legend) if exact else beside_saved(model, getattr(users, part))
     if args.json:
         print(json.dumps(without_nan({**with_baselines(found, table), **({"failed": failed} if failed else {})})))
     else:

@@ -189,7 +189,7 @@ class _Table:
                 f"{record['seconds']:.2f}",
                 f"{record['bytes_sent'] / 1e6:.3f}",
                 f"{record['bytes_received'] / 1e6:.3f}",
-                "none",  # no noise is added, so nothing is promised
+                f"{record['epsilon']:.3g}" if "epsilon" in record else "none",  # without noise nothing is promised
             )
         )
 
