@@ -261,6 +261,7 @@ def main():
     rows, figures = [], {}
     for kind in arguments.only:
         found = figures[kind] = measure(kind)
+        print(kind, json.dumps(found), file=sys.stderr, flush=True)
         aim = "below 1 s" if kind == "resident" else ""
         rows.append((f"{kind}: a round of {NODES} nodes, computing aside", f"{found['aside']:.2f} s", aim))
         rows.append((f"{kind}: bytes to and from a node", f"{found['down']:,.0f} and {found['up']:,.0f}", ""))
