@@ -114,7 +114,7 @@ def test_what_was_released_before_takes_more_noise_after():
         ({"per_round": 0}, "`per_round` is 0"),
         ({"clients": 1}, "nobody can hide among fewer than 2"),
         ({"rounds": 0}, "`rounds` is 0"),
-        ({"rounds": 10**7}, "at most 1,000,000 are computed"),
+        ({"rounds": 10**7}, "and 1,000,000 at most"),
         ({"epsilon": 0.5, "before": (Release(0.5, 1.0, 1),)}, "epsilon 0.5 cannot be reached: .* was spent before"),
     ],
 )

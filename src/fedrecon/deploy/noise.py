@@ -97,8 +97,6 @@ def with_noise(config: Config, model: Model, users: int, options: dict[str, Any]
       ValueError: the settings cannot be kept by a deployment.
     """
     privacy = config.privacy
-    if config.aggregate.secure:
-        raise ValueError("for secure sums of a deployment give --secure, not --aggregate.secure, which is a simulation")
     if not privacy.on:
         return config
     if isinstance(config, ClicksConfig):
