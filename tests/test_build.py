@@ -1,10 +1,17 @@
+import dataclasses
+
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import fedrecon as fr
 from fedrecon.app.build import build_server, build_update
-from fedrecon.app.config import Server, Update
+from fedrecon.app.config import Privacy, Server, Update
+from fedrecon.app.presets import DEFAULT
+from fedrecon.app.stopping import judgements_of, patience_of, rounds_of, say_rounds
+from fedrecon.app.tasks import Users
+from fedrecon.app.tasks.factors import relaxed_prior
 from toy_models import descend, linear, one_round, xy
 
 
@@ -35,3 +42,40 @@ def test_the_rate_of_the_server_falls_along_a_cosine_to_a_fiftieth():
         step, state = server.update(jnp.ones(()), state, params)
         steps.append(float(step))
     assert steps == pytest.approx([-2, -1.02, -0.04, -0.04])
+
+
+# ---- relaxations of the prior ----
+
+
+def relaxing(**options):
+    model = dataclasses.replace(DEFAULT.model, prior=8.0, relax=2)
+    return dataclasses.replace(DEFAULT, **{"rounds": 8, "model": model, **options})
+
+
+def people(valid):
+    one = fr.Clients.from_columns({"item": np.zeros(1, np.int32)}, client=np.zeros(1, int))
+    return Users(one, one.take(np.zeros(valid, int)), one)
+
+
+def test_each_relaxation_has_a_quarter_of_the_prior_and_the_whole_rate_again():
+    config = relaxing()
+    prior = relaxed_prior(config)
+    assert [float(prior(step)) for step in (0, 7, 8, 9, 10, 11)] == [8, 8, 2, 2, 0.5, 0.5]
+    server = build_server(Server(optimizer="sgd", learning_rate=1.0, decay="linear", decay_rounds="all"), 8, 2)
+    state, steps = server.init(jnp.zeros(())), []
+    for _ in range(12):
+        step, state = server.update(jnp.ones(()), state, jnp.zeros(()))
+        steps.append(-float(step))
+    assert steps == pytest.approx([1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 1, 0.5, 1, 0.5])
+    assert list(judgements_of(config)) == [8, 10, 12]
+
+
+def test_relaxations_need_validation_users_to_judge_them_and_no_promise_of_privacy():
+    config = relaxing()
+    assert (rounds_of(config, people(10)), patience_of(config, people(10))) == (12, 2)
+    assert "Up to 4 more follow" in say_rounds(config, people(10))
+    assert (rounds_of(config, people(9)), patience_of(config, people(9))) == (8, None)
+    assert "9 validation users are too few" in say_rounds(config, people(9))
+    private = relaxing(privacy=Privacy(noise_multiplier=1.0))
+    assert rounds_of(private, people(10)) == 8
+    assert rounds_of(relaxing(patience=None), people(10)) == 8

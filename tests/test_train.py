@@ -399,14 +399,17 @@ def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_ro
     assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 2, 4]
 
 
-def test_evaluations_before_the_least_number_of_rounds_decide_nothing(norms, tmp_path):
-    found = patient(norms, at_least=6)  # that of round 4 would be best
+def test_only_evaluations_after_the_rounds_that_are_named_decide(norms, tmp_path):
+    found = patient(norms, judge_after=[6, 8, 10])  # that of round 4 would be best
     assert (found.rounds, found.best) == (8, 0)
-    found = run(momentum(), valid=judged_by(norms[2] - 0.01), evaluate_every=2, patience=2, at_least=6)
-    assert (found.rounds, found.best) == (10, 6)
-    assert patient(norms, at_least=6, folder=tmp_path, on_record=Stop("round", 7)).interrupted
-    again = patient(norms, at_least=6, folder=tmp_path)
-    assert (again.rounds, again.best) == (8, 0)
+    options = {"valid": judged_by(norms[2] - 0.01), "patience": 2, "judge_after": [5, 6, 7, 9]}
+    found = run(momentum(), evaluate_every=0, **options)
+    assert (found.rounds, found.best) == (9, 6)
+    assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 5, 6, 7, 9]
+    assert run(momentum(), folder=tmp_path, on_record=Stop("round", 7), **options).interrupted
+    again = run(momentum(), folder=tmp_path, **options)
+    assert (again.rounds, again.best) == (9, 6)
+    assert_same_bits(again.params, found.params)
 
 
 def test_an_interrupted_run_keeps_rounds_after_its_last_evaluation(norms, tmp_path):

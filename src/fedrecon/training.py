@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +72,7 @@ def train(
     evaluate_every: int = 0,
     evaluate_split: Split | None = None,
     patience: int | None = None,
-    at_least: int = 0,
+    judge_after: Collection[int] = (),
     seed: int = 0,
     ledger: Ledger | None = None,
     folder: RunFolder | None = None,
@@ -97,8 +97,8 @@ def train(
         clients, then the least loss. Stop when this many evaluations in a row were no better than the best before
         them. None runs all rounds and returns the last parameters. For methods whose clients keep nothing between
         rounds.
-      at_least: evaluations before so many rounds are done neither end training nor count for what is best, but for the
-        one before the first round: while the learning rate is high, they are mostly chance.
+      judge_after: rounds after which to evaluate for `patience`. Evaluations after others then decide nothing, but for
+        the one before the first round: while the learning rate is high, they are mostly chance. Empty for all.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -135,7 +135,7 @@ def train(
     if isinstance(valid, Clients):
         valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, layout=loop.layout)
     if patience is not None:
-        loop.keep_best(patience, at_least, valid is not None)
+        loop.keep_best(patience, judge_after, valid is not None)
     log = _Log(folder, on_record)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
@@ -180,6 +180,7 @@ def _run_rounds(
             if asked_to_stop():
                 raise KeyboardInterrupt
             stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every if folder else 0)
+            stop = min([stop, *(number for number in loop.judge_after if number > loop.now.round)])
             loop.advance(stop)
             record_pending()
             evaluations.run_if_due(loop)
@@ -220,7 +221,7 @@ class _Evaluations:
 
     def run_if_due(self, loop: _Loop) -> None:
         now = loop.now.round
-        due = loop.judges if now == 0 else _due(now, self._rounds, self.every)
+        due = loop.judges if now == 0 else now in loop.judge_after or _due(now, self._rounds, self.every)
         if self._evaluate is None or now == self._last or not due:
             return
         reconstructs = isinstance(self._evaluate, Evaluator) and self._evaluate.protocol == "recon"
@@ -279,7 +280,8 @@ class _Loop:
         self._patience: int | None = None
         self.best: _Best | None = None
         self._worse = 0  # evaluations in a row, up to the last, that are a reason to stop
-        self._judged, self._at_least = 0, 0
+        self._judged = 0
+        self.judge_after: frozenset[int] = frozenset()
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
 
@@ -291,7 +293,7 @@ class _Loop:
         """Whether evaluations decide what is kept."""
         return self._patience is not None
 
-    def keep_best(self, patience: int, at_least: int, evaluates: bool) -> None:
+    def keep_best(self, patience: int, judge_after: Collection[int], evaluates: bool) -> None:
         """Judge evaluations from now on."""
         if patience < 1 or not evaluates:
             raise ValueError(
@@ -300,7 +302,7 @@ class _Loop:
             )
         if jax.tree.leaves(self.now.kept):
             raise ValueError("`patience` keeps only global parameters, but the clients of this method keep state, too")
-        self._patience, self._at_least = patience, at_least
+        self._patience, self.judge_after = patience, frozenset(judge_after)
 
     def judge(self, evaluation: dict[str, Any]) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
@@ -316,8 +318,8 @@ class _Loop:
 
     def _counts(self, record: dict[str, Any]) -> bool:
         """Say whether a record is of an evaluation that decides what is kept."""
-        late = record["round"] == 0 or record["round"] >= self._at_least
-        return self._patience is not None and record["kind"] == "evaluation" and late
+        asked = not self.judge_after or record["round"] in self.judge_after | {0}
+        return self._patience is not None and record["kind"] == "evaluation" and asked
 
     def better_than_last(self) -> _Best | None:
         """Return the best evaluation if it is not the last one."""

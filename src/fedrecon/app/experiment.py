@@ -32,7 +32,7 @@ from fedrecon.app.resuming import (
     start_same_devices,
 )
 from fedrecon.app.saved import SavedModel, save_model
-from fedrecon.app.stopping import patience_of, rounds_of
+from fedrecon.app.stopping import judgements_of, patience_of, rounds_of
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.app.tasks.task import Dataset
 from fedrecon.cluster.folders import first_writes
@@ -192,7 +192,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         valid=evaluator,
         evaluate_every=config.evaluate_every,
         patience=patience_of(config, users),
-        at_least=config.rounds,
+        judge_after=judgements_of(config),
         seed=config.seed,
         ledger=ledger,
         folder=folder,

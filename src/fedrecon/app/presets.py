@@ -49,7 +49,7 @@ DEFAULT = RatingsConfig(
     aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None),
     rounds=200,
-    evaluate_every=50,  # and so after each relaxation of the prior
+    evaluate_every=25,
     patience=2,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedrecon.app.config import Config
+from fedrecon.app.settings import relaxed_rounds
 from fedrecon.app.tasks.task import Users
 
 JUDGES = 10  # validation clients; the loss of fewer is mostly chance
@@ -16,6 +17,11 @@ def patience_of(config: Config, users: Users) -> int | None:
 def rounds_of(config: Config, users: Users) -> int:
     """Return how many rounds there are at most: more than settings say only if there are enough to judge them by."""
     return config.rounds if patience_of(config, users) is None else config.most_rounds
+
+
+def judgements_of(config: Config) -> range:
+    """Return after which rounds evaluations decide: the last of the settings, and the last of each relaxation."""
+    return range(config.rounds, config.most_rounds + 1, max(1, relaxed_rounds(config.rounds, 1)))
 
 
 def say_rounds(config: Config, users: Users) -> str:
