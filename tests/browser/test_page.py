@@ -394,7 +394,8 @@ def test_what_cannot_be_read_is_no_obstacle_and_what_cannot_be_stored_is_told(co
         ready(page)
         assert page.inner_text("#kept-what").startswith("0 ratings,")
         assert page.is_enabled("#forget")
-    page.evaluate("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    full = "() => { throw new DOMException('full', 'QuotaExceededError'); }"
+    page.evaluate(f"() => {{ Storage.prototype.setItem = {full}; }}")
     assert page.is_hidden("#full")
     rate(page, "Toy Story", 5)
     assert page.locator("#best li").count() == 10
