@@ -193,3 +193,13 @@ def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, mon
 def test_coverage_is_for_ranking_alone():
     found = evaluation(0.3)
     assert with_coverage(DEFAULT, None, None, None, found) is found
+
+
+def test_a_training_on_clicks_that_fails_says_so_and_serves_nobody(folder, tmp_path, capsys):
+    command = ["train", str(folder / "clicks.csv"), "--task", "clicks", "--out", str(tmp_path / "run"), *OPTIONS]
+    assert main([*command, "--rounds", "4", "--server.learning-rate", "1e38"]) == 3
+    assert "training failed: " in capsys.readouterr().err
+    assert main(["recommend", str(tmp_path / "run"), "--clicks", str(folder / "clicks.csv")]) == 1
+    assert "failed, so it serves nobody" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["failed"]

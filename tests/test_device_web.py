@@ -17,11 +17,12 @@ import pytest
 
 import device_vectors
 from fedrecon.app.cli import main, show
-from fedrecon.app.config import Factorization
+from fedrecon.app.config import Data, Factorization, RatingsConfig
 from fedrecon.app.saved import SavedModel, open_model, save_model
 from fedrecon.app.tasks import RATINGS, Items
 from fedrecon.device.page import page_files, policy, serve
 from fedrecon.device.saved import items_legend
+from fedrecon.disk.locks import hold
 from fedrecon_device import BundleError
 from fedrecon_device.contents import content_of
 from fedrecon_device.files import FORMAT, VERSION, manifest_bytes
@@ -216,6 +217,33 @@ def test_bundle_check_says_what_is_wrong(tmp_path, capsys):
     assert main(["bundle", "check", str(tmp_path)]) == 1
     assert "manifest.json is missing" in capsys.readouterr().err
     assert main(["bundle", "check"]) == 2
+
+
+def test_one_process_at_a_time_writes_a_bundle(tmp_path, capsys):
+    with hold(tmp_path / ".there.lock"):
+        assert main(["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "there")]) == 1
+    assert f"the bundle in {tmp_path / 'there'} is in use by process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["page", "run", "--port", "65536"], "--port is 65536"),
+        (["page", "run", "--port", "-1"], "--port is -1"),
+        (["bundle", "{run}", "--out", "there", "--examples", str(2**70)], "most is 1180591620717411303424"),
+        (["bundle", "{run}", "--out", "there", "--least-ratings", "-1"], "least_count is -1"),
+        (["bundle", "{run}", "--out", "there", "--onnxruntime-web", "none"], "none is not a folder"),
+    ],
+)
+def test_numbers_and_folders_that_make_no_sense_are_refused_before_the_work(
+    command, message, tmp_path, monkeypatch, capsys
+):
+    config, items = RatingsConfig(data=Data(source="")), Items(np.arange(2))
+    save_model(tmp_path / "run", config, {"item_embedding": np.zeros((2, config.model.dim), np.float32)}, items)
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(run=tmp_path / "run") for word in command]) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "there").exists()
 
 
 def test_bundle_does_not_overwrite_unless_it_is_told_to(tmp_path, capsys):

@@ -367,7 +367,7 @@ def test_a_warning_is_said_once():
 NUMBERS = {
     "update.learning_rate": [float("nan"), float("inf"), -1.0],
     "reconstruct.learning_rate": [float("nan"), float("inf"), -1.0, 10**400],
-    "server.learning_rate": [float("nan"), float("inf"), -1.0],
+    "server.learning_rate": [float("nan"), float("inf"), -1.0, 1e39],
     "reconstruct.ridge": [float("nan"), -1.0],
     "reconstruct.batch_size": [0, -5, 10**12],
     "update.epochs": [0, 10**400],
@@ -390,7 +390,7 @@ NUMBERS = {
 }
 RATINGS_NUMBERS = {
     "model.dim": [0, 10**12],
-    "model.init_mean": [float("nan")],
+    "model.init_mean": [float("nan"), 1e300, -1e39],
     "data.shuffle_seed": [2**70],
     "data.max_examples": [1],
 }

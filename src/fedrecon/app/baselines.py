@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
 MARGIN = 1e-6  # relative: what counts as equal
 MOST_ITEMS = 5000  # beyond this, baselines that hold a number for every pair of items are left out
 EASE_RIDGE = 500.0
-NDCG = "ndcg@100"
+NDCG, COVERAGE = "ndcg@100", "coverage@20"
 
 
 def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
@@ -98,6 +99,8 @@ def with_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Cl
     """
     if not isinstance(config, ClicksConfig) or not found.clients:
         return found
+    if found.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
+        return dataclasses.replace(found, micro=found.micro | {COVERAGE: math.nan})
     division = ranking.divide(clients, build_split(config.split.evaluate, config.split))
     metrics = _metrics(ranking.by_model(algorithm, params), division, len(params["item_embedding"]))
     covered = {name: value for name, value in metrics.items() if name.startswith("coverage")}

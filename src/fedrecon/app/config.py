@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -17,6 +16,7 @@ from fedrecon.app.config_files import read_config as read_config
 from fedrecon.app.config_files import to_json as to_json
 from fedrecon.app.settings import (
     MOST,
+    MOST_FLOAT,
     MOST_RELAXATIONS,
     MOST_ROUNDS,
     MOST_WIDTH,
@@ -218,7 +218,8 @@ class Scale:
     def __post_init__(self) -> None:
         """Check that a model can be built from it."""
         numbers = (self.mean, self.low, self.high, *self.ridges)
-        if not all(map(math.isfinite, numbers)) or not self.low <= self.high or not min(self.ridges) > 0:
+        finite = all(abs(number) <= MOST_FLOAT for number in numbers)
+        if not finite or not self.low <= self.high or not min(self.ridges) > 0:
             raise ValueError(f"scale is {self}; it must be finite, with deviation and ridges above 0")
         if len(self.trait_ridges) not in (0, len(TRAITS)):
             raise ValueError(f"scale.trait_ridges are {self.trait_ridges[:9]}; expected none or {len(TRAITS)}")
@@ -275,8 +276,7 @@ class Factorization:
             raise ValueError("model.round_zero finds item biases, so it needs model.biases")
         if self.item_traits and not self.round_zero:
             raise ValueError("model.item_traits are found in round zero, so they need model.round_zero")
-        if not math.isfinite(self.init_mean):
-            raise ValueError(f"init_mean is {self.init_mean}; it must be a finite number")
+        check_number("init_mean", self.init_mean, least=-MOST_FLOAT)
 
 
 @dataclass(frozen=True, kw_only=True)

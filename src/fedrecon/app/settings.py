@@ -12,6 +12,7 @@ Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
 ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "yogi"]
 
 
+MOST_FLOAT = 3.4e38  # beyond it, numbers are infinite on the devices, which compute in 32 bits
 MOST_ROUNDS = 2**31 - 1  # the number of a round is 32 bits wide on the devices
 MOST_SEEDS = 2**32  # of a larger seed JAX would take the last 32 bits, those of another seed
 MOST = 10**7  # of whatever there is an array of
@@ -21,7 +22,7 @@ MOST_WIDTH = 2**16  # of a layer or an embedding
 
 
 def check_number(
-    name: str, value: Any, *, least: float = 0, most: float = math.inf, above: bool = False, fails: str = ""
+    name: str, value: Any, *, least: float = 0, most: float = MOST_FLOAT, above: bool = False, fails: str = ""
 ) -> None:
     """Check a number of the settings; None stands for no number, and is for the setting's type to allow.
 
@@ -42,7 +43,7 @@ def check_number(
     if finite and value <= most and (value > least if above else value >= least):
         return
     bounds = f"above {least}" if above else f"at least {least}"
-    bounds += f" and at most {most}" if math.isfinite(most) else ""
+    bounds += f" and at most {most}" if most < MOST_FLOAT or (finite and value > most) else ""
     raise ValueError(f"{name} is {str(value)[:30]}; it must be {bounds}{fails and ', ' + fails}")
 
 

@@ -67,21 +67,23 @@ def run(args: Make | Check) -> int:
     from fedrecon.device.making import check_bundle
     from fedrecon.device.page import page_lacks
     from fedrecon.device.saved import bundle_model
+    from fedrecon.disk.locks import hold
     from fedrecon_device.files import read_manifest
 
-    check_bundle(args.out)
-    if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
-        raise options.UsageError(f"{args.out} holds a bundle: replace it with --overwrite, or give another --out")
-    saved = open_model(args.run)
-    folder = bundle_model(
-        saved,
-        args.out,
-        most=args.examples,
-        quantise=args.quantise,
-        least_count=args.least_ratings,
-        onnxruntime_web=args.onnxruntime_web,
-        replace=True,  # an empty folder, or the bundle that --overwrite is about
-    )
+    lock = args.out.absolute().with_name(f".{args.out.absolute().name}.lock")
+    with hold(lock, f"the bundle in {args.out}"):
+        check_bundle(args.out)
+        if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
+            raise options.UsageError(f"{args.out} holds a bundle: replace it with --overwrite, or give another --out")
+        folder = bundle_model(
+            open_model(args.run),
+            args.out,
+            most=args.examples,
+            quantise=args.quantise,
+            least_count=args.least_ratings,
+            onnxruntime_web=args.onnxruntime_web,
+            replace=True,  # an empty folder, or the bundle that --overwrite is about
+        )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 1e6:.2f} MB; ONNX Runtime reproduces all test vectors")
     if "web/index.html" in (manifest := read_manifest(folder))["files"] and not page_lacks(manifest):
