@@ -135,9 +135,9 @@ SLOW = {
     "defaults_device": [""],
     "app_baselines": [""],
     "portable": ["test_a_saved_algorithm_trains"],
-    "cli_deploy": ["test_a_plan_of_text", "test_a_node_in_a_script"],
+    "cli_deploy": ["test_a_plan_of_text", "test_a_node_in_a_script", "test_a_server"],
     "deploy": ["test_nodes_give"],
-    "deploy_plans": ["test_the_default_preset", "test_an_operator_names"],
+    "deploy_plans": ["test_the_default_preset", "test_an_operator_names", "test_clicks_on_nodes"],
     "deploy_faults": [
         "test_a_secure_sum_survives",
         "test_bad_replies",
