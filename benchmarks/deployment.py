@@ -101,7 +101,9 @@ def measure(kind):
         try:
             end = time.monotonic() + LONGEST
             # A SuperNode gives up if its key is not registered when it starts.
-            while "waiting for nodes" not in (folder / "server.log").read_text() and time.monotonic() < end:
+            while "waiting for nodes" not in (folder / "server.log").read_text():
+                if started[0].poll() is not None or time.monotonic() > end:
+                    raise RuntimeError((folder / "server.log").read_text()[-3000:])
                 time.sleep(0.2)
             for k, command in enumerate(commands(folder, kind, address, digest)):
                 home = {**offline, "FLWR_HOME": str(folder / f"home{k}")}

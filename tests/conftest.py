@@ -137,7 +137,7 @@ SLOW = {
     "defaults_device": [""],
     "app_baselines": [""],
     "portable": ["test_a_saved_algorithm_trains"],
-    "cli_deploy": ["test_a_plan_of_text", "test_a_node_in_a_script"],
+    "cli_deploy": ["test_a_plan_of_text", "test_a_node_in_a_script", "test_a_server"],
     "accounting": ["test_the_table_of_noise"],
     "audit": ["test_noise_of_the_clients"],
     "secure_attacks": ["test_the_mean_of_a_secure_sum", "test_uploads_that_are_no_numbers"],
@@ -149,7 +149,7 @@ SLOW = {
         "test_a_run_that_goes_on",
         "test_a_plan_with_less",
     ],
-    "deploy_plans": ["test_the_default_preset", "test_an_operator_names"],
+    "deploy_plans": ["test_the_default_preset", "test_an_operator_names", "test_clicks_on_nodes"],
     "deploy_faults": [
         "test_a_secure_sum_survives",
         "test_bad_replies",

@@ -15,8 +15,8 @@ import pytest
 
 from deployed import ITEMS, Processes, files_of, simulated
 from fedrecon.app.saved import open_model
+from fedrecon.deploy import flower, flower_server
 from fedrecon.deploy.demo import free_port
-from fedrecon.deploy.flower_server import flower_grid
 from fedrecon.deploy.plan import Plan
 
 with warnings.catch_warnings():
@@ -163,7 +163,7 @@ def test_a_node_that_hangs_costs_a_deadline_and_comes_back_when_it_wakes(tmp_pat
 def test_requests_of_any_size_and_kind_at_the_port_do_no_harm(tmp_path):
     """A real SuperLink refuses what says that it has 10 GB, cuts off what has no end, and does not mind garbage."""
     port = free_port()
-    with flower_grid(f"127.0.0.1:{port}", tmp_path, None, [], print, most=2**20) as grid:
+    with flower_server.flower_grid(f"127.0.0.1:{port}", tmp_path, None, [], print, most=2**20) as grid:
         (link,) = children_of(os.getpid())
 
         def ask(*parts):
@@ -183,6 +183,37 @@ def test_requests_of_any_size_and_kind_at_the_port_do_no_harm(tmp_path):
         assert b" 200 " not in ask(path + b"Content-Length: 100\r\n\r\n", os.urandom(100))
         ask(os.urandom(4096))
         assert grid.nodes() == []  # it still answers
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_while_it_sends_holds_nobody_up(tmp_path, monkeypatch):
+    """Flower lists a reply before all of it is there, and would wait hours for the rest."""
+    monkeypatch.setattr(flower_server, "LONGEST_REPLY", 1.0)
+    flower.quiet_flower()
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.supercore.inflatable.inflatable_object import get_object_tree
+    from flwr.supernode.fleet_http_connection import http_request_response
+
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        flower_server.flower_grid(address, tmp_path, None, [], print) as grid,
+        http_request_response(address, True) as (number, receive, send, *_),
+    ):
+        ticket, found = grid.send(number, b"question", 60), None
+        assert grid.poll([ticket]) == {}
+        end = time.monotonic() + 60
+        while found is None and time.monotonic() < end:
+            found = receive()
+        head, _ = found
+        head.content = RecordDict()
+        reply = Message(RecordDict({"fedrecon": ConfigRecord({"message": b"answer"})}), reply_to=head)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        send(reply, get_object_tree(reply), 0.1)  # and then nothing more
+        replies = {}
+        while not replies and time.monotonic() < end:
+            replies = grid.poll([ticket])
+        assert replies[ticket].data is None
+        assert grid.nodes() == [number]
 
 
 def memory_of(pid):

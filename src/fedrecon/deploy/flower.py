@@ -185,7 +185,12 @@ def _answer(found: Any, handle: Any, send: Any, pull: Any, push: Any, confirm: A
     run = head.metadata.run_id
     began = time.monotonic()
     whole = pull_and_inflate_object_from_tree(
-        tree, lambda name: pull(run, name), lambda name: confirm(run, name), return_type=Message
+        tree,
+        lambda name: pull(run, name),
+        lambda name: confirm(run, name),
+        return_type=Message,
+        initial_backoff=BUSY,  # a message may be listed before all of it is there; Flower's default is 1 s
+        backoff_cap=IDLE,
     )
     head.content = whole.content
     reply = Message(RecordDict({RECORD: ConfigRecord({FIELD: handle(data_of(head))})}), reply_to=head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -16,6 +17,7 @@ from fedrecon.deploy.grid import Reply
 from fedrecon.deploy.superlink import PATIENCE, FlowerError, SuperLink, Tls
 
 MOST_WAITING = 10_000  # replies that may be on their way
+LONGEST_REPLY = 60.0  # seconds that a reply may take from its first byte to its last
 APP = b"""\
 [build-system]
 requires = ["hatchling"]
@@ -227,11 +229,12 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
     from flwr.supercore.constant import TaskType
     from flwr.supercore.fab import Fab
     from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
     from flwr.supercore.interceptors.http.superexec_auth import SuperExecAuthHttpInterceptor
     from flwr.supercore.runtime import RuntimeHttpClient
     from flwr.supercore.task_identity import TaskIdentity
-    from flwr.superlink.grid.http_grid import HttpGrid
+    from flwr.superlink.grid import http_grid
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Flower uses what pathspec deprecates
@@ -262,7 +265,12 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
             time.sleep(0.1)
     finally:
         runtime.close()
-    grid: Any = HttpGrid(link.address, insecure, link.certificates, token=task.token)
+    # A reply may be listed before all of it is there. Flower looks again after a second, and for two hours, in which a
+    # node that died while it sent would hold up everybody.
+    http_grid.pull_objects = functools.partial(
+        pull_objects, initial_backoff=0.05, backoff_cap=1.0, max_time=LONGEST_REPLY
+    )
+    grid: Any = http_grid.HttpGrid(link.address, insecure, link.certificates, token=task.token)
     beat = beating(make_task_heartbeat_fn_http(grid._runtime_client))
     beat.start()
     given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
