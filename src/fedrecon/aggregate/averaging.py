@@ -175,6 +175,8 @@ def all_finite(parts: Mapping[str, Mapping[str, Any]], divisor: Array | float = 
       divisor: above 0.
     """
     changes = values_of(parts)
+    if not changes:  # of a model without global parameters
+        return jnp.bool_(True)
     squares = sum((jnp.vdot(values, values) for values in changes), jnp.zeros(()))
     return jax.lax.cond(
         jnp.isfinite(squares / divisor / divisor),
