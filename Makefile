@@ -61,7 +61,7 @@ test-browser: .venv/browser.stamp build/web.stamp
 	  $(APT) > /dev/null 2>&1 || { apt-get update -qq && $(APT) > /dev/null; } || echo 'Chromium could not be installed'
 	FEDRECON_AXE=tests/web/node_modules/axe-core/axe.min.js \
 	FEDRECON_ONNXRUNTIME_WEB=tests/web/node_modules/onnxruntime-web/dist \
-	  $(BIN)/python -m pytest -rs tests/browser || [ $$? = 5 ]  # 5: all of them were skipped
+	  $(BIN)/python -m pytest -n 2 --dist worksteal -rs tests/browser || [ $$? = 5 ]  # 5: all of them were skipped
 
 # The pictures of docs/device.md, from a whole demo and a short training on clicks.
 pictures: export FEDRECON_SCREENSHOTS = docs/figures/device
