@@ -51,8 +51,8 @@ def test_a_plan_in_words(capsys):
         ([*PLAN, "--noise-multiplier", "1e300"], 1, "`noise_multiplier` is 1e+300"),
         ([*PLAN, "--epsilon", "inf"], 1, "`epsilon` is inf; it must be above 0 and at most 10000"),
         ([*PLAN, "--epsilon", "2", "--clients", "0"], 1, "`clients` is 0; nobody can hide"),
-        ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "there must be one at least, and 100,000 at most"),
-        ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "100,000 at most"),
+        ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "there must be one at least, and 1,000,000 at most"),
+        ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "1,000,000 at most"),
         (["privacy", "audit", "--noise-multiplier", "1e-300"], 1, "--noise-multiplier is 1e-300"),
         (["privacy", "audit", "--rounds", str(2**70)], 1, "--rounds is 1180591620717411303424"),
         (["privacy", "audit", "--rounds", "0"], 1, "--rounds is 0; it must be at least 1"),
@@ -72,14 +72,14 @@ def test_an_error_is_one_sentence(argv, code, message, capsys):
 
 def test_a_picture_replaces_pictures_alone_and_that_is_known_before_the_work(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("precious")
-    assert main(["privacy", "leakage", "none", "--picture", str(tmp_path / "thesis.tex")]) == 1
+    assert main(["privacy", "leakage", str(tmp_path / "nowhere"), "--picture", str(tmp_path / "thesis.tex")]) == 1
     assert "thesis.tex is there, and it is not a PNG picture" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").read_text() == "precious"
-    assert main(["privacy", "leakage", "none", "--picture", str(tmp_path)]) == 1
+    assert main(["privacy", "leakage", str(tmp_path / "nowhere"), "--picture", str(tmp_path)]) == 1
     assert "is a folder; give the name of a file" in capsys.readouterr().err
     (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\nrest")
-    assert main(["privacy", "leakage", "none", "--picture", str(tmp_path / "old.png")]) == 1
-    assert "none is not a folder" in capsys.readouterr().err
+    assert main(["privacy", "leakage", str(tmp_path / "nowhere"), "--picture", str(tmp_path / "old.png")]) == 1
+    assert "nowhere is not a folder" in capsys.readouterr().err
 
 
 NOISE = ["--privacy.noise-multiplier", "1", "--privacy.clip-norm", "1"]
@@ -95,7 +95,7 @@ TRAIN = ["train", "synthetic", "--rounds", "2"]
         (["--privacy.epsilon", "nan"], "privacy.epsilon is nan; it must be"),
         (
             ["--privacy.epsilon", "4", "--privacy.noise-multiplier", "0"],
-            "--privacy.noise-multiplier is 0.0; it must be above 0",
+            "--privacy.noise-multiplier is 0.0; it must be at least 0.05",
         ),
         (["--privacy.epsilon", "1e-7", "--privacy.delta", "1e-12"], "epsilon 1e-07 cannot be reached"),
         (["--aggregate.secure"], "--aggregate.secure needs --aggregate.clip-norm"),

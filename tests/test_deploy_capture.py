@@ -165,7 +165,8 @@ def has(stream, vector):
             numbers = np.frombuffer(stream[start : start + (len(stream) - start) // size * size], kind)
             many = len(numbers) - len(vector) + 1
             if many > 0:
-                near = [np.abs(numbers[j : many + j] - x) <= 1e-4 * abs(x) for j, x in enumerate(vector)]
+                with np.errstate(invalid="ignore"):  # bytes of other things may be infinite as numbers
+                    near = [np.abs(numbers[j : many + j] - x) <= 1e-4 * abs(x) for j, x in enumerate(vector)]
                 if np.logical_and.reduce(near).any():
                     return True
     return False
