@@ -39,8 +39,9 @@ class Rounds:
 
         begin, ready = time.perf_counter(), self.ready
         self.state, _, report = self.run_rounds(self.state, (), ready.cohorts, self.key, ready.first, self.at_once)
-        self.ready = self.cohorts.prepare(ready.first + self.at_once, self.at_once)
+        ahead = self.cohorts.prepare_ahead(ready.first + self.at_once, self.at_once)
         jax.block_until_ready((self.state, report))
+        self.ready = ahead.result()
         return (time.perf_counter() - begin) / self.at_once
 
 

@@ -62,8 +62,9 @@ class Rounds:
         begin = time.perf_counter()
         ready = self.prepared[k % len(self.prepared)]
         self.state, _, metrics = self.run_rounds(self.state, (), ready.cohorts, self.key, ready.first, ROUNDS_AT_ONCE)
-        self.prepared[(k + 1) % len(self.prepared)] = self.cohorts.prepare((k + 1) * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE)
+        ahead = self.cohorts.prepare_ahead((k + 1) * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE)
         jax.block_until_ready((self.state, metrics))
+        self.prepared[(k + 1) % len(self.prepared)] = ahead.result()
         return (time.perf_counter() - begin) / ROUNDS_AT_ONCE
 
 

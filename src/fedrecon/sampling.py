@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import os
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -17,6 +22,7 @@ from fedrecon.engine import Layout
 from fedrecon.fitting import features_of
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 
+LESS_URGENT = 10  # the niceness of the thread that packs
 FEWEST = 50  # clients of a round if the population decides: fewer make noisy steps
 OVERFLOW = 1e-24  # at most the probability that Poisson sampling draws more, or fewer, clients than a round counts on
 
@@ -199,6 +205,22 @@ class Prepared(NamedTuple):
     orders: list[np.ndarray]  # all clients of each round, in the order of the layout
 
 
+@functools.cache
+def _beside_the_devices() -> ThreadPoolExecutor:
+    """Return a thread that gives way to those of the devices.
+
+    Where every core has a device, the thread that packs takes time from one of them, and in every round the others wait
+    for that one. With a lower priority it takes the time in which devices wait for each other anyway.
+    """
+    return ThreadPoolExecutor(1, "fedrecon-packing", _give_way)
+
+
+def _give_way() -> None:
+    if sys.platform == "linux":  # elsewhere a priority is of the whole process
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS_URGENT)
+
+
 class Cohorts:
     """Draws and packs the cohorts of rounds. A round's cohort depends only on the keys and the round's number."""
 
@@ -235,6 +257,15 @@ class Cohorts:
         packed = self._packer.pack(np.concatenate(mine), self._draws(first, len(mine[0])))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
         return Prepared(first, number, cohorts, samples, orders)
+
+    def prepare_ahead(self, first: int, number: int) -> Future[Prepared]:
+        """Begin to prepare rounds while the devices run others; do not call `prepare` before it is done.
+
+        Args:
+          first: the first round.
+          number: how many rounds.
+        """
+        return _beside_the_devices().submit(self.prepare, first, number)
 
     def _draws(self, first: int, clients: int) -> np.ndarray | None:
         """Return from what each of a call's clients redraws its split; None if splits are not redrawn."""

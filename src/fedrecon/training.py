@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -276,7 +277,7 @@ class _Loop:
         self.pending: collections.deque[dict[str, Any]] = collections.deque()
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, layout, keys, at_once)
-        self._ahead: Prepared | None = None
+        self._ahead: Future[Prepared] | None = None
         self._patience: int | None = None
         self.best: _Best | None = None
         self._worse = 0  # evaluations in a row, up to the last, that are a reason to stop
@@ -353,7 +354,7 @@ class _Loop:
 
     def advance(self, stop: int) -> None:
         """Run some rounds in one call, at most up to `stop`, and pack the next cohorts while the devices are busy."""
-        ready = self._ahead
+        ready = None if self._ahead is None else self._ahead.result()
         if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
         who = ready.orders[0]
@@ -363,7 +364,7 @@ class _Loop:
             self.now.server, theirs, ready.cohorts, self._key, ready.first, ready.number
         )
         done = ready.first + ready.number
-        self._ahead = self._cohorts.prepare(done, stop - done) if done < stop else None
+        self._ahead = self._cohorts.prepare_ahead(done, stop - done) if done < stop else None
         reports = jax.tree.map(np.asarray, reports)
         self.now = _Now(done, server, _put(self.now.kept, who, theirs))
         self.pending.extend(self._entry(ready, reports, r) for r in range(ready.number))
