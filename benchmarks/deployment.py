@@ -182,7 +182,7 @@ def requests(count=500):
         certificates.make_node(keys / "nodes", "one")
         tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
         address, own = f"127.0.0.1:{free_port()}", private_key(keys / "nodes" / "one.key")
-        with flower_grid(address, Path(name), tls, [keys / "nodes" / "one.pub"], lambda text: None):
+        with flower_grid(address, Path(name) / "flower", tls, [keys / "nodes" / "one.pub"], lambda text: None):
             (link,) = map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
             with http_request_response(address, False, tls.authority.read_bytes(), (own, own.public_key())) as there:
                 receive = there[1]
