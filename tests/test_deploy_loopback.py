@@ -63,9 +63,9 @@ class Deployment:
         self.start_server()
         self.nodes = [self.node(f"n{k}", part) for k, part in enumerate(self.parts)]
 
-    def node(self, name, file):
+    def node(self, name, file, *more):
         own = ("--ca", self.keys / "ca.crt", "--key", self.keys / "nodes" / f"{name}.key", "--accept", self.digest)
-        return self.processes.start(name, "node", file, "--server", self.address, *own, "--once")
+        return self.processes.start(name, "node", file, "--server", self.address, *own, "--once", *more)
 
     def start_server(self, *more):
         own = ("--out", self.run, "--listen", self.address, "--keys", self.keys, *self.pace, *more)
@@ -78,6 +78,8 @@ class Deployment:
         end = time.monotonic() + LONGEST
         while not condition():
             assert self.server.poll() is None, self.log("server")
+            for k, node in enumerate(self.nodes):
+                assert node.poll() in (None, 0, -signal.SIGKILL), self.log(f"n{k}")
             assert time.monotonic() < end, self.log("server")
             time.sleep(0.1)
 
@@ -114,7 +116,8 @@ def test_everything_is_killed_within_a_round_and_every_user_counts_once_in_every
     """All three nodes are needed for a round, so parameters are those of the simulation or somebody was not counted."""
     pace = ("--min-nodes", 3, "--deadline", 20, "--wait", 300)
     run = Deployment(tmp_path, processes, ROUNDS, *pace)
-    stranger = run.node("stranger", run.parts[0])
+    # With the file of another node, but not the folder in which that one remembers: only one process may have it.
+    stranger = run.node("stranger", run.parts[0], "--state", tmp_path / "stranger")
 
     run.wait_for_rounds(2)
     with run.in_the_middle_of_a_round(run.nodes[1]):
