@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 import fedrecon as fr
 from fedrecon import cohort as cohort_module
 from fedrecon.cohort import ABSENT, Needs, Packer, arrange
+from fedrecon.lookups.tables import rows_in_order, slots_in_order
 from toy_models import ITEMS, TAGS, lookup_clients
 
 quick = settings(max_examples=40, deadline=None)
@@ -14,8 +16,24 @@ sizes_lists = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)
 
 
 def pack(clients, order=None, **needs):
-    needs = {"split": fr.split.half(), "groups": GROUPS, **needs}
-    return Packer(clients, Needs(**needs)).pack(np.arange(len(clients)) if order is None else np.asarray(order))
+    needs = Needs(**{"split": fr.split.half(), "groups": GROUPS, **needs})
+    found = Packer(clients, needs).pack(np.arange(len(clients)) if order is None else np.asarray(order))
+    return with_rows(found, needs.groups)
+
+
+def with_rows(cohort, groups):
+    """Add the rows and slots that packing leaves out, since they follow from the examples."""
+    query = cohort.query
+    for group, (rows, features) in groups.items():
+        if group not in cohort.rows:
+            cohort.rows[group] = np.asarray(rows_in_order(query.columns, query.count, features, rows))
+            slots = slots_in_order(query.columns, features)
+            # Packing pads slots with zeros.
+            own = {feature: np.arange(query.columns[feature].shape[1]) < query.count[:, None] for feature in features}
+            cohort.slots.update(
+                {f: np.where(own[f].reshape(*own[f].shape, *[1] * (s.ndim - 2)), s, 0) for f, s in slots.items()}
+            )
+    return cohort
 
 
 def check_rows(cohort, support_rows):
@@ -72,6 +90,15 @@ def test_whether_repeated_ids_are_looked_for_before_or_while_packing_changes_not
     assert before.num_rows["item"].tolist() == ([5, 2] if repeated else [5, 3])
 
 
+def test_rows_that_follow_from_the_examples_are_not_packed():
+    items = np.array([4, 1, 3, 0, 2, 4, 1, 3], np.int32)
+    needs = Needs(fr.split.none(), groups={"item": (ITEMS, ("item",))})
+    packers = [Packer(fr.Clients({"item": items}, np.array([0, 5]), np.array([k, 8])), needs) for k in (5, 6)]
+    once, repeated = (packer.pack(np.array([0, 1])) for packer in packers)
+    assert (once.rows, once.slots, once.num_rows["item"].tolist()) == ({}, {}, [5, 3])
+    assert repeated.slots["item"][0, 5] == repeated.slots["item"][0, 0]
+
+
 def test_a_table_of_millions_of_rows_is_packed_by_the_rows_in_use():
     ids = np.array([9_999_999, 3, 9_999_999, 5_000_000, 3, 0], np.int32)
     clients = fr.Clients({"item": ids}, np.array([0, 3]), np.array([3, 6]))
@@ -86,9 +113,28 @@ def test_one_packer_packs_one_cohort_after_another_without_mixing_them_up():
     clients = lookup_clients([5, 8, 3, 6])
     packer = Packer(clients, Needs(fr.split.half(), groups=GROUPS))
     for order in ([0, 1], [3, 2], [1, ABSENT], [2, 1], [0, 1]):
-        found, fresh = packer.pack(np.array(order)), pack(clients, order)
+        found, fresh = with_rows(packer.pack(np.array(order)), GROUPS), pack(clients, order)
         np.testing.assert_array_equal(found.rows["item"], fresh.rows["item"])
         np.testing.assert_array_equal(found.slots["tags"], fresh.slots["tags"])
+
+
+def test_a_population_that_is_kept_packed_gives_the_same_cohorts():
+    clients = lookup_clients([5, 8, 3, 6])
+    packer = Packer(clients, Needs(fr.split.half(), groups=GROUPS))
+    order = np.array([3, ABSENT, 1, 0, 2])
+    first, *later = (packer.pack(order) for _ in range(3))
+    assert packer._whole is not None
+    for found in later:
+        jax.tree.map(np.testing.assert_array_equal, found, first)
+        assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(first)]
+
+
+def test_a_large_population_is_not_kept_packed(monkeypatch):
+    monkeypatch.setattr(cohort_module, "KEPT_BYTES", 100)
+    packer = Packer(lookup_clients([5, 8, 3, 6]), Needs(fr.split.half(), groups=GROUPS))
+    for _ in range(3):
+        packer.pack(np.arange(4))
+    assert packer._whole is None
 
 
 @quick

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
+from fedrecon import engine
 from fedrecon.cohort import ABSENT
 from fedrecon.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, everywhere
 from fedrecon.sampling import Cohorts
@@ -192,3 +194,13 @@ def test_each_client_gets_its_own_result(block, devices):
     function = compile_each(lambda shared, part: part["x"] * shared + part["y"], fr.layout(block, devices))
     x, y = np.arange(24.0).reshape(12, 2), np.ones((12, 2))
     np.testing.assert_allclose(function(jnp.float32(3), {"x": x, "y": y}), 3 * x + 1)
+
+
+@pytest.mark.parametrize("given", ["", "--xla_foo=1", "--xla_backend_extra_options=own=1"])
+def test_small_loops_are_compiled_as_one_unless_somebody_has_options_of_their_own(given, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    engine._compile_small_loops()
+    engine._compile_small_loops()
+    flags = os.environ["XLA_FLAGS"].split()
+    ours = f"--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold={engine.SMALL_LOOP}"
+    assert flags == (given.split() if "extra" in given else [*given.split(), ours])

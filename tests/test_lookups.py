@@ -5,6 +5,8 @@ import optax
 import pytest
 
 import fedrecon as fr
+from fedrecon import cohort
+from fedrecon.cohort import Packer
 from fedrecon.lookups.reach import reach
 from fedrecon.lookups.tables import check_lookups, lookup_groups, merge_repeats
 from toy_models import (
@@ -38,6 +40,54 @@ OPTIMIZERS = {
     "adamw": (optax.adamw(0.01, weight_decay=0.1), "whole"),
     "lamb": (optax.lamb(0.01), "whole"),
 }
+
+
+def clients_without_repeats():
+    """Clients of the lookup model that have no id twice: every item once, and one example each with four tags."""
+    generator = np.random.default_rng(2)
+    tags = [generator.permutation(6)[:4].astype(np.int32) for _ in range(4)]
+    item, y = generator.permutation(ITEMS)[:4].astype(np.int32), generator.normal(size=4).astype(np.float32)
+    columns = {"item": item, "tags": np.stack(tags)[:, :3], "main_tag": np.stack(tags)[:, 3], "y": y}
+    return fr.Clients(columns, np.arange(4), np.arange(4) + 1)
+
+
+def ratings_without_repeats():
+    generator = np.random.default_rng(3)
+    sizes = [7, 1, 4, 9, 2]
+    ends = np.cumsum(sizes)
+    item = np.concatenate([generator.permutation(ITEMS)[:size] for size in sizes]).astype(np.int32)
+    rating = generator.integers(1, 6, len(item)).astype(np.float32)
+    return fr.Clients({"item": item, "rating": rating}, ends - sizes, ends)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), optax.adagrad(0.1), optax.adam(0.05)], ids=["sgd", "adagrad", "adam"]
+)
+@pytest.mark.parametrize("kind", ["ratings", "several features"])
+def test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables(kind, optimizer, epochs):
+    """If no client has an id twice, packing lists no rows, and steps read slices: nothing else changes."""
+    clients = ratings_without_repeats() if kind == "ratings" else clients_without_repeats()
+    model = fr.models.matrix_factorization(ITEMS, 3) if kind == "ratings" else lookup_model()
+    solver = fr.gradient_descent(optimizer, batch_size=3, epochs=epochs)
+
+    def trained(model):
+        split = fr.split.half() if kind == "ratings" else fr.split.none()
+        algorithm = fr.federated_reconstruction(
+            model, split=split, reconstruct=descend(0.1, 2), update=solver, server=optax.sgd(1.0)
+        )
+        packed = Packer(clients, algorithm.method.needs).pack(np.arange(len(clients)))
+        return one_round(algorithm, clients, rounds=2, layout=fr.layout(2, 1)), packed.rows
+
+    in_order, no_rows = trained(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cohort, "LOOKED_THROUGH", 0)
+        listed, rows = trained(model)
+    dense, _ = trained(model._replace(lookups={}))
+    assert not no_rows
+    assert rows
+    assert_close(in_order.params, listed.params)
+    assert_close(in_order.params, dense.params)
 
 
 @pytest.mark.parametrize(("optimizer", "expected"), OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fedrecon.clients import Clients
@@ -17,6 +18,7 @@ from fedrecon.upload import ROW_CHUNK
 ABSENT = -1  # the index that stands for an empty slot of a cohort
 SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
 NAMES_HASHED = 2**17  # up to this many clients, names are hashed once instead of at every packing
+KEPT_BYTES = 2**26  # up to this many bytes of examples, padded, a population is kept packed
 LOOKED_THROUGH = 2**22  # up to this many examples, repeated ids are looked for once instead of at every packing
 
 
@@ -35,7 +37,9 @@ class Cohort(NamedTuple):
       identity: `(clients, 2)` a hash of each client's name, the same wherever the client is packed or stored.
       support: the examples that reconstruction sees.
       query: the examples that global parameters are updated or measured on.
-      rows: for every group of lookup tables, `(clients, rows)` the ids of the rows that a client touches.
+      rows: for every group of lookup tables, `(clients, rows)` the ids of the rows that a client touches. Left out, as
+        are `slots`, for groups in which no client of the population has an id twice, unless `Packer` was given
+        lengths: the rows are then those of the query examples, in their order (`lookups.tables.rows_in_order`).
       num_rows: `(clients,)` how many of those rows are in use.
       slots: for every feature that indexes lookup tables, the position in `rows` of each query example's ids.
       support_slots: the same for support examples; empty unless `Needs.support_rows` is set.
@@ -113,11 +117,16 @@ class Packer:
             if name not in clients.columns:
                 raise ValueError(f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}")
         self._columns = {name: clients.columns[name] for name in names}
-        self.support_length, self.query_length = lengths or lengths_for(clients.max_size, needs)
+        self._lengths = lengths or lengths_for(clients.max_size, needs)
+        self.support_length, self.query_length = self._lengths
         self._scratch = np.empty(0, np.int32)
+        self._asked = 0  # clients packed so far
+        self._whole: Cohort | None = None
         self._identities = clients.identities() if 0 < len(clients) <= NAMES_HASHED else None
+        # Hosts that share `lengths` run one program, so theirs must not depend on whether ids repeat.
+        in_order = lengths is None and not needs.support_rows
         self._distinct = {
-            group: not needs.support_rows and _all_distinct(clients, features, rows)
+            group: in_order and _all_distinct(clients, features, rows)
             for group, (rows, features) in needs.groups.items()
         }
 
@@ -128,6 +137,21 @@ class Packer:
           indices: of the clients, in the order to pack them; `ABSENT` leaves a slot empty.
           draws: for each client a number from which, with its identity, a redrawn split draws its order.
         """
+        if self._needs.split.redrawn or not self._worth_keeping(len(indices)):
+            return self._pack(indices, draws)
+        if self._whole is None:
+            self._whole = self._pack(np.append(np.arange(len(self._clients)), ABSENT))
+        kept = jax.tree.map(lambda leaf: np.take(leaf, indices, axis=0), self._whole)  # ABSENT is the last
+        return kept._replace(client=indices.astype(np.int32))
+
+    def _worth_keeping(self, more: int) -> bool:
+        """Say whether to keep the whole population packed: once it has been packed in parts, and if it is not large."""
+        self._asked += more
+        wide = [(self._columns[name], length) for name in self._columns for length in self._lengths]
+        entry = sum(length * column.itemsize * math.prod(column.shape[1:]) for column, length in wide)
+        return self._asked > len(self._clients) and len(self._clients) * entry <= KEPT_BYTES
+
+    def _pack(self, indices: np.ndarray, draws: np.ndarray | None = None) -> Cohort:
         split, here = self._needs.split, indices >= 0
         safe = np.where(here, indices, 0)
         starts = np.where(here, self._clients.starts[safe], 0)
@@ -143,8 +167,12 @@ class Packer:
         )
         cohort = Cohort(indices.astype(np.int32), identity, support.examples(), query.examples(), {}, {}, {}, {})
         for group, (rows, features) in self._needs.groups.items():
+            if self._distinct[group]:
+                width = sum(query.flat(feature).shape[1] for feature in features)
+                cohort.num_rows[group] = (width * query.counts).astype(np.int32)
+                continue
             extra = support if self._needs.support_rows else None
-            found = self._list_rows(rows, features, extra, query, self._distinct[group])
+            found = self._list_rows(rows, features, extra, query)
             cohort.rows[group], cohort.num_rows[group] = found[:2]
             cohort.slots.update(found[2])
             cohort.support_slots.update(found[3])
@@ -185,21 +213,16 @@ class Packer:
         return _Side(columns, counts, length, _counted_from(np.arange(len(counts)) * length, counts))
 
     def _list_rows(
-        self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side, distinct: bool
+        self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """List the rows each client touches, in order of first use, query before support."""
         sides = [query] if support is None else [query, support]
         ids = [np.concatenate([side.flat(f) for f in features], axis=1) for side in sides]  # (examples, ids)
         flat = np.concatenate([i.reshape(-1) for i in ids])
-        if flat.size and (flat.min() < 0 or flat.max() >= table_rows):
-            bad = int(flat[(flat < 0) | (flat >= table_rows)][0])
-            raise ValueError(f"feature {'/'.join(features)} holds id {bad}; the table has rows 0 to {table_rows - 1}")
-        capacity = min(sum(i.shape[1] * side.length for i, side in zip(ids, sides, strict=True)), table_rows)
-        capacity += -capacity % ROW_CHUNK
+        _check_ids(flat, features, table_rows)
+        capacity = row_capacity(sum(i.shape[1] * side.length for i, side in zip(ids, sides, strict=True)), table_rows)
         counts = [side.counts * i.shape[1] for side, i in zip(sides, ids, strict=True)]
-        if distinct:
-            rows, num_rows, slot = _number_distinct(flat, counts[0], capacity)
-        elif support is None:
+        if support is None:
             rows, num_rows, slot = self._number(flat, counts[0], table_rows, capacity)
         else:
             order = np.argsort(np.concatenate([_owners(c) for c in counts]), kind="stable")
@@ -235,18 +258,30 @@ class Packer:
             first[begin:end] = self._scratch[here]
         new = first == seen
         if new.all():
-            return _number_distinct(flat, counts, capacity)
+            rank = _counted_from(np.zeros(clients, np.int64), counts)
+            rows = _spread(flat, counts, capacity).astype(np.int32, copy=False)
+            return rows, counts.astype(np.int32), rank.astype(np.int32)
         num_rows = np.bincount(_owners(counts)[new], minlength=clients)
         rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
         rows = _spread(flat[new], num_rows, capacity)
         return rows.astype(np.int32, copy=False), num_rows.astype(np.int32), rank.astype(np.int32)
 
 
-def _number_distinct(flat: np.ndarray, counts: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Do what `Packer._number` does for clients that have no id twice, as in most data."""
-    rank = _counted_from(np.zeros(len(counts), np.int64), counts)
-    rows = _spread(flat, counts, capacity)
-    return rows.astype(np.int32, copy=False), counts.astype(np.int32), rank.astype(np.int32)
+def row_capacity(ids: int, table_rows: int) -> int:
+    """Return how long a client's list of rows is.
+
+    Args:
+      ids: how many ids a client has room for.
+      table_rows: how many rows there are in all.
+    """
+    capacity = min(ids, table_rows)
+    return capacity + -capacity % ROW_CHUNK
+
+
+def _check_ids(flat: np.ndarray, features: Sequence[str], table_rows: int) -> None:
+    if flat.size and (flat.min() < 0 or flat.max() >= table_rows):
+        bad = int(flat[(flat < 0) | (flat >= table_rows)][0])
+        raise ValueError(f"feature {'/'.join(features)} holds id {bad}; the table has rows 0 to {table_rows - 1}")
 
 
 def _all_distinct(clients: Clients, features: Sequence[str], table_rows: int) -> bool:
@@ -257,6 +292,7 @@ def _all_distinct(clients: Clients, features: Sequence[str], table_rows: int) ->
     owner, j = _ragged(clients.ends - clients.starts)
     source = clients.starts[owner] + j
     flat = np.concatenate([column.reshape(len(column), -1)[source] for column in ids], axis=1)
+    _check_ids(flat, features, table_rows)
     keys = np.sort((owner[:, None] * table_rows + flat).ravel())
     return bool((keys[1:] != keys[:-1]).all())
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrecon.cohort import row_capacity
 from fedrecon.model import AUTO, Batch, Model
 from fedrecon.trees import Params, flatten, unflatten
 
@@ -234,58 +235,116 @@ def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], d
     return renumbered, places
 
 
+class Place(NamedTuple):
+    """Where the rows of a batch's ids are in the clients' lists of rows.
+
+    Attributes:
+      slot: `(clients, ids)` positions; None if they are next to each other, at the same place for all clients.
+      start: the first of them, in that case.
+      number: how many ids there are.
+    """
+
+    slot: Array | None
+    start: Array
+    number: int
+
+
 class Tables(NamedTuple):
     """The lookup tables that several clients change by rows.
 
     Attributes:
       values: each table as the server sent it, `(table rows, ...)`, the same for all clients.
       features: the features that index each table.
-      slots: for each of those features, `(clients, examples, ...)` positions in the client's own list of rows.
+      slots: for each of those features, `(clients, examples, ...)` positions in the client's own list of rows. A
+        feature that is not here has its rows in the order of the examples, each once.
       capacity: for each table, the length of that list.
+      room: for each table, how many rows the lists have while they are changed; at least `capacity`.
     """
 
     values: Mapping[str, Array]
     features: Mapping[str, tuple[str, ...]]
     slots: Mapping[str, Array]
     capacity: Mapping[str, int]
+    room: Mapping[str, int]
+
+    def in_batches(self, columns: Mapping[str, Array], in_step: bool, size: int) -> Tables:
+        """Prepare for going through the examples in batches.
+
+        Rows in the order of the examples are read and written as slices if a single feature has them and all clients
+        take their batches in step. Slices are faster than gathers and scatters, but need room for whole batches.
+
+        Args:
+          columns: the examples, `(clients, examples, ...)` by feature.
+          in_step: whether all clients take the same batch at the same time.
+          size: examples of a batch.
+        """
+        slots, room = dict(self.slots), dict(self.capacity)
+        for path, features in self.features.items():
+            if features[0] in self.slots:
+                continue
+            if in_step and len(features) == 1:
+                shape = columns[features[0]].shape
+                room[path] = max(room[path], -(-shape[1] // size) * size * math.prod(shape[2:]))
+            else:
+                slots |= slots_in_order(columns, features)
+        return self._replace(slots=slots, room=room)
 
     def unchanged(self, clients: int) -> dict[str, Array]:
-        """Return zero changes of every client's rows, `(clients, capacity, ...)` of each table.
+        """Return zero changes of every client's rows, `(clients, room, ...)` of each table.
 
         Args:
           clients: how many there are.
         """
         return {
-            path: jnp.zeros((clients, self.capacity[path], *table.shape[1:]), table.dtype)
+            path: jnp.zeros((clients, self.room[path], *table.shape[1:]), table.dtype)
             for path, table in self.values.items()
         }
 
-    def fetch(self, changes: Mapping[str, Array], batch: Batch, slots: Batch) -> Fetched:
+    def cut(self, changes: Mapping[str, Array]) -> dict[str, Array]:
+        """Return changes without the room that only padding of the last batch needs.
+
+        Args:
+          changes: `(clients, room, ...)` by table.
+        """
+        return {path: lists[:, : self.capacity[path]] for path, lists in changes.items()}
+
+    def places(self, number: Array, batch: Batch, slots: Batch) -> dict[str, Place]:
+        """Return where the rows of a batch are in the lists, by table.
+
+        Args:
+          number: which batch.
+          batch: `(clients, batch, ...)` by feature.
+          slots: the same batch of `slots`.
+        """
+        places = {}
+        for path, features in self.features.items():
+            ids = sum(math.prod(batch[feature].shape[1:]) for feature in features)
+            at = jax.vmap(lambda mine, group=features: _flat(mine, group))(slots) if features[0] in slots else None
+            places[path] = Place(at, number * ids, ids)
+        return places
+
+    def fetch(self, changes: Mapping[str, Array], batch: Batch) -> Fetched:
         """Fetch one client's rows for a batch: the server's values plus the client's changes so far.
 
         Args:
-          changes: of the client's rows, by table.
+          changes: of these rows, `(ids, ...)` by table.
           batch: by feature.
-          slots: the batch's positions in the client's list of rows, by feature.
         """
         laid_out = {group: _lay_out({f: batch[f].shape for f in group}) for group in set(self.features.values())}
-        rows, slot = {}, {}
+        rows = {}
         for path, table in self.values.items():
-            group = self.features[path]
-            slot[path] = _flat(slots, group)
-            # Packing has checked that ids and slots are in range.
-            rows[path] = table.at[_flat(batch, group)].get(mode="promise_in_bounds")
-            rows[path] += changes[path].at[slot[path]].get(mode="promise_in_bounds")
+            # Packing has checked that ids are in range.
+            ids = _flat(batch, self.features[path])
+            rows[path] = table.at[ids].get(mode="promise_in_bounds") + changes[path]
         renumbered = {feature: ids for numbered, _ in laid_out.values() for feature, ids in numbered.items()}
         places = {path: laid_out[group][1] for path, group in self.features.items()}
-        return Fetched(rows, slot, renumber(batch, renumbered), places)
+        return Fetched(rows, renumber(batch, renumbered), places)
 
 
 class Fetched(NamedTuple):
     """The rows of one batch of one client."""
 
     rows: dict[str, Array]  # table -> (ids, ...)
-    slot: dict[str, Array]  # table -> (ids,) positions in the client's list of rows
     batch: Batch  # with ids renumbered to match
     places: dict[str, dict[str, slice]]  # table -> feature -> where its rows are in `rows`
 
@@ -315,19 +374,67 @@ def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
     return jnp.where(keep, summed, 0), jnp.where(first, slot, jnp.iinfo(jnp.int32).max)
 
 
-def change_rows(lists: Array, slot: Array, values: Array, *, replace: bool = False) -> Array:
+def rows_in_order(columns: Mapping[str, Array], count: Array, features: Sequence[str], rows: int) -> Array:
+    """List the rows of clients that have no id twice, `(clients, rows)`: the ids of their examples, in order.
+
+    Args:
+      columns: of `(clients, examples, ...)`.
+      count: `(clients,)` how many of the examples are a client's own.
+      features: those that index the table.
+      rows: how many rows the table has.
+    """
+    ids = jnp.concatenate([columns[f].reshape(*columns[f].shape[:2], -1) for f in features], axis=2)
+    clients, examples, width = ids.shape
+    capacity = row_capacity(examples * width, rows)
+    flat = ids.reshape(clients, -1)[:, :capacity]
+    own = jnp.arange(flat.shape[1]) < width * count[:, None]
+    return jnp.pad(jnp.where(own, flat, 0), ((0, 0), (0, capacity - flat.shape[1])))
+
+
+def slots_in_order(columns: Mapping[str, Array], features: Sequence[str]) -> dict[str, Array]:
+    """Number the ids of examples one after another, those of an example together: slots of lists without repeats.
+
+    Args:
+      columns: of `(clients, examples, ...)`.
+      features: those that index the table.
+    """
+    widths = [math.prod(columns[feature].shape[2:]) for feature in features]
+    slots = {}
+    for feature, begin, width in zip(features, np.cumsum([0, *widths]), widths, strict=False):
+        clients, examples, *rest = columns[feature].shape
+        own = np.arange(examples)[:, None] * sum(widths) + begin + np.arange(width)  # (examples, ids)
+        slots[feature] = jnp.broadcast_to(own.astype(np.int32).reshape(examples, *rest), (clients, examples, *rest))
+    return slots
+
+
+def read_rows(lists: Array, at: Place) -> Array:
+    """Read the rows of a batch from several clients' lists, `(clients, ids, ...)`.
+
+    Args:
+      lists: `(clients, rows, ...)`.
+      at: where they are.
+    """
+    if at.slot is None:
+        return jax.lax.dynamic_slice_in_dim(lists, at.start, at.number, 1)
+    return jax.vmap(lambda mine, slot: mine.at[slot].get(mode="promise_in_bounds"))(lists, at.slot)
+
+
+def change_rows(lists: Array, at: Place, values: Array, *, replace: bool = False) -> Array:
     """Add values to rows of several clients' lists, or replace the rows; slots past the end are dropped.
 
     Args:
       lists: `(clients, rows, ...)`.
-      slot: `(clients, ids)`.
+      at: where the rows are.
       values: `(clients, ids, ...)`.
       replace: whether values replace the rows.
     """
+    if at.slot is None:
+        new = values if replace else read_rows(lists, at) + values
+        return jax.lax.dynamic_update_slice_in_dim(lists, new, at.start, 1)
     clients, rows = lists.shape[:2]
     # One scatter into one long list takes half the time of a batched one.
-    beyond = clients * rows
-    at = jnp.where(slot < rows, slot + jnp.arange(clients, dtype=slot.dtype)[:, None] * rows, beyond).reshape(-1)
+    beyond, slot = clients * rows, at.slot
+    flat_slot = jnp.where(slot < rows, slot + jnp.arange(clients, dtype=slot.dtype)[:, None] * rows, beyond).reshape(-1)
     flat, new = lists.reshape(beyond, *lists.shape[2:]), values.reshape(-1, *lists.shape[2:])
-    changed = flat.at[at].set(new, mode="drop") if replace else flat.at[at].add(new, mode="drop")
+    changed = flat.at[flat_slot].set(new, mode="drop") if replace else flat.at[flat_slot].add(new, mode="drop")
     return changed.reshape(lists.shape)

@@ -13,10 +13,10 @@ from jax import Array
 
 from fedrecon.cohort import Examples
 from fedrecon.lookups.reach import reach, state_labels
-from fedrecon.lookups.tables import change_rows, merge_repeats
+from fedrecon.lookups.tables import change_rows, merge_repeats, read_rows
 from fedrecon.model import Batch, Step
 from fedrecon.recipes import recorded
-from fedrecon.solvers.batches import batch_places, number_of_batches, take_batch
+from fedrecon.solvers.batches import Batches
 from fedrecon.solvers.growing import cut, phases, put_back
 from fedrecon.solvers.problem import Problem, Solution, Solver, no_sums
 from fedrecon.trees import Params
@@ -42,16 +42,21 @@ class Turn(NamedTuple):
     """One step of several clients: the examples of each, and which clients take the step.
 
     Attributes:
-      places: `(clients, batch)` positions of the examples.
+      batch: `(clients, batch, ...)` the examples, by feature.
+      slots: `(clients, batch, ...)` where the rows of the batch's ids are in the client's lists, by feature.
       mask: `(clients, batch)` false for padding.
       active: `(clients,)` whether the client takes this step.
       keys: of the clients for this step; None if nothing is random.
     """
 
-    places: Array
+    batch: Batch
+    slots: Batch
     mask: Array
     active: Array
     keys: Array | None
+
+
+TakeStep = Callable[[Carry, Array, Turn], Carry]  # (carry, which step, its examples) -> carry
 
 
 @recorded
@@ -80,27 +85,30 @@ def gradient_descent(
     reach_once = functools.cache(lambda: reach(optimizer))
 
     def solve(problem: Problem) -> Solution:
-        examples = problem.examples
-        batches = number_of_batches(examples, batch_size)  # (clients,)
-        todo = batches * epochs if steps is None else jnp.minimum(batches * epochs, steps)
-        by_rows = problem.tables is not None
+        examples, tables = problem.examples, problem.tables
+        # If the model has a `fit`, padding may enter the statistics of a batch, so it must be real examples.
+        batches = Batches(examples, batch_size, epochs=epochs, cyclic=problem.objective.fit is not None)
+        todo = batches.number * epochs if steps is None else jnp.minimum(batches.number * epochs, steps)
+        if tables is not None:
+            tables = tables.in_batches(examples.columns, batches.in_step, batch_size)
+            problem = problem._replace(tables=tables)
+        columns, slots = batches.arrange(examples.columns), batches.arrange(tables.slots if tables else {})
         start = _start(problem, optimizer)
-        step = _row_step(problem, optimizer, reach_once() == "each") if by_rows else _dense_step(problem, optimizer)
+        step = _row_step(problem, optimizer, reach_once() == "each") if tables else _dense_step(problem, optimizer)
 
         def advance(t: Array, carry: Carry) -> Carry:
-            number = t + 0 * batches if epochs == 1 else t % jnp.maximum(batches, 1)
-            # If the model has a `fit`, padding may enter the statistics of a batch, so it must be real examples.
-            index, mask = batch_places(examples, number, batch_size, cyclic=problem.objective.fit is not None)
             active = t < todo
-            return step(carry, Turn(index, mask & active[:, None], active, _keys_of_step(problem, t)))
+            mask = batches.mask(t) & active[:, None]
+            batch, at = batches.take(columns, t), batches.take(slots, t)
+            return step(carry, t, Turn(batch, at, mask, active, _keys_of_step(problem, t)))
 
         if problem.differentiable:
             carry = _scan(advance, start, _longest(examples, batch_size, epochs, steps))
         else:
             carry = _loop(advance, start, jnp.max(todo), problem, optimizer, batch_size)
-        whole, rest = jnp.divmod(todo, jnp.maximum(batches, 1))
+        whole, rest = jnp.divmod(todo, jnp.maximum(batches.number, 1))
         seen = whole * examples.count + jnp.minimum(rest * batch_size, examples.count)
-        return Solution(carry.params, carry.changes, carry.sums, seen, todo)
+        return Solution(carry.params, tables.cut(carry.changes) if tables else {}, carry.sums, seen, todo)
 
     limit = None if steps is None else max(1, steps * batch_size)
     return Solver(solve, limit, reach_once, lambda *args: None, batch_size)
@@ -159,7 +167,7 @@ def _alone(problem: Problem) -> bool:
     return problem.examples.count.shape[0] == 1 and not problem.differentiable
 
 
-def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Callable[[Carry, Turn], Carry]:
+def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> TakeStep:
     """Return a step on whole parameters, of which every client has its own copy."""
     objective, alone = problem.objective, _alone(problem)
 
@@ -174,17 +182,17 @@ def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Ca
             new_state = _where(active, new_state, state)
         return optax.apply_updates(params, updates), new_state, jnp.where(active, sums, 0)
 
-    def advance(carry: Carry, turn: Turn) -> Carry:
-        batch = take_batch(problem.examples.columns, turn.places)
+    def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
+        del t
         params, state, sums = jax.vmap(one)(
-            carry.params, carry.state, problem.context, batch, turn.mask, turn.active, turn.keys
+            carry.params, carry.state, problem.context, turn.batch, turn.mask, turn.active, turn.keys
         )
         return Carry(params, {}, state, carry.sums + sums if problem.measured else carry.sums)
 
     return advance
 
 
-def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: bool) -> Callable[[Carry, Turn], Carry]:
+def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: bool) -> TakeStep:
     """Return a step on the rows of a batch, which never forms gradients, state or updates of other rows.
 
     It is exact for optimizers whose reach is `each` or `rows`; with `each`, the gradients of repeated rows need not be
@@ -197,41 +205,43 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
     labels = state_labels(optimizer, _first({**problem.params, **unchanged}))
 
     def one(
-        carry: Carry, context: Any, batch: Batch, slots: Batch, mask: Array, active: Array, key: Array | None
+        params: Params, state: Any, changes: dict[str, Array], slot: dict[str, Array], context: Any, turn: Turn
     ) -> _RowUpdate:
-        fetched = tables.fetch(carry.changes, batch, slots)  # rows: (ids, ...), slot: (ids,) of each table
+        fetched = tables.fetch(changes, turn.batch)  # rows: (ids, ...) of each table
 
         def loss(trained: Params, rows: dict[str, Array]) -> tuple[Array, Array]:
             everything = {**trained, **fetched.as_tables(rows)}
-            return objective.measure(everything, context, fetched.batch, mask, Step(mask, key))
+            return objective.measure(everything, context, fetched.batch, turn.mask, Step(turn.mask, turn.keys))
 
-        (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(carry.params, fetched.rows)
-        slot = fetched.slot
+        (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, fetched.rows)
         if not each:
-            merged = {path: merge_repeats(slot[path], row_grads[path]) for path in row_grads}
-            row_grads = {path: pair[0] for path, pair in merged.items()}
+            merged = {path: merge_repeats(slot[path], row_grads[path]) for path in slot}
+            row_grads |= {path: pair[0] for path, pair in merged.items()}
             slot = {path: pair[1] for path, pair in merged.items()}
-        state = _rows_of_state(carry.state, labels, fetched.slot)  # of tables, (ids, ...)
-        solved = {**carry.params, **fetched.rows}
-        updates, new_state = optimizer.update({**grads, **row_grads}, state, solved)
+        updates, new_state = optimizer.update({**grads, **row_grads}, state, {**params, **fetched.rows})
         if not alone:
-            updates = _where(active, updates, jax.tree.map(jnp.zeros_like, updates))
-            new_state = _where(active, new_state, state)
-        params = {path: carry.params[path] + updates[path] for path in carry.params}
-        return _RowUpdate(params, {path: updates[path] for path in slot}, new_state, slot, jnp.where(active, sums, 0))
+            updates = _where(turn.active, updates, jax.tree.map(jnp.zeros_like, updates))
+            new_state = _where(turn.active, new_state, state)
+        new = {path: params[path] + updates[path] for path in params}
+        rows = {path: updates[path] for path in fetched.rows}
+        return _RowUpdate(new, rows, new_state, slot, jnp.where(turn.active, sums, 0))
 
-    def advance(carry: Carry, turn: Turn) -> Carry:
-        batch = take_batch(problem.examples.columns, turn.places)  # (clients, batch, ...)
-        slots = take_batch(tables.slots, turn.places)
-        new = jax.vmap(one)(carry, problem.context, batch, slots, turn.mask, turn.active, turn.keys)
-        changes = {path: change_rows(carry.changes[path], new.slot[path], new.rows[path]) for path in carry.changes}
+    def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
+        places = tables.places(t, turn.batch, turn.slots)
+        changes = {path: read_rows(carry.changes[path], at) for path, at in places.items()}  # (clients, ids, ...)
         leaves, structure = jax.tree.flatten(carry.state)
+        own = [read_rows(leaf, places[at]) if at in places else leaf for leaf, at in zip(leaves, labels, strict=True)]
+        slot = {path: at.slot for path, at in places.items() if at.slot is not None}
+        mine = jax.tree.unflatten(structure, own)
+        new = jax.vmap(one)(carry.params, mine, changes, slot, problem.context, turn)
+        places = {path: at._replace(slot=new.slot.get(path)) for path, at in places.items()}
+        lists = {path: change_rows(carry.changes[path], at, new.rows[path]) for path, at in places.items()}
         state = [
-            change_rows(old, new.slot[label], rows, replace=True) if label in changes else rows
+            change_rows(old, places[label], rows, replace=True) if label in places else rows
             for old, rows, label in zip(leaves, jax.tree.leaves(new.state), labels, strict=True)
         ]
         sums = carry.sums + new.sums if problem.measured else carry.sums
-        return Carry(new.params, changes, jax.tree.unflatten(structure, state), sums)
+        return Carry(new.params, lists, jax.tree.unflatten(structure, state), sums)
 
     return advance
 
@@ -244,13 +254,6 @@ class _RowUpdate(NamedTuple):
     state: Any  # of whole parameters, and of the batch's rows
     slot: dict[str, Array]  # table -> (ids,) positions in the client's list of rows; past its end for repeats
     sums: Array
-
-
-def _rows_of_state(state: Any, labels: list[str | None], slot: dict[str, Array]) -> Any:
-    """Return an optimizer's state with only the batch's rows of lookup tables."""
-    leaves, structure = jax.tree.flatten(state)
-    small = [leaf[slot[label]] if label in slot else leaf for leaf, label in zip(leaves, labels, strict=True)]
-    return jax.tree.unflatten(structure, small)
 
 
 def _where(active: Array, new: Any, old: Any) -> Any:

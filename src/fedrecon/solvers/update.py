@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon.cohort import Cohort, Examples, Needs
-from fedrecon.lookups.tables import Tables, group_name, lookup_groups, renumber
+from fedrecon.lookups.tables import Tables, group_name, lookup_groups, renumber, rows_in_order, slots_in_order
 from fedrecon.model import Batch, Model, Step, predict_in
 from fedrecon.solvers.problem import Objective, Problem, Solution, Solver, solve_local, start_local
 from fedrecon.solvers.statistics import advance_shared
@@ -143,6 +143,7 @@ class Updater:
           pull: the second argument of the penalty, clients first.
         """
         leaves, structure = flatten(params)
+        cohort = self._with_rows(cohort, leaves)
         working = self._working_copy(leaves, cohort)
         state = self.model.state
         statistics = {path: working.copies[path] for path in (state.shared if state else ())}
@@ -196,9 +197,18 @@ class Updater:
             None if penalty is None else lambda trained, held: penalty(params_of(trained, held), held.pull),
         )
 
+    def _with_rows(self, cohort: Cohort, leaves: Mapping[str, Any]) -> Cohort:
+        """Add the lists of rows that packing left out, since they follow from the examples."""
+        rows, query = dict(cohort.rows), cohort.query
+        for path, group in self.groups.items():
+            if group not in rows:
+                fewest = min(jnp.shape(leaves[other])[0] for other, same in self.groups.items() if same == group)
+                rows[group] = rows_in_order(query.columns, query.count, self._features[path], fewest)
+        return cohort._replace(rows=rows)
+
     def _ids(self, path: str, cohort: Cohort) -> int:
         """Return how many ids of a table one example has."""
-        return sum(math.prod(cohort.slots[feature].shape[2:]) for feature in self._features[path])
+        return sum(math.prod(cohort.query.columns[feature].shape[2:]) for feature in self._features[path])
 
     def _working_copy(self, leaves: dict[str, Array], cohort: Cohort) -> _WorkingCopy:
         """Copy the global parameters for every client, except lookup tables that are changed by rows."""
@@ -212,11 +222,13 @@ class Updater:
         if not rows:
             return _WorkingCopy(dense, None, (), cohort)
         if self._by_steps:
+            capacity = {GLOBAL + path: ids.shape[1] for path, ids in rows.items()}
             tables = Tables(
                 {GLOBAL + path: jnp.asarray(leaves[path]) for path in rows},
                 {GLOBAL + path: features for path, features in self._features.items()},
                 cohort.slots,
-                {GLOBAL + path: ids.shape[1] for path, ids in rows.items()},
+                capacity,
+                capacity,
             )
             return _WorkingCopy(dense, tables, (), cohort)
         copies = {path: jnp.asarray(leaves[path]).at[ids].get(mode="promise_in_bounds") for path, ids in rows.items()}
@@ -259,7 +271,11 @@ class Updater:
 
     def _renumbered(self, cohort: Cohort) -> Cohort:
         """Replace ids by positions in the client's list of rows."""
-        query = Examples(renumber(cohort.query.columns, cohort.slots), cohort.query.count)
+        slots = dict(cohort.slots)
+        for features in set(self._features.values()):
+            if features[0] not in slots:
+                slots |= slots_in_order(cohort.query.columns, features)
+        query = Examples(renumber(cohort.query.columns, slots), cohort.query.count)
         support = Examples(renumber(cohort.support.columns, cohort.support_slots), cohort.support.count)
         return cohort._replace(query=query, support=support)
 
