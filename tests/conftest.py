@@ -70,6 +70,8 @@ SLOW = {
         "test_reach_is_as_little_as_is_exact[l",
         "test_declared_lookups_change_nothing_but_the_time[",
         "test_declared_lookups_change_nothing_in_joint",
+        "test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables[several",
+        "test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables[ratings-adam",
     ],
     "engine": [
         "test_neither_block_size_nor_device_count",

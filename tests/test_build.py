@@ -7,12 +7,12 @@ import pytest
 
 import fedrecon as fr
 from fedrecon.app.build import build_server, build_update
-from fedrecon.app.config import Privacy, Server, Update
+from fedrecon.app.config import Privacy, Server, Split, Update
 from fedrecon.app.presets import DEFAULT
-from fedrecon.app.stopping import judgements_of, patience_of, rounds_of, say_rounds
+from fedrecon.app.stopping import Divided, divided, divisions_of, judgements_of, patience_of, rounds_of, say_rounds
 from fedrecon.app.tasks import Users
 from fedrecon.app.tasks.factors import relaxed_prior
-from toy_models import descend, linear, one_round, xy
+from toy_models import descend, linear, one_by_one, one_round, xy
 
 
 def test_a_gradient_longer_than_its_limit_is_shortened_to_it():
@@ -79,3 +79,40 @@ def test_relaxations_need_validation_users_to_judge_them_and_no_promise_of_priva
     private = relaxing(privacy=Privacy(noise_multiplier=1.0))
     assert rounds_of(private, people(10)) == 8
     assert rounds_of(relaxing(patience=None), people(10)) == 8
+
+
+# ---- how validation users judge ----
+
+
+def test_few_validation_users_judge_by_more_divisions_than_many():
+    numbers = {valid: divisions_of(DEFAULT, people(valid)) for valid in (9, 10, 100, 299, 600, 5000)}
+    assert numbers == {9: 1, 10: 8, 100: 6, 299: 3, 600: 1, 5000: 1}
+
+
+def test_an_order_that_settings_ask_for_is_not_shuffled():
+    in_time = dataclasses.replace(DEFAULT, split=Split(train="half", by_time=True))
+    assert divisions_of(in_time, people(10)) == 1
+    assert divisions_of(dataclasses.replace(DEFAULT, patience=None), people(10)) == 1
+
+
+def test_divided_clients_are_measured_on_the_queries_of_all_divisions():
+    rng = np.random.default_rng(0)
+    clients = xy(*((rng.normal(size=6), rng.normal(size=6)) for _ in range(300)))
+    algorithm = fr.federated_reconstruction(
+        linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    plain = fr.Evaluator(algorithm, clients, split=fr.split.half(), layout=one_by_one())
+    users = Users(clients, clients, clients)
+    judges = divided(plain, DEFAULT, users)
+    assert isinstance(judges, Divided)
+    assert len(judges.evaluators) == 2
+    params = {"w": np.float32(2)}
+    found, parts = judges(params), [one(params) for one in judges.evaluators]
+    assert parts[0].micro == plain(params).micro  # the first division is the one that results are reported by
+    assert parts[1].micro["loss"] != pytest.approx(parts[0].micro["loss"], rel=1e-5)
+    assert found.micro["loss"] == pytest.approx(np.mean([one.micro["loss"] for one in parts]), rel=1e-5)
+    assert (found.clients, found.examples) == (300, 2 * parts[0].examples)
+
+
+def test_nobody_judges_without_validation_users():
+    assert divided(None, DEFAULT, people(0)) is None

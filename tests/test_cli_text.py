@@ -92,7 +92,7 @@ def test_help_is_of_the_task(capsys):
     assert main(["train", "--task", "text", "--help"]) == 0
     told = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
     assert "--model.oov-buckets INT how many buckets all other words share. (default: 500)" in told
-    assert "a tenth of the population, at least 50. (default: 5)" in told
+    assert "a tenth of the population, at least `least`. (default: 5)" in told
     assert "--model.dim" not in told
     assert "--data.user" not in told
 

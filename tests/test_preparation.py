@@ -217,6 +217,22 @@ def test_every_rating_of_a_scale_counts(scale):
     assert (found.low, found.high) == (pytest.approx(min(scale), abs=1e-6), pytest.approx(max(scale)))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_items_in_other_units_count_if_many_clients_have_them(sign):
+    """Nine answers from 1 to 5 and one weight in grams: no value is a mistake, though most are far from it."""
+    rng = np.random.default_rng(0)
+    rating = rng.integers(1, 6, (200, 10)).astype(float)
+    rating[:, 9] = sign * rng.normal(70_000, 8_000, 200)
+    columns = {"item": np.tile(np.arange(10), 200), "rating": rating.ravel()}
+    clients = Clients.from_columns(columns, client=np.repeat(np.arange(200), 10))
+    found = preparation.prepare(clients, 10, plan=Plan(1, 0), transform="none")
+    assert found.outside == 0
+    few = {name: column[: 10 * 40] for name, column in columns.items()}
+    few["rating"] = np.where((few["item"] == 9) & (np.repeat(np.arange(40), 10) > 7), 3.0, few["rating"])
+    clients = Clients.from_columns(few, client=np.repeat(np.arange(40), 10))
+    assert preparation.prepare(clients, 10, plan=Plan(1, 0), transform="none").outside == 8
+
+
 def test_one_stranger_makes_neither_counts_of_ratings_nor_ratings_of_counts():
     assert preparation.prepare(with_strangers(1, 1000.0), 30).transform == "none"
     rng = np.random.default_rng(0)

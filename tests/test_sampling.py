@@ -92,3 +92,15 @@ def test_the_share_that_drops_out_is_as_asked_for():
 def test_impossible_sampling_is_refused(settings):
     with pytest.raises(ValueError, match="sampling needs clients_per_round >= 1"):
         fr.Sampling(**settings)
+
+
+def test_a_tenth_of_the_population_takes_part_but_no_fewer_than_asked_for():
+    sampling = fr.Sampling(None, least=200)
+    assert [sampling.wanted(people) for people in (30, 500, 5000)] == [30, 200, 500]
+    assert fr.Sampling(None).wanted(300) == 50
+    assert fr.Sampling(7, least=200).wanted(300) == 7
+
+
+def test_a_least_number_of_no_clients_is_refused():
+    with pytest.raises(ValueError, match=r"`least` 0; a round takes 1 client or more"):
+        fr.Sampling(None, least=0)

@@ -57,6 +57,23 @@ def test_the_first_trial_is_what_training_measures(tuned):
     assert (first["values"]["rounds"], first["values"]["model.dim"]) == (4, 4)
 
 
+def test_a_trial_goes_on_as_training_does_and_has_the_error_of_what_that_keeps(tmp_path):
+    rng = np.random.default_rng(0)
+    taste = rng.normal(size=(80, 2)) @ rng.normal(size=(2, 12))
+    rows = [f"{u},{i},{taste[u, i]:.3f}" for u in range(80) for i in rng.choice(12, 9, replace=False)]
+    (tmp_path / "ratings.csv").write_text("\n".join(["user,item,rating", *rows]) + "\n")
+    options = [str(tmp_path / "ratings.csv"), "--rounds", "8", "--devices", "1", "--model.dim", "4"]
+    options += ["--data.fractions", "0.6", "0.2", "0.2", "--server.learning-rate", "0.1", "--model.prior", "20"]
+    assert main(["tune", *options, "--trials", "1", "--out", str(tmp_path / "tuned")]) == 0
+    assert main(["train", *options, "--out", str(tmp_path / "run")]) == 0
+    (first,) = json.loads((tmp_path / "tuned" / "trials.json").read_text())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    judged = [one for one in records if one["kind"] == "evaluation" and one["round"] in (0, *range(8, 99, 2))]
+    best = min(judged, key=lambda one: one["micro"]["loss"])
+    assert best["round"] > 8  # otherwise relaxations had no part in it
+    assert first["value"] == pytest.approx(best["micro"]["rmse"], rel=1e-5)
+
+
 def test_tuning_whose_every_trial_fails_ends_with_its_code_and_leaves_no_settings(tuned, tmp_path, capsys):
     capsys.readouterr()
     options = ["--trials", "1", "--rounds", "4", "--devices", "1", "--data.fractions", "0.6", "0.2", "0.2"]

@@ -23,7 +23,6 @@ from fedrecon.fitting import features_of
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 
 LESS_URGENT = 10  # the niceness of the thread that packs
-FEWEST = 50  # clients of a round if the population decides: fewer make noisy steps
 OVERFLOW = 1e-24  # at most the probability that Poisson sampling draws more, or fewer, clients than a round counts on
 
 
@@ -32,7 +31,7 @@ class Sampling:
     """How the clients of a round are chosen.
 
     Attributes:
-      clients_per_round: how many clients' updates a round takes; None for a tenth of the population, at least 50.
+      clients_per_round: how many clients' updates a round takes; None for a tenth of the population, at least `least`.
       oversample: invite this many times as many, and take the first that answer.
       drop_out: the share of invited clients that never answer.
       min_examples: clients with fewer examples do not answer either.
@@ -40,6 +39,8 @@ class Sampling:
         Differential privacy relies on this. The number of clients is then private too, and is not reported.
       apart: let a client take part at most once in this many rounds: clients take turns in this many groups, and a
         round draws from one group. Correlated noise relies on this. None draws from all clients in every round.
+      least: if the population decides, no round takes fewer clients than this, as their steps would be noisy; those of
+        a smaller population all take part.
     """
 
     clients_per_round: int | None = 100
@@ -48,6 +49,7 @@ class Sampling:
     min_examples: int = 1
     poisson: bool = False
     apart: int | None = None
+    least: int = 50
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -57,6 +59,8 @@ class Sampling:
                 "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
                 f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
             )
+        if self.least < 1:
+            raise ValueError(f"sampling has `least` {self.least}; a round takes 1 client or more")
         if self.apart is not None and (self.apart < 1 or self.poisson):
             raise ValueError(
                 f"sampling has apart {self.apart} and poisson {self.poisson}; rounds apart are 1 or more, and who is "
@@ -77,7 +81,7 @@ class Sampling:
         if self.clients_per_round is not None:
             return self.clients_per_round
         most = population // (self.apart or 1)
-        return max(1, min(most, max(FEWEST, round(population / 10))))
+        return max(1, min(most, max(self.least, round(population / 10))))
 
     def rate(self, clients: int) -> float:
         """Return the probability with which a client is drawn, for privacy accounting; 1 without `poisson`.

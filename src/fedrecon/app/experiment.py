@@ -32,7 +32,7 @@ from fedrecon.app.resuming import (
     start_same_devices,
 )
 from fedrecon.app.saved import SavedModel, save_model
-from fedrecon.app.stopping import judgements_of, patience_of, rounds_of
+from fedrecon.app.stopping import divided, judgements_of, patience_of, rounds_of
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.app.tasks.task import Dataset
 from fedrecon.cluster.folders import first_writes
@@ -189,7 +189,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         users.train,
         rounds=rounds_of(config, users),
         sampling=config.sampling,
-        valid=evaluator,
+        valid=divided(evaluator, config, users),
         evaluate_every=config.evaluate_every,
         patience=patience_of(config, users),
         judge_after=judgements_of(config),

@@ -37,7 +37,7 @@ DEFAULT = RatingsConfig(
         item_traits=True,
         init_scale=0.0173,  # so small that the first evaluation is that of the biases
         prior=200.0,
-        relax=4,
+        relax=8,
         implicit_prior=2.0,
         least_ratings=5,
     ),
@@ -47,7 +47,7 @@ DEFAULT = RatingsConfig(
     server=Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all"),
     # Clients far longer than the median are shortened; three times it leaves nearly all others as they are.
     aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
-    sampling=Sampling(clients_per_round=None),
+    sampling=Sampling(clients_per_round=None, least=200),  # cheap where there are few, and steps are less noisy
     rounds=200,
     evaluate_every=25,
     patience=2,

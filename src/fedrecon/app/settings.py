@@ -64,6 +64,7 @@ def check_run(config: Any) -> None:
     check_seed("seed", config.seed)
     check_number("block", config.block, least=1, most=MOST)
     check_number("sampling.clients_per_round", config.sampling.clients_per_round, least=1, most=MOST)
+    check_number("sampling.least", config.sampling.least, least=1, most=MOST)
     check_number("sampling.oversample", config.sampling.oversample, least=1, most=1000)
     check_number("sampling.min_examples", config.sampling.min_examples, most=MOST_ROUNDS)
 

@@ -22,6 +22,7 @@ from fedrecon.app.config import ClicksConfig, RatingsConfig, to_json
 from fedrecon.app.experiment import make_evaluator
 from fedrecon.app.plots import write_figure
 from fedrecon.app.presets import DEFAULT
+from fedrecon.app.stopping import divided, judgements_of, patience_of, rounds_of
 from fedrecon.app.tasks import Users, task_of
 from fedrecon.data import Ratings
 from fedrecon.disk.arrays import write_bytes, write_json
@@ -254,26 +255,36 @@ class _Bench:
         return beside(self.config, ready.users, "valid", ready.legend)
 
     def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
-        """Train with some settings and return the error on the validation users, or give up."""
+        """Train as `fedrecon train` does with some settings and return the error of what it would keep, or give up.
+
+        That is the error on the validation users, by as many divisions of their ratings as training judges by.
+        """
         config = _with(self.config, values)
         ready = self._task.prepare(config, self.ratings, self.users, self._items)
         algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
         place = build_layout(config, algorithm.model)
 
+        most = rounds_of(config, ready.users)
+
         def watch(record: dict[str, Any]) -> None:
-            if record["kind"] != "evaluation" or record["round"] == config.rounds:
+            now = record["round"]
+            if record["kind"] != "evaluation" or now in (0, most):
                 return
-            trial.report(self._error(record), round(CHECKS * record["round"] / config.rounds))
-            if trial.should_prune() or (self._finished and time.monotonic() > self._deadline):
+            if now < config.rounds:  # later ones have less of a prior than others had at the same point
+                trial.report(self._error(record), round(CHECKS * now / config.rounds))
+            late = self._finished and time.monotonic() > self._deadline
+            if late or (now < config.rounds and trial.should_prune()):
                 raise pruned
 
         run = train(
             algorithm,
             ready.users.train,
-            rounds=config.rounds,
+            rounds=most,
             sampling=config.sampling,
-            valid=make_evaluator(config, algorithm, ready.users, place),
+            valid=divided(make_evaluator(config, algorithm, ready.users, place), config, ready.users),
             evaluate_every=max(1, config.rounds // CHECKS),
+            patience=patience_of(config, ready.users),
+            judge_after=judgements_of(config),
             seed=config.seed,
             layout=place,
             on_record=watch,
@@ -281,7 +292,8 @@ class _Bench:
         if run.interrupted:
             raise KeyboardInterrupt
         self._finished += 1
-        return self._error(run.history[-1])
+        kept = run.rounds if run.best is None else run.best
+        return self._error(next(one for one in run.history if one["kind"] == "evaluation" and one["round"] == kept))
 
     def _error(self, record: Mapping[str, Any]) -> float:
         """Return what is to become small."""

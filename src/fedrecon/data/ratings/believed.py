@@ -2,8 +2,10 @@
 
 One client can move a mean as far as it likes: ten ratings of 1,000 among 2,000 from 1 to 5 raise it from 3.5 to 8.5. So
 clients add up their moments by bins of magnitude, and a histogram in which every client counts once, whatever it sends.
-Quartiles of that histogram tell where most ratings are; bins far beyond them are left out. Fewer than a quarter of the
-clients cannot move the quartiles far (a tenth, where half of all ratings are the same).
+Quartiles of that histogram tell where most ratings are; bins far beyond them are left out, unless many clients have
+such ratings, as where items are measured in different units. Histograms of the clients' highest and lowest ratings tell
+that. Fewer than a quarter of the clients cannot move the quartiles far (a tenth, where half of all ratings are the
+same).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ LOWEST, HIGHEST = -20, 44  # powers of two between which magnitudes are told apa
 SIDE = (HIGHEST - LOWEST) * PER_DOUBLING  # bins of each sign
 BINS = 2 * SIDE + 1
 FAR = 8.0  # in distances between the quartiles; of a normal distribution eleven deviations, and no scale is so wide
+BEYOND = 2.0  # the same for the highest and the lowest ratings of clients, which are far out already
 TAILS = (0.25, 0.1, 0.05)  # quartiles; where half of all ratings are the same, what is further out
 MOMENTS = ("count", "sum", "square", "cube", "log_sum", "log_square")
 
@@ -57,7 +60,7 @@ EDGES = _edges()
 
 
 def moments(rating: np.ndarray, owner: np.ndarray) -> dict[str, np.ndarray]:
-    """Sum powers of ratings and of log(1 + x) by bins, and the clients' shares of ratings in each.
+    """Sum powers of ratings and of log(1 + x) by bins, the clients' shares of ratings, and where their ends are.
 
     Args:
       rating: `(ratings,)` in double precision.
@@ -67,7 +70,12 @@ def moments(rating: np.ndarray, owner: np.ndarray) -> dict[str, np.ndarray]:
     size = np.bincount(owner)
     powers = {"count": None, "sum": rating, "square": rating**2, "cube": rating**3}
     powers |= {"log_sum": logs, "log_square": logs**2, "share": 1.0 / size[owner]}
-    return {name: np.bincount(place, values, BINS).astype(np.float64) for name, values in powers.items()}
+    sums = {name: np.bincount(place, values, BINS).astype(np.float64) for name, values in powers.items()}
+    highest, lowest = np.full(len(size), -1), np.full(len(size), BINS)
+    np.maximum.at(highest, owner, place)
+    np.minimum.at(lowest, owner, place)
+    ends = {"highest": highest[size > 0], "lowest": lowest[size > 0]}
+    return sums | {name: np.bincount(at, minlength=BINS).astype(np.float64) for name, at in ends.items()}
 
 
 def negative_share(total: Mapping[str, Any]) -> float:
@@ -83,22 +91,34 @@ def believe(total: Mapping[str, Any], logarithm: bool) -> Believed:
       total: the sum of all clients' `moments`.
       logarithm: whether distances are those of log(1 + x), in which nothing below zero is believed.
     """
-    below = np.cumsum(np.asarray(total["share"], np.float64))
-    if not below[-1] > 0:
+    if not np.sum(total["share"]) > 0:
         return Believed()
     for tail in TAILS:
-        lower, upper = (int(np.searchsorted(below, part * below[-1])) for part in (tail, 1 - tail))
+        lower, upper = _quartiles(total["share"], tail)
         if lower < upper:
             break
     else:  # nearly all are the same: nothing is known of how the others are spread
         return Believed()
-    low, high = EDGES[lower], EDGES[upper + 1]
-    if logarithm:
-        low, high = np.log1p(np.maximum([low, high], 0.0))
-    width = FAR * (high - low)
-    low, high = low - width, high + width
+    low, high = _fence(lower, upper, FAR, logarithm)
+    low = min(low, _fence(*_quartiles(total["lowest"]), BEYOND, logarithm)[0])
+    high = max(high, _fence(*_quartiles(total["highest"]), BEYOND, logarithm)[1])
     if logarithm:
         low, high = 0.0, np.expm1(min(high, 700.0))
     first = SIDE if logarithm else int(np.searchsorted(EDGES, low, "right")) - 1
     last = int(np.searchsorted(EDGES, high, "left")) - 1
     return Believed(max(first, 0), min(last, BINS - 1))
+
+
+def _quartiles(histogram: Any, tail: float = TAILS[0]) -> tuple[int, int]:
+    """Return the bins below and above which so many are."""
+    below = np.cumsum(np.asarray(histogram, np.float64))
+    lower, upper = (int(np.searchsorted(below, part * below[-1])) for part in (tail, 1 - tail))
+    return lower, upper
+
+
+def _fence(lower: int, upper: int, times: float, logarithm: bool) -> tuple[float, float]:
+    """Return the ends of a range of bins, moved apart by so many times its width."""
+    low, high = EDGES[lower], EDGES[upper + 1]
+    if logarithm:
+        low, high = np.log1p(np.maximum([low, high], 0.0))
+    return low - times * (high - low), high + times * (high - low)
