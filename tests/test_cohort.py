@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon import cohort as cohort_module
-from fedrecon.cohort import ABSENT, Needs, Packer, arrange
+from fedrecon.cohort import ABSENT, Drawn, Needs, Packer, arrange
+from fedrecon.engine import everywhere
 from fedrecon.lookups.tables import rows_in_order, slots_in_order
 from toy_models import ITEMS, TAGS, lookup_clients
 
@@ -118,23 +119,35 @@ def test_one_packer_packs_one_cohort_after_another_without_mixing_them_up():
         np.testing.assert_array_equal(found.slots["tags"], fresh.slots["tags"])
 
 
-def test_a_population_that_is_kept_packed_gives_the_same_cohorts():
-    clients = lookup_clients([5, 8, 3, 6])
-    packer = Packer(clients, Needs(fr.split.half(), groups=GROUPS))
-    order = np.array([3, ABSENT, 1, 0, 2])
-    first, *later = (packer.pack(order) for _ in range(3))
-    assert packer._whole is not None
-    for found in later:
-        jax.tree.map(np.testing.assert_array_equal, found, first)
-        assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(first)]
-
-
-def test_a_large_population_is_not_kept_packed(monkeypatch):
-    monkeypatch.setattr(cohort_module, "KEPT_BYTES", 100)
+def test_everybody_is_packed_as_one_by_one_with_an_empty_slot_at_the_end():
     packer = Packer(lookup_clients([5, 8, 3, 6]), Needs(fr.split.half(), groups=GROUPS))
-    for _ in range(3):
-        packer.pack(np.arange(4))
-    assert packer._whole is None
+    everybody, order = packer.pack_everybody(2**20), np.array([[3, ABSENT], [1, 0]])
+    drawn = Drawn.from_indices(everybody, order)
+    assert drawn.places.tolist() == [[3, 4], [1, 0]]
+    taken, packed = jax.tree.map(lambda leaf: leaf[drawn.places.ravel()], everybody), packer.pack(order.ravel())
+    jax.tree.map(np.testing.assert_array_equal, taken, packed)
+    assert [leaf.dtype for leaf in jax.tree.leaves(taken)] == [leaf.dtype for leaf in jax.tree.leaves(packed)]
+
+
+def test_devices_of_a_cpu_do_not_copy_a_population_that_is_packed_once():
+    everybody = Packer(lookup_clients([5, 8, 3]), Needs(fr.split.half(), groups=GROUPS)).pack_everybody(2**20)
+    for leaf, there in zip(*map(jax.tree.leaves, (everybody, everywhere(everybody, fr.layout(1, 2)))), strict=True):
+        assert {part.data.unsafe_buffer_pointer() for part in there.addressable_shards} == {leaf.ctypes.data}
+
+
+@pytest.mark.parametrize(
+    ("split", "most"),
+    [(fr.split.half(), 100), (fr.split.redrawn(fr.split.half()), 2**20)],
+    ids=["too large", "redrawn in every round"],
+)
+def test_a_population_that_is_large_or_changes_is_not_packed_once(split, most):
+    clients = lookup_clients([5, 8, 3, 6])
+    assert Packer(clients, Needs(split, groups=GROUPS)).pack_everybody(most) is None
+
+
+def test_work_is_what_a_client_goes_through():
+    packer = Packer(lookup_clients([5, 8, 3]), Needs(fr.split.half(), query_limit=2))
+    assert packer.work(np.array([[0, 1], [2, ABSENT]])).tolist() == [[5, 6], [3, 0]]
 
 
 @quick
@@ -216,6 +229,13 @@ def test_arranging_puts_similar_clients_together_and_deals_blocks_evenly():
     sizes = np.array([1, 8, 2, 7, 3, 6, 4, 5])
     found = arrange(np.arange(8), sizes, devices=2, block=2)
     assert [sorted(sizes[found[i : i + 2]].tolist()) for i in (0, 2, 4, 6)] == [[7, 8], [1, 2], [5, 6], [3, 4]]
+
+
+def test_arranging_gives_the_next_largest_block_to_the_device_with_least_to_do():
+    sizes = np.array([9, 5, 4, 4, 2, 1])
+    found = arrange(np.arange(6), sizes, devices=2, block=1)
+    assert [sizes[found[:3]].sum(), sizes[found[3:]].sum()] == [9 + 4 + 1, 5 + 4 + 2]
+    assert sorted(sizes[found[3:]].tolist()) == [2, 4, 5]
 
 
 def test_arranging_does_not_depend_on_the_order_in_which_clients_were_drawn():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon import engine
+from fedrecon import sampling as sampling_module
 from fedrecon.cohort import ABSENT
 from fedrecon.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, everywhere
 from fedrecon.sampling import Cohorts
@@ -134,6 +135,17 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
         expected = params if steps == [5, 4] else expected  # noqa: F821
         jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert rounds._cache_size() == 1
+
+
+@pytest.mark.parametrize("place", [(2, 2), (1, 1)], ids=["two devices", "one"])
+def test_clients_packed_once_train_to_the_bits_of_clients_packed_in_every_round(place, monkeypatch):
+    clients = population([3, 5, 1, 6, 0, 0], seed=1)
+    options = {"rounds": 4, "sampling": fr.Sampling(4, drop_out=0.5), "layout": fr.layout(*place), "seed": 3}
+    expected = fr.train(ALGORITHM, clients, **options)
+    monkeypatch.setattr(sampling_module, "RESIDENT_BYTES", 0)
+    found = fr.train(ALGORITHM, clients, **options)
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    assert found.history == expected.history
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fedrecon.upload import ROW_CHUNK
 ABSENT = -1  # the index that stands for an empty slot of a cohort
 SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
 NAMES_HASHED = 2**17  # up to this many clients, names are hashed once instead of at every packing
-KEPT_BYTES = 2**26  # up to this many bytes of examples, padded, a population is kept packed
+ALIGNED = 64  # bytes: arrays that begin at a multiple of this are not copied to the devices of a CPU
 LOOKED_THROUGH = 2**22  # up to this many examples, repeated ids are looked for once instead of at every packing
 
 
@@ -53,6 +53,28 @@ class Cohort(NamedTuple):
     num_rows: dict[str, Any]
     slots: dict[str, Any]
     support_slots: dict[str, Any]
+
+
+class Drawn(NamedTuple):
+    """Cohorts of several rounds, drawn from clients that are packed once and for all.
+
+    Attributes:
+      population: a `Cohort` of all clients, and an empty slot at the end.
+      places: `(rounds, clients)` who of them takes part in each round.
+    """
+
+    population: Any
+    places: Any
+
+    @classmethod
+    def from_indices(cls, population: Cohort, indices: np.ndarray) -> Drawn:
+        """Return the cohorts of some clients.
+
+        Args:
+          population: all clients, and an empty slot at the end.
+          indices: `(rounds, clients)`, `ABSENT` for an empty slot.
+        """
+        return cls(population, np.where(indices < 0, len(population.client) - 1, indices).astype(np.int32))
 
 
 class Needs(NamedTuple):
@@ -120,8 +142,6 @@ class Packer:
         self._lengths = lengths or lengths_for(clients.max_size, needs)
         self.support_length, self.query_length = self._lengths
         self._scratch = np.empty(0, np.int32)
-        self._asked = 0  # clients packed so far
-        self._whole: Cohort | None = None
         self._identities = clients.identities() if 0 < len(clients) <= NAMES_HASHED else None
         # Hosts that share `lengths` run one program, so theirs must not depend on whether ids repeat.
         in_order = lengths is None and not needs.support_rows
@@ -137,21 +157,6 @@ class Packer:
           indices: of the clients, in the order to pack them; `ABSENT` leaves a slot empty.
           draws: for each client a number from which, with its identity, a redrawn split draws its order.
         """
-        if self._needs.split.redrawn or not self._worth_keeping(len(indices)):
-            return self._pack(indices, draws)
-        if self._whole is None:
-            self._whole = self._pack(np.append(np.arange(len(self._clients)), ABSENT))
-        kept = jax.tree.map(lambda leaf: np.take(leaf, indices, axis=0), self._whole)  # ABSENT is the last
-        return kept._replace(client=indices.astype(np.int32))
-
-    def _worth_keeping(self, more: int) -> bool:
-        """Say whether to keep the whole population packed: once it has been packed in parts, and if it is not large."""
-        self._asked += more
-        wide = [(self._columns[name], length) for name in self._columns for length in self._lengths]
-        entry = sum(length * column.itemsize * math.prod(column.shape[1:]) for column, length in wide)
-        return self._asked > len(self._clients) and len(self._clients) * entry <= KEPT_BYTES
-
-    def _pack(self, indices: np.ndarray, draws: np.ndarray | None = None) -> Cohort:
         split, here = self._needs.split, indices >= 0
         safe = np.where(here, indices, 0)
         starts = np.where(here, self._clients.starts[safe], 0)
@@ -177,6 +182,35 @@ class Packer:
             cohort.slots.update(found[2])
             cohort.support_slots.update(found[3])
         return cohort
+
+    def pack_everybody(self, most: int) -> Cohort | None:
+        """Pack the whole population and an empty slot at the end, if it never changes and is small.
+
+        Args:
+          most: how many bytes there may be.
+
+        Returns:
+          A cohort whose arrays the devices of a CPU need not copy; None if splits are redrawn, or there are too many
+          clients or bytes.
+        """
+        clients = len(self._clients)
+        if self._needs.split.redrawn or clients > NAMES_HASHED or (clients + 1) * self._bytes_of_a_client() > most:
+            return None
+        return jax.tree.map(_aligned, self.pack(np.append(np.arange(clients), ABSENT)))
+
+    def _bytes_of_a_client(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.pack(np.array([ABSENT]))))
+
+    def work(self, indices: np.ndarray) -> np.ndarray:
+        """Return how many examples clients go through, as long as the longest may; 0 for empty slots.
+
+        Args:
+          indices: of the clients, `ABSENT` allowed.
+        """
+        safe = np.maximum(indices, 0)
+        counts = self._needs.split.counts(self._clients.ends[safe] - self._clients.starts[safe])
+        sides = [np.minimum(count, length) for count, length in zip(counts, self._lengths, strict=True)]
+        return np.where(indices >= 0, sides[0] + sides[1], 0)
 
     def _identity(self, indices: np.ndarray) -> np.ndarray:
         if len(self._clients) == 0:
@@ -297,6 +331,15 @@ def _all_distinct(clients: Clients, features: Sequence[str], table_rows: int) ->
     return bool((keys[1:] != keys[:-1]).all())
 
 
+def _aligned(values: np.ndarray) -> np.ndarray:
+    """Return a copy that begins at a multiple of `ALIGNED` bytes."""
+    room = np.empty(values.nbytes + ALIGNED, np.uint8)
+    begin = -room.ctypes.data % ALIGNED
+    copy = room[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
 class _Side(NamedTuple):
     """Support or query of a cohort, one example after another, without padding."""
 
@@ -377,10 +420,24 @@ def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) ->
       The indices in order, padded with `ABSENT` to a multiple of `devices * block`.
     """
     work = np.where(indices >= 0, sizes, -1)
-    ranked = indices[np.lexsort((indices, -work))]
-    short = -len(ranked) % (devices * block)
-    blocks = np.concatenate([ranked, np.full(short, ABSENT, ranked.dtype)]).reshape(-1, block)
-    turn = np.arange(len(blocks))
-    lap, seat = np.divmod(turn, devices)
-    device = np.where(lap % 2 == 0, seat, devices - 1 - seat)  # back and forth, so no device always gets the largest
-    return blocks[np.lexsort((turn, device))].reshape(-1)
+    order = np.lexsort((indices, -work))
+    short = -len(order) % (devices * block)
+    blocks = np.append(indices[order], np.full(short, ABSENT, indices.dtype)).reshape(-1, block)
+    longest = np.append(work[order], np.zeros(short, work.dtype))[::block]  # of each block: its steps follow from it
+    return blocks[np.argsort(_deal(longest.tolist(), devices), kind="stable")].reshape(-1)
+
+
+def _deal(work: Sequence[float], devices: int) -> list[int]:
+    """Return the device of each block. All get equally many; in each lap, who has least so far gets the largest.
+
+    Args:
+      work: of the blocks, the largest first.
+      devices: how many there are.
+    """
+    loads, device = [0.0] * devices, []
+    for lap in range(0, len(work), devices):
+        order = sorted(range(devices), key=loads.__getitem__)
+        for who, more in zip(order, work[lap : lap + devices], strict=True):
+            loads[who] += more
+        device += order
+    return device

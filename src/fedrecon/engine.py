@@ -18,7 +18,8 @@ from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, Client, Message, ServerState, encode, finish_round, shapes_of, summand_shapes
 from fedrecon.cluster.arrays import AXIS, all_devices, gather, replicate, share, spread
 from fedrecon.cluster.meeting import WAIT, join, meet, processes
-from fedrecon.cohort import Cohort, arrange
+from fedrecon.cluster.sums import Exchange
+from fedrecon.cohort import Cohort, Drawn, arrange
 from fedrecon.keys import client_keys
 from fedrecon.lookups.tables import lookup_groups
 from fedrecon.model import Model, metric_names
@@ -32,7 +33,6 @@ MOST_ON_ACCELERATOR = 128  # clients side by side where memory decides
 COPIES = 8  # of the global parameters that a client needs: values, gradients, an optimizer's state, intermediates
 SHARING_BYTES = 2**24  # for the local parameters of a block that shares the global ones
 MOST_SHARING = 16
-JOINED = 2**10  # numbers of an array that is exchanged joined with others
 SMALL_LOOP = 2**20  # bytes that a step may read and write for its loop to be compiled as one function
 MOST_DEVICES = 64  # on a CPU, unless it has more cores
 
@@ -254,7 +254,8 @@ def _bytes(shapes: Any) -> int:
 
 
 # (state, kept, cohorts, key, first, number) -> (state, kept, report with rounds first)
-Rounds = Callable[[ServerState, Any, Cohort, Array, int, int], tuple[ServerState, Any, Report]]
+Rounds = Callable[[ServerState, Any, Cohort | Drawn, Array, int, int], tuple[ServerState, Any, Report]]
+Pick = Callable[[Any], Cohort]  # clients of a block, as they are given to a call -> the same, packed
 
 
 @functools.lru_cache(maxsize=4)
@@ -267,31 +268,34 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
 
     Returns:
       `(state, kept, cohorts, key, first, number) -> (state, kept, report)`, which runs `number` rounds from round
-      `first` on. Their cohorts are packed together: in every leaf the first dimension is the round, the second the
-      client. Any `number` up to how many are packed runs the same compiled code. Randomness depends on the key and the
-      round's number only, so the results do not depend on how rounds are grouped into calls. Each of several processes
-      gives its own clients (`Layout.mine`), and gets what all of them keep.
+      `first` on. Their cohorts are packed together, in every leaf the first dimension the round, the second the
+      client; or they are drawn from a population that is on the devices. Any `number` up to how many there are runs the
+      same compiled code. Randomness depends on the key and the round's number only, so the results do not depend on
+      how rounds are grouped into calls. Each of several processes gives its own clients (`Layout.mine`), and gets what
+      all of them keep.
     """
     metrics = len(metric_names(algorithm.model))
 
-    def one_round(state: ServerState, kept: Any, cohort: Cohort, key: Array) -> tuple[ServerState, Any, Report]:
+    def one_round(state: ServerState, kept: Any, who: Any, pick: Pick, key: Array) -> tuple[ServerState, Any, Report]:
         message = algorithm.message(state)
         nothing = no_total(summand_shapes(algorithm, state, metrics))
-        total, kept = _run_blocks(algorithm, message, nothing, kept, cohort, key, layout)
-        total = _add_up(total, layout)
-        state, report = finish_round(algorithm, state, total, key)
+        exchange = Exchange(nothing, layout.devices, layout.processes)
+        nothing = exchange.with_room(nothing)
+        total, kept = _run_blocks(algorithm, message, nothing, kept, who, pick, key, layout)
+        state, report = finish_round(algorithm, state, exchange.add_up(total), key)
         return state, kept, report
 
-    def rounds(state: ServerState, kept: Any, cohorts: Cohort, key: Array, first: Array, number: Array) -> Any:
-        most = cohorts.client.shape[0]
+    def rounds(state: ServerState, kept: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array) -> Any:
+        everybody, pick = _taking(cohorts)
+        most = jax.tree.leaves(everybody)[0].shape[0]
         nothing = no_total(summand_shapes(algorithm, state, metrics))
         shapes = jax.eval_shape(lambda: finish_round(algorithm, state, nothing, key)[1])
         reports = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
 
         def body(carry: Any) -> Any:
             r, state, kept, reports = carry
-            cohort = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), cohorts)
-            state, kept, report = one_round(state, kept, cohort, jax.random.fold_in(key, first + r))
+            who = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), everybody)
+            state, kept, report = one_round(state, kept, who, pick, jax.random.fold_in(key, first + r))
             reports = jax.tree.map(lambda all_, one: all_.at[r].set(one), reports, report)
             return r + 1, state, kept, reports
 
@@ -299,84 +303,71 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
         return jax.lax.while_loop(lambda carry: carry[0] < number, body, start)[1:]
 
     whole, by_client = PartitionSpec(), PartitionSpec(AXIS)
-    sharded = jax.shard_map(
-        rounds,
-        mesh=layout.mesh,
-        in_specs=(whole, by_client, PartitionSpec(None, AXIS), whole, whole, whole),
-        out_specs=(whole, by_client, whole),
-        check_vma=False,  # blocks start from zeros that do not vary over devices yet
-    )
-    compiled = jax.jit(sharded)
+
+    @jax.jit
+    def compiled(state: ServerState, kept: Any, cohorts: Cohort | Drawn, *others: Any) -> Any:
+        packed = PartitionSpec(None, AXIS)
+        spec = Drawn(whole, packed) if isinstance(cohorts, Drawn) else packed
+        return jax.shard_map(
+            rounds,
+            mesh=layout.mesh,
+            in_specs=(whole, by_client, spec, *[whole] * 3),
+            out_specs=(whole, by_client, whole),
+            check_vma=False,  # blocks start from zeros that do not vary over devices yet
+        )(state, kept, cohorts, *others)
+
     if layout.processes == 1:
         return compiled
 
-    def together(state: ServerState, kept: Any, cohorts: Cohort, key: Array, first: int, number: int) -> Any:
-        state, kept, report = compiled(state, spread(kept), spread(cohorts, axis=1), key, first, number)
+    def together(state: ServerState, kept: Any, cohorts: Cohort | Drawn, *others: Any) -> Any:
+        if isinstance(cohorts, Drawn):
+            cohorts = cohorts._replace(places=spread(cohorts.places, axis=1))
+        else:
+            cohorts = spread(cohorts, axis=1)
+        state, kept, report = compiled(state, spread(kept), cohorts, *others)
         return state, gather(kept), report
 
     return together
 
 
-def _add_up(total: Total, layout: Layout) -> Total:
-    """Add up the sums of all devices.
+def _taking(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
+    """Return the clients of all rounds, `(rounds, clients, ...)`, and how to take some of them: packed, or by place."""
+    if not isinstance(cohorts, Drawn):
+        return cohorts, lambda packed: packed
 
-    Every array that is exchanged makes the devices wait for each other, so small ones go joined, one array a type.
-    Between processes all do: waiting takes longer there than a copy.
-    """
-    leaves, structure = jax.tree.flatten(total)
-    large = [k for k, leaf in enumerate(leaves) if leaf.size > JOINED and layout.processes == 1]
-    groups = [[k] for k in large]
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):  # in one order everywhere
-        groups.append([k for k, leaf in enumerate(leaves) if leaf.dtype == dtype and k not in large])
-    for group in filter(None, groups):
-        parts = [leaves[k].ravel() for k in group]
-        ends = np.cumsum([part.size for part in parts])[:-1]
-        summed = jnp.split(_sum_over_devices(jnp.concatenate(parts), layout), ends)
-        for k, part in zip(group, summed, strict=True):
-            leaves[k] = part.reshape(leaves[k].shape)
-    return jax.tree.unflatten(structure, leaves)
+    def pick(places: Array) -> Cohort:
+        return jax.tree.map(lambda leaf: leaf.at[places].get(mode="promise_in_bounds"), cohorts.population)
 
-
-def _sum_over_devices(values: Array, layout: Layout) -> Array:
-    """Return the sum of an array over all devices, the same bits on each.
-
-    Between processes, devices exchange arrays in pairs, then pairs of pairs: gloo's own sum takes many small messages,
-    and five times as long on two processes.
-    """
-    devices = layout.devices
-    if layout.processes == 1 or devices & (devices - 1):
-        return jax.lax.psum(values, AXIS)
-    for step in range(devices.bit_length() - 1):
-        values += jax.lax.ppermute(values, AXIS, [(k, k ^ (1 << step)) for k in range(devices)])
-    return values
+    return cohorts.places, pick
 
 
 def _run_blocks(
-    algorithm: Algorithm, message: Message, nothing: Total, kept: Any, cohort: Cohort, key: Array, layout: Layout
+    algorithm: Algorithm, message: Message, nothing: Total, kept: Any, who: Any, pick: Pick, key: Array, layout: Layout
 ) -> tuple[Total, Any]:
     """Run this device's clients a block at a time, adding uploads as they come so that few are in memory at once."""
 
-    def run(client: Client) -> Callable[[Total, tuple[Cohort, Any]], tuple[Total, Any]]:
-        def block(total: Total, part: tuple[Cohort, Any]) -> tuple[Total, Any]:
-            cohort, kept = part
+    def run(client: Client, pick: Pick) -> Callable[[Total, tuple[Any, Any]], tuple[Total, Any]]:
+        def block(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
+            cohort, kept = pick(part[0]), part[1]
             upload, kept = client(message.method, kept, cohort, key)
             summand = encode(algorithm, message, upload, client_keys(key, cohort.identity))
             return add(total, summand), kept
 
         return block
 
-    wide, stages = layout.wide(cohort.client.shape[0]), algorithm.method.stages
+    wide, stages = layout.wide(jax.tree.leaves(who)[0].shape[0]), algorithm.method.stages
     if stages is None or wide == layout.block:
-        total, kept = jax.lax.scan(run(algorithm.method.client), nothing, _blocks((cohort, kept), layout.block))
+        total, kept = jax.lax.scan(run(algorithm.method.client, pick), nothing, _blocks((who, kept), layout.block))
         return total, _unblock(kept)
 
-    def prepare_together(total: Total, part: tuple[Cohort, Any]) -> tuple[Total, Any]:
-        cohort, kept = part
+    def prepare_together(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
+        cohort, kept = pick(part[0]), part[1]
         prepared = stages.prepare(message.method, kept, cohort, key)
-        total, kept = jax.lax.scan(run(stages.finish), total, _blocks((cohort, prepared), layout.block))
+        finish = run(stages.finish, lambda packed: packed)
+        total, kept = jax.lax.scan(finish, total, _blocks((cohort, prepared), layout.block))
         return total, _unblock(kept)
 
-    total, kept = jax.lax.scan(prepare_together, nothing, _blocks((cohort, kept), wide))
+    total, kept = jax.lax.scan(prepare_together, nothing, _blocks((who, kept), wide))
     return total, _unblock(kept)
 
 

@@ -133,5 +133,7 @@ def name_hashes(names: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         for column in characters.T:
             there = column != 0  # shorter names are padded with zeros, and the padding must not change the hash
+            if not there.any():
+                break  # an integer as text has room for 21 characters, whatever its size
             found = np.where(there, mixed(found ^ column, 0x632BE59BD9B4E019), found)
     return found

@@ -17,11 +17,12 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm
 from fedrecon.clients import Clients
-from fedrecon.cohort import ABSENT, Cohort, Packer, redraw
-from fedrecon.engine import Layout
+from fedrecon.cohort import ABSENT, Cohort, Drawn, Packer, redraw
+from fedrecon.engine import Layout, everywhere
 from fedrecon.fitting import features_of
 from fedrecon.keys import RunKeys, as_number, fold_words, words_of
 
+RESIDENT_BYTES = 2**27  # up to this many bytes, a population is packed once and stays on the devices
 LESS_URGENT = 10  # the niceness of the thread that packs
 OVERFLOW = 1e-24  # at most the probability that Poisson sampling draws more, or fewer, clients than a round counts on
 
@@ -102,7 +103,10 @@ class Sampling:
           sizes: `(invited,)` how many examples they have.
         """
         del drawn
-        return np.flatnonzero((sizes >= self.min_examples) & (generator.random(len(sizes)) >= self.drop_out))
+        enough = sizes >= self.min_examples
+        if self.drop_out:
+            enough &= generator.random(len(sizes)) >= self.drop_out
+        return np.flatnonzero(enough)
 
     def capacity(self, clients: int) -> int:
         """Return how many clients a round has room for.
@@ -200,11 +204,11 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
 
 
 class Prepared(NamedTuple):
-    """Several rounds ready to run in one call; every leaf of the cohorts is `(rounds, clients, ...)`."""
+    """Several rounds ready to run in one call; every leaf of packed cohorts is `(rounds, clients, ...)`."""
 
     first: int
     number: int
-    cohorts: Cohort  # of this process's clients, where there are several
+    cohorts: Cohort | Drawn  # of this process's clients, where there are several
     samples: list[Sample]
     orders: list[np.ndarray]  # all clients of each round, in the order of the layout
 
@@ -245,6 +249,8 @@ class Cohorts:
         self._sampling_words, self._client_words = words_of(keys.sampling), words_of(keys.clients)
         needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
         self._packer, self._redrawn = Packer(clients, needs), needs.split.redrawn
+        everybody = self._packer.pack_everybody(RESIDENT_BYTES)
+        self._population = None if everybody is None else everywhere(everybody, layout)
 
     def prepare(self, first: int, number: int) -> Prepared:
         """Prepare rounds; if they are fewer than `at_once`, the others have absent clients only.
@@ -255,9 +261,12 @@ class Cohorts:
         """
         number = min(number, self._at_once)
         samples = [sample(self._sampling_words, first + r, self._clients, self._sampling) for r in range(number)]
-        orders = [self._arrange(s.clients) for s in samples]
+        drawn = np.stack([s.clients for s in samples])
+        orders = [self._layout.arrange(*pair) for pair in zip(drawn, self._packer.work(drawn), strict=True)]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
         mine = [self._layout.mine(order) for order in orders]
+        if self._population is not None:
+            return Prepared(first, number, Drawn.from_indices(self._population, np.stack(mine)), samples, orders)
         packed = self._packer.pack(np.concatenate(mine), self._draws(first, len(mine[0])))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
         return Prepared(first, number, cohorts, samples, orders)
@@ -277,8 +286,3 @@ class Cohorts:
             return None
         draws = [redraw(fold_words(self._client_words, first + r)) for r in range(self._at_once)]
         return np.repeat(np.stack(draws), clients)
-
-    def _arrange(self, chosen: np.ndarray) -> np.ndarray:
-        safe = np.maximum(chosen, 0)
-        sizes = np.where(chosen >= 0, self._clients.ends[safe] - self._clients.starts[safe], 0)
-        return self._layout.arrange(chosen, sizes)

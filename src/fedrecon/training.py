@@ -182,7 +182,9 @@ def _run_rounds(
                 raise KeyboardInterrupt
             stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every if folder else 0)
             stop = min([stop, *(number for number in loop.judge_after if number > loop.now.round)])
-            loop.advance(stop)
+            loop.advance(stop, record_pending)
+            if loop.now.round < stop:
+                continue  # records of these rounds are written while the devices run the next ones
             record_pending()
             evaluations.run_if_due(loop)
             if folder and (loop.patience_is_over() or _due(loop.now.round, rounds, checkpoint_every)):
@@ -352,8 +354,13 @@ class _Loop:
             self._judged, self._worse = max(judged), sum(number > self.best.round for number in judged)
         return done
 
-    def advance(self, stop: int) -> None:
-        """Run some rounds in one call, at most up to `stop`, and pack the next cohorts while the devices are busy."""
+    def advance(self, stop: int, meanwhile: Callable[[], None]) -> None:
+        """Run some rounds in one call, at most up to `stop`, and pack the next cohorts while the devices are busy.
+
+        Args:
+          stop: the last round to run.
+          meanwhile: what else to do while the devices are busy.
+        """
         ready = None if self._ahead is None else self._ahead.result()
         if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
@@ -365,6 +372,7 @@ class _Loop:
         )
         done = ready.first + ready.number
         self._ahead = self._cohorts.prepare_ahead(done, stop - done) if done < stop else None
+        meanwhile()
         reports = jax.tree.map(np.asarray, reports)
         self.now = _Now(done, server, _put(self.now.kept, who, theirs))
         self.pending.extend(self._entry(ready, reports, r) for r in range(ready.number))

@@ -139,7 +139,7 @@ def add(total: Total, summand: Summand) -> Total:
     """Add the summands of several clients to a sum.
 
     Args:
-      total: the sum so far.
+      total: the sum so far; its arrays may have more rows than those of the summands, which are left as they are.
       summand: of several clients.
     """
     parts = {
@@ -154,9 +154,11 @@ def _add_change(total: Array, change: Change, scale: Array) -> Array:
     if isinstance(change, RowChanges):
         return _add_rows(total, change, scale)
     kept = jnp.where(against(scale > 0, change), change, 0)
-    if jnp.issubdtype(total.dtype, jnp.integer):
-        return total + jnp.sum(kept, 0, dtype=total.dtype)
-    return total + jnp.tensordot(scale, kept, 1)
+    integers = jnp.issubdtype(total.dtype, jnp.integer)
+    more = jnp.sum(kept, 0, dtype=total.dtype) if integers else jnp.tensordot(scale, kept, 1)
+    if more.shape != total.shape:
+        more = jnp.pad(more, [(0, len(total) - len(more))] + [(0, 0)] * (more.ndim - 1))
+    return total + more
 
 
 def _add_rows(total: Array, change: RowChanges, scale: Array) -> Array:
