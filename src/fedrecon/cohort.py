@@ -18,6 +18,7 @@ from fedrecon.upload import ROW_CHUNK
 ABSENT = -1  # the index that stands for an empty slot of a cohort
 SCRATCH_ENTRIES = 2**19  # of the table that finds repeated ids: small enough to stay in a core's cache
 NAMES_HASHED = 2**17  # up to this many clients, names are hashed once instead of at every packing
+PACKED_AT_ONCE = 2**9  # clients of a population that is packed once: what packing needs beside them stays small
 ALIGNED = 64  # bytes: arrays that begin at a multiple of this are not copied to the devices of a CPU
 LOOKED_THROUGH = 2**22  # up to this many examples, repeated ids are looked for once instead of at every packing
 
@@ -193,13 +194,16 @@ class Packer:
           A cohort whose arrays the devices of a CPU need not copy; None if splits are redrawn, or there are too many
           clients or bytes.
         """
-        clients = len(self._clients)
-        if self._needs.split.redrawn or clients > NAMES_HASHED or (clients + 1) * self._bytes_of_a_client() > most:
+        clients, empty = len(self._clients), self.pack(np.array([ABSENT]))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
+        if self._needs.split.redrawn or clients > NAMES_HASHED or (clients + 1) * size > most:
             return None
-        return jax.tree.map(_aligned, self.pack(np.append(np.arange(clients), ABSENT)))
-
-    def _bytes_of_a_client(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.pack(np.array([ABSENT]))))
+        everybody = jax.tree.map(lambda leaf: _aligned((clients + 1, *leaf.shape[1:]), leaf.dtype), empty)
+        indices = np.append(np.arange(clients), ABSENT)
+        for begin in range(0, len(indices), PACKED_AT_ONCE):
+            part = slice(begin, begin + PACKED_AT_ONCE)
+            jax.tree.map(lambda into, leaf, at=part: into.__setitem__(at, leaf), everybody, self.pack(indices[part]))
+        return everybody
 
     def work(self, indices: np.ndarray) -> np.ndarray:
         """Return how many examples clients go through, as long as the longest may; 0 for empty slots.
@@ -331,13 +335,12 @@ def _all_distinct(clients: Clients, features: Sequence[str], table_rows: int) ->
     return bool((keys[1:] != keys[:-1]).all())
 
 
-def _aligned(values: np.ndarray) -> np.ndarray:
-    """Return a copy that begins at a multiple of `ALIGNED` bytes."""
-    room = np.empty(values.nbytes + ALIGNED, np.uint8)
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an array, to be filled, that begins at a multiple of `ALIGNED` bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(size + ALIGNED, np.uint8)
     begin = -room.ctypes.data % ALIGNED
-    copy = room[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
-    copy[...] = values
-    return copy
+    return room[begin : begin + size].view(dtype).reshape(shape)
 
 
 class _Side(NamedTuple):
