@@ -72,7 +72,7 @@ def measure(source):
     for number in CLIENTS:
         rounds = Rounds(clients, algorithm(num_items), number)
         rounds.call()
-        calls = 20 if number <= 100 else 5
+        calls = {100: 30, 1_000: 20}.get(number, 5)
         before = sent_on_loopback()
         seconds = [rounds.call() for _ in range(calls)]
         sent = (sent_on_loopback() - before) / calls / rounds.at_once
