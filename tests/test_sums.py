@@ -35,7 +35,7 @@ def exchanged(total, processes=1):
     return jax.jit(call)(total)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(parts=arrays, scalars=arrays, seed=st.integers(0, 99), processes=st.sampled_from([1, 2]))
 def test_every_device_gets_the_sum_of_every_array(parts, scalars, seed, processes):
     rng = np.random.default_rng(seed)

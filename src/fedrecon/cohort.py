@@ -139,7 +139,8 @@ class Packer:
         for name in names:
             if name not in clients.columns:
                 raise ValueError(f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}")
-        self._columns = {name: clients.columns[name] for name in names}
+        # Plain views: every operation on a memory-mapped array would run a bit of Python, too.
+        self._columns = {name: np.asarray(clients.columns[name]) for name in names}
         self._lengths = lengths or lengths_for(clients.max_size, needs)
         self.support_length, self.query_length = self._lengths
         self._scratch = np.empty(0, np.int32)
