@@ -136,7 +136,7 @@ def test_a_client_with_ratings_of_1000_does_not_harm_a_run_without_options(tmp_p
     rounds = [record for record in rounds if record["kind"] == "round"]
     assert not any(record["skipped"] for record in rounds)
     assert found["updates"]["shortened"] == sum(record["clipped"] for record in rounds) >= 10
-    assert f"of {found['updates']['learned_from']:,} updates {found['updates']['shortened']} were longer" in told.out
+    assert f"of {found['updates']['learned_from']:,} updates, {found['updates']['shortened']} were longer" in told.out
 
 
 # ---- a run on counts ----
@@ -148,7 +148,7 @@ def test_what_was_read_and_decided_is_said(trained, tmp_path, capsys):
     assert main(["train", str(counts), "--out", str(tmp_path / "run"), *SMALL, "--rounds", "1"]) == 0
     said = capsys.readouterr().err
     assert "40 users rated 15 items 401 times" in said
-    assert "these look like counts: log(1+x) is taken; --data.transform none leaves them" in said
+    assert "these look like counts, so the model learns log(1+x); --data.transform none turns this off" in said
     assert "users train" in said
 
 

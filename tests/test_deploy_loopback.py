@@ -159,7 +159,7 @@ def test_a_node_that_hangs_costs_a_deadline_and_comes_back_when_it_wakes(tmp_pat
     since = len(run.rounds())
     run.wait_for(lambda: any(record["answered"] == 3 for record in run.rounds()[since:]))
     processes.kill(run.server, signal.SIGTERM)
-    assert "to go on: fedrecon server" in run.log("server")
+    assert "to continue: fedrecon server" in run.log("server")
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_a_training_that_fails_says_so_from_its_first_round_to_its_exit_code(tmp
     counts, run = play_counts(tmp_path / "plays.csv"), tmp_path / "run"
     assert main(["train", str(counts), "--out", str(run), "--rounds", "8", *SMALL]) == 3
     out, err = capsys.readouterr()
-    assert "warning: round 2: 6 of 6 updates are not finite, and were left out" in err
+    assert "warning: round 2: 6 of 6 updates are not finite and were left out" in err
     assert "lower --update.learning-rate (now 0.5)" in err
     assert "training failed: " in err
     assert "next:" not in out
@@ -302,14 +302,14 @@ def test_clients_with_a_single_example_are_counted(tmp_path, capsys):
     assert main(["train", str(lonely), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL]) == 3
     err = capsys.readouterr().err
     assert re.search(r"(\d+) of \1 training users have a single example", err)
-    assert "whoever answered has too few ratings to have both support and query" in err
+    assert "the users who answered have too few ratings for both support and query" in err
     assert "no test users could be measured" in err
 
 
 def test_ratings_of_a_few_users_that_diverge_are_counted_beside_the_others(capsys):
     found = an_evaluation(clients=41, diverged=4)
     show.evaluation("title", found, RATINGS)
-    told = "37 of 41 users, 99 query ratings, 4 others diverged, and are in no figure; 3 have too few ratings"
+    told = "37 of 41 users, 99 query ratings, 4 others diverged and are excluded; 3 have too few ratings"
     assert told in capsys.readouterr().out
     show.evaluation("title", an_evaluation(clients=40, diverged=5), RATINGS)
     out, err = capsys.readouterr()
@@ -356,7 +356,7 @@ def test_a_warning_is_said_once():
     for number in (1, 2, 3):
         watch(a_round(number, clients=4, non_finite=number - 1))
     watch({"kind": "evaluation", "round": 3, "clients": 9, "diverged": 2})
-    assert [text.partition(", and")[0] for text in told] == [
+    assert [text.partition(" and ")[0] for text in told] == [
         "warning: round 2: 1 of 5 updates are not finite",
         "warning: round 3: 2 of 9 validation users diverged",
     ]

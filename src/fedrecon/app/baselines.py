@@ -142,8 +142,8 @@ def verdict(found: Evaluation, table: Table) -> str | None:
     if ours <= theirs * (1 + MARGIN):
         return None
     return (
-        f"the model loses against a baseline: {best!r} has RMSE {theirs:.4f}, the model {ours:.4f}. With few ratings a "
-        "user there may be nothing to learn beyond biases. Try --preset default if these are other settings, more "
+        f"the model loses to a baseline: {best!r} has RMSE {theirs:.4f}, the model {ours:.4f}. With few ratings per "
+        "user, there may be nothing to learn beyond biases. Try --preset default if you use other settings, more "
         "--rounds, fewer dimensions (--model.dim 4), a larger --model.prior, or fedrecon tune."
     )
 
@@ -153,7 +153,7 @@ def _ranking_verdict(ours: float, table: Table) -> str | None:
     if ours >= table[best][NDCG] * (1 - MARGIN):
         return None
     return (
-        f"the model loses against a baseline: {best!r} has NDCG@100 {table[best][NDCG]:.4f}, the model {ours:.4f}. "
+        f"the model loses to a baseline: {best!r} has NDCG@100 {table[best][NDCG]:.4f}, the model {ours:.4f}. "
         "EASE and item kNN need everybody's data in one place; popularity does not. Try more --rounds, another "
         "--model.dim, --model.unobserved or --model.prior, or fedrecon tune."
     )

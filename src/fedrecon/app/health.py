@@ -28,13 +28,13 @@ class Watch:
         if record["kind"] == "evaluation":
             if record["diverged"]:
                 of = f"{record['diverged']} of {record['clients']} validation {people}"
-                self._once("diverged", f"{where} {of} diverged, and are in no figure. {_slower(self._config)}")
+                self._once("diverged", f"{where} {of} diverged and are excluded. {_slower(self._config)}")
             elif not record["clients"]:
                 self._once("unmeasured", f"{where} no validation {people[:-1]} has enough {self._task.examples}")
             return
         if lost := record.get("non_finite", 0):
             of = f"{lost} of {lost + record.get('clients', 0)} updates"
-            self._once("non_finite", f"{where} {of} are not finite, and were left out. {_slower(self._config)}")
+            self._once("non_finite", f"{where} {of} are not finite and were left out. {_slower(self._config)}")
         elif record["skipped"]:
             self._once("skipped", f"{where} nothing was learned: {why_skipped(record, self._config, self._task)}")
 
@@ -53,23 +53,23 @@ def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, 
     if few == invited:
         return f"all {invited} invited {task.people} have fewer than --sampling.min-examples {sampling.min_examples}"
     if few + dropped == invited:
-        return f"nobody answered, {dropped} of {invited} invited dropped out (--sampling.drop-out {sampling.drop_out})"
+        return f"nobody answered: {dropped} of {invited} invited dropped out (--sampling.drop-out {sampling.drop_out})"
     if record.get("zeroed"):
         return f"all updates are longer than --aggregate.zero-norm {config.aggregate.zero_norm}"
     if record.get("clients"):
         return f"the mean of the updates is not finite. {_slower(config)}"
-    return f"whoever answered has too few {task.examples} to have both support and query"
+    return f"the {task.people} who answered have too few {task.examples} for both support and query"
 
 
 def _slower(config: Config) -> str:
     """Say what to do about parameters that run away."""
     if config.task == "clicks":
         rate = config.server.learning_rate
-        return f"If this goes on, lower --server.learning-rate (now {rate:g}) or raise --model.ridge."
+        return f"If this continues, lower --server.learning-rate (now {rate:g}) or raise --model.ridge."
     return (
-        f"If this goes on, lower --update.learning-rate (now {config.update.learning_rate:g}) and "
-        f"--reconstruct.learning-rate (now {config.reconstruct.learning_rate:g}), set --aggregate.clip-norm, or bring "
-        "the data to a smaller scale."
+        f"If this continues, lower --update.learning-rate (now {config.update.learning_rate:g}) and "
+        f"--reconstruct.learning-rate (now {config.reconstruct.learning_rate:g}), set --aggregate.clip-norm, or "
+        "rescale the data."
     )
 
 
@@ -126,7 +126,7 @@ def say_updates(history: Sequence[Mapping[str, Any]]) -> str | None:
         )
         if found[name]
     ]
-    return f"of {everyone:,} updates {', '.join(told)}" if told else None
+    return f"of {everyone:,} updates, {', '.join(told)}" if told else None
 
 
 def evaluation_failed(found: Evaluation, people: str) -> str | None:

@@ -80,12 +80,12 @@ def say_rounds(config: Config, users: Users) -> str:
     """Say who does what, and when training ends."""
     train, valid, test = map(len, users)
     said = (
-        f"{train:,} users train, {valid:,} are for choosing settings, {test:,} are measured on in the end; "
+        f"{train:,} users train, {valid:,} are for choosing settings, {test:,} are for testing; "
         f"{config.sampling.wanted(train):,} take part in each of {config.rounds} rounds."
     )
     if patience_of(config, users) is None:
-        few = f" {valid} validation users are too few to judge by, so the model of the last round is kept."
+        few = f" {valid} validation users are too few to choose a model, so the model of the last round is kept."
         return said + (few if config.patience is not None else "")
     if more := rounds_of(config, users) - config.rounds:
-        said += f" Up to {more} more follow, with ever less of a prior, as long as validation users gain."
-    return said + " What is kept is what suits them best, be it the model before the first round."
+        said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
+    return said + " The best model for validation users is kept, even if it is the one before the first round."

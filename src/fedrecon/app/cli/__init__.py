@@ -126,7 +126,7 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         return f"there is not enough memory: {problem or 'none is left'}", 1
     return (
         f"{type(problem).__name__}: {problem} (this is a bug in fedrecon: please report it, with the output of "
-        "the same command and --debug)",
+        "the same command with --debug)",
         BUG,
     )
 

@@ -16,7 +16,7 @@ from fedrecon.app.cli import options, show
 @dataclass(frozen=True, kw_only=True)
 class Make:
     """Write a folder that reconstructs and predicts without Python or JAX: for ONNX Runtime on phones and servers, with
-    a page for browsers. `fedrecon bundle check DIR` checks one, with onnxruntime and numpy alone.
+    a page for browsers. `fedrecon bundle check DIR` checks one and needs only onnxruntime and numpy.
 
     Example: fedrecon bundle runs/small --out bundles/small --quantise int8
 
@@ -25,7 +25,7 @@ class Make:
       out: the folder to write.
       quantise: store tables in int8 (a quarter of the size) or float16 (half of it).
       examples: how many of a person's examples a device uses, the newest ones.
-      least_ratings: recommend only items with so many ratings by training users; as in training by default.
+      least_ratings: recommend only items that at least this many training users have rated; by default as in training.
       onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, for the page.
       overwrite: replace the bundle in the folder.
     """
@@ -41,7 +41,7 @@ class Make:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check a bundle: every file has the digest in its manifest, and every test vector comes out to 1e-5.
+    """Check a bundle: every file has the digest in its manifest, and every test vector is reproduced to 1e-5.
 
     Attributes:
       folder: the bundle.

@@ -71,7 +71,7 @@ def run(args: Complete) -> int:
             show.remark(f"only the last {len(one.words)} words of the prompt {one.prompt!r} are used")
         _show(one)
     print(
-        f"reconstructed from {found.sentences} sentences; {OWN} marks their own words, outside the vocabulary "
+        f"reconstructed from {found.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
         f"({found.own_words} in the text)"
     )
     return 0

@@ -17,12 +17,12 @@ from fedrecon.app.cli import options
 class Keys:
     """Make keys for a deployment: an authority and a server's certificate, if the folder has none, and node keys.
 
-    Send ca.crt and its own key to every node; keep the rest. Example: fedrecon keys keys --host fed.example.org
+    Send every node ca.crt and its own key; keep the rest. Example: fedrecon keys keys --host fed.example.org
     --nodes north south
 
     Attributes:
-      folder: where they go; node keys go to the folder nodes in it. Nothing that is there is replaced.
-      host: every name and address that nodes will know the server by.
+      folder: where the keys go; node keys go to its subfolder nodes. Existing files are never replaced.
+      host: every name and address by which nodes reach the server.
       nodes: names of nodes to make keys for.
     """
 
@@ -52,10 +52,10 @@ def run(args: Keys) -> int:
     if server.exists():
         certificates.check_server(server, args.folder / "server.key", args.folder / "ca.crt")
     if not (args.folder / "ca.crt").exists():
-        print(f"{certificates.make_authority(args.folder)}: for everybody; its key stays here")
+        print(f"{certificates.make_authority(args.folder)}: for every node; its key stays here")
     if not server.exists():
         print(f"{certificates.make_server(args.folder, args.host)}: for the server, with server.key")
     for name in dict.fromkeys(args.nodes):
         public = certificates.make_node(args.folder / "nodes", name)
-        print(f"{public}: for the server; {public.with_suffix('.key')} goes to {name}, by a safe way, and nowhere else")
+        print(f"{public}: for the server; {public.with_suffix('.key')} goes only to {name}, over a safe channel")
     return 0

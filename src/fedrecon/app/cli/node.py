@@ -24,26 +24,26 @@ SHORTEST = 16  # characters of a plan's digest, as in fedrecon.deploy.plan, whic
 
 @dataclass(frozen=True, kw_only=True)
 class RunNode:
-    """Take part in a training with a file that stays here. Before anything is sent, the server's plan is shown, and
-    taken part in only if you accept it. Example: fedrecon node ratings.csv --server fed.example.org:8000 --ca ca.crt
+    """Take part in a training with a file that stays here. Shows the server's plan before it sends anything, and takes
+    part only if you accept the plan. Example: fedrecon node ratings.csv --server fed.example.org:8000 --ca ca.crt
     --key north.key
 
     Attributes:
-      source: this node's file: ratings or text, as the plan has it.
+      source: this node's file: ratings, clicks or text, as the plan says.
       server: host and port of the server.
       ca: the certificate of the authority that vouches for the server (ca.crt).
       key: this node's private key.
-      min_examples: users with fewer examples do not take part; the plan's own least number counts if it is larger.
-      accept: the digest of the plan that you accept, or its first 16 characters or more, so that nobody is asked.
+      min_examples: users with fewer examples do not take part; the plan's own minimum applies if it is larger.
+      accept: the digest of the plan that you accept, or its first 16 characters or more; then you are not asked.
       state: the folder where the node remembers what was accepted, and where the trained model goes; by default
-        the name of the file with .node behind it.
+        FILE.node.
       nodes: a folder with public keys (*.pub) of the nodes that you know. A plan that lists others is refused, and so
-        is one of secure sums whose keys are not signed.
+        is a plan with secure sums whose keys are not signed.
       algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with FILE
         and returns the algorithm and this node's clients. It is your code: the server sends none.
-      once: leave when the training is over, instead of waiting for another one.
-      insecure: no encryption, and the server is not known to be who it says. For trying out on one machine.
-      json: print a JSON object for everything that happens.
+      once: exit when the training is over, instead of waiting for another one.
+      insecure: no encryption, and no proof of who the server is. Only for trying out on one machine.
+      json: print a JSON object for every event.
       data: how a ratings file is read.
     """
 
@@ -88,7 +88,7 @@ def run(args: RunNode) -> int:
     address_of("--server", args.server)
     for file in (args.source, args.ca, args.key, args.nodes):
         if file is not None and not file.exists():
-            raise ValueError(f"{file} is not there; check the path")
+            raise ValueError(f"{file} does not exist; check the path")
 
     def say(text: str) -> None:
         if args.json:
@@ -126,7 +126,7 @@ def _asking(args: RunNode, say: Callable[[str], None]) -> Callable[[Plan], bool]
             return agreed
         show.table("the server asks this node to take part in", ("", ""), describe(plan), texts=(0, 1))
         if not sys.stdin.isatty():
-            say(f"nobody is here to accept this plan: start the node with --accept {plan.digest[:16]}")
+            say(f"there is no terminal to ask you about this plan: start the node with --accept {plan.digest[:16]}")
             return False
         return input("Take part? [y/N] ").strip().lower() in ("y", "yes")
 

@@ -26,12 +26,12 @@ class MakePlan:
       config: a JSON file of settings, or the run.json of a run; options given here override it.
       preset: the settings to build on, as for fedrecon train; default begins with round zero.
       share: the share of a node's users that train in a round.
-      least_users: a node sends sums of so many users, or nothing of anybody.
-      least_nodes: the server learns from sums of so many nodes or more.
-      users: with --privacy options, how many users all nodes have together, about.
-      secure: hide every node's sum from the server: it learns their total only. Needs --least-nodes 2 or more.
-      nodes: the folder with public keys of the nodes (*.pub). With --secure each node then signs its keys, and the
-        others accept no node that is not in this folder.
+      least_users: a node sends only sums over at least this many users.
+      least_nodes: the server learns only from sums over at least this many nodes.
+      users: with --privacy options, about how many users all nodes have together.
+      secure: hide every node's sum from the server, which learns only the total. Needs --least-nodes 2 or more.
+      nodes: the folder with public keys of the nodes (*.pub). With --secure, each node then signs its keys, and the
+        others accept only nodes in this folder.
     """
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
@@ -51,7 +51,7 @@ class PlanItems(MakePlan):
     """Make the plan of a training over several nodes whose users have items.
 
     Attributes:
-      items: a CSV file with the column item and, if you like, title: the items that there are. Nodes leave out others.
+      items: a CSV file that lists all items, with the column item and optionally title. Nodes leave out other items.
       item_column: header of the column with item ids.
       title_column: header of the column with titles.
     """
@@ -63,8 +63,8 @@ class PlanItems(MakePlan):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRatings(PlanItems):
-    """Make the plan of a training over several nodes that have ratings: all that the server and they agree on. A plan
-    names no data; every node brings its own file. Example: fedrecon plan --items catalogue.csv --out plan
+    """Make the plan of a training over several nodes that have ratings: everything that server and nodes agree on. A
+    plan names no data; every node brings its own file. Example: fedrecon plan --items catalogue.csv --out plan
     """
 
     settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
@@ -72,8 +72,8 @@ class PlanRatings(PlanItems):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanClicks(PlanItems):
-    """Make the plan of a training over several nodes that have clicks, plays or purchases: all that the server and they
-    agree on. A plan names no data; every node brings its own file. Example: fedrecon plan --task clicks --items
+    """Make the plan of a training over several nodes that have clicks, plays or purchases: everything that server and
+    nodes agree on. A plan names no data; every node brings its own file. Example: fedrecon plan --task clicks --items
     catalogue.csv --out plan
     """
 
@@ -82,11 +82,11 @@ class PlanClicks(PlanItems):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanText(MakePlan):
-    """Make the plan of a training over several nodes that have text: all that the server and they agree on. A plan
+    """Make the plan of a training over several nodes that have text: everything that server and nodes agree on. A plan
     names no data; every node brings its own file. Example: fedrecon plan --task text --words words.txt --out plan
 
     Attributes:
-      words: a text file with one word a line, the most used first: the vocabulary.
+      words: the vocabulary: a text file with one word per line, the most used first.
     """
 
     settings: Annotated[TextConfig, tyro.conf.arg(name="")]
@@ -107,9 +107,9 @@ def parse(argv: Sequence[str]) -> MakePlan:
     given = {"words" if command is PlanText else "items": tyro.MISSING}
     found = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
     if found.settings.sampling != default.sampling:
-        raise options.UsageError("--sampling is for simulations; here --share says how many of its users a node takes")
+        raise options.UsageError("--sampling is for simulations; use --share, the share of a node's users per round")
     if found.settings.patience != default.patience:
-        raise options.UsageError("--patience is for simulations; over nodes all --rounds are trained")
+        raise options.UsageError("--patience is for simulations; a deployment trains all --rounds")
     return found
 
 

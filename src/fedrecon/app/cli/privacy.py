@@ -16,14 +16,14 @@ from fedrecon.app.cli import FAILED, options, show
 MOST_CANARIES = 10**5
 PNG = b"\x89PNG\r\n\x1a\n"
 PARTS = {
-    "plan": "say what noise a privacy budget takes, before anybody trains",
+    "plan": "compute the noise that a privacy budget needs, before anybody trains",
     "leakage": "attack uploads of a run's test clients as a curious server would",
-    "audit": "look for canaries in a small private training, and measure what its promise is worth",
+    "audit": "look for canaries in a small private training, to check its promise",
 }
 HELP = """\
 usage: fedrecon privacy PART [OPTIONS]
 
-What protects clients, and how much of it.
+How well clients are protected.
 
 parts:
 {parts}
@@ -39,19 +39,19 @@ fedrecon privacy PART --help lists the options of a part.
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Say what noise a privacy budget takes, or what a noise promises, before anybody trains.
+    """Compute the noise that a privacy budget needs, or what some noise promises, before anybody trains.
 
     Every upload is clipped to a norm, and Gaussian noise is added to their sum in every round.
     Example: fedrecon privacy plan --clients 1000000 --per-round 1000 --rounds 500 --epsilon 4
 
     Attributes:
       clients: how many clients there are.
-      per_round: how many take part in a round, on average; each is drawn by itself, with the same probability.
+      per_round: how many take part in a round, on average; each is drawn independently, with the same probability.
       rounds: how many rounds are planned.
-      epsilon: the budget; the noise for it is computed.
-      noise_multiplier: instead of epsilon: noise in the sum, in units of the clipping norm; its epsilon is computed.
-      delta: the probability that the promise fails; a little below one in the number of clients by default.
-      parameters: how many global parameters there are, to compare noise with a clipped upload.
+      epsilon: the budget, from which the noise is computed.
+      noise_multiplier: instead of epsilon: noise in the sum, in units of the clipping norm, which gives epsilon.
+      delta: the probability that the promise fails; by default a little below 1 / clients.
+      parameters: how many global parameters there are, to compare the noise with a clipped upload.
       json: print one JSON object.
     """
 
@@ -67,15 +67,15 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Leakage:
-    """Attack uploads of a run's clients as a curious server would, and say what it learns.
+    """Attack uploads of a run's clients as a curious server would, and report what it learns.
 
     Example: fedrecon privacy leakage runs/first --picture leakage.png
 
     Attributes:
       run: the folder of the run.
-      people: attack so many test clients (or validation clients, if there are no test clients).
-      noise_multiplier: the noise of the last line, in units of the clipping norm.
-      clip_norm: the clipping norm there; by default the median norm of the uploads.
+      people: how many test clients to attack (or validation clients, if there are no test clients).
+      noise_multiplier: the noise in the last row, in units of the clipping norm.
+      clip_norm: the clipping norm in that row; by default the median norm of the uploads.
       picture: also draw it to this PNG file.
       json: print one JSON object.
     """
@@ -90,9 +90,9 @@ class Leakage:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Train a small recommender with noise and with canaries among its clients, and look for them in what it releases.
+    """Train a small recommender with noise and with canaries among its clients, and look for these in what it releases.
 
-    Prints the epsilon that is claimed, the lower bound that was measured, and the confidence of the bound.
+    Prints the claimed epsilon, the measured lower bound, and the confidence of the bound.
     Example: fedrecon privacy audit --noise-multiplier 1 --rounds 8
 
     Attributes:
@@ -267,7 +267,7 @@ def _print(plan: dict[str, Any]) -> None:
         cells = (f"{of['epsilon']:.3g}", f"{of['per_round']:,}", f"{of['noise_multiplier']:.3f}", f"{of['mean']:.2g}")
         return cells if plan["parameters"] is None else (*cells, f"{of['mean'] * math.sqrt(plan['parameters']):.2g}")
 
-    columns = ["epsilon", "clients a round", "noise multiplier", "noise in the mean"]
+    columns = ["epsilon", "clients per round", "noise multiplier", "noise in the mean"]
     if plan["parameters"] is not None:
         columns.append("its norm")
     title = f"{plan['clients']:,} clients, {plan['rounds']:,} rounds, delta {plan['delta']:.2g}"
@@ -284,8 +284,8 @@ def _print(plan: dict[str, Any]) -> None:
 def _meaning(plan: dict[str, Any]) -> str:
     odds = f"{math.exp(plan['epsilon']):,.3g}" if plan["epsilon"] < 50 else "any number of"
     return (
-        f"Promise: whoever sees every model and knows all about everybody else cannot raise the odds that a given "
-        f"person took part more than {odds} times. It fails with probability {plan['delta']:.2g} at most."
+        f"Promise: somebody who sees every model and knows everything about everybody else cannot raise the odds that "
+        f"a given person took part more than {odds} times. It fails with probability {plan['delta']:.2g} at most."
     )
 
 
@@ -293,7 +293,7 @@ def _sampling(plan: dict[str, Any]) -> str:
     times = plan["rounds"] * plan["per_round"] / plan["clients"]
     known = ", ".join(f"{e:.3g} after {k} {'round' if k == 1 else 'rounds'}" for k, e in plan["seen"].items())
     return (
-        f"It counts on drawing every client by itself in every round (on average it takes part in {times:,.2g} of "
-        f"them), unknown to the observer. To one who sees who takes part, such as the server, the same noise promises "
-        f"that person epsilon {known}."
+        f"This assumes that every round draws each client independently (a client takes part in {times:,.2g} of them "
+        f"on average), and that the observer does not see who was drawn. Against one who does, such as the server, the "
+        f"same noise promises a client that took part epsilon {known}."
     )

@@ -17,8 +17,8 @@ from fedrecon.app.config import Reading
 
 @dataclass(frozen=True, kw_only=True)
 class Recommend:
-    """Recommend items to the users of a file: reconstruct their parameters, and rank what they have not rated or do not
-    have.
+    """Recommend items to the users of a file: reconstruct their parameters, and rank the items that they have not rated
+    or do not have.
 
     Needs only a saved model, not the data or the users that it was trained on.
     Example: fedrecon recommend runs/mine --ratings my-ratings.csv --user 17 -n 5
@@ -28,8 +28,8 @@ class Recommend:
       ratings: for a model of ratings, the users' own ratings, with item ids as in training.
       clicks: for a model of clicks, what the users have, with item ids as in training.
       user: whom to recommend to, by the ids in the file; by default all users of the file.
-      top: how many items.
-      least_ratings: recommend only items that at least so many training users have rated or have; by default as in
+      top: how many items to recommend.
+      least_ratings: recommend only items that at least this many training users have rated or have; by default as in
         training.
       items: a text file with the columns item and title, to call items by their titles.
       json: print one JSON object.
@@ -72,7 +72,7 @@ def run(args: Recommend) -> int:
     file = files.pop(model.task.name)
     if file is None or any(files.values()):
         raise options.UsageError(
-            f"{args.run} was trained on {model.task.name}: give those of the users with --{model.task.name} FILE"
+            f"{args.run} was trained on {model.task.name}: give the users' own with --{model.task.name} FILE"
         )
     if args.items is not None:
         model = dataclasses.replace(model, legend=with_titles(model.legend, args.items))
@@ -97,8 +97,8 @@ def run(args: Recommend) -> int:
     if none := sum(not one["recommendations"] for one in everyone):
         least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
         show.remark(
-            f"nothing is recommended to {none} of {len(everyone)} users: no other item was rated by {least} training "
-            "users or more; --least-ratings takes fewer"
+            f"no recommendations for {none} of {len(everyone)} users: no other item was rated by {least} training "
+            "users or more; try a lower --least-ratings"
         )
     if args.json:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))

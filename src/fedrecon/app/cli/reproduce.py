@@ -28,14 +28,14 @@ class Reproduce:
         of JSON lines (client, time, text), a federated Stack Overflow database, a Posts.xml, or a folder prepared from
         one.
       out: the folder for results and report.
-      scale: of text: two-cores, a small model and few rounds, or paper, the paper's own sizes, for an accelerator.
+      scale: for text: two-cores (a small model and few rounds) or paper (the paper's sizes, for an accelerator).
         MovieLens always has the paper's.
       quick: one seed and fewer rounds of everything.
       only: rows or figures to run; the names of files in rows/ and figures/.
       tune: first try the grids of settings on validation clients; results in tune.json and in the report.
       seeds: how many seeds; by default 3 for movielens, 1 for the others.
       page: also write the report to this file, and its pictures to a folder figures/ beside it.
-      workers: how many jobs to run at a time; by default one a core, or a single one if there is an accelerator.
+      workers: how many jobs to run at a time; by default one per core, or a single one if there is an accelerator.
     """
 
     study: Annotated[Literal["movielens", "text", "privacy", "ranking"], tyro.conf.Positional]

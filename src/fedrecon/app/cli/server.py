@@ -32,16 +32,16 @@ class RunServer:
       key: its private key, if it is elsewhere.
       ca: the authority's certificate, if it is elsewhere.
       nodes: the folder with public keys of the nodes that may take part, if it is elsewhere.
-      per_round: close a round at so many good replies; by default at those of all nodes that are there.
-      oversample: invite this many times as many nodes as --per-round. Much more than drop out silences slow ones.
-      deadline: seconds after which a round is closed with the replies that there are.
+      per_round: close a round after this many good replies; by default when all connected nodes have replied.
+      oversample: invite this many times as many nodes as --per-round. Far above the drop-outs, it excludes slow nodes.
+      deadline: seconds after which a round is closed with the replies received so far.
       stage_deadline: the same for each small message of a secure sum.
-      min_nodes: how many nodes must be there to begin a round, and have answered to end one.
-      wait: seconds to wait for so many nodes before giving up.
+      min_nodes: how many nodes must be connected to begin a round, and must have answered to end it.
+      wait: seconds to wait for that many nodes before giving up.
       algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with None
-        and returns the algorithm, and anything beside it.
-      resume: go on with the run in the folder.
-      insecure: no encryption, and anybody may be a node. For trying out on one machine.
+        and returns a pair: the algorithm, and anything.
+      resume: continue the run in the folder.
+      insecure: no encryption, and anybody may be a node. Only for trying out on one machine.
       json: print a JSON object for every round and evaluation.
     """
 
@@ -124,7 +124,7 @@ def run(args: RunServer) -> int:
     if found.interrupted:
         again = [word for word in args.typed if word != "--resume"]
         show.remark(f"stopped after {found.rounds} of {plan.rounds} rounds; what was learned is in {args.out}")
-        show.remark(f"to go on: {shlex.join(['fedrecon', 'server', *again, '--resume'])}")
+        show.remark(f"to continue: {shlex.join(['fedrecon', 'server', *again, '--resume'])}")
         return 130
     if args.json:
         from fedrecon.disk.arrays import without_nan
@@ -155,7 +155,7 @@ def _files(args: RunServer) -> tuple[Any, list[Path]]:
     check_server(*tls)
     found = sorted(nodes.glob("*.pub"))
     if len(found) < args.min_nodes:
-        raise ValueError(f"{nodes} has {len(found)} public keys, and --min-nodes is {args.min_nodes}")
+        raise ValueError(f"{nodes} has {len(found)} public keys, but --min-nodes is {args.min_nodes}")
     return tls, found
 
 

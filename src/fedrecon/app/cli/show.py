@@ -81,7 +81,7 @@ def evaluation(
     ]
     table(title, ("", *(measure.title for measure in task.measures)), rows)
     of = f" of {found.clients}" if found.diverged else ""
-    told = [f"{found.diverged} others diverged, and are in no figure" if found.diverged else "none diverged"]
+    told = [f"{found.diverged} others diverged and are excluded" if found.diverged else "none diverged"]
     if small := len(found.per_client.get("loss", ())) - found.clients:
         told.append(f"{small} have too few {task.examples} to be measured")
     print(f"{measured}{of} {task.people}, {found.examples} query {task.examples}, {'; '.join(told)}")

@@ -35,8 +35,8 @@ class Processes:
     Attributes:
       coordinator: HOST:PORT at which the first process waits for the others.
       processes: how many processes there are.
-      process_id: which this is, from 0; the first writes and shows everything.
-      wait: how many seconds to wait for all to come.
+      process_id: the number of this process, from 0; the first one writes and prints everything.
+      wait: how many seconds to wait for all processes to connect.
     """
 
     coordinator: str | None = None
@@ -62,10 +62,10 @@ class Train:
       preset: settings to start from; a config file and options override them. default suits ratings of any scale and
         number, quick is the same in fewer rounds, paper has the paper's settings for MovieLens 1M.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
-      log: draw the training with tensorboard (in the folder tensorboard/), mlflow or wandb, as it goes.
-      resume: continue the run in the folder, to the same parameters as if it had never stopped.
+      log: also log the training to tensorboard (in the folder tensorboard/), mlflow or wandb.
+      resume: continue the run in the folder; the result is the same as if it had never stopped.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
-      distributed: run in several processes, which SLURM, Kubernetes or Open MPI started; each has the same options.
+      distributed: run in several processes that SLURM, Kubernetes or Open MPI started with the same options.
     """
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
@@ -83,11 +83,11 @@ class Train:
 @dataclass(frozen=True, kw_only=True)
 class TrainRatings(Train):
     """Train a recommender by Federated Reconstruction. The server learns the item parameters. Every user reconstructs
-    their user parameters from their own ratings and never sends them. With --task clicks: which items come first, from
-    what users have. With --task text: a model of the next word.
+    their user parameters from their own ratings and never sends them. With --task clicks: rank items, from what
+    users have. With --task text: a model of the next word.
 
-    Ends with an evaluation on test users, who took no part in training, beside baselines. The defaults follow from the
-    data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine --data.user userId
+    Ends with an evaluation on test users, who took no part in training, next to baselines. The defaults follow from
+    the data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine --data.user userId
     """
 
     settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
@@ -95,11 +95,11 @@ class TrainRatings(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainClicks(Train):
-    """Train a recommender on clicks, plays or purchases: which items come first, where what a user does not have counts
-    too. The server learns the item parameters. Every user reconstructs their user parameters from their own items.
+    """Train a recommender on clicks, plays or purchases. It ranks items, and what a user does not have counts too. The
+    server learns the item parameters. Every user reconstructs their user parameters from their own items.
 
-    Ends by looking for hidden items of test users, who took no part in training, beside popularity and, where items are
-    few, item kNN and EASE. Example: fedrecon train plays.csv --task clicks --out runs/plays
+    Ends by looking for hidden items of test users, who took no part in training, next to popularity and, if there are
+    few items, item kNN and EASE. Example: fedrecon train plays.csv --task clicks --out runs/plays
     """
 
     settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]

@@ -22,7 +22,7 @@ class Tune:
     Attributes:
       out: the folder for config.json, trials.json, report.md and a picture of what mattered.
       budget: how long to search, such as 90s, 5m or 1h; at least one trial is completed.
-      trials: at most so many trials.
+      trials: the largest number of trials.
       preset: settings to start from.
       config: a JSON file of settings to start from; options given here override it.
     """
@@ -87,11 +87,11 @@ def run(args: Tune) -> int:
         show.alarm(f"tuning failed: {found.failed}. Lower --server.learning-rate, or look at the data")
         show.remark(f"saved: {args.out} (report.md says what was tried)")
         return FAILED
-    show.table("validation users, who chose the settings", ("", found.goal.title), compared(found))
+    show.table("validation users, on whom the settings were chosen", ("", found.goal.title), compared(found))
     if mattered := what_mattered(found):
         print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
     print(f"saved: {args.out} (report.md says what was tried)")
     print(f"next:  {command_of(found, args.out)}")
     if found.interrupted:
-        show.remark(f"interrupted after {len(found.trials)} trials; these are the best settings until then")
+        show.remark(f"interrupted after {len(found.trials)} trials; these are the best settings so far")
     return 130 if found.interrupted else 0

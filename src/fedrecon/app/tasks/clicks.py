@@ -89,11 +89,11 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
     left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in clicks.skipped.items() if count]
     return [
         f"{len(clicks):,} users have {clicks.num_examples:,} of {clicks.num_items:,} items: "
-        f"{clicks.num_examples / max(1, len(clicks)):.1f} items a user, {density:.3g} % of all pairs. "
+        f"{clicks.num_examples / max(1, len(clicks)):.1f} items per user, {density:.3g} % of all pairs. "
         + (f"Left out: {', '.join(left_out)}." if left_out else "Nothing was left out."),
         say_rounds(config, users),
-        f"Whoever is measured shows a share of their items ({config.split.evaluate}); the others are looked for among "
-        "all items that they do not show.",
+        f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
+        "among all items that are not known.",
     ]
 
 

@@ -267,16 +267,17 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Prepar
         say_rounds(config, users),
     ]
     if scale.transform == "log1p":
-        why = "these look like counts: log(1+x) is taken; --data.transform none leaves them" if wanted == "auto" else ""
-        said.append(f"{why or 'log(1+x) is taken'}. All errors are of log(1+x).")
+        why = "these look like counts, so " if wanted == "auto" else ""
+        undo = "; --data.transform none turns this off" if wanted == "auto" else ""
+        said.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
     if model.round_zero:
         mean, spread = f"{scale.mean:.4g}", f"{scale.deviation:.4g}"
-        text = f"From sums over the training users: mean {mean}, deviation {spread}, and a bias of every item. "
+        text = f"From sums over the training users: mean {mean}, deviation {spread}, and a bias for every item. "
         text += f"Predictions stay between {scale.low:.4g} and {scale.high:.4g}. "
-        said.append(text + f"What is known of a user's bias beforehand counts as {scale.user_ridge:.2g} ratings.")
+        said.append(text + f"The prior on a user's bias weighs as much as {scale.user_ridge:.2g} ratings.")
         if zero.outside:
             said.append(
-                f"{zero.outside:,} ratings of training users are far outside of what most have, and count for nothing "
-                f"in these sums. If they are mistakes, remove them from the file."
+                f"{zero.outside:,} ratings of training users are far outside the usual range, and these sums ignore "
+                "them. If they are mistakes, remove them from the file."
             )
     return said

@@ -32,7 +32,7 @@ def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratin
       DataError: it is no such file, or cannot be read.
     """
     if str(path) in (*NAMES, "synthetic") or Path(path).is_dir() or Path(path).suffix == ".zip":
-        raise DataError(f"{path} is not a ratings file; give a file with one rating a line, or a Parquet file.")
+        raise DataError(f"{path} is not a ratings file; give a file with one rating per line, or a Parquet file.")
     settings = {field.name: getattr(reading, field.name) for field in dataclasses.fields(Reading)}
     return load(path, **settings, **options)
 

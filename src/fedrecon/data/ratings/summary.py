@@ -54,7 +54,7 @@ class Summary:
         """
         per_user = self.ratings / max(1, self.users)
         text = (
-            f"{self.users:,} users rated {self.items:,} items {self.ratings:,} times: {per_user:.1f} ratings a user, "
+            f"{self.users:,} users rated {self.items:,} items {self.ratings:,} times: {per_user:.1f} ratings per user, "
             f"{100 * self.density:.3g} % of all pairs. Ratings go from {self.least:g} to {self.greatest:g}, "
             f"with mean {self.mean:.4g} and spread {self.spread:.4g}."
         )
