@@ -148,6 +148,38 @@ def test_clients_packed_once_train_to_the_bits_of_clients_packed_in_every_round(
     assert found.history == expected.history
 
 
+def test_clients_that_keep_state_find_it_again_however_they_are_packed(monkeypatch):
+    clients = population([3, 5, 1, 6, 2, 4], seed=1)
+    algorithm = fr.federated_averaging(lookup_model(), update=descend(0.1, 2), server=optax.sgd(1.0))
+    options = {"rounds": 4, "sampling": fr.Sampling(4), "layout": fr.layout(1, 2, sharing=3), "seed": 3}
+    expected = fr.train(algorithm, clients, **options)
+    monkeypatch.setattr(sampling_module, "RESIDENT_BYTES", 0)
+    found = fr.train(algorithm, clients, **options)
+    jax.tree.map(np.testing.assert_array_equal, (found.params, found.kept), (expected.params, expected.kept))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16])
+def test_the_type_of_ids_does_not_change_what_is_learned(dtype):
+    """The table has as many rows as the type can count, and the sum of several devices has one more."""
+    items = np.array([126, 0, 5, 7, 126, 3], dtype)
+    columns = {"item": items, "rating": np.arange(6, dtype=np.float32)}
+    algorithm = fr.federated_reconstruction(
+        fr.models.matrix_factorization(127, 10), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    found, expected = (
+        fr.train(
+            algorithm,
+            fr.Clients({**columns, "item": ids}, np.array([0, 4]), np.array([4, 6])),
+            rounds=2,
+            clients_per_round=2,
+            layout=fr.layout(1, 2),
+            seed=1,
+        )
+        for ids in (items, items.astype(np.int32))
+    )
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

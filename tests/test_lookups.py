@@ -20,6 +20,7 @@ from toy_models import (
     one_round,
 )
 
+MANY_TAGS = 24  # enough for a client to have none twice
 CLIENTS = lookup_clients([7, 1, 4, 10, 0, 2], seed=1)
 
 SGD_CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
@@ -43,12 +44,14 @@ OPTIMIZERS = {
 
 
 def clients_without_repeats():
-    """Clients of the lookup model that have no id twice: every item once, and one example each with four tags."""
+    """Clients of the lookup model that have no id twice, with four tags in each of up to five examples."""
     generator = np.random.default_rng(2)
-    tags = [generator.permutation(6)[:4].astype(np.int32) for _ in range(4)]
-    item, y = generator.permutation(ITEMS)[:4].astype(np.int32), generator.normal(size=4).astype(np.float32)
-    columns = {"item": item, "tags": np.stack(tags)[:, :3], "main_tag": np.stack(tags)[:, 3], "y": y}
-    return fr.Clients(columns, np.arange(4), np.arange(4) + 1)
+    sizes = np.array([5, 1, 4, 2])
+    tags = np.concatenate([generator.permutation(MANY_TAGS)[: 4 * size].reshape(-1, 4) for size in sizes])
+    item = np.concatenate([generator.permutation(ITEMS)[:size] for size in sizes]).astype(np.int32)
+    y, ends = generator.normal(size=len(item)).astype(np.float32), np.cumsum(sizes)
+    tags = tags.astype(np.int32)
+    return fr.Clients({"item": item, "tags": tags[:, :3], "main_tag": tags[:, 3], "y": y}, ends - sizes, ends)
 
 
 def ratings_without_repeats():
@@ -68,7 +71,7 @@ def ratings_without_repeats():
 def test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables(kind, optimizer, epochs):
     """If no client has an id twice, packing lists no rows, and steps read slices: nothing else changes."""
     clients = ratings_without_repeats() if kind == "ratings" else clients_without_repeats()
-    model = fr.models.matrix_factorization(ITEMS, 3) if kind == "ratings" else lookup_model()
+    model = fr.models.matrix_factorization(ITEMS, 3) if kind == "ratings" else lookup_model(tags=MANY_TAGS)
     solver = fr.gradient_descent(optimizer, batch_size=3, epochs=epochs)
 
     def trained(model):

@@ -51,15 +51,25 @@ def test_every_device_gets_the_sum_of_every_array(parts, scalars, seed, processe
         np.testing.assert_array_equal(leaf, np.broadcast_to(given_.sum(0, dtype=given_.dtype), given_.shape))
 
 
-def test_small_arrays_travel_with_the_largest_of_their_type():
-    total = Total({"delta": {"table": jnp.zeros((400, 5)), "other": jnp.zeros((300, 5))}}, {"weight": jnp.zeros(())})
+def test_small_arrays_travel_with_a_large_one_of_their_type_that_has_short_rows():
+    total = Total({"delta": {"table": jnp.zeros((400, 5)), "wide": jnp.zeros((2, 5000))}}, {"weight": jnp.zeros(())})
     room = Exchange(total, 2, 1).with_room(total)
     assert room.parts["delta"]["table"].shape == (401, 5)
-    assert room.parts["delta"]["other"].shape == (300, 5)
+    assert room.parts["delta"]["wide"].shape == (2, 5000)
     exchange = Exchange(total, DEVICES, 1)
     run = functools.partial(jax.shard_map, mesh=fr.layout(1, DEVICES).mesh, in_specs=PartitionSpec(), check_vma=False)
     text = str(jax.make_jaxpr(run(lambda t: exchange.add_up(exchange.with_room(t)), out_specs=PartitionSpec()))(total))
     assert text.count("psum") == 2
+
+
+@pytest.mark.parametrize("which", ["wide rows", "scalars"])
+def test_small_arrays_travel_by_themselves_if_nothing_else_should_carry_them(which):
+    """A row more of two would be half as much again; and clients add to scalars without room."""
+    parts = {"wide": jnp.zeros((2, 5000))} if which == "wide rows" else {"w": jnp.zeros(3)}
+    scalars = {"weight": jnp.zeros(())} | ({} if which == "wide rows" else {"metrics": jnp.zeros((2000, 2))})
+    total = Total({"delta": parts}, scalars)
+    found = Exchange(total, 2, 1).with_room(total)
+    assert [leaf.shape for leaf in jax.tree.leaves(found)] == [leaf.shape for leaf in jax.tree.leaves(total)]
 
 
 def test_one_device_exchanges_nothing():

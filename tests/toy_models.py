@@ -68,7 +68,7 @@ def run_cohort(rounds, algorithm, state, clients, order, seed=5):
 ITEMS, TAGS, DIM = 9, 6, 2
 
 
-def lookup_model(lookups=True):
+def lookup_model(lookups=True, tags=TAGS):
     """A model that reads tables in every way that may be declared.
 
     Two tables share the feature `item`; one table is read at a single id and at three ids an example; one parameter
@@ -80,14 +80,14 @@ def lookup_model(lookups=True):
         return {
             "item": 0.3 * jax.random.normal(keys[0], (ITEMS, DIM)),
             "item_bias": 0.3 * jax.random.normal(keys[1], (ITEMS,)),
-            "tag": 0.3 * jax.random.normal(keys[2], (TAGS, DIM)),
+            "tag": 0.3 * jax.random.normal(keys[2], (tags, DIM)),
             "mix": {"dense": 0.3 * jax.random.normal(keys[3], (DIM,))},
         }
 
     def predict(shared, local, batch):
-        tags = shared["tag"][batch["tags"]].mean(1) + shared["tag"][batch["main_tag"]]
+        tagged = shared["tag"][batch["tags"]].mean(1) + shared["tag"][batch["main_tag"]]
         rows = shared["item"][batch["item"]] * (local["u"] + shared["mix"]["dense"])
-        return rows.sum(-1) + tags @ local["u"] + shared["item_bias"][batch["item"]] + local["v"]
+        return rows.sum(-1) + tagged @ local["u"] + shared["item_bias"][batch["item"]] + local["v"]
 
     return fr.Model(
         init_global=init_global,

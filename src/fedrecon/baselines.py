@@ -137,7 +137,7 @@ def divided(clients: Clients, split: Split) -> Known:
     """
     packer = Packer(clients, Needs(split, columns=("item", "rating")))
     sides: tuple[list[Examples], list[Examples]] = ([], [])
-    many = max(1, PADDED_ENTRIES // (packer.support_length + packer.query_length))
+    many = max(1, PADDED_ENTRIES // sum(packer.lengths))
     for begin in range(0, len(clients), many):
         indices = np.arange(begin, min(begin + many, len(clients)))
         cohort = packer.pack(indices)

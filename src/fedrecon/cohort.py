@@ -141,8 +141,7 @@ class Packer:
                 raise ValueError(f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}")
         # Plain views: every operation on a memory-mapped array would run a bit of Python, too.
         self._columns = {name: np.asarray(clients.columns[name]) for name in names}
-        self._lengths = lengths or lengths_for(clients.max_size, needs)
-        self.support_length, self.query_length = self._lengths
+        self.lengths = lengths or lengths_for(clients.max_size, needs)
         self._scratch = np.empty(0, np.int32)
         self._identities = clients.identities() if 0 < len(clients) <= NAMES_HASHED else None
         # Hosts that share `lengths` run one program, so theirs must not depend on whether ids repeat.
@@ -168,9 +167,7 @@ class Packer:
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
         support, query = (
             self._side(origin + begin, count, length, ordered)
-            for begin, count, length in zip(
-                split.begins(sizes), split.counts(sizes), (self.support_length, self.query_length), strict=True
-            )
+            for begin, count, length in zip(split.begins(sizes), split.counts(sizes), self.lengths, strict=True)
         )
         cohort = Cohort(indices.astype(np.int32), identity, support.examples(), query.examples(), {}, {}, {}, {})
         for group, (rows, features) in self._needs.groups.items():
@@ -178,6 +175,9 @@ class Packer:
                 width = sum(query.flat(feature).shape[1] for feature in features)
                 cohort.num_rows[group] = (width * query.counts).astype(np.int32)
                 continue
+            for feature in features:  # of a population without repeats, `_all_distinct` has checked them
+                _check_ids(support.columns[feature], features, rows)
+                _check_ids(query.columns[feature], features, rows)
             extra = support if self._needs.support_rows else None
             found = self._list_rows(rows, features, extra, query)
             cohort.rows[group], cohort.num_rows[group] = found[:2]
@@ -195,15 +195,18 @@ class Packer:
           A cohort whose arrays the devices of a CPU need not copy; None if splits are redrawn, or there are too many
           clients or bytes.
         """
-        clients, empty = len(self._clients), self.pack(np.array([ABSENT]))
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
-        if self._needs.split.redrawn or clients > NAMES_HASHED or (clients + 1) * size > most:
+        clients = len(self._clients)
+        if self._needs.split.redrawn or clients > NAMES_HASHED:
+            return None
+        empty = self.pack(np.array([ABSENT]))
+        if (clients + 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(empty)) > most:
             return None
         everybody = jax.tree.map(lambda leaf: _aligned((clients + 1, *leaf.shape[1:]), leaf.dtype), empty)
         indices = np.append(np.arange(clients), ABSENT)
         for begin in range(0, len(indices), PACKED_AT_ONCE):
             part = slice(begin, begin + PACKED_AT_ONCE)
-            jax.tree.map(lambda into, leaf, at=part: into.__setitem__(at, leaf), everybody, self.pack(indices[part]))
+            for into, leaf in zip(*map(jax.tree.leaves, (everybody, self.pack(indices[part]))), strict=True):
+                into[part] = leaf
         return everybody
 
     def work(self, indices: np.ndarray) -> np.ndarray:
@@ -214,7 +217,7 @@ class Packer:
         """
         safe = np.maximum(indices, 0)
         counts = self._needs.split.counts(self._clients.ends[safe] - self._clients.starts[safe])
-        sides = [np.minimum(count, length) for count, length in zip(counts, self._lengths, strict=True)]
+        sides = [np.minimum(count, length) for count, length in zip(counts, self.lengths, strict=True)]
         return np.where(indices >= 0, sides[0] + sides[1], 0)
 
     def _identity(self, indices: np.ndarray) -> np.ndarray:
@@ -258,7 +261,6 @@ class Packer:
         sides = [query] if support is None else [query, support]
         ids = [np.concatenate([side.flat(f) for f in features], axis=1) for side in sides]  # (examples, ids)
         flat = np.concatenate([i.reshape(-1) for i in ids])
-        _check_ids(flat, features, table_rows)
         capacity = row_capacity(sum(i.shape[1] * side.length for i, side in zip(ids, sides, strict=True)), table_rows)
         counts = [side.counts * i.shape[1] for side, i in zip(sides, ids, strict=True)]
         if support is None:
@@ -317,9 +319,9 @@ def row_capacity(ids: int, table_rows: int) -> int:
     return capacity + -capacity % ROW_CHUNK
 
 
-def _check_ids(flat: np.ndarray, features: Sequence[str], table_rows: int) -> None:
-    if flat.size and (flat.min() < 0 or flat.max() >= table_rows):
-        bad = int(flat[(flat < 0) | (flat >= table_rows)][0])
+def _check_ids(ids: np.ndarray, features: Sequence[str], table_rows: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= table_rows):
+        bad = int(ids[(ids < 0) | (ids >= table_rows)][0])
         raise ValueError(f"feature {'/'.join(features)} holds id {bad}; the table has rows 0 to {table_rows - 1}")
 
 
@@ -330,7 +332,7 @@ def _all_distinct(clients: Clients, features: Sequence[str], table_rows: int) ->
         return False
     owner, j = _ragged(clients.ends - clients.starts)
     source = clients.starts[owner] + j
-    flat = np.concatenate([column.reshape(len(column), -1)[source] for column in ids], axis=1)
+    flat = np.concatenate([_by_example(column)[source] for column in ids], axis=1)
     _check_ids(flat, features, table_rows)
     keys = np.sort((owner[:, None] * table_rows + flat).ravel())
     return bool((keys[1:] != keys[:-1]).all())
@@ -344,6 +346,11 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return room[begin : begin + size].view(dtype).reshape(shape)
 
 
+def _by_example(values: np.ndarray) -> np.ndarray:
+    """Return `(examples, ...)` as `(examples, ids)`, also if there are no examples."""
+    return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
 class _Side(NamedTuple):
     """Support or query of a cohort, one example after another, without padding."""
 
@@ -353,8 +360,7 @@ class _Side(NamedTuple):
     places: np.ndarray  # (examples,) position of each in `(clients * length,)`
 
     def flat(self, feature: str) -> np.ndarray:
-        values = self.columns[feature]
-        return values.reshape(len(values), math.prod(values.shape[1:]))
+        return _by_example(self.columns[feature])
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """Arrange values of `(examples, ...)` as `(clients, length, ...)`, padded with zeros."""

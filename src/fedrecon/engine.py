@@ -75,6 +75,11 @@ def _compile_small_loops() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {name}=xla_cpu_small_while_loop_byte_threshold={SMALL_LOOP}".strip()
 
 
+def small_loops() -> bool:
+    """Say whether XLA was asked to compile small loops as one function: the last bits of results depend on it."""
+    return "small_while_loop" in os.environ.get("XLA_FLAGS", "")
+
+
 def start_hosts(
     coordinator: str | None = None,
     processes: int | None = None,
@@ -286,16 +291,16 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
         return state, kept, report
 
     def rounds(state: ServerState, kept: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array) -> Any:
-        everybody, pick = _taking(cohorts)
-        most = jax.tree.leaves(everybody)[0].shape[0]
+        who, pick = _taking(cohorts)
+        most = jax.tree.leaves(who)[0].shape[0]
         nothing = no_total(summand_shapes(algorithm, state, metrics))
         shapes = jax.eval_shape(lambda: finish_round(algorithm, state, nothing, key)[1])
         reports = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
 
         def body(carry: Any) -> Any:
             r, state, kept, reports = carry
-            who = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), everybody)
-            state, kept, report = one_round(state, kept, who, pick, jax.random.fold_in(key, first + r))
+            now = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), who)
+            state, kept, report = one_round(state, kept, now, pick, jax.random.fold_in(key, first + r))
             reports = jax.tree.map(lambda all_, one: all_.at[r].set(one), reports, report)
             return r + 1, state, kept, reports
 

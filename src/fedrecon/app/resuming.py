@@ -18,7 +18,7 @@ from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import standing
 from fedrecon.disk.parts import FORMAT, RUN, VERSION, read_description
 from fedrecon.disk.runs import RunFolder
-from fedrecon.engine import Layout, layout, start_devices
+from fedrecon.engine import Layout, layout, small_loops, start_devices
 
 Say = Callable[[str], None]
 
@@ -100,6 +100,7 @@ def layout_facts(place: Layout) -> dict[str, Any]:
         "devices": place.devices,
         "block": place.block,
         "sharing": place.sharing,
+        "small_loops": small_loops(),
         **({"processes": place.processes} if place.processes > 1 else {}),
     }
 
@@ -130,8 +131,15 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
         place = layout(began["block"], began["devices"], sharing=began["sharing"])
     except ValueError:
         raise _other_machine(folder, earlier) from None
-    if layout_facts(place) != began:
+    now = layout_facts(place)
+    if now | {"small_loops": None} != began | {"small_loops": None}:
         raise _other_machine(folder, earlier)
+    if now["small_loops"] != began.get("small_loops"):
+        raise StorageError(
+            f"the run in {folder.path} began with other options of XLA for loops (XLA_FLAGS is "
+            f"{os.environ.get('XLA_FLAGS')!r} now): its bits would change. Set them as they were, or begin anew with "
+            "--overwrite."
+        )
     return place
 
 

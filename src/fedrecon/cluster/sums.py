@@ -1,4 +1,4 @@
-"""Sums over all devices: one exchange a round, in which small arrays travel with the largest one."""
+"""Sums over all devices: one exchange per round, in which small arrays travel with a large one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fedrecon.cluster.arrays import AXIS
 from fedrecon.upload import Total
 
 SMALL = 2**10  # numbers: an array up to this size does not travel by itself
+MOST_ROOM = 1 / 16  # of an array: with more, it would be exchanged for nothing
 
 
 class Exchange:
     """How the devices of a round exchange their sums.
 
     With every array that they exchange, devices wait for each other: for a few numbers as long as for a hundred
-    kilobytes. So the largest array has some rows more than it needs, and small arrays of its type travel there.
+    kilobytes. So a large array has some rows more than it needs, and small arrays of its type travel there.
     """
 
     def __init__(self, total: Total, devices: int, processes: int):
@@ -32,12 +33,12 @@ class Exchange:
           processes: how many processes have them.
         """
         self._devices, self._processes = devices, processes
-        leaves = jax.tree.leaves(total)
+        leaves, parts = jax.tree.leaves(total), len(jax.tree.leaves(total.parts))
         self._shapes = [leaf.shape for leaf in leaves]
-        self._groups = [_Group(leaves, dtype) for dtype in dict.fromkeys(leaf.dtype for leaf in leaves)]
+        self._groups = [_Group(leaves, dtype, parts) for dtype in dict.fromkeys(leaf.dtype for leaf in leaves)]
 
     def with_room(self, total: Total) -> Total:
-        """Return a sum of nothing whose largest arrays have room for the small ones; `upload.add` adds to it.
+        """Return a sum of nothing in which some arrays have room for the small ones; `upload.add` adds to it.
 
         Args:
           total: the sum of nothing.
@@ -91,41 +92,49 @@ class Exchange:
 
 
 class _Group:
-    """The arrays of one type: small ones, which travel at the end of the largest, and others."""
+    """The arrays of one type: small ones, which travel at the end of a large one if that has short rows, and others.
 
-    def __init__(self, leaves: list[Any], dtype: Any):
+    Attributes:
+      carrier: which array the small ones travel with; None if they travel by themselves.
+      rows: how many rows it has for them.
+    """
+
+    def __init__(self, leaves: list[Any], dtype: Any, parts: int):
+        """Choose among the arrays of a type; only the first `parts` of all may have room, as `upload.add` expects."""
         mine = [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype]
         self._small = [k for k in mine if leaves[k].size <= SMALL]
         self._large = [k for k in mine if leaves[k].size > SMALL]
-        self.carrier = max(self._large, key=lambda k: leaves[k].size) if self._large and self._small else None
+        self.carrier: int | None = None
         self.rows = 0
-        if self.carrier is not None:
-            width = math.prod(leaves[self.carrier].shape[1:])
-            self.rows = -(-sum(leaves[k].size for k in self._small) // width)
+        number = sum(leaves[k].size for k in self._small)
+        width = {k: math.prod(leaves[k].shape[1:]) for k in self._large if k < parts}
+        room = {k: -(-number // width[k]) * width[k] for k in width}
+        if self._small and room and room[best := min(room, key=room.__getitem__)] <= MOST_ROOM * leaves[best].size:
+            self.carrier, self.rows = best, room[best] // width[best]
 
     def exchanged(self, processes: int) -> list[list[int]]:
         """Return which arrays are exchanged as one. Between processes all are: waiting takes longer than a copy."""
-        if self.carrier is None and self._small:
-            return [self._small]
-        return [self._large] if processes > 1 else [[k] for k in self._large]
+        alone = self._small if self.carrier is None else []
+        if processes > 1:
+            return [[*self._large, *alone]]
+        return [[k] for k in self._large] + ([alone] if alone else [])
 
     def load(self, leaves: list[Any]) -> None:
-        """Put the small arrays into the room at the end of the largest."""
+        """Put the small arrays into the room of the carrier."""
         if self.carrier is None:
             return
-        largest = leaves[self.carrier]
+        carrier = leaves[self.carrier]
         joined = jnp.concatenate([leaves[k].ravel() for k in self._small])
-        room = (self.rows, *largest.shape[1:])
+        room = (self.rows, *carrier.shape[1:])
         joined = jnp.pad(joined, (0, math.prod(room) - joined.size)).reshape(room)
-        leaves[self.carrier] = jax.lax.dynamic_update_slice_in_dim(largest, joined, len(largest) - self.rows, 0)
+        leaves[self.carrier] = jax.lax.dynamic_update_slice_in_dim(carrier, joined, len(carrier) - self.rows, 0)
 
     def unload(self, leaves: list[Any], shapes: list[tuple[int, ...]]) -> None:
         """Take the small arrays out again."""
         if self.carrier is None:
             return
-        largest = leaves[self.carrier]
-        rows, begin = shapes[self.carrier][0], 0
-        joined, leaves[self.carrier] = largest[rows:].ravel(), largest[:rows]
+        carrier, rows, begin = leaves[self.carrier], shapes[self.carrier][0], 0
+        joined, leaves[self.carrier] = carrier[rows:].ravel(), carrier[:rows]
         for k in self._small:
             end = begin + math.prod(shapes[k])
             leaves[k] = joined[begin:end].reshape(shapes[k])

@@ -258,14 +258,14 @@ class Tables(NamedTuple):
       slots: for each of those features, `(clients, examples, ...)` positions in the client's own list of rows. A
         feature that is not here has its rows in the order of the examples, each once.
       capacity: for each table, the length of that list.
-      room: for each table, how many rows the lists have while they are changed; at least `capacity`.
+      room: for each table, how many rows the lists have while they are changed; as `capacity` says by default.
     """
 
     values: Mapping[str, Array]
     features: Mapping[str, tuple[str, ...]]
     slots: Mapping[str, Array]
     capacity: Mapping[str, int]
-    room: Mapping[str, int]
+    room: Mapping[str, int] | None = None
 
     def in_batches(self, columns: Mapping[str, Array], in_step: bool, size: int) -> Tables:
         """Prepare for going through the examples in batches.
@@ -296,7 +296,7 @@ class Tables(NamedTuple):
           clients: how many there are.
         """
         return {
-            path: jnp.zeros((clients, self.room[path], *table.shape[1:]), table.dtype)
+            path: jnp.zeros((clients, (self.room or self.capacity)[path], *table.shape[1:]), table.dtype)
             for path, table in self.values.items()
         }
 
@@ -384,6 +384,7 @@ def rows_in_order(columns: Mapping[str, Array], count: Array, features: Sequence
       rows: how many rows the table has.
     """
     ids = jnp.concatenate([columns[f].reshape(*columns[f].shape[:2], -1) for f in features], axis=2)
+    ids = ids.astype(jnp.int32)  # as in lists that are packed, whatever the type of the columns
     clients, examples, width = ids.shape
     capacity = row_capacity(examples * width, rows)
     flat = ids.reshape(clients, -1)[:, :capacity]

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedrecon.algorithm import Algorithm, Message
 from fedrecon.clients import Clients
-from fedrecon.cohort import Cohort, Examples, Lengths, Packer, redraw
+from fedrecon.cohort import Cohort, Examples, Packer, redraw
 from fedrecon.fitting import features_of
 from fedrecon.hosts import client_update
 from fedrecon.keys import client_keys, words_of
@@ -209,12 +209,11 @@ class RatingAttack:
         return np.clip(options[far.argmin(0), np.arange(len(rows))], self._levels[0], self._levels[-1])
 
     def _simulate(self, rows: np.ndarray, guess: np.ndarray, level: float) -> np.ndarray:
-        rows = rows[: self._packer.query_length]
+        rows = rows[: self._packer.lengths.query]
         columns = {self._feature: rows.astype(self._clients.columns[self._feature].dtype)}
         columns[self._rating] = np.full(len(rows), level, self._clients.columns[self._rating].dtype)
         made_up = Clients(columns, np.array([0]), np.array([len(rows)]), np.array(["made up"]))
-        lengths = Lengths(self._packer.support_length, self._packer.query_length)
-        cohort = Packer(made_up, self._needs, lengths).pack(np.array([0]))
+        cohort = Packer(made_up, self._needs, self._packer.lengths).pack(np.array([0]))
         change = self._client(self._message.method, jnp.asarray(guess, jnp.float32), cohort)
         return np.asarray(change).reshape(len(change), -1)[rows]
 

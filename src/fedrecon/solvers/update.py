@@ -222,13 +222,11 @@ class Updater:
         if not rows:
             return _WorkingCopy(dense, None, (), cohort)
         if self._by_steps:
-            capacity = {GLOBAL + path: ids.shape[1] for path, ids in rows.items()}
             tables = Tables(
                 {GLOBAL + path: jnp.asarray(leaves[path]) for path in rows},
                 {GLOBAL + path: features for path, features in self._features.items()},
                 cohort.slots,
-                capacity,
-                capacity,
+                {GLOBAL + path: ids.shape[1] for path, ids in rows.items()},
             )
             return _WorkingCopy(dense, tables, (), cohort)
         copies = {path: jnp.asarray(leaves[path]).at[ids].get(mode="promise_in_bounds") for path, ids in rows.items()}
