@@ -127,6 +127,14 @@ def test_a_resumed_run_ends_with_the_same_bits(trained, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_a_run_goes_on_only_with_the_same_options_of_xla(trained, tmp_path, monkeypatch, capsys):
+    ratings, run = trained
+    copy = shutil.copytree(run, tmp_path / "copy")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_extra_options=somebody_elses=1")
+    assert main(["train", str(ratings), "--out", str(copy), *SMALL, "--rounds", "9", "--resume"]) != 0
+    assert "began with other options of XLA" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_model_with_biases_and_a_default_resumes_too(trained, tmp_path):
     ratings, _ = trained
     options = [str(ratings), *SMALL, "--model.biases", "--model.learned-default", "--server.optimizer", "yogi"]

@@ -189,10 +189,11 @@ def test_examples_are_those_of_the_client():
     assert found.client.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("place", [4, 0], ids=["query", "support"])
 @pytest.mark.parametrize("bad", [-1, ITEMS])
-def test_an_id_out_of_range_is_named(bad):
+def test_an_id_out_of_range_is_named(bad, place):
     clients = lookup_clients([5, 3])
-    clients.columns["item"][4] = bad
+    clients.columns["item"][place] = bad
     message = f"feature item holds id {bad}; the table has rows 0 to {ITEMS - 1}"
     with pytest.raises(ValueError, match=message):
         pack(clients)

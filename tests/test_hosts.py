@@ -159,6 +159,21 @@ def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
     assert_close(rounds_of_hosts(algorithm, clients, client_side), simulated(algorithm, clients), 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64])
+def test_what_is_expected_of_a_client_follows_from_its_columns_without_examples(dtype):
+    """Whatever the type of ids, and whether or not a client has one twice."""
+    algorithm = fr.federated_reconstruction(
+        fr.models.matrix_factorization(9, 2), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    columns = {"item": np.array([3, 1, 4, 2], dtype), "rating": np.ones(4, np.float32)}
+    like = upload_shapes(algorithm, {name: column[:0] for name, column in columns.items()})
+    message, key = algorithm.message(algorithm.init(jax.random.key(0))), jax.random.key(1)
+    for items in ([3, 1, 4, 2], [3, 1, 1, 1]):
+        upload = fr.client_update(algorithm, message, columns | {"item": np.array(items, dtype)}, key)
+        found = fr.from_bytes(fr.to_bytes(upload), like)
+        assert sorted(set(np.asarray(found.delta["item_embedding"].ids)[0].tolist()) - {0}) == sorted(set(items[2:]))
+
+
 @pytest.mark.parametrize("case", ["names", "redrawn split", "clipped", "averaging with local parts", "scaffold"])
 def test_gateways_that_add_up_their_clients_give_what_the_simulator_gives(case):
     algorithm, clients = CASES[case]

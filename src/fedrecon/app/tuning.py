@@ -83,8 +83,8 @@ class Trial:
 
     Attributes:
       values: `{path of the setting: value}`.
-      value: the RMSE, or of clicks the NDCG@100, on the validation users after the last evaluation; not finite if it
-        diverged.
+      value: the RMSE, or for clicks the NDCG@100, on the validation users, of the model that training would keep; not
+        finite if it diverged.
       finished: whether it was trained to its end; others were given up early.
     """
 
