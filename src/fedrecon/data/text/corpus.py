@@ -149,7 +149,7 @@ class Corpus:
         """Return the vocabulary of the `vocab_size` most used words."""
         if not 1 <= vocab_size <= len(self.words):
             raise ValueError(
-                f"`vocab_size` is {vocab_size}; ask for 1 to {len(self.words)}, which is how many words the corpus keeps, "
+                f"`vocab_size` is {vocab_size}; ask for 1 to {len(self.words)}, as many words as the corpus keeps, "
                 "or prepare it again with a larger kept_words."
             )
         return Vocabulary(self.words[:vocab_size], buckets)

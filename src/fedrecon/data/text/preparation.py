@@ -99,7 +99,7 @@ def prepare_corpus(
         keys = _all_clients(writer.runs)
         split_of = _divide(keys, plan)
         if not (split_of == 0).any():
-            raise DataError(f"{source}: none of its {len(keys)} clients is in {plan.splits[0]}, where words are counted.")
+            raise DataError(f"{source}: none of its {len(keys)} clients is in {plan.splits[0]}, whose words we count.")
         tally = _count(writer.runs, split_of, plan.max_sentences, progress)
         words = most_used(writer.runs, plan.kept_words) if plan.words is None else plan.words[: plan.kept_words]
         np.save(temporary / "counts.npy", number_words(writer.runs, words))
