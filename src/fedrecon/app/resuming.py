@@ -118,7 +118,7 @@ def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any
     if earlier["layout"].get("platform") == "cpu" and began != cores and wire() is None:
         say(
             f"continues with {began} devices, as it began, although this machine has {cores} cores: "
-            "the results depend on it, in the last bits"
+            "the last bits of its results depend on it"
         )
 
 
@@ -141,6 +141,6 @@ def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
     of = f" of {began['processes']} processes" if "processes" in began else ""
     return StorageError(
         f"the run in {folder.path} began on {began['devices']} devices{of} ({began.get('platform')}), which this "
-        "machine does not have; on others its results would change, in the last bits. Resume it where it began, or begin "
+        "machine does not have; on others the last bits of its results would change. Resume it where it began, or begin "
         "anew with --overwrite."
     )
