@@ -141,6 +141,6 @@ def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
     of = f" of {began['processes']} processes" if "processes" in began else ""
     return StorageError(
         f"the run in {folder.path} began on {began['devices']} devices{of} ({began.get('platform')}), which this "
-        "machine does not have; on others the last bits of its results would change. Resume it where it began, or begin "
-        "anew with --overwrite."
+        "machine does not have; on others the last bits of its results would change. Resume it where it began, or "
+        "begin anew with --overwrite."
     )
