@@ -125,7 +125,7 @@ class Command:
         try:
             found = open_model(self.folder)
         except StorageError as problem:
-            if "has not come to a model yet" not in str(problem):
+            if "has no model yet" not in str(problem):
                 raise
             assert put_aside_in(self.folder), "the old run is gone before the new one is complete"
             assert seed == self.seed

@@ -53,7 +53,7 @@ def test_an_index_out_of_range_is_named(i):
     [
         ({"columns": {}}, "`columns` is empty"),
         ({"columns": {"x": np.zeros(4), "y": np.zeros(3)}}, "same number of rows"),
-        ({"ends": [2]}, "one row per client"),
+        ({"ends": [2]}, "one entry per client"),
         ({"ends": [2, 9]}, "0 <= start <= end <= 4"),
         ({"starts": [-1, 2]}, "0 <= start <= end <= 4"),
         ({"starts": [3, 2]}, "0 <= start <= end <= 4"),

@@ -134,7 +134,7 @@ def test_only_what_changes_parameters_counts_as_a_difference():
         (["--data.max-examples", "1"], "--data.max-examples is 1"),
         (["--update.learning-rate", "nan"], "--update.learning-rate is nan"),
         (["--aggregate.secure"], "--aggregate.secure needs --aggregate.clip-norm"),
-        (["--split.train", "redrawn-half", "--split.by-time"], "it excludes --split.by-time"),
+        (["--split.train", "redrawn-half", "--split.by-time"], "it cannot be used with --split.by-time"),
     ],
 )
 def test_messages_spell_settings_as_the_command_line_does(options, message):

@@ -115,7 +115,7 @@ def test_ids_outside_of_a_table_are_a_reason():
     columns = clients().columns
     others = fr.Clients(dict(columns) | {"item": columns["item"] - 2}, np.array([0]), np.array([10]))
     part = next(part for part in fr.explain(model(), others).parts if part.path == "items")
-    assert part.note == "item holds ids outside of its rows 0 to 39"
+    assert part.note == "item holds ids outside its rows 0 to 39"
 
 
 def test_it_reads_as_a_table():

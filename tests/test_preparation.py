@@ -117,7 +117,7 @@ def test_ratings_below_zero_are_never_counts():
     total = preparation.answer(preparation.start(1), np.zeros(100, int), rating)
     assert preparation.skewness(total) > preparation.SKEWED
     assert preparation.advance(preparation.start(1), total).transform == "none"
-    with pytest.raises(ValueError, match="99 are below"):
+    with pytest.raises(ValueError, match="99 are negative"):
         preparation.advance(preparation.start(1), total, transform="log1p")
 
 

@@ -131,8 +131,8 @@ def test_the_vocabulary_file_gives_the_words_in_its_order(database, tmp_path):
     [
         ("the 5\nfour\n", "line 2: 'four.n' is not a word and its count"),
         ("the 5\na b\n", "line 2: 'a b.n' is not a word and its count"),
-        ("the 5\nthe 4\n", "line 2: 'the' is there a second time"),
-        ("", "is empty; expected a word and its count a line"),
+        ("the 5\nthe 4\n", "line 2: 'the' is listed twice"),
+        ("", "is empty; expected a word and its count on each line"),
         (b"BZh9\xff\xfe", "cannot read"),
         (None, "cannot read"),
     ],

@@ -340,7 +340,7 @@ def test_wrong_arguments_are_refused_before_anything_is_read(write):
     for wrong, message in [
         ({"bad_rows": "ignore"}, "`bad_rows` must be one of error, skip, but is 'ignore'"),
         ({"fractions": (0.5, 0.5)}, r"`fractions` are \(0.5, 0.5\): give one for each of train, valid, test"),
-        ({"fractions": (0.5, 0.5, 0.5)}, "which add up to 1"),
+        ({"fractions": (0.5, 0.5, 0.5)}, "let them add up to 1"),
         ({"kept_words": 0}, "`kept_words` is 0; it must be at least 1"),
         ({"max_sentences": 0}, "`max_sentences` is 0"),
     ]:
@@ -348,13 +348,13 @@ def test_wrong_arguments_are_refused_before_anything_is_read(write):
             prepare(path, **wrong)
     with pytest.raises(DataError, match="missing is not a file"):
         prepare_text(path.parent / "missing", path.parent / "corpus")
-    with pytest.raises(DataError, match="none of its 2 clients is in train, whose words count"):
+    with pytest.raises(DataError, match="none of its 2 clients is in train, whose words we count"):
         prepare(write(POSTS, "good"), fractions=(0, 0.5, 0.5))
 
 
 def test_questions_a_corpus_cannot_answer_are_refused(write, tmp_path):
     corpus = prepare(write(POSTS))
-    with pytest.raises(ValueError, match="`vocab_size` is 11, but the corpus keeps 10 words: ask for 1 to that many"):
+    with pytest.raises(ValueError, match="`vocab_size` is 11; ask for 1 to 10"):
         corpus.next_words("train", 11, 1)
     with pytest.raises(DataError, match="no split 'heldout'; it has: train, valid, test"):
         corpus.split("heldout")

@@ -229,7 +229,7 @@ def test_a_run_goes_on_laid_out_as_it_began(trained, run, capsys):
     options = [word for word in SMALL if word not in ("--devices", "1")]
     command = ["train", str(trained[0]), "--out", str(run), *options, "--resume", "--rounds", "4"]
     assert main(command) == 0
-    assert "goes on with 1 devices, as it began, although this machine has" in capsys.readouterr().err
+    assert "continues with 1 devices, as it began, although this machine has" in capsys.readouterr().err
     assert facts_of(run)["layout"] == facts["layout"]
     for other in ({"devices": 60}, {"platform": "tpu"}):
         write_sealed(run / "run.json", {**facts_of(run), "layout": {**facts["layout"], **other}})

@@ -49,7 +49,7 @@ Client = Callable[[Any, Any, Cohort, Array], tuple[Upload, Any]]
 
 
 class Stages(NamedTuple):
-    """A client function in two stages, of which the first can run on larger blocks of clients.
+    """A client function in two stages. The first can run on larger blocks of clients.
 
     Attributes:
       prepare: `(message, kept, cohort, key) -> prepared`, clients first: the work for which all clients share the
@@ -131,7 +131,7 @@ class Algorithm:
         """Return what the server sends to the clients of a round.
 
         Args:
-          state: of the server.
+          state: the server's state.
         """
         return Message(self.method.message(state.method), self.aggregator.message(state.aggregator))
 
@@ -139,7 +139,7 @@ class Algorithm:
         """Return the global parameters.
 
         Args:
-          state: of the server.
+          state: the server's state.
         """
         return self.method.params(state.method)
 
@@ -149,24 +149,24 @@ class Algorithm:
 
 
 def encode(algorithm: Algorithm, message: Message, upload: Upload, keys: Array) -> Summand:
-    """Encode uploads as what the clients add to the sum.
+    """Encode uploads as summands, ready to be added.
 
     Args:
       algorithm: its aggregator does the encoding.
-      message: of the round.
-      upload: of several clients.
-      keys: of these clients.
+      message: the round's message.
+      upload: the uploads of several clients.
+      keys: the clients' keys.
     """
     mine = jax.vmap(jax.random.fold_in, (0, None))(keys, ENCODING)
     return algorithm.aggregator.encode(message.aggregator, summand_of(upload), mine)
 
 
 def summand_shapes(algorithm: Algorithm, state: ServerState, metrics: int) -> Any:
-    """Return the shapes of what one client adds to the sum, all parts whole.
+    """Return the shapes of one client's summand, with all parts whole.
 
     Args:
       algorithm: what is trained.
-      state: of the server.
+      state: the server's state.
       metrics: how many metrics the model has, the loss included.
     """
     parts = {
@@ -185,8 +185,8 @@ def finish_round(algorithm: Algorithm, state: ServerState, total: Total, key: Ar
 
     Args:
       algorithm: what is trained.
-      state: of the server before the round.
-      total: the sum of what clients added.
+      state: the server's state before the round.
+      total: the sum of the clients' summands.
       key: for what the aggregator draws on the server.
 
     Returns:
@@ -215,7 +215,7 @@ def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
 
     Args:
       model: only models with a `fit` have random steps.
-      keys: of the clients.
+      keys: the clients' keys.
     """
     if model.fit is None:
         return None, None

@@ -20,13 +20,13 @@ from fedrecon.preparation import Plan, Preparation, prepare
 from fedrecon.split import Split, half
 
 ACCURATE_WITHIN = 0.5
-HELD_OUT = 0.1  # of the training clients, to choose a central baseline's ridge on
+HELD_OUT = 0.1  # share of the training clients on which a central baseline's ridge is chosen
 DIM = 16  # of the central factor models
 SVD_RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0)
 ALS_RIDGES = (2.0, 5.0, 10.0, 20.0, 40.0)
 SIMPLE = ("global mean", "item mean", "item + user bias")
 CENTRAL = ("biases + SVD + ridge", "ALS + ridge")
-PADDED_ENTRIES = 2**20  # of a block of groups that is solved at once
+PADDED_ENTRIES = 2**20  # in a block of groups that is solved at once
 
 
 class Examples(NamedTuple):
@@ -117,7 +117,7 @@ def errors(guess: np.ndarray, rating: np.ndarray, accuracy_within: float = ACCUR
 
     Args:
       guess: `(examples,)` predictions.
-      rating: `(examples,)` what they should have been.
+      rating: `(examples,)` the true ratings.
       accuracy_within: a prediction this close to the rating counts as accurate.
     """
     off = np.abs(guess - rating)
@@ -202,7 +202,7 @@ def user_biases(prepared: Preparation, examples: Examples, clients: int) -> np.n
 
     Args:
       prepared: the result of round zero.
-      examples: of the clients.
+      examples: the clients' ratings.
       clients: how many there are.
     """
     residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
@@ -262,7 +262,7 @@ def _newcomers(prepared: Preparation, factors: _Factors, known: Known) -> np.nda
 
 
 def _users(prepared: Preparation, factors: _Factors, examples: Examples, clients: int) -> np.ndarray:
-    """Return every client's factors, and its bias after them."""
+    """Return every client's factors, followed by its bias."""
     items, ridge = factors
     residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
     ridges = np.append(np.full(items.shape[1], ridge), prepared.user_ridge)

@@ -1,7 +1,7 @@
 """Clients: columns of examples and the range of rows that belongs to each client, in memory or memory-mapped.
 
 A client is a range of rows. Subsets of clients and parts of clients are other ranges over the same columns,
-so they cost two integers a client and copy nothing. A saved folder opens by mapping its files: a million
+so they cost two integers per client and copy nothing. A saved folder opens by mapping its files: a million
 clients take no memory until they are read.
 """
 
@@ -68,7 +68,7 @@ class Clients:
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns must have the same number of rows, but have {lengths}.")
         if starts.ndim != 1 or starts.shape != ends.shape:
-            raise ValueError(f"`starts` and `ends` must hold one row per client: {starts.shape}, {ends.shape}.")
+            raise ValueError(f"`starts` and `ends` need one entry per client, not {starts.shape} and {ends.shape}.")
         if self.names is not None and len(self.names) != len(starts):
             raise ValueError(f"`names` has {len(self.names)} entries for {len(starts)} clients.")
         rows = next(iter(lengths.values()))
@@ -305,7 +305,7 @@ class Clients:
         """Return some of the clients, sharing the columns.
 
         Args:
-          indices: of the clients, or a boolean mask with one entry per client.
+          indices: which clients, or a boolean mask with one entry per client.
         """
         indices = np.asarray(indices)
         if indices.dtype == bool:
@@ -314,7 +314,7 @@ class Clients:
             indices = np.flatnonzero(indices)
         indices = indices.astype(np.int64, casting="same_kind" if indices.size else "unsafe")
         if indices.size and not (-len(self) <= indices.min() and indices.max() < len(self)):
-            raise IndexError(f"indices {indices.min()} to {indices.max()} were given, but there are {len(self)}.")
+            raise IndexError(f"indices {indices.min()} to {indices.max()} given, but there are {len(self)} clients.")
         indices = np.where(indices < 0, indices + len(self), indices)
         names = indices if self.names is None else self.names[indices]
         return dataclasses.replace(self, starts=self.starts[indices], ends=self.ends[indices], names=names, totals=None)
@@ -323,7 +323,7 @@ class Clients:
         """Return the identity of clients: a hash of the name as two 32-bit words, wherever a client is stored.
 
         Args:
-          indices: of the clients; all by default.
+          indices: which clients; all by default.
         """
         if indices is None:
             indices = np.arange(len(self))
@@ -362,7 +362,7 @@ class Clients:
         """
         edges = [float(edge) for edge in _edges(fractions)]
         drawn = mixed(as_number(self.identities()), seed) / 2.0**64
-        edges[-1] = 2.0 if edges[-1] == 1 else edges[-1]  # a number just below 2**64 is rounded to it
+        edges[-1] = 2.0 if edges[-1] == 1 else edges[-1]  # a hash just below 2**64 gives 1.0 after rounding
         return tuple(self.take(np.flatnonzero((drawn >= start) & (drawn < end))) for start, end in pairwise(edges))
 
     def split_time(self, *fractions: float, column: str = "time") -> tuple[Self, ...]:

@@ -26,7 +26,7 @@ class Way(NamedTuple):
       algorithm: what was trained.
       run: its training; without rounds if the model has nothing global.
       evaluation: on the unseen clients.
-      sent: bytes that a client sends in a round; of tables that are read by rows, only the client's rows count.
+      sent: bytes that a client sends in a round; for tables that are read by rows, only the client's rows count.
     """
 
     algorithm: Algorithm
@@ -85,14 +85,14 @@ def compare(
     local, it never reads them. If its model has nothing global, there is nothing to train, and it runs no rounds.
 
     Args:
-      algorithms: by name; the table has the names.
+      algorithms: the algorithms, by the names that the table shows.
       clients: the clients to train on.
       unseen: the clients to measure on. They take no part in training.
-      rounds: rounds of training, of each algorithm.
+      rounds: rounds of training for each algorithm.
       clients_per_round: how many clients take part in a round; all of them if there are fewer.
       split: support and query of unseen clients; half and half by default, whatever training does.
       valid: clients to evaluate on during training, for curves; see the histories of the runs.
-      evaluate_every: evaluate on `valid` every this many rounds.
+      evaluate_every: how many rounds there are between evaluations on `valid`.
       seed: for everything random.
       layout: on which devices and in what blocks clients run.
       progress: a progress display.
@@ -101,8 +101,8 @@ def compare(
       A `Comparison`.
 
     Raises:
-      ValueError: if an unseen client also trains. This is only noticed if both are views of the same data, as those
-        that `split_clients` returns.
+      ValueError: if an unseen client also trains. This is only noticed if both are views of the same data, such
+        as those that `split_clients` returns.
       KeyboardInterrupt: on Ctrl-C, while any of the algorithms trains.
     """
     if not algorithms:

@@ -40,10 +40,10 @@ class Evaluation:
       clients: how many clients were measured; those without query examples are not.
       diverged: how many of them diverged. They are excluded from all means.
       examples: how many query examples the means are over.
-      micro: metrics over all examples together; of metrics of a client as a whole (`Model.client_metrics`), the mean
+      micro: metrics over all examples together; for metrics of a client as a whole (`Model.client_metrics`), the mean
         over clients.
       macro: metrics of each client, averaged over clients.
-      quantiles: of each metric over clients, as `{metric: {quantile: value}}`.
+      quantiles: quantiles of each metric over clients, as `{metric: {quantile: value}}`.
       per_client: each metric of each client, NaN for clients that were not measured or that diverged.
     """
 
@@ -262,7 +262,7 @@ def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
     Args:
       algorithm: what is trained.
       clients: the population.
-      seed: of the run.
+      seed: the run's seed.
     """
     if algorithm.method.keep is None:
         return ()

@@ -22,7 +22,7 @@ from fedrecon.split import query_only
 from fedrecon.trees import flatten
 
 SAMPLED = 100  # clients whose rows are counted
-ID_BYTES = 4  # of a row's id, which is sent with the row
+ID_BYTES = 4  # a row's id is sent with the row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Part:
     """One parameter of a model, or one piece of its state.
 
     Attributes:
-      path: of the leaf.
+      path: the leaf's path.
       kind: `global`, `local`, `frozen`, `global state` (averaged) or `local state` (set from support).
       shape: its shape.
       nbytes: its size in bytes.

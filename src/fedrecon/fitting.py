@@ -23,7 +23,7 @@ def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
     handled by rows. Without this it runs on whole tables, with the same results. `train` does this by itself.
 
     Args:
-      algorithm: any.
+      algorithm: any algorithm.
       clients: data with the features that the model will see on every host.
     """
     if algorithm.model.lookups != AUTO:
@@ -42,7 +42,7 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     """Raise an error if the model, the algorithm and the data do not fit together.
 
     Args:
-      algorithm: to run.
+      algorithm: the algorithm to run.
       clients: the data.
     """
     if clients.num_examples == 0:
@@ -57,7 +57,7 @@ def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
     """Raise an error if the algorithm cannot reconstruct its model's local parameters.
 
     Args:
-      algorithm: to run.
+      algorithm: the algorithm to run.
       clients: the data.
     """
     known = _known(algorithm)
@@ -71,7 +71,7 @@ def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
     """List the features that the algorithm's model reads; see `features_used`.
 
     Args:
-      algorithm: to run.
+      algorithm: the algorithm to run.
       clients: the data.
     """
     features, kind = _known(algorithm).features, _kind(clients)

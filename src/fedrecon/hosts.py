@@ -53,9 +53,9 @@ def client_update(
 
     Args:
       algorithm: what is trained. If its clients keep something between rounds, use `client_round`.
-      message: what the server sent: `algorithm.message(state)`, of numpy or JAX arrays.
+      message: what the server sent: `algorithm.message(state)`, as numpy or JAX arrays.
       examples: the columns of one client, or `Clients` for several.
-      key: of the round: `round_key(seed, number)`.
+      key: the round's key: `round_key(seed, number)`.
       client: the name of the one client; `Clients` have their own names. Everything random for a client follows from
         its name.
       lengths: room for support and query examples, so that hosts with different clients run the same program; by
@@ -83,7 +83,7 @@ def client_round(
       algorithm: what is trained.
       message: what the server sent.
       examples: the columns of one client, or `Clients` for several.
-      key: of the round.
+      key: the round's key.
       kept: what the clients kept from their last round, clients first; None before their first, or if they keep
         nothing.
       client: the name of the one client.
@@ -115,7 +115,7 @@ def client_total(
       algorithm: what is trained.
       message: what the server sent.
       examples: the columns of one client, or `Clients` for several.
-      key: of the round.
+      key: the round's key.
       kept: what the clients kept from their last round; see `client_round`.
       client: the name of the one client.
       lengths: room for support and query examples.
@@ -138,8 +138,8 @@ def server_update(
 
     Args:
       algorithm: what is trained.
-      state: of the server before the round, of numpy or JAX arrays.
-      uploads: of clients, which are encoded here; or totals that gateways have already encoded and added up.
+      state: the server's state before the round, as numpy or JAX arrays.
+      uploads: clients' uploads, which are encoded here; or totals that gateways have already encoded and added up.
       key: for what the aggregator draws on the server; from the system's entropy by default.
 
     Returns:
@@ -155,8 +155,8 @@ def server_round(
 
     Args:
       algorithm: what is trained.
-      state: of the server before the round.
-      uploads: of clients, or totals of gateways.
+      state: the server's state before the round.
+      uploads: clients' uploads, or gateways' totals.
       key: for what the aggregator draws on the server; from the system's entropy by default.
 
     Returns:

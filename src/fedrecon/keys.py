@@ -25,7 +25,7 @@ def run_keys(seed: int) -> RunKeys:
     """Return the keys of a run.
 
     Args:
-      seed: of the run.
+      seed: the run's seed.
     """
     return RunKeys(*jax.random.split(jax.random.key(seed), 3))
 
@@ -34,8 +34,8 @@ def round_key(seed: int, number: int) -> Array:
     """Return the key of a round. Every client of the round gets the same key.
 
     Args:
-      seed: of the run.
-      number: of the round, from 0.
+      seed: the run's seed.
+      number: the round's number, from 0.
     """
     return jax.random.fold_in(run_keys(seed).clients, number)
 
@@ -49,7 +49,7 @@ def client_keys(key: Array, identity: Any) -> Array:
     """Derive every client's key from the round's.
 
     Args:
-      key: of the round.
+      key: the round's key.
       identity: `(clients, 2)` hashes of the clients' names, as two 32-bit words each (`Clients.identities`).
     """
     return jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(identity)
@@ -70,7 +70,7 @@ def fold_words(words: np.ndarray, number: int) -> np.ndarray:
     This is Threefry-2x32 with 20 rounds, the generator of JAX's default keys.
 
     Args:
-      words: of the key.
+      words: the key's words.
       number: what to fold in.
     """
     with np.errstate(over="ignore"):

@@ -24,12 +24,12 @@ class Metric(NamedTuple):
 
 
 class ClientMetrics(NamedTuple):
-    """Metrics of a client as a whole that are no means over its examples, such as NDCG or AUC.
+    """Metrics of a client as a whole that are not means over its examples, such as NDCG or AUC.
 
     Attributes:
       names: what they are called, in order.
-      measure: `(global, local, support, query) -> (names,)` of one client, where both sides are `Examples`: columns of
-        `(examples, ...)`, of which the first `count` are there. NaN where a client cannot be measured.
+      measure: `(global, local, support, query) -> (names,)` of one client. Both sides are `Examples`: columns of
+        `(examples, ...)`, of which the first `count` rows are real. NaN if a client cannot be measured.
     """
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
     Attributes:
       mask: `(examples,)`, false where an example is padding.
-      key: of this client, round and step; None if nothing should be random, as when reconstructing for inference.
+      key: for this client, round and step; None if nothing should be random, as when reconstructing for inference.
     """
 
     mask: Array
@@ -143,7 +143,7 @@ def measure(model: Model, predictions: Any, batch: Batch, mask: Array) -> tuple[
 
     Args:
       model: its loss and metrics are measured.
-      predictions: of `model.predict` for this batch.
+      predictions: what `model.predict` returned for this batch.
       batch: features of `(examples, ...)`.
       mask: `(examples,)`, false where an example is padding.
 
@@ -169,8 +169,8 @@ def finish(model: Model, sums: Any) -> dict[str, float]:
     """Turn sums of `(metrics, 2)` into named means; a metric without any weight is NaN.
 
     Args:
-      model: whose metrics they are.
-      sums: of what `metric_names` or `evaluated_names` names.
+      model: the model whose metrics they are.
+      sums: in the order of `metric_names` or `evaluated_names`.
     """
     finishers = {name: metric.finish for name, metric in model.metrics.items()}
     means = (float(total) / float(weight) if weight > 0 else float("nan") for total, weight in sums)

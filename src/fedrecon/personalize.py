@@ -136,7 +136,7 @@ def recommend(
       feature: the feature that holds item ids.
 
     Returns:
-      Items and their predictions, best first; of equal predictions the item with the lower number comes first.
+      Items and their predictions, best first; if predictions are equal, the item with the lower number comes first.
     """
     if n < 1:
         raise ValueError(f"`n` is {n}; it must be at least 1")

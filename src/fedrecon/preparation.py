@@ -9,9 +9,9 @@ ratings, the answers are added up (by a simulator, a server or a secure sum), an
 
 The first total gives the scale: mean, deviation, and whether the ratings are counts. Ratings far outside of what most
 clients have are left out of it and of all that follows, so that no single client decides. The following totals fit
-`y = item bias + user bias + noise` to the standardised ratings, the variances of all three by expectation maximisation.
-The last ones find out how much users differ in what they make of two traits of an item, its bias and how popular it is:
-some follow the majority and some do not. Users' biases and coefficients never leave the clients.
+`y = item bias + user bias + noise` to the standardised ratings, and the variances of all three, by expectation
+maximisation. The last ones show how differently users respond to two traits of an item, its bias and its popularity:
+some users follow the majority and some do not. Users' biases and coefficients never leave the clients.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Preparation(NamedTuple):
       user_variance: of the user biases.
       fitted_ridge: the ridge that `item_bias` was fitted with.
       trait_variance: `(traits,)` of the users' coefficients of item traits.
-      believed: which ratings count: none that are far outside.
-      outside: how many ratings do not.
+      believed: which ratings count; those far outside do not.
+      outside: how many ratings do not count.
     """
 
     plan: Plan
@@ -183,9 +183,9 @@ def advance(message: Preparation, total: Mapping[str, Any], *, transform: Transf
     """Return the next message of the server.
 
     Args:
-      message: the last one.
+      message: the last message.
       total: the sum of all clients' answers to it.
-      transform: of the ratings; by default their skewness decides.
+      transform: `log1p` or `none`; by default the skewness of the ratings decides.
     """
     if message.passes == 0:
         return _scale(message, total, transform)
@@ -204,7 +204,7 @@ def prepare(
       clients: with columns `item` and `rating`.
       num_items: item ids are 0 to `num_items - 1`.
       plan: how many passes there are.
-      transform: of the ratings; by default their skewness decides.
+      transform: `log1p` or `none`; by default the skewness of the ratings decides.
     """
     rows = rows_of(clients.starts, clients.ends)
     item, rating = clients.columns["item"][rows], clients.columns["rating"][rows]
@@ -225,7 +225,7 @@ def _scale(message: Preparation, total: Mapping[str, Any], transform: Transform 
     few = negative_share(total) <= FEW
     if transform == "log1p" and not few:
         below = int(np.sum(np.asarray(total["count"])[: MAGNITUDES // 2]))
-        raise ValueError(f"log(1 + x) needs ratings of at least 0; {below} are below")
+        raise ValueError(f"log(1 + x) needs ratings of at least 0, but {below} are negative")
     if transform is None:
         skewed = skewness(believe(total, logarithm=False).sums(total)) > SKEWED
         transform = "log1p" if few and skewed else "none"
@@ -249,7 +249,7 @@ def skewness(total: Mapping[str, Any]) -> float:
     """Return the skewness of ratings from the sums of their powers; 0 if all are the same.
 
     Args:
-      total: of the clients' first answers.
+      total: the sum of the clients' first answers.
     """
     summed = {name: float(np.sum(total[name])) for name in MOMENTS}
     mean, square, cube = (summed[name] / summed["count"] for name in ("sum", "square", "cube"))
@@ -276,13 +276,13 @@ def _ends(message: Preparation, total: Mapping[str, Any]) -> Preparation:
 
 
 class Biases(NamedTuple):
-    """What users find in their ratings given the item biases; users first.
+    """Users' biases, given the item biases; users first.
 
     Attributes:
       size: `(users,)` how many ratings each has.
-      bias: `(users,)` of each.
-      square: `(users,)` what is expected of its square.
-      error: `(users,)` sum of squared errors, expected.
+      bias: `(users,)` each user's bias.
+      square: `(users,)` the expected square of the bias.
+      error: `(users,)` the expected sum of squared errors.
     """
 
     size: np.ndarray
@@ -292,13 +292,13 @@ class Biases(NamedTuple):
 
 
 def user_biases(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Biases:
-    """Return every user's bias, and what is left over.
+    """Return every user's bias, and the remaining errors.
 
     Args:
       message: what the server sent.
-      item: `(ratings,)` which items were rated.
-      y: `(ratings,)` how, standardised.
-      owner: `(ratings,)` by which user, from 0.
+      item: `(ratings,)` the rated items.
+      y: `(ratings,)` the standardised ratings.
+      owner: `(ratings,)` the user of each rating, from 0.
     """
     users = int(owner.max(initial=-1)) + 1
     without = y - message.item_bias[item]
@@ -357,12 +357,12 @@ def _scaled_traits(message: Preparation, bias: np.ndarray, count: np.ndarray) ->
 
 
 class Tastes(NamedTuple):
-    """What users make of items' traits; users first.
+    """How users respond to items' traits; users first.
 
     Attributes:
       size: `(users,)` how many ratings each has.
-      square: `(users, traits + 1)` what is expected of the squares of its coefficients, its bias the last.
-      error: `(users,)` sum of squared errors, expected.
+      square: `(users, traits + 1)` the expected squares of its coefficients, the bias last.
+      error: `(users,)` the expected sum of squared errors.
     """
 
     size: np.ndarray
@@ -377,7 +377,7 @@ def user_tastes(message: Preparation, traits: np.ndarray, without: np.ndarray, o
       message: what the server sent.
       traits: `(ratings, traits)` of the rated items.
       without: `(ratings,)` standardised ratings without the item biases.
-      owner: `(ratings,)` by which user, from 0.
+      owner: `(ratings,)` the user of each rating, from 0.
     """
     users = int(owner.max(initial=-1)) + 1
     x = np.concatenate([traits, np.ones((len(without), 1))], 1)  # (ratings, traits + 1)

@@ -86,9 +86,9 @@ def strong_generalization(clients: Clients, known: float = KNOWN, *, seed: int =
     Users with a single item keep it, and are not measured.
 
     Args:
-      clients: held-out users, with a column `item`; an item that comes twice counts once.
+      clients: held-out users, with a column `item`; a repeated item counts once.
       known: the share of a user's items that is known.
-      seed: decides which.
+      seed: decides which items are known.
     """
     once = _without_repeats(clients)
     return divide(once.shuffle(seed), fraction(known))
@@ -98,7 +98,7 @@ def divide(clients: Clients, split: Split) -> Division:
     """Divide the items of users as `split` divides examples: support is known, query is hidden.
 
     Args:
-      clients: held-out users, with a column `item` in which no item comes twice, and maybe a column `weight`.
+      clients: held-out users, with a column `item` in which no item is repeated, and maybe a column `weight`.
       split: how examples become support and query.
     """
     weighted = "weight" in clients.columns
@@ -112,7 +112,7 @@ def sets_of(clients: Clients) -> Sets:
     """Return the items of each client.
 
     Args:
-      clients: with a column `item`; an item that comes twice counts once.
+      clients: with a column `item`; a repeated item counts once.
     """
     once = _without_repeats(clients)
     owner = np.repeat(np.arange(len(once)), once.sizes)
@@ -160,7 +160,7 @@ def rank(
     """Measure how a scorer ranks the hidden items of users.
 
     Args:
-      score: known items of users to scores of `(users, items)`, the highest first.
+      score: returns scores of `(users, items)` from the users' known items; higher is better.
       division: known and hidden items.
       num_items: item ids are 0 to `num_items - 1`.
       recall_at: values of k for recall.
@@ -177,7 +177,7 @@ def rank(
         known, hidden = (part.rows(begin, end) for part in division)
         scores = np.array(score(known), np.float64)
         if scores.shape != (end - begin, num_items) or np.isnan(scores).any():
-            raise ValueError(f"scores must be {end - begin} users by {num_items} items without NaN: {scores.shape}")
+            raise ValueError(f"scores must be of shape ({end - begin}, {num_items}), without NaN, not {scores.shape}")
         scores[known.user, known.item] = -np.inf
         places = hidden_places(scores, known, hidden)
         for k in recall_at:
@@ -194,7 +194,7 @@ def _summed_up(values: Mapping[str, np.ndarray], coverage: float, coverage_at: i
     there = ~np.isnan(next(iter(values.values())))
     users = int(there.sum())
     if not users:
-        raise ValueError("none of the users has hidden items to be ranked")
+        raise ValueError("none of the users has hidden items to rank")
     spread = {name: float(v[there].std() / max(users - 1, 1) ** 0.5) for name, v in values.items()}
     means = {name: float(v[there].mean()) for name, v in values.items()}
     return Ranked(users, means | {f"coverage@{coverage_at}": coverage}, spread, values)
@@ -237,7 +237,7 @@ def recall(places: Places, k: int) -> np.ndarray:
     """Return each user's recall among the first `k`; NaN without hidden items.
 
     Args:
-      places: where the hidden items come.
+      places: the ranks of the hidden items.
       k: how many items are shown.
     """
     count = np.bincount(places.user, minlength=places.users)
@@ -249,7 +249,7 @@ def ndcg(places: Places, k: int) -> np.ndarray:
     """Return each user's normalised discounted cumulative gain among the first `k`; NaN without hidden items.
 
     Args:
-      places: where the hidden items come.
+      places: the ranks of the hidden items.
       k: how many items are shown.
     """
     gains = np.append(0, np.cumsum(1 / np.log2(np.arange(2, k + 2))))  # of the first 0, 1, ... places together
@@ -266,7 +266,7 @@ def hit_rate(places: Places, k: int) -> np.ndarray:
     is a product with one factor per hidden item.
 
     Args:
-      places: where the hidden items come.
+      places: the ranks of the hidden items.
       k: how many items are shown.
     """
     count = np.bincount(places.user, minlength=places.users)
@@ -307,7 +307,7 @@ def popularity(train: Sets, num_items: int) -> Scorer:
 
 
 def by_count(counts: np.ndarray) -> Scorer:
-    """Rank items by counts, whoever asks.
+    """Rank items by counts, the same for every user.
 
     Args:
       counts: one for each item.
@@ -324,9 +324,9 @@ def item_knn(
     Args:
       train: what the training users have.
       num_items: item ids are 0 to `num_items - 1`.
-      neighbours: use only this many most similar items of each item.
+      neighbours: use only this many of the items most similar to each item.
       shrink: added to the denominator of the cosine.
-      both: what `together` returns for these users, where it is known.
+      both: what `together` returns for these users, if it is already computed.
     """
     both = together(train, num_items) if both is None else both
     count = np.diag(both).copy()
@@ -345,7 +345,7 @@ def ease(train: Sets, num_items: int, *, ridge: float = 300.0, both: np.ndarray 
       train: what the training users have.
       num_items: item ids are 0 to `num_items - 1`.
       ridge: on all weights.
-      both: what `together` returns for these users, where it is known.
+      both: what `together` returns for these users, if it is already computed.
 
     References:
       Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019.
@@ -381,7 +381,7 @@ def by_model(algorithm: Algorithm, params: Any) -> Scorer:
     """Rank items by a trained model: reconstruct a user from the known items, and score all items.
 
     Args:
-      algorithm: whose model reads items from the column `item`, as `models.ranking_factorization` does.
+      algorithm: one whose model reads items from the column `item`, as `models.ranking_factorization` does.
       params: its global parameters, with a row of `item_embedding` for each item.
     """
     num_items = len(params["item_embedding"])
@@ -403,7 +403,7 @@ def table(results: Mapping[str, Ranked]) -> str:
     """Return results as a text table, one line each.
 
     Args:
-      results: by name.
+      results: the results, by name.
     """
     names = list(next(iter(results.values())).metrics)
     cells = [[name, *(f"{result.metrics[m]:.4f}" for m in names)] for name, result in results.items()]

@@ -20,7 +20,7 @@ import numpy as np
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FREE = {"lookups"}  # fields of a model that may be replaced later: they are saved besides the recipe
+FREE = {"lookups"}  # fields of a model that may be replaced later: they are saved next to the recipe
 DEEPEST = 32  # how far recipes may be nested
 
 
@@ -124,7 +124,7 @@ def digest_of(value: Any) -> str:
     """Return a digest of a JSON value. It does not depend on the order of keys.
 
     Args:
-      value: of JSON types.
+      value: any JSON value.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 

@@ -91,7 +91,7 @@ def at_most(support: int, split: Split) -> Split:
 
 @recorded
 def redrawn(split: Split) -> Split:
-    """Shuffle a client's examples before another split, in training anew in every round the client takes part in.
+    """Shuffle a client's examples before another split; in training, anew in every round that the client takes part in.
 
     An example is then support in one round and query in another, and the global parameters cannot adapt to a single
     division. The order depends on the run's seed, the round and the client. Outside training it is drawn once.

@@ -129,7 +129,7 @@ def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str
 
     Args:
       which: a glob pattern on the path, several of them, or a predicate.
-      name: of the argument, for error messages.
+      name: the argument's name, for error messages.
       leaves: by path.
 
     Raises:
@@ -150,7 +150,7 @@ def by_pattern(values: Any | Mapping[str, Any], name: str, params: Params) -> di
     Args:
       values: one value for all leaves, or a mapping from glob patterns on paths to values. If several patterns match
         a leaf, the first one applies.
-      name: of the argument that holds the values, for error messages.
+      name: the name of the argument that holds the values, for error messages.
       params: the pytree.
 
     Raises:

@@ -30,7 +30,7 @@ def ditto(
       update: how a client trains the global model.
       personal: how a client trains its own model, on the loss plus `strength / 2` times the squared distance from the
         global model.
-      strength: of the pull; 0 is local training that starts from the global model.
+      strength: strength of the pull; 0 means local training that starts from the global model.
       server: the optimizer that takes the negative mean change as a gradient.
       aggregate: weights, clipping; `aggregate.mean()` by default.
 

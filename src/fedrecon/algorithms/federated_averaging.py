@@ -1,4 +1,4 @@
-"""Federated averaging of whole models; of models with local parameters that stay on the clients, this is FedPer.
+"""Federated averaging of whole models; for models with local parameters, which stay on the clients, it is FedPer.
 
 References:
   McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.

@@ -1,9 +1,10 @@
-"""Ranking from what people have, all other items counting as what they have not: federated implicit least squares.
+"""Federated implicit least squares: learn to rank from the items that people have, against all other items.
 
-A client solves for its embedding z on its support, weighted least squares over all items: what it has should score 1,
-and every item, at the weight `unobserved`, 0. Over all items that cost is `z' G z` with the Gram matrix G = V'V of the
-item embeddings V, so a client needs its own rows of V and one small matrix. The gradient is as small: of the rows, and
-of G. The server turns the latter into that of all rows: V times the matrix plus its transpose.
+A client solves for its embedding z on its support by weighted least squares over all items: an item that it has should
+score 1, and every item, with weight `unobserved`, should score 0. The cost of the latter is `z' G z` with the Gram
+matrix G = V'V of the item embeddings V, so a client needs only its own rows of V and one small matrix. The gradient is
+just as small: one of those rows, one of G. The server turns the gradient of G into one of all rows: V times the sum of
+the matrix and its transpose.
 
 References:
   Hu, Koren, Volinsky, Collaborative Filtering for Implicit Feedback Datasets, ICDM 2008 (the loss, the Gram matrix).
@@ -47,20 +48,20 @@ def federated_ials(
 ) -> kit.Algorithm:
     """Train item embeddings so that a client's hidden items score high once it has reconstructed its own embedding.
 
-    Each client reconstructs on its support, `z = (X'X + unobserved G + ridge)^-1 X'1`, and sends the gradient of half
-    the cost on its query, `sum (q'z - 1)^2 + unobserved z'Gz`, where its support's items count for nothing: by rows,
-    and as one `(dim, dim)` matrix. Both are means over its query examples, so that uploads weighted by examples are the
-    mean over a cohort's, as `with_prior` expects them.
+    Each client reconstructs on its support, `z = (X'X + unobserved G + ridge)^-1 X'1`. It sends the gradient of half
+    the cost on its query, `sum (q'z - 1)^2 + unobserved z'Gz`, by rows and as one `(dim, dim)` matrix. Items of its
+    support do not count in this cost. Both gradients are means over its query examples, so uploads weighted by examples
+    give the mean over the cohort's examples, as `with_prior` expects.
 
     Args:
       model: as `models.ranking_factorization` makes it, with an embedding of items, their Gram matrix, and an embedding
         of the user.
-      unobserved: what an item that a client does not have counts, against 1 for one it has.
+      unobserved: the weight of an item that a client does not have; one that it has weighs 1.
       ridge: on the client's embedding, above 0.
       server: the optimizer that takes the mean gradient of the item embeddings.
       split: S; halves redrawn in every round by default.
-      second_order: differentiate through the reconstruction, so that embeddings of support items learn as well.
-      both_ways: let every client go twice, the second time with support and query exchanged.
+      second_order: differentiate through the reconstruction, so that embeddings of support items are trained too.
+      both_ways: run every client twice, the second time with support and query exchanged.
       aggregate: weights, clipping; `aggregate.mean()` by default.
 
     Returns:

@@ -137,7 +137,7 @@ def together(one: Upload, other: Upload) -> Upload:
 
     Args:
       one: an upload.
-      other: of the same clients and rows.
+      other: another, of the same clients and rows.
     """
     examples = one.examples + other.examples
     share = one.examples / jnp.maximum(examples, 1)  # (clients,)

@@ -26,8 +26,8 @@ def scaffold(
 
     Args:
       model: with everything global. Every client keeps a control variate as large as the model.
-      learning_rate: of the clients' steps, which are plain SGD.
-      batch_size: examples of a step.
+      learning_rate: for the clients' steps, which are plain SGD.
+      batch_size: examples per step.
       num_clients: the size of the population.
       server: the optimizer that takes the negative mean change as a gradient.
       epochs: how often a client goes through its examples.

@@ -1,4 +1,4 @@
-"""How a run's privacy budget is divided between round zero and the rounds, and what settings its noise asks for."""
+"""How a run's privacy budget is divided between round zero and the rounds, and which settings its noise calls for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedrecon.app.config import Config
 from fedrecon.privacy.accounting import Release, default_delta, noise_for
 from fedrecon.privacy.round_zero import PURPOSE
 
-SLACK = 1e-4  # a little below the budget, so that what too few places cost (`Sampling.overflow_delta`) fits, too
+SLACK = 1e-4  # a little below the budget, so that the cost of too few places (`Sampling.overflow_delta`) fits too
 FIRM, SMALL_POPULATION = 0.85, 11.0  # round zero's share: at most, and what it falls with
 
 
@@ -35,7 +35,7 @@ def delta_of(config: Config, population: Population) -> float:
 def share_of_round_zero(config: Config, population: Population) -> float:
     """Return round zero's share of the budget, in terms of 1 / noise^2.
 
-    Among few clients item biases need most of it; among many they are exact for little.
+    With few clients, item biases need most of it; with many, a little makes them exact.
     """
     if config.privacy.round_zero is not None:
         return config.privacy.round_zero
@@ -69,7 +69,7 @@ def rounds_noise(
     Args:
       config: the settings, with epsilon.
       population: who it is computed for.
-      before: what was released already.
+      before: what has already been released.
       release: what all rounds release, as a function of the noise multiplier; sampled Gaussian noise by default.
     """
     assert config.privacy.epsilon is not None
@@ -101,15 +101,15 @@ def budget_sentence(before: Sequence[Release], delta: float, budget: float | Non
     of = "" if budget is None else f" of {budget:g}"
     return (
         f"round zero asks every client {len(before)} times, with noise that alone costs epsilon {alone:.3g}{of}; "
-        "the rounds have what is left"
+        "the rounds get what is left"
     )
 
 
 # ---- the recipe with noise ----
 
 MEDIAN = 25.0  # about the median norm of what a client adds in the recipe: a sum of gradients, standardised
-SHORT = 8.0  # where noise outweighs everything, less of each client is more
-USUAL = 60.0  # the noise in the summed gradient of everybody that the priors of the recipe bear as they are
+SHORT = 8.0  # where noise outweighs everything, a small norm is better
+USUAL = 60.0  # the noise in the summed gradient of everybody that the priors of the recipe can take as they are
 
 
 class Rule(NamedTuple):
@@ -125,12 +125,12 @@ class Rule(NamedTuple):
 
 
 def rule(noise_in_mean: float, clients: int, scaling: float = 2.0) -> Rule:
-    """Choose the clipping norm and the priors for so much noise.
+    """Choose the clipping norm and the priors for this much noise.
 
     Args:
       noise_in_mean: the noise multiplier divided by the number of clients in a round.
-      clients: who train here.
-      scaling: what the sum over everybody is of the sum over their query examples.
+      clients: how many clients train here.
+      scaling: the ratio of the sum over everybody to the sum over their query examples.
     """
     clip = MEDIAN if noise_in_mean < 1e-3 else SHORT
     noise = scaling * clients * clip * noise_in_mean  # in one entry of the gradient summed over everybody

@@ -1,4 +1,4 @@
-"""From settings to what they stand for: an algorithm, and a place to run."""
+"""Build what settings describe: an algorithm and a layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedrecon.solvers.problem import Solver
 
 
 def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
-    """Return the optimizer of a name; its momentum, if it is `momentum`, is 0.9."""
+    """Return an optimizer by name; `momentum` is SGD with momentum 0.9."""
     if name == "momentum":
         return optax.sgd(learning_rate, momentum=0.9)
     known = {"sgd": optax.sgd, "adagrad": optax.adagrad, "fedadagrad": adagrad, "adam": optax.adam, "yogi": yogi}
@@ -31,7 +31,7 @@ def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransforma
 
 
 def build_server(settings: Server, rounds: int | None = None, relax: int = 0) -> optax.GradientTransformation:
-    """Return the server's optimizer, for a run of so many rounds and relaxations after them.
+    """Return the server's optimizer, for a run of `rounds` rounds and `relax` relaxations after them.
 
     A rate that falls over all rounds starts again with every relaxation.
     """
@@ -53,7 +53,7 @@ def build_server(settings: Server, rounds: int | None = None, relax: int = 0) ->
 
 
 def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> Solver:
-    """Return R; with least squares it takes `ridge` in place of that of the settings, if there is one."""
+    """Return R; with least squares, `ridge` replaces that of the settings if given."""
     if settings.solver == "least-squares":
         return least_squares(settings.ridge if ridge is None else ridge)
     return gradient_descent(
@@ -85,7 +85,7 @@ def build_weights(config: Config, model: Model) -> aggregate.Weigh:
 
 
 def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
-    """Return how updates become one mean where clients need no protection from the server."""
+    """Return how updates become one mean if clients need no protection from the server."""
     settings, weigh = config.aggregate, build_weights(config, model)
     quantile = settings.followed
     if quantile is None:
@@ -104,8 +104,8 @@ def build_algorithm(
     Args:
       config: the settings, those of a `Ready` for a model that begins with round zero.
       model: what is trained.
-      examples: how many all training clients have, which a prior is weighed against; nothing but training needs it.
-        Where uploads are sums over examples (`app.protection`), how many of them make up everybody's.
+      examples: how many examples all training clients have, which a prior is weighed against; only training needs it.
+        If uploads are sums over examples (`app.protection`), how many uploads make up everybody's.
       aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
     """
     relax = config.model.relax if isinstance(config, RatingsConfig) else 0
@@ -140,5 +140,5 @@ def build_algorithm(
 
 
 def build_layout(config: Config, model: Model) -> Layout:
-    """Return where clients run."""
+    """Return the layout."""
     return layout(config.block, config.devices, model=model)

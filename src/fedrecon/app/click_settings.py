@@ -17,14 +17,14 @@ class Ranking:
 
     Attributes:
       dim: length of the embeddings.
-      unobserved: what an item that a user does not have counts, against 1 for one they have.
+      unobserved: the weight of an item that a user does not have; one that they have weighs 1.
       ridge: the penalty on a user's embedding.
       prior: the server's ridge on item embeddings, against the sum over all clicks.
       init_scale: item embeddings start normal, with lengths of about this.
       second_order: differentiate through the reconstruction.
-      both_ways: let every user go twice in a round, the second time with support and query exchanged.
+      both_ways: run every user twice in a round, the second time with support and query exchanged.
       counts: ignore, or log: an item weighs 1 + log(count), for counts of 1 and more.
-      least_ratings: recommend only items that so many training users have.
+      least_ratings: recommend only items that at least this many training users have.
     """
 
     dim: int = 64
@@ -36,7 +36,7 @@ class Ranking:
     both_ways: bool = True
     counts: Literal["ignore", "log"] = "ignore"
     least_ratings: int = 1
-    at_least: tyro.conf.Suppress[float | None] = None  # that of the data: of other files, less is left out as well
+    at_least: tyro.conf.Suppress[float | None] = None  # copied from the data's: it also applies to other files
 
     def __post_init__(self) -> None:
         """Check the settings."""

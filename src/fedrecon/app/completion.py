@@ -1,4 +1,4 @@
-"""Next-word suggestions for one person, that person's own words included."""
+"""Next-word suggestions for one person, including the person's own words."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def suggest(
       params: global parameters.
       local: the person's local parameters.
       prompt: the beginning of a sentence, as text or as words; if it is too long, only its last words are used.
-      vocabulary: of the model.
+      vocabulary: the model's vocabulary.
       own: by bucket, how often the person uses each of their own words in it, as `data.personal_text` returns them.
       n: how many suggestions; fewer if there are not enough words.
       max_words: the longest sentence that the model was trained on.

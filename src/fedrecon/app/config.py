@@ -70,11 +70,11 @@ class Config:
       task: what is learned: ratings, which items come first (clicks), or the next word of text. Each has options and
         defaults of its own; give --help with it to see them.
       rounds: rounds of training, those before --resume included.
-      evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
-      patience: keep the best of the models before the first round, after the last, and after those that relaxations of
-        a prior add, by the loss of validation clients, of whom there must be 10. End training when so many evaluations
-        in a row were no better. None keeps the model of the last round.
-      checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
+      evaluate_every: evaluate the validation clients every n rounds and at the end; 0 for the end alone.
+      patience: of the models before the first round, after the last, and after each relaxation of a prior, keep the one
+        with the lowest loss on validation clients, of which there must be 10. Stop training after this many evaluations
+        in a row without improvement. None keeps the model of the last round.
+      checkpoint_every: save the state every n rounds: the most that is lost if the process is killed.
       seed: seed of the parameters and of who takes part when.
       devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.
       block: how many clients a device runs side by side; by default as many as suit its cache or memory.
@@ -100,7 +100,7 @@ class Config:
 
     @property
     def most_rounds(self) -> int:
-        """How many rounds there are at most: more than `rounds` where validation clients may ask for more."""
+        """How many rounds there are at most: more than `rounds` if validation clients can call for more."""
         return self.rounds
 
     def __post_init__(self) -> None:
@@ -118,12 +118,12 @@ class Config:
             raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
         if self.privacy.correlated and (self.aggregate.secure or self.sampling.poisson):
             raise ValueError(
-                "privacy.correlated excludes aggregate.secure, whose noise is the clients' own and independent, and "
-                "sampling.poisson, since it is for where chance cannot be promised"
+                "privacy.correlated cannot be used with aggregate.secure, whose noise is the clients' own and "
+                "independent, nor with sampling.poisson, since it is for clients that are not drawn at random"
             )
         if self.privacy.clip_quantile and self.aggregate.secure:
             raise ValueError(
-                "privacy.clip_quantile excludes aggregate.secure, whose integers need one norm for all rounds"
+                "privacy.clip_quantile cannot be used with aggregate.secure, which needs one norm for all rounds"
             )
 
 
@@ -141,7 +141,7 @@ class Reading:
       time: the same for timestamps; 'auto' takes a column 'time' or 'timestamp' if there is one.
       delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
       header: whether the first line names the columns; by default a line without any number does.
-      skip_lines: how many lines before the header or the data are passed over.
+      skip_lines: how many lines to skip before the header or the data.
       encoding: the encoding of a text file.
       duplicates: which of several ratings of one item by one user counts, their mean or sum, or that they are an error.
       bad_rows: whether a row that cannot be read is an error or is skipped and counted.
@@ -191,18 +191,18 @@ class Data(Source, Reading):
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What round zero found in the training users' ratings; saved with the model, never given.
+    """What round zero found in the training users' ratings; saved with the model, never set by hand.
 
     Attributes:
       transform: log1p if what is learned and predicted is log(1 + rating).
-      mean: of the ratings, transformed.
-      deviation: of the ratings, transformed.
-      low: no prediction is below.
-      high: no prediction is above.
+      mean: the mean of the ratings, transformed.
+      deviation: the deviation of the ratings, transformed.
+      low: the lowest prediction.
+      high: the highest prediction.
       standardized: whether the model works with mean 0 and deviation 1.
       noise: the ridge on a user's embedding.
       user_ridge: the ridge on a user's bias.
-      trait_ridges: the ridges on what a user makes of each trait of an item; none if the model has no traits.
+      trait_ridges: the ridges on a user's coefficients of item traits; none if the model has no traits.
     """
 
     transform: Literal["none", "log1p"] = "none"
@@ -242,13 +242,13 @@ class Factorization:
       implicit_feedback: let what a user rated, whatever the ratings, move where reconstruction starts.
       round_zero: begin with the scale, the item biases (which stay as they are) and the ridges that follow from sums
         over the training users; needs biases.
-      item_traits: let users differ in what they make of an item's bias and popularity; needs round-zero.
+      item_traits: let users differ in how they respond to an item's bias and popularity; needs round-zero.
       init_scale: embeddings start uniform between minus and plus this.
       prior: the server's ridge on item embeddings, against the sum over all ratings; for adaptive server optimizers.
-      relax: after the rounds, go on with a quarter of the prior for a quarter as many rounds, up to so many times, as
-        long as validation users gain from it; needs patience.
+      relax: after the rounds, continue with a quarter of the prior for a quarter as many rounds, up to this many times,
+        as long as validation users gain from it; needs patience.
       implicit_prior: the same as prior, for what implicit feedback learns.
-      least_ratings: recommend only items with so many ratings by training users.
+      least_ratings: recommend only items with at least this many ratings by training users.
     """
 
     dim: int = 50
@@ -292,7 +292,7 @@ class RatingsConfig(Config):
 
     @property
     def most_rounds(self) -> int:
-        """With relaxations of the prior, unless every round is paid for in privacy."""
+        """How many rounds there are at most, with relaxations of the prior unless every round costs privacy."""
         relaxes = self.patience is not None and not self.privacy.on
         return self.rounds + (relaxed_rounds(self.rounds, self.model.relax) if relaxes else 0)
 
@@ -354,7 +354,7 @@ class ClicksConfig(Config):
         if self.aggregate.weigh == "tokens":
             raise ValueError("aggregate.weigh is 'tokens', which clicks do not have: use 'examples' or 'uniform'")
         if self.split.train == "none":
-            raise ValueError("split.train is 'none'; what is known must not be what is to be found: use 'redrawn-half'")
+            raise ValueError("split.train is 'none', so known items would also be the hidden ones: use 'redrawn-half'")
 
 
 # ---- text ----
@@ -371,10 +371,10 @@ class TextData(Source):
         Exchange dump, federated Stack Overflow (stackoverflow.sqlite), or the folder of a prepared corpus.
       fractions: shares of the clients for training, validation and test. No client is in two of them. Federated Stack
         Overflow has shares of its own, of which the held-out users test.
-      max_sentences: at most this many sentences of a client are used, the first of the file.
+      max_sentences: at most this many sentences of a client are used, the first in the file.
       min_sentences: clients with fewer are left out.
       bad_rows: whether a line that cannot be read is an error or is skipped and counted.
-      word_count: the file stackoverflow.word_count, whose first words are then the vocabulary.
+      word_count: the file stackoverflow.word_count, whose first words become the vocabulary.
       unpack: unpack a compressed Stack Overflow database to a file beside it, which stays.
     """
 
@@ -402,8 +402,8 @@ class NextWord:
       oov_buckets: how many buckets all other words share.
       embedding: length of the embeddings.
       hidden: width of the LSTM.
-      projection: width of what the outputs are compared with.
-      max_words: of a sentence the first so many words count.
+      projection: width of the projection that is compared with the outputs.
+      max_words: use at most this many words of a sentence, the first ones.
       local_oov: keep the embeddings of buckets local; otherwise they are global and nothing is reconstructed.
       loss_over: average the loss over tokens, or over all positions with padding as zero, as the paper's code did.
     """
@@ -466,8 +466,8 @@ def config_from_json(values: Any, source: str, task: str | None = None, base: Co
     Args:
       values: an object as `to_json` returns, or part of one.
       source: where it comes from, for messages.
-      task: the task if `values` names none; ratings by default, which is all that there was once.
-      base: what is not given is as here, if it is of the same task; else as the type's defaults.
+      task: the task if `values` names none; ratings by default, which once was the only task.
+      base: settings for what is not given, if they are of the same task; otherwise the type's defaults.
 
     Raises:
       ConfigError: a setting is unknown, missing or of the wrong type; the message names it.

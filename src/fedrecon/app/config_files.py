@@ -22,19 +22,19 @@ class ConfigError(ValueError):
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """Return settings as what JSON can hold."""
+    """Return settings as a JSON value."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def from_json(kind: type[T], values: Any, source: str, *, within: str = "", default: T | None = None) -> T:
-    """Make settings from JSON; what is not there takes its default.
+    """Make settings from JSON; a setting that is missing takes its default.
 
     Args:
       kind: a dataclass of settings.
       values: an object as `to_json` returns, or part of one.
       source: where it comes from, for messages.
       within: the group these settings are in, for messages.
-      default: what the group is where nothing is given; None for the defaults of `kind`.
+      default: the group if nothing is given; None for the defaults of `kind`.
 
     Raises:
       ConfigError: a setting is unknown, missing or of the wrong type; the message names it.
@@ -82,7 +82,7 @@ def _typed(hint: Any, value: Any, where: str, source: str) -> Any:
         if origin is tuple and isinstance(value, list | tuple) and len(value) == len(choices):
             return tuple(_typed(one, x, where, source) for one, x in zip(choices, value, strict=True))
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # of a whole number of 400 digits
+            with contextlib.suppress(OverflowError):  # a whole number of 400 digits
                 return float(value)
         if kind in (int, str, bool, type(None)) and type(value) is kind:
             return value
@@ -128,7 +128,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], within: str = "") -> list[str]:
-    """List the settings that differ between two configs as JSON, but for those that cannot change the parameters."""
+    """List the settings that differ between two configs as JSON, except those that cannot change the parameters."""
     found = []
     for name in dict.fromkeys([*old, *new]):
         if not within and name in HARMLESS:

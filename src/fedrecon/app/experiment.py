@@ -1,4 +1,4 @@
-"""A whole run: data, training, evaluation on users never met, and the folder that it leaves."""
+"""A whole run: data, training, evaluation on unseen users, and the folder that it writes."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Outcome:
       test: how the model serves the test users; None after an interruption or without any.
       most_rounds: how many rounds it could have had.
       left_out: counts of what was not read of the data.
-      described: whether what was read has been said already, with what was left out.
-      baselines: how the baselines do on the query of the test users; empty where there are none.
-      failed: why the run is said to have failed; None if it went well.
+      described: whether remarks have already described the data and what was left out.
+      baselines: how the baselines do on the query of the test users; empty if there are none.
+      failed: why the run failed; None if it did not.
     """
 
     run: Run
@@ -89,25 +89,25 @@ def run_experiment(
     on_record: OnRecord | None = None,
     say: Say = lambda text: None,
 ) -> Outcome:
-    """Train as settings say, evaluate on the test users, and write everything to a folder.
+    """Train with some settings, evaluate on the test users, and write everything to a folder.
 
     Nothing in the folder changes before the data is read and the run can start. A run that is replaced is put aside
-    until the new one is complete. Of several processes (`fr.start_hosts`), all read the data and only the first reads
-    and writes the folder.
+    until the new one is complete. With several processes (`fr.start_hosts`), all read the data and only the first
+    reads and writes the folder.
 
     Args:
       config: the settings.
       folder: where everything goes.
-      resume: go on from the folder's newest checkpoint; begin if it has none.
-      overwrite: replace a run that the folder holds.
+      resume: continue from the folder's newest checkpoint; begin anew if it has none.
+      overwrite: replace the run that the folder holds.
       made_by: the command, for `run.json`.
       progress: a progress display.
       on_record: called with every round's and evaluation's record.
       say: called with remarks and warnings.
 
     Raises:
-      StorageError: the folder holds another run, and neither option allows for that; another process writes to it; or
-        it is somebody else's.
+      StorageError: the folder holds another run, and neither option is given; another process writes to it; or it
+        holds something else.
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one keeps what the other removes")
@@ -244,7 +244,7 @@ def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
 def make_evaluator(
     config: Config, algorithm: Algorithm, users: Users, place: Layout | None = None, part: str = "valid"
 ) -> Evaluator | None:
-    """Return an evaluator of the users of a part, split as settings say; None if there are none."""
+    """Return an evaluator of the users of a part, split according to settings; None if there are none."""
     chosen = getattr(users, part)
     if not len(chosen):
         return None
@@ -261,7 +261,7 @@ def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config,
 
     Raises:
       StorageError: the folder holds no run, or is damaged.
-      DataError: the data is not there any more, or is not what it was.
+      DataError: the data is gone, or has changed.
     """
     config, facts = read_run(path)
     task = task_of(config)
@@ -299,7 +299,7 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
 
 
 def _promise(protection: Protection, algorithm: Algorithm, config: Config, clients: int) -> dict[str, Any] | None:
-    """Say what all planned rounds will have spent: whatever becomes of the run, it is no more than that."""
+    """Say what all planned rounds will have spent; the run never spends more."""
     facts = protection.facts()
     if facts is None or protection.ledger is None:
         return None
@@ -309,7 +309,7 @@ def _promise(protection: Protection, algorithm: Algorithm, config: Config, clien
 
 
 def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, made_by: str) -> dict[str, Any]:
-    """Say what `run.json` says from the beginning."""
+    """Return what `run.json` says from the beginning."""
     source = Path(config.data.source)
     return {
         "made_by": made_by,
@@ -341,7 +341,7 @@ def _versions() -> dict[str, str]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return all settings by name, but where the data is: that may be another place on another host."""
+    """Return all settings by name, except where the data is, which may differ between hosts."""
     settings = to_json(config)
     groups = {name: group for name, group in settings.items() if isinstance(group, dict)}
     inside = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
@@ -350,7 +350,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:
-    """Find files by the places they were at, wherever the command is run from now."""
+    """Find files where they were, whatever folder the command runs in now."""
     places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
     there: dict[str, Any] = {
         name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)

@@ -17,7 +17,7 @@ Log = Literal["tensorboard", "mlflow", "wandb"]
 
 @contextlib.contextmanager
 def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = None) -> Iterator[OnRecord]:
-    """Send the records of a run to a tool that draws them, while a block runs.
+    """Send the records of a run to a tool that plots them, during a `with` block.
 
     Nothing is written before the first record. Numbers of rounds are named `train/loss` and so on, those of evaluations
     `valid/rmse` and so on.
@@ -25,11 +25,11 @@ def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = N
     Args:
       kind: `tensorboard` writes event files to `folder/tensorboard`. `mlflow` and `wandb` write to where their own
         settings say, as a run that has the folder's name.
-      folder: of the run.
-      settings: of the run, shown beside its numbers by MLflow and Weights & Biases.
+      folder: the run's folder.
+      settings: the run's settings, which MLflow and Weights & Biases show beside its numbers.
 
     Yields:
-      A function to be given to `fr.train` as `on_record`.
+      A function to pass to `fr.train` as `on_record`.
 
     Raises:
       ValueError: there is no such tool, or its package is not installed.
@@ -76,7 +76,7 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any], first: int) -> Itera
 
     del settings
     writer = EventFileWriter(str(folder / LOGS))
-    # A run that goes on begins at its checkpoint: what was drawn beyond it is drawn again, and the old is dropped.
+    # A resumed run begins at its checkpoint: later steps are logged again, and the old ones are dropped.
     writer.add_event(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
 
     def write(numbers: Mapping[str, float], step: int) -> None:

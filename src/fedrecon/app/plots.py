@@ -27,9 +27,9 @@ def learning_curve(
 
     Args:
       records: a run's history, as in `metrics.jsonl`.
-      path: the file; its folder is made.
+      path: the file; its folder is created.
       measures: the metrics, such as those of a task.
-      title: stands above the picture.
+      title: goes above the picture.
     """
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def learning_curve(
 
 
 def write_figure(figure: Any, path: Path) -> None:
-    """Write a figure to a PNG file; its folder is made."""
+    """Write a figure to a PNG file; its folder is created."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _say(axes: Any, text: str) -> None:
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Average each value with its neighbours, over those of the window that there are."""
+    """Average each value with its neighbours, over a shorter window at the ends."""
     there = np.isfinite(values)
     ones = np.ones(window)
     total = np.convolve(np.where(there, values, 0), ones, "same")

@@ -26,7 +26,7 @@ from fedrecon.app.config import (
 Preset = Literal["default", "quick", "paper"]
 
 # One setting of constants for ratings of any scale and size. Round zero finds the scale, the item biases and the
-# ridges; what decides beside it is the prior on item embeddings: rows that few have rated would follow their noise.
+# ridges; besides, the prior on item embeddings matters most: without it, rows with few ratings would fit noise.
 DEFAULT = RatingsConfig(
     data=Data(source="", transform="auto"),
     model=Factorization(
@@ -45,7 +45,7 @@ DEFAULT = RatingsConfig(
     reconstruct=Reconstruct(solver="least-squares"),
     update=Update(learning_rate=1.0, steps=1, batch_size=150, second_order=True),
     server=Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all"),
-    # Clients far longer than the median are shortened; three times it leaves nearly all others as they are.
+    # Updates far longer than the median are shortened; a limit of three times it leaves nearly all others as they are.
     aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None, least=200),  # cheap where there are few, and steps are less noisy
     rounds=200,
@@ -76,10 +76,10 @@ def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
     """Return the settings that options and a config file build on.
 
     Args:
-      preset: what was asked for; None for `default`, unless the config file names everything, as a run's does: what a
-        run of an earlier version does not name was then as in `paper`.
+      preset: what was asked for; None for `default`. If the config file has every group, as a run's does, None is for
+        `paper`: settings that a run of an earlier version does not name had these values.
       task: ratings, clicks or text.
-      values: those of the config file, or none.
+      values: the settings of the config file, if there is one.
 
     Raises:
       ValueError: the task has no such preset.

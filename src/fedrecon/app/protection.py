@@ -27,8 +27,8 @@ class Protection(NamedTuple):
     Attributes:
       config: the settings, with what follows from the noise.
       aggregator: how updates become one.
-      examples: how many updates' worth the server's sum over everybody has, for priors; None to count examples.
-      ledger: before the first round; None where nothing is promised.
+      examples: for priors, how many updates the server's sum over everybody stands for; None to count examples.
+      ledger: the ledger before the first round; None if nothing is promised.
       noise_multiplier: of all that a round releases; None without noise.
     """
 
@@ -63,10 +63,10 @@ def protect(
       config: the settings.
       model: what is trained.
       clients: how many train.
-      earlier: `run.json` of the run that goes on: its noise stays as it was, however many rounds are planned now.
+      earlier: `run.json` of the run to resume: its noise stays the same, however many rounds are planned now.
       released: what round zero gave away.
-      population: compute the noise for these, and let the mean upload have as much of it as theirs; None for those who
-        train. For studies: it protects nobody who trains.
+      population: compute the noise for these clients, and give the mean upload as much of it as theirs; None for those
+        who train. For studies: it protects nobody who trains.
     """
     if not config.privacy.on:
         return Protection(config, _without_noise(config, model, clients))
@@ -92,7 +92,7 @@ def protect(
 
 
 def drawn_privately(config: Config) -> Config:
-    """Draw clients as the noise counts on it: each by itself, or in turns; unless settings invite more than needed."""
+    """Draw clients as the noise assumes: independently or in turns, unless settings invite more than needed."""
     if config.privacy.correlated is not None:
         return dataclasses.replace(
             config, sampling=dataclasses.replace(config.sampling, apart=config.privacy.correlated)
@@ -103,7 +103,7 @@ def drawn_privately(config: Config) -> Config:
 
 
 def _per_round(config: Config, clients: int) -> int:
-    """Return how many take part in a round; where clients take turns, no more than each group has."""
+    """Return how many take part in a round; if clients take turns, no more than each group has."""
     sampling = config.sampling
     most = clients // (sampling.apart or 1)
     if most < 1:
@@ -117,7 +117,7 @@ def is_recipe(config: Config) -> bool:
 
 
 def _with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Config, float | None]:
-    """Return the settings of the recipe for so much noise, and what its priors are weighed against."""
+    """Return the settings of the recipe for this much noise, and what its priors are weighed against."""
     if not is_recipe(config):
         return config, None
     query = int(build_split(config.split.train, config.split).counts(np.array([1000]))[1][0])
@@ -132,7 +132,7 @@ def _with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Conf
 
 
 def _scales(config: Config) -> dict[str, float] | None:
-    """Return what stays at home: the server leaves what round zero found as it is."""
+    """Return what clients do not send: the server does not change what round zero found."""
     if not is_recipe(config):
         return None
     return dict.fromkeys(FOUND[: None if config.model.item_traits else -1], 0.0)
@@ -150,7 +150,7 @@ def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggreg
     settings = config.privacy
     assert settings.clip_norm is not None
     if settings.clip_quantile is not None:
-        update_noise_for(noise, per_round / 20)  # says what to do where so few clients cannot hide a count
+        update_noise_for(noise, per_round / 20)  # its error says what to do if too few clients hide a count
     return aggregate.private(
         settings.clip_norm,
         noise,
@@ -166,7 +166,7 @@ def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggreg
 def _secure(config: Config, clients: int, per_round: float, noise: float) -> aggregate.Aggregator:
     least = config.sampling.fewest(clients) if config.sampling.poisson else int(per_round)
     return aggregate.secure(
-        config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is yet to be chosen
+        config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is not chosen yet
         clients=config.sampling.capacity(clients),
         noise_multiplier=noise,
         per_round=per_round,
@@ -201,14 +201,14 @@ def say_promise(protection: Protection) -> list[str]:
         remarks.append(f"privacy: {budget_sentence(ledger.releases, ledger.delta, ledger.budget)}")
     if config.sampling.apart is not None:
         remarks.append(
-            f"privacy: clients take turns, each once in {config.sampling.apart} rounds at most; the promise holds "
-            "where that is kept, and counts on nothing else"
+            f"privacy: clients take turns, each at most once in {config.sampling.apart} rounds; the promise holds "
+            "as long as they do, and relies on nothing else"
         )
     elif config.sampling.poisson:
-        remarks.append("privacy: every client is drawn by itself in every round (Poisson sampling)")
+        remarks.append("privacy: every client is drawn independently in every round (Poisson sampling)")
     else:
         remarks.append(
-            "privacy: clients are not drawn by Poisson sampling, so no protection by chance is counted; without "
+            "privacy: clients are not drawn by Poisson sampling, so random sampling adds no protection; without "
             "--sampling.oversample the same noise promises far more"
         )
     return [*remarks, f"privacy: {NOT_COVERED}"]

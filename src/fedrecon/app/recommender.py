@@ -31,8 +31,8 @@ class Recommended(NamedTuple):
 
     Attributes:
       item: its id, as in the training data.
-      title: what it is called; its id where it has no title.
-      rating: what the person is predicted to rate it, within the scale; of clicks, a score: about 1 is likely, 0 not.
+      title: what it is called; its id if it has no title.
+      rating: the predicted rating, within the scale; for clicks, a score: about 1 is likely, 0 is not.
     """
 
     item: Any
@@ -60,12 +60,12 @@ class Recommender:
         self._scores = jax.jit(scores)
 
     def reconstruct(self, people: Person | Sequence[Person] | Clients) -> Any:
-        """Rebuild the local parameters of one person, or of many with the people first in every leaf.
+        """Reconstruct the local parameters of one person, or of many with the people first in every leaf.
 
         Args:
           people: `{item id: rating}` of one person, a list of them, or `Clients` with columns `item` (numbers of this
-            model's items) and `rating`. Items that the model does not know are left out. For a model of clicks, counts
-            are in the place of ratings, 1 where nobody counted.
+            model's items) and `rating`. Items that the model does not know are left out. For a model of clicks, give
+            counts instead of ratings, or 1 if there are none.
         """
         local = reconstruct(self._algorithm, self._params, self._clients(people), seed=self.saved.config.seed)
         return jax.tree.map(lambda leaf: leaf[0], local) if isinstance(people, Mapping) else local
@@ -90,7 +90,7 @@ class Recommender:
         Args:
           people: as for `reconstruct`.
           n: how many items; fewer come back if fewer are left.
-          least_ratings: only items with so many ratings by training users; as the model's settings say by default.
+          least_ratings: only items with at least this many ratings by training users; by default the model's setting.
         """
         everyone = [
             [
@@ -104,12 +104,12 @@ class Recommender:
     def recommend_numbers(
         self, clients: Clients, n: int = 10, least_ratings: int | None = None
     ) -> list[Recommendation]:
-        """Recommend to clients, items by their numbers.
+        """Recommend items to clients, by the items' numbers.
 
-        Of equal predictions the item with the lower number comes first.
+        If predictions are equal, the item with the lower number comes first.
 
         Args:
-          clients: with columns `item` and `rating`, which are logarithms where the model has learned those.
+          clients: with columns `item` and `rating`, which are logarithms if the model has learned those.
           n: how many items.
           least_ratings: as for `recommend`.
         """
@@ -152,7 +152,7 @@ class Recommender:
         return self._numbers[str(item)]
 
     def _every_score(self, clients: Clients) -> Any:
-        """Yield some clients after another, and their predictions for all items, neither clipped nor restored."""
+        """Yield some clients at a time, and their predictions for all items, neither clipped nor restored."""
         for begin in range(0, len(clients), PEOPLE_AT_ONCE):
             part = clients.take(np.arange(begin, min(begin + PEOPLE_AT_ONCE, len(clients))))
             local = reconstruct(self._algorithm, self._params, part, seed=self.saved.config.seed)
@@ -161,7 +161,7 @@ class Recommender:
             yield part, np.array(self._scores(self._params, padded), np.float64)[: len(part)]
 
     def _shown(self, scores: np.ndarray) -> np.ndarray:
-        """Return predictions within the scale, and as counts where the model has learned their logarithms."""
+        """Return predictions within the scale, and as counts if the model has learned their logarithms."""
         if self.saved.task is not RATINGS:
             return scores.copy()
         scale, ends = self.saved.config.model.scale, shown_scale(self.saved)
@@ -176,7 +176,7 @@ class Recommender:
 
 
 def shown_scale(saved: SavedModel[Items]) -> tuple[float, float] | None:
-    """Return between which ratings predictions are shown, as ratings are in the data; None if nothing is known."""
+    """Return the lowest and the highest rating that is shown, in the data's own scale; None if they are not known."""
     scale = saved.config.model.scale
     if scale is None:  # a model of an earlier version
         return saved.legend.scale
@@ -185,7 +185,7 @@ def shown_scale(saved: SavedModel[Items]) -> tuple[float, float] | None:
 
 
 def _best(scores: np.ndarray, shown: np.ndarray, n: int) -> Recommendation:
-    """Take the best, of equal ones those with lower numbers."""
+    """Take the best; of equal ones, those with lower numbers."""
     near = np.arange(len(scores))
     if n < len(scores):
         near = np.flatnonzero(scores >= -np.partition(-scores, n - 1)[n - 1])
@@ -202,11 +202,11 @@ def load(folder: str | Path, made: Model | Algorithm | None = None) -> Any:
     """Load what was trained: from a run, a `Recommender` ready to serve; from what `fr.save` wrote, a `Loaded`.
 
     Args:
-      folder: of a run of ratings or clicks or its saved model, or one that `fr.save` made.
-      made: for the latter: the model or algorithm, where its code could not be written down. It gets the saved lookups.
+      folder: a run of ratings or clicks, its saved model, or what `fr.save` wrote.
+      made: for what `fr.save` wrote: the model or algorithm, if its code could not be saved. It gets the saved lookups.
 
     Raises:
-      StorageError: there is nothing of the kind, it is damaged, its training failed, or it is of text; the
+      StorageError: the folder holds none of these, it is damaged, its training failed, or it is of text; the
         message says what to do.
     """
     if made is not None or (Path(folder) / PORTABLE).exists():

@@ -1,4 +1,4 @@
-"""Going on with a run: it must be the same run, on the same data, laid out on devices in the same way."""
+"""Resume a run: it must be the same run, on the same data, laid out on devices in the same way."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
 
 
 def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, Any] | None:
-    """Return the `run.json` of the run to go on with; None if there is none yet."""
+    """Return the `run.json` of the run to resume; None if there is none yet."""
     if not folder.holds_run():
         return None
     if not resume:
@@ -51,7 +51,7 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
     settings, facts = read_run(folder.path)
     if done is None and (facts.get("ended") or standing(folder.model_path).exists()):
         raise StorageError(
-            f"the run in {folder.path} has no checkpoint any more, so it cannot go on; its model is still there. "
+            f"the run in {folder.path} has no checkpoint any more, so it cannot be resumed; its model is still there. "
             "Begin anew in another folder, or with --overwrite."
         )
     if settings.task != config.task:
@@ -64,26 +64,26 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         )
     if settings.rounds != config.rounds and config.server.decay_rounds == "all":
         raise StorageError(
-            f"the run in {folder.path} brings its learning rate down over all of its {settings.rounds} rounds, so "
-            f"it cannot go on to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew "
+            f"the run in {folder.path} lowers its learning rate over all of its {settings.rounds} rounds, so "
+            f"it cannot continue to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew "
             "with --overwrite"
         )
     if done is not None and done > config.most_rounds:
         raise StorageError(f"the run in {folder.path} is past round {config.most_rounds}: it has done {done}")
     if facts.get("version") != VERSION:
         raise StorageError(
-            f"the run in {folder.path} was begun by another version of fedrecon, and this one cannot go on with it: "
-            "go on with that version, or begin anew with --overwrite"
+            f"the run in {folder.path} was begun by another version of fedrecon, and this one cannot resume it: "
+            "resume it with that version, or begin anew with --overwrite"
         )
     place = facts.get("layout")
     numbers = [place.get(name) for name in ("devices", "block", "sharing")] if isinstance(place, dict) else [None]
     if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
-        raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot go on")
+        raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot be resumed")
     return facts
 
 
 def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[str, Any] | None) -> None:
-    """Check that the data is what the run began on."""
+    """Check that the data is the same as when the run began."""
     now = facts["data"]["fingerprint"]
     if earlier and earlier["data"]["fingerprint"] != now:
         raise StorageError(
@@ -94,7 +94,7 @@ def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[st
 
 
 def layout_facts(place: Layout) -> dict[str, Any]:
-    """Say for `run.json` where clients run."""
+    """Return the layout for `run.json`."""
     return {
         "platform": jax.default_backend(),
         "devices": place.devices,
@@ -106,7 +106,7 @@ def layout_facts(place: Layout) -> dict[str, Any]:
 
 
 def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any] | None, say: Say) -> None:
-    """Start as many devices as the run began with, whatever this machine has: others would give other last bits."""
+    """Start as many devices as the run began with, whatever this machine has: the last bits depend on their number."""
     if earlier is None or config.devices is not None:
         start_devices(config.devices)
         return
@@ -118,12 +118,13 @@ def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if earlier["layout"].get("platform") == "cpu" and began != cores and wire() is None:
         say(
-            f"goes on with {began} devices, as it began, although this machine has {cores} cores: the bits depend on it"
+            f"continues with {began} devices, as it began, although this machine has {cores} cores: "
+            "the last bits of its results depend on it"
         )
 
 
 def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier: dict[str, Any] | None) -> Layout:
-    """Return where clients run: for a run that goes on, as it began."""
+    """Return the layout; a resumed run keeps the one that it began with."""
     if earlier is None:
         return build_layout(config, algorithm.model)
     began = earlier["layout"]
@@ -147,6 +148,7 @@ def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
     began = earlier["layout"]
     of = f" of {began['processes']} processes" if "processes" in began else ""
     return StorageError(
-        f"the run in {folder.path} began on {began['devices']} devices{of} ({began.get('platform')}), which there are "
-        "not here; on others its bits would change. Go on where it began, or begin anew with --overwrite."
+        f"the run in {folder.path} began on {began['devices']} devices{of} ({began.get('platform')}), which this "
+        "machine does not have; on others the last bits of its results would change. Resume it where it began, or "
+        "begin anew with --overwrite."
     )

@@ -1,4 +1,4 @@
-"""A trained model on disk: the global parameters and all that inference needs, nothing of who trained it."""
+"""A trained model on disk: the global parameters and all that inference needs, nothing about who trained it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SavedModel(Generic[L]):
       config: the settings of model, reconstruction and evaluation; those of training are not kept.
       params: the global parameters.
       legend: what its ids stand for: items or words.
-      failed: why its training is said to have failed, in which case nobody should be served with it; or None.
+      failed: why its training failed, in which case it should serve nobody; None if it did not.
     """
 
     config: Config
@@ -83,7 +83,7 @@ def open_model(path: str | Path) -> SavedModel[Any]:
     """Open a model folder, or the one in a run's folder.
 
     Raises:
-      StorageError: there is none, or it is damaged.
+      StorageError: there is no model, or it is damaged.
     """
     folder = standing(Path(path))
     if not folder.is_dir():
@@ -103,7 +103,7 @@ def open_model(path: str | Path) -> SavedModel[Any]:
 
 
 def _read_description(file: Path) -> tuple[SavedModel[Any], dict[str, Any] | None]:
-    """Read all of a model but its parameters, and the manifest if it has one."""
+    """Read all of a model except its parameters, and the manifest if it has one."""
     description = read_sealed(file, unsealed={"format": FORMAT, "version": 1})
     try:
         if description["format"] != FORMAT or description["version"] not in range(1, VERSION + 1):
@@ -111,7 +111,7 @@ def _read_description(file: Path) -> tuple[SavedModel[Any], dict[str, Any] | Non
                 f"{file} is of format {description['format']} {description['version']}; "
                 f"this version of fedrecon reads {FORMAT} up to {VERSION}"
             )
-        name = description.get("task", "ratings")  # all that there was once
+        name = description.get("task", "ratings")  # once the only task
         if name not in TASKS:
             raise StorageError(f"{file} is of task {name!r}; this version of fedrecon knows {', '.join(TASKS)}")
         settings = {**to_json(TASKS[name].untrained), **{part: description["settings"][part] for part in SETTINGS}}
@@ -133,14 +133,14 @@ def _read_description(file: Path) -> tuple[SavedModel[Any], dict[str, Any] | Non
 def _no_model(path: Path) -> str:
     if checkpoints_of(path):
         return (
-            f"the run in {path} has not come to a model yet: if nothing is training it, go on with the same command "
+            f"the run in {path} has no model yet: if nothing is training it, continue with the same command "
             "and --resume"
         )
     return f"{path} holds no model: train one with fedrecon train DATA --out {path}"
 
 
 def open_for(task: Task[Any, Any, L], path: str | Path, *others: Task[Any, Any, L]) -> SavedModel[L]:
-    """Open a model that was trained for a task, or for one of others that serve in the same way.
+    """Open a model that was trained for a task, or for another that serves in the same way.
 
     Raises:
       StorageError: there is none, it is damaged, its training failed, or it is for another task; the message says what

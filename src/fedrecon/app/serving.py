@@ -26,10 +26,10 @@ def recommend_items(
     """Reconstruct every client's local parameters from all its ratings and recommend what it has not rated.
 
     Args:
-      model: of ratings.
+      model: a model of ratings.
       clients: as the model sees them: `model.task.view(model.config, clients)` of ratings as they are given.
       n: how many items for each.
-      least_ratings: only items with so many ratings by training users; as the model's settings say by default.
+      least_ratings: only items with at least this many ratings by training users; by default the model's setting.
     """
     return Recommender(model).recommend_numbers(clients, n, least_ratings)
 
@@ -39,7 +39,7 @@ class Completion(NamedTuple):
 
     Attributes:
       prompt: as given.
-      words: those of it that count: the last of its last sentence.
+      words: the words of it that are used: the last of its last sentence.
       without: suggestions with the local parameters as they start.
       reconstructed: suggestions with those reconstructed from the person's text.
     """
@@ -68,8 +68,8 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
     """Reconstruct a person's local parameters from text of theirs and suggest next words with and without them.
 
     Args:
-      model: of text.
-      text: anything the person wrote; of very much, the last sentences count, as many as reconstruction takes.
+      model: a model of text.
+      text: anything the person wrote; of a long text, the last sentences are used, as many as reconstruction takes.
       prompts: beginnings of sentences.
       n: how many suggestions for each.
 
@@ -100,7 +100,7 @@ def complete_text(model: SavedModel[Vocabulary], text: str, prompts: Sequence[st
 
 
 def _words_of(prompt: str, max_words: int) -> list[str]:
-    """Return the words of a prompt that a model reads: the beginning of a sentence is one of its places too."""
+    """Return the words of a prompt that a model reads; the mark that begins a sentence takes one place."""
     sentences = split_text(prompt)
     if not sentences:
         raise DataError(f"the prompt {prompt!r} has no words: give the beginning of a sentence")
@@ -111,7 +111,7 @@ def read_text(path: Path) -> str:
     """Read a file of plain text, a pipe, or standard input as "-".
 
     Raises:
-      DataError: it is not there, or is not UTF-8 text.
+      DataError: it is missing, or is not UTF-8 text.
     """
     if not is_readable(path):
         raise DataError(f"{path} is not a file; expected plain text. Check the path.")

@@ -14,8 +14,8 @@ ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "y
 
 MOST_FLOAT = 3.4e38  # beyond it, numbers are infinite on the devices, which compute in 32 bits
 MOST_ROUNDS = 2**31 - 1  # the number of a round is 32 bits wide on the devices
-MOST_SEEDS = 2**32  # of a larger seed JAX would take the last 32 bits, those of another seed
-MOST = 10**7  # of whatever there is an array of
+MOST_SEEDS = 2**32  # JAX would take only the last 32 bits of a larger seed
+MOST = 10**7  # of anything that there is an array of
 MEDIAN = 0.5
 MOST_RELAXATIONS = 100  # of a prior: far more than can matter
 MOST_WIDTH = 2**16  # of a layer or an embedding
@@ -24,22 +24,22 @@ MOST_WIDTH = 2**16  # of a layer or an embedding
 def check_number(
     name: str, value: Any, *, least: float = 0, most: float = MOST_FLOAT, above: bool = False, fails: str = ""
 ) -> None:
-    """Check a number of the settings; None stands for no number, and is for the setting's type to allow.
+    """Check a number of the settings; None is always allowed here; the setting's type decides about it.
 
     Args:
-      name: of the setting, for the message.
+      name: the setting's name, for the message.
       value: what was given.
       least: the smallest number that makes sense.
       most: the largest.
-      above: whether `least` itself makes none.
+      above: whether `least` itself is too small.
       fails: what to do instead, for the message.
 
     Raises:
-      ValueError: it is not finite or outside of what makes sense.
+      ValueError: it is not finite, too small or too large.
     """
     if value is None:
         return
-    finite = isinstance(value, int) or math.isfinite(value)  # of an int of 400 digits one must not ask
+    finite = isinstance(value, int) or math.isfinite(value)  # `isfinite` fails for an int of 400 digits
     if finite and value <= most and (value > least if above else value >= least):
         return
     bounds = f"above {least}" if above else f"at least {least}"
@@ -56,7 +56,7 @@ def check_steps(group: str, settings: Any) -> None:
 
 
 def check_run(config: Any) -> None:
-    """Check the settings that a run has outside of its groups, and those of sampling."""
+    """Check the settings that a run has outside its groups, and those of sampling."""
     check_number("rounds", config.rounds, most=MOST_ROUNDS)
     check_number("evaluate_every", config.evaluate_every, most=MOST_ROUNDS)
     check_number("patience", config.patience, least=1, most=MOST_ROUNDS, fails="or none at all")
@@ -70,12 +70,12 @@ def check_run(config: Any) -> None:
 
 
 def relaxed_rounds(rounds: int, times: int) -> int:
-    """Return how many rounds so many relaxations of a prior take, after so many rounds."""
+    """Return how many rounds `times` relaxations of a prior take, after `rounds` rounds."""
     return times * -(-rounds // 4)
 
 
 def check_seed(name: str, value: int | None) -> None:
-    """Check a seed: each of those that are taken gives other random numbers."""
+    """Check a seed: every seed that passes gives different random numbers."""
     check_number(name, value, most=MOST_SEEDS - 1)
 
 
@@ -97,7 +97,7 @@ class Split:
     def __post_init__(self) -> None:
         """Check the settings."""
         if splits.named(self.train).redrawn and self.by_time:
-            raise ValueError(f"split.train is {self.train!r}, which draws an order; it excludes split.by_time")
+            raise ValueError(f"split.train is {self.train!r}, which shuffles; it cannot be used with split.by_time")
         splits.named(self.evaluate)
         if self.evaluate == "none":
             raise ValueError("split.evaluate is 'none'; an error on the support examples says little: use 'half'")
@@ -113,7 +113,7 @@ class Reconstruct:
       learning_rate: its learning rate.
       steps: at most this many steps; None for no limit.
       epochs: how often a client goes through its support.
-      batch_size: examples of one step.
+      batch_size: examples per step.
       ridge: with least squares: the penalty on the squared distance from where the parameters start; after
         --model.round-zero, a multiple of the penalties that it found.
     """
@@ -141,11 +141,11 @@ class Update:
       learning_rate: its learning rate.
       steps: at most this many steps; None for no limit.
       epochs: how often a client goes through its query.
-      batch_size: examples of one step.
+      batch_size: examples per step.
       clip_norm: shorten the gradient of a step to this norm if it is longer; None leaves it as it is.
-      joint: move the local parameters as well (they are forgotten all the same).
+      joint: change the local parameters too (they are still discarded).
       second_order: differentiate through the reconstruction; slow, so use few steps.
-      both_ways: go twice, the second time with support and query exchanged, at twice the cost.
+      both_ways: run every client twice, the second time with support and query exchanged, at twice the cost.
     """
 
     optimizer: Optimizer = "sgd"
@@ -169,11 +169,11 @@ class Server:
     """What the server does with the mean of the clients' updates.
 
     Attributes:
-      optimizer: takes the negative mean update for a gradient; sgd at 1.0 is plain averaging; fedadagrad is Adagrad
+      optimizer: takes the negative mean update as a gradient; sgd at 1.0 is plain averaging; fedadagrad is Adagrad
         with accumulators from 0 instead of 0.1.
       learning_rate: its learning rate.
-      decay: how the learning rate comes down: along a cosine to a fiftieth, or linearly to nothing.
-      decay_rounds: over how many rounds; all for all rounds of the run; None keeps it as it is.
+      decay: how the learning rate falls: along a cosine to a fiftieth, or linearly to zero.
+      decay_rounds: over how many rounds; all for all rounds of the run; None keeps the rate constant.
     """
 
     optimizer: ServerOptimizer = "sgd"
@@ -193,7 +193,7 @@ class Aggregate:
     """How the clients' updates become one mean.
 
     Attributes:
-      weigh: weigh clients by their query examples, by the tokens of their query (text alone), or all the same.
+      weigh: weigh clients by their query examples, by the tokens of their query (text only), or all the same.
       clip_norm: scale updates with a larger norm down to this; None for no limit.
       zero_norm: ignore updates with a larger norm than this; None for no limit.
       clip_quantile: let the clipping norm follow this share of the clients' norms, such as 0.5, against clients that
@@ -216,14 +216,14 @@ class Aggregate:
         if asked is not None and not 0 < asked < 1:
             raise ValueError(f"aggregate.clip_quantile is {asked}; it is a share of clients, above 0 and below 1")
         if asked is not None and (self.clip_norm is not None or self.secure):
-            raise ValueError("aggregate.clip_quantile chooses a norm; it excludes aggregate.clip_norm and secure sums")
+            raise ValueError("aggregate.clip_quantile chooses the norm; leave out aggregate.clip_norm and secure")
         check_number("aggregate.clip_times", self.clip_times, above=True)
         check_number("aggregate.clip_norm", self.clip_norm, above=True, fails="or none at all")
         check_number("aggregate.zero_norm", self.zero_norm, above=True, fails="or none at all")
 
     @property
     def followed(self) -> float | None:
-        """The share of the clients' norms that the clipping norm follows; None where it does not."""
+        """The share of the clients' norms that the clipping norm follows; None if it follows none."""
         if self.clip_quantile != "auto":
             return self.clip_quantile
         return MEDIAN if self.clip_norm is None and not self.secure else None
@@ -234,7 +234,8 @@ class Privacy:
     """Differential privacy for clients: clipped uploads, noise, and a budget. Needs the extra privacy.
 
     With epsilon, the noise for round zero and all --rounds together is computed. With noise_multiplier as well, epsilon
-    is a budget before which training stops. Clients are drawn by Poisson sampling, unless correlated is given.
+    is a budget, and training stops before it exceeds it. Clients are drawn by Poisson sampling, unless correlated is
+    given.
 
     Attributes:
       epsilon: the budget; None for none.
@@ -243,12 +244,12 @@ class Privacy:
       clip_norm: the largest norm of an update; with clip_quantile, that of the first round. After round zero it is
         chosen by default, else it must be given.
       clip_quantile: let the norm follow this share of the clients' norms, privately; None keeps it.
-      correlated: correlate the noise of so many rounds in a row, where nobody can promise to draw clients at random and
-        unseen. What must be promised instead: a client takes part once in so many rounds at most. None draws clients by
-        chance (Poisson sampling) and counts on that.
+      correlated: correlate the noise of this many rounds in a row, for when clients cannot be drawn at random and in
+        secret. Instead, a client must take part at most once in this many rounds. None draws clients at random (Poisson
+        sampling) and relies on that.
       rating_range: the lowest and the highest rating there can be, where that is known, such as 1 5; by default they
         are found in round zero, with noise.
-      round_zero: round zero's share of the budget (of 1 / noise^2); by default the more, the fewer clients there are.
+      round_zero: round zero's share of the budget (of 1 / noise^2); by default more with fewer clients.
     """
 
     epsilon: float | None = None
@@ -276,10 +277,10 @@ class Privacy:
                 raise ValueError(f"privacy.{name} is {value}; it must be above 0 and below 1")
         check_number("privacy.correlated", self.correlated, least=1, most=MOST_ROUNDS)
         if self.correlated is not None and self.clip_quantile is not None:
-            raise ValueError("privacy.correlated needs one clipping norm for all rounds; it excludes clip_quantile")
+            raise ValueError("privacy.correlated needs one clipping norm for all rounds; leave out clip_quantile")
         ends = self.rating_range
         if ends is not None and not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
             raise ValueError(f"privacy.rating_range is {ends}; give the lowest and the highest rating, such as 1 5")
         others = (self.clip_norm, self.delta, self.clip_quantile, self.correlated, self.rating_range, self.round_zero)
         if not self.on and any(value is not None for value in others):
-            raise ValueError("privacy has neither epsilon nor noise_multiplier: nothing would be promised")
+            raise ValueError("privacy has neither epsilon nor noise_multiplier: give one, or nothing is promised")

@@ -1,4 +1,4 @@
-"""Settings for one's own data, tried on validation users within a budget of time; test users are never looked at."""
+"""Settings for your own data, tried on validation users within a budget of time; test users are never used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedrecon.training import train
 
 Say = Callable[[str], None]
 TRIALS = "trials.json"
-CHECKS = 4  # evaluations of a trial, after each of which it may be given up
+CHECKS = 4  # evaluations of a trial; after each it may be given up
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 # What is tried, by the path of the setting: values to choose from, or the ends of a range, searched in logarithms.
@@ -111,7 +111,7 @@ class Tuned:
 
     @property
     def failed(self) -> str | None:
-        """Why there are no settings to train with: training failed with all that were tried. None if there are."""
+        """Why there are no settings to train with: training failed with all that were tried. None if it did not."""
         if math.isfinite(self.best.value):
             return None
         return f"validation users diverged, or had no figure, in all {len(self.trials)} trials"
@@ -146,25 +146,25 @@ def tune(
     """Find settings for ratings or clicks by trying them on validation users.
 
     The first trial has the settings as they are. Those that follow are proposed by optuna, and given up early if they
-    do worse than others did at the same point. The more is tried on few users, the more of the best is luck: the figure
-    on test users, which `fedrecon train` says with the settings found, is the one to believe.
+    do worse than others did at the same point. The more settings are tried on few users, the more the best owe to luck:
+    believe the figure on test users, which `fedrecon train` reports for the settings found.
 
     Args:
       config: ratings to train on, or all settings to begin with.
       budget: how long, as text or in seconds; at least one trial is finished.
-      trials: at most so many.
+      trials: at most this many trials.
       folder: where `config.json`, `trials.json`, `report.md` and a picture go; nothing is written by default.
       say: called with a sentence on every trial.
 
     Raises:
       ImportError: optuna is not installed.
-      StorageError: the folder is somebody else's, or holds what an earlier tuning found.
+      StorageError: the folder holds something else, or the results of an earlier tuning.
     """
     optuna = _optuna()
     if isinstance(config, str):
         config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
     if isinstance(config, RatingsConfig) and not config.model.round_zero:
-        raise ValueError("tuning tries settings around --preset default, with model.round_zero; these have none of it")
+        raise ValueError("tuning tries settings around --preset default, which has model.round_zero; these do not")
     if not config.rounds:
         raise ValueError("tuning compares trained models: give --rounds 1 or more")
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
@@ -195,7 +195,7 @@ def _held(folder: str | Path | None) -> Iterator[None]:
         return
     with held_study(Path(folder), "tuning"):
         if (Path(folder) / TRIALS).exists():
-            raise StorageError(f"{folder} holds what an earlier tuning found; give another folder")
+            raise StorageError(f"{folder} holds the results of an earlier tuning; give another folder")
         yield
 
 
@@ -270,7 +270,7 @@ class _Bench:
             now = record["round"]
             if record["kind"] != "evaluation" or now in (0, most):
                 return
-            if now < config.rounds:  # later ones have less of a prior than others had at the same point
+            if now < config.rounds:  # later ones have a smaller prior than others had at the same point
                 trial.report(self._error(record), round(CHECKS * now / config.rounds))
             late = self._finished and time.monotonic() > self._deadline
             if late or (now < config.rounds and trial.should_prune()):
@@ -296,7 +296,7 @@ class _Bench:
         return self._error(next(one for one in run.history if one["kind"] == "evaluation" and one["round"] == kept))
 
     def _error(self, record: Mapping[str, Any]) -> float:
-        """Return what is to become small."""
+        """Return the number to minimise."""
         value = record["micro"][self._goal.metric]
         return self._goal.sign * value if record["diverged"] == 0 and math.isfinite(value) else math.inf
 
@@ -310,7 +310,7 @@ def _suggest(trial: Any, path: str, space: Any) -> Any:
 def _trial(trial: Any, config: Tunable) -> Trial:
     goal, finished = GOALS[config.task], trial.state.name == "COMPLETE"
     last = list(trial.intermediate_values.values())[-1:] or [math.inf]
-    # The first trial has the settings as they are, which may be outside of what optuna knows of.
+    # The first trial has the settings as they are, which may be outside optuna's ranges.
     values = trial.params if trial.number else {path: _get(config, path) for path in goal.space}
     return Trial(values, goal.sign * (trial.value if finished else last[0]), finished)
 
@@ -361,11 +361,11 @@ def _with(config: Tunable, values: Mapping[str, Any]) -> Tunable:
     return dataclasses.replace(config, **changed, **alone)
 
 
-# ---- what it leaves ----
+# ---- results ----
 
 
 def what_mattered(tuned: Tuned) -> dict[str, float]:
-    """Return how strongly each setting goes with what is tuned for, from 0 to 1, the strongest first.
+    """Return how strongly each setting correlates with what is tuned for, from 0 to 1, the strongest first.
 
     It is the absolute rank correlation over the finished trials; a hint, not a proof.
     """
@@ -433,7 +433,7 @@ def report(tuned: Tuned, folder: Path) -> str:
 
 
 def _draw(tuned: Tuned, path: Path) -> None:
-    """Draw what is tuned for against every setting."""
+    """Plot what is tuned for against every setting."""
     from matplotlib.figure import Figure
 
     done, goal = [trial for trial in tuned.trials if math.isfinite(trial.value)], tuned.goal

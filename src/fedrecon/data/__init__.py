@@ -50,7 +50,7 @@ def load(source: str | Path, **options: Any) -> Ratings:
     Args:
       source: "movielens-small", "movielens-1m", "movielens-100k", "synthetic", a MovieLens zip or folder,
         a ratings file, a pipe, or "-" for standard input.
-      **options: of `movielens`, `synthetic_ratings` or `load_ratings`, whichever it is.
+      ***options: options of `movielens`, `synthetic_ratings` or `load_ratings`, depending on the source.
 
     Raises:
       DataError: there is no such name or file, or it cannot be read.

@@ -11,13 +11,13 @@ def cache_folder() -> Path:
     """Return $FEDRECON_CACHE, or ~/.cache/fedrecon; it need not exist yet.
 
     Raises:
-      DataError: there is neither.
+      DataError: there is no home folder either.
     """
     if chosen := os.environ.get("FEDRECON_CACHE"):
         return Path(chosen)
     try:
         return Path.home() / ".cache" / "fedrecon"
-    except RuntimeError:  # of a user that the system does not know
+    except RuntimeError:  # the system does not know the user
         raise DataError("there is no home folder to keep prepared data in; set FEDRECON_CACHE to a folder") from None
 
 

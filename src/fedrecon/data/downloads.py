@@ -13,7 +13,7 @@ from fedrecon.data.errors import DataError
 from fedrecon.disk.locks import Holder, hold
 
 PIECE = 1 << 16
-MOST_BYTES = 1 << 33  # where nothing is known about the file
+MOST_BYTES = 1 << 33  # if nothing is known about the file
 
 
 def cached(
@@ -25,17 +25,17 @@ def cached(
 ) -> Path:
     """Return the path of a file that is downloaded once and checked every time.
 
-    A second process that wants the same file waits for the first and uses what that one has fetched.
+    A second process that wants the same file waits for the first and uses its download.
 
     Args:
-      url: where from.
-      target: where it is kept; missing folders are made.
+      url: where to download it from.
+      target: where it is kept; missing folders are created.
       verify: called with the path of the file before it is used; raises `DataError` if it is not the right one.
-      most_bytes: the download is broken off when it becomes larger.
+      most_bytes: the download stops if it becomes larger than this.
       opener: opens the URL, as `urllib.request.urlopen` does.
 
     Raises:
-      DataError: it cannot be fetched, or what is there is not the right one.
+      DataError: it cannot be downloaded, or the file there is not the right one.
     """
     if not target.exists():
         try:
@@ -54,9 +54,9 @@ def cached(
 
 
 def say_who(holder: Holder) -> None:
-    """Say on standard error for whom we wait; of several processes of a simulation, the first does."""
+    """Say on standard error which process we wait for; with several processes, only the first one says it."""
     if is_first():
-        print(f"waiting for {holder}, which makes the same file", file=sys.stderr, flush=True)
+        print(f"waiting for {holder}, which is making the same file", file=sys.stderr, flush=True)
 
 
 def download(
@@ -69,8 +69,8 @@ def download(
     """Fetch a file with a progress bar; it appears at `target` only when it is complete and verified.
 
     Args:
-      url: where from.
-      target: where to; missing folders are made.
+      url: where to download it from.
+      target: where it goes; missing folders are created.
       verify: as for `cached`.
       most_bytes: as for `cached`.
       opener: as for `cached`.

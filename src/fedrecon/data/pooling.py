@@ -1,4 +1,4 @@
-"""Examples that say whose they are, and all examples in one place: for what is trained with a `client_table`."""
+"""Label examples with their client, and pool all examples in one place: for training with a `client_table`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
 
 
 def pooled(clients: Clients, *, seed: int, feature: str = "client") -> Clients:
-    """Return one client that has everybody's examples, shuffled, with a column that says whose each is.
+    """Return one client that has everybody's examples, shuffled, with a column for the client of each.
 
     Args:
       clients: whose examples are copied.
-      seed: of the order.
+      seed: decides the order.
       feature: the name of the new column.
     """
     owned = with_owner(clients, feature=feature)

@@ -20,12 +20,12 @@ GZIP = b"\x1f\x8b"
 PIECE = 1 << 23  # bytes of a text file in memory at a time
 LONGEST_LINE = 1 << 24  # characters
 
-# Ratings and text become 3 to 20 times larger when they are unpacked. What becomes 100 times larger is made to fill a
-# disk or the memory; small files may do what they like.
+# Ratings and text become 3 to 20 times larger when they are unpacked. Data that becomes 100 times larger is made to
+# fill a disk or the memory; up to `ALWAYS_ALLOWED` bytes anything goes.
 MOST_EXPANSION = 100
 ALWAYS_ALLOWED = 1 << 26
 
-# Codecs of Python that spell something else than the text of a file.
+# Python codecs that are not for the text of a file.
 NOT_OF_FILES = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")
 
 # What the readers of compressed formats raise where the data is damaged, encrypted or of a kind they do not know.
@@ -55,7 +55,7 @@ class UnpackingError(DataError):
 
 
 def is_stream(path: str | Path) -> bool:
-    """Tell whether this is standard input or a pipe, which can be read only once and whose size nobody knows."""
+    """Tell whether this is standard input or a pipe, which can be read only once and whose size is not known."""
     return str(path) == STANDARD_INPUT or Path(path).is_fifo() or Path(path).is_char_device()
 
 
@@ -65,7 +65,7 @@ def is_readable(path: str | Path) -> bool:
 
 
 def size_of(path: str | Path) -> int:
-    """Return the size of a file in bytes, 0 if nobody knows it."""
+    """Return the size of a file in bytes, 0 if it is not known."""
     return 0 if is_stream(path) else Path(path).stat().st_size
 
 
@@ -74,7 +74,7 @@ def open_bytes(path: str | Path) -> Iterator[IO[bytes]]:
     """Open a file, a pipe or, as "-", standard input; gzip is recognised by its content and unpacked.
 
     Raises:
-      DataError: it cannot be opened; when it is read, that it cannot be unpacked or becomes too large.
+      DataError: it cannot be opened; or, while it is read, it cannot be unpacked or becomes too large.
     """
     if str(path) == STANDARD_INPUT:
         yield _unpacked(sys.stdin.buffer, "standard input")
@@ -148,7 +148,7 @@ def check_expansion(source: str, unpacked: int, packed: int) -> None:
     if unpacked > ALWAYS_ALLOWED and unpacked > MOST_EXPANSION * packed:
         raise DataError(
             f"{source} unpacks to more than {MOST_EXPANSION} times its size, which no real data does. "
-            "If you trust it, unpack it yourself and give what is in it."
+            "If you trust it, unpack it yourself and give the unpacked file."
         )
 
 
@@ -162,7 +162,7 @@ class ZipSource:
         """Read the directory of the archive.
 
         Raises:
-          DataError: it is no zip, or its directory is damaged.
+          DataError: it is not a zip file, or its directory is damaged.
         """
         self.path = path
         try:
@@ -172,7 +172,7 @@ class ZipSource:
             raise DataError(f"{path} is damaged or not a zip file ({problem}). Get it again.") from None
 
     def find(self, name: str) -> zipfile.ZipInfo | None:
-        """Return the first entry with this file name, in whatever folder."""
+        """Return the first entry with this file name, in any folder."""
         return next((entry for entry in self.entries if entry.filename.rsplit("/", 1)[-1] == name), None)
 
     @contextmanager
@@ -199,7 +199,7 @@ class ZipSource:
 
 
 def check_encoding(encoding: str) -> str:
-    """Return the name of an encoding that reads text from a file, with any mark at its beginning taken away.
+    """Return the name of an encoding that reads text from a file, without any byte order mark.
 
     Raises:
       DataError: there is no such encoding.
@@ -220,11 +220,11 @@ def read_text(stream: IO[bytes], source: str, encoding: str, piece: int = PIECE)
     Args:
       stream: where the bytes come from.
       source: its name, for messages.
-      encoding: of the text.
+      encoding: the encoding of the text.
       piece: how many bytes to read at a time.
 
     Raises:
-      DataError: it is not text in this encoding, or has a line that does not end.
+      DataError: it is not text in this encoding, or has a line that is too long.
     """
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(check_encoding(encoding))(), translate=True)
     rest: list[str] = []

@@ -100,7 +100,7 @@ def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
         rows = shapes[path].shape[0] if shapes[path].shape else 0
         outside = [feature for feature in read.features if not _in_range(clients.columns[feature], rows)]
         if outside:
-            reads[path] = Reads((), f"{outside[0]} holds ids outside of its rows 0 to {rows - 1}")
+            reads[path] = Reads((), f"{outside[0]} holds ids outside its rows 0 to {rows - 1}")
     return reads
 
 

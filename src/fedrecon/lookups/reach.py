@@ -116,7 +116,7 @@ def _moves(
     Args:
       optimizer: the one to try.
       params: a dense parameter and a table.
-      grads: of each step, for both.
+      grads: the gradients of each step, for both.
       places: the rows that each step sees.
       parts: how often a step sees each of them, with its gradient divided by that number.
       blank: whether the state is initialised without the table's values, as for a client that changes rows.

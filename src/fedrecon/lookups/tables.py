@@ -88,8 +88,8 @@ def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
     """Return the lookups of a model whose global parameters were put under a prefix.
 
     Args:
-      prefix: of the paths.
-      lookups: of the model before.
+      prefix: the prefix of the paths.
+      lookups: the model's lookups before that.
     """
     return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
 
@@ -276,7 +276,7 @@ class Tables(NamedTuple):
         Args:
           columns: the examples, `(clients, examples, ...)` by feature.
           in_step: whether all clients take the same batch at the same time.
-          size: examples of a batch.
+          size: examples per batch.
         """
         slots, room = dict(self.slots), dict(self.capacity)
         for path, features in self.features.items():

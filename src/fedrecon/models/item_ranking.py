@@ -1,4 +1,4 @@
-"""Items in order for a person, from what the person has: item embeddings are global, the person's own one is local."""
+"""Rank items for a person from the items that they have: item embeddings are global, the person's is local."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def ranking_factorization(
 ) -> Model:
     """Score an item for a person as the product of both embeddings; what a person has should score 1, all else 0.
 
-    A batch has `item` (ids below `num_items`): an example says that the person has the item. Beside
-    the item embeddings V the global parameters hold their Gram matrix V'V, which tells a client what its embedding
-    costs on all items without it having them. `fr.federated_ials` trains it and keeps the matrix up to date.
+    A batch has `item` (ids below `num_items`): an example says that the person has the item. The
+    global parameters are the item embeddings V and their Gram matrix V'V, from which a client computes the cost of its
+    embedding on all items without having them. `fr.federated_ials` trains the model and keeps the matrix up to date.
 
-    `fr.evaluate` gives, beside `score` (the mean score of hidden items), recall, NDCG and hit rate as `fr.ranking`
-    defines them, with support as what is known and query as what is hidden.
+    `fr.evaluate` reports `score` (the mean score of hidden items), and recall, NDCG and hit rate as `fr.ranking`
+    defines them, with support as known and query as hidden items.
 
     Args:
       num_items: rows of the global table.
       dim: length of the embeddings.
       init_scale: item embeddings start normal, with lengths of about this.
-      weight: the name of a feature that says how much an example counts, such as one made of counts; 1 each by default.
+      weight: the feature with the weight of each example, for example computed from counts; by default all weigh 1.
     """
     if num_items < 1 or dim < 1:
         raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")
@@ -75,8 +75,8 @@ def ranking_metrics(
     """Measure how the query's items rank among all that are not in the support, as `fr.ranking` defines it.
 
     Args:
-      scores: `(global, local) -> (items,)`, the highest first.
-      recall_at: numbers of first items that recall is measured on.
+      scores: `(global, local) -> (items,)`, higher is better.
+      recall_at: values of k for recall.
       ndcg_at: the same for NDCG.
       hit_at: the same for the hit rate.
     """
@@ -99,7 +99,7 @@ def ranking_metrics(
 
 
 def _places(scores: Array, support: Any, query: Any) -> tuple[Array, Array, Array]:
-    """Return for each query item how many are better, how many share its score (itself among them), if it is there."""
+    """Return for each query item how many are better, how many share its score (itself included), and if it is real."""
     items = scores.shape[0]
     counts = jnp.arange(support.columns["item"].shape[0]) < support.count
     known = jnp.zeros(items, bool).at[support.columns["item"]].max(counts)

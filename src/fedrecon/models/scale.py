@@ -31,8 +31,8 @@ def standardized(
 
     Args:
       model: one with the squared error as its loss, and one prediction per example.
-      mean: of the ratings.
-      deviation: of the ratings, above 0.
+      mean: the mean of the ratings.
+      deviation: their standard deviation, above 0.
       low: the lowest prediction.
       high: the highest prediction.
       feature: the feature that holds the ratings.

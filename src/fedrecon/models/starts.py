@@ -63,7 +63,7 @@ def state_within_shared(state: State | None) -> State | None:
     """Return a model's state for when its global parameters are under `shared`.
 
     Args:
-      state: of the model; None stays None.
+      state: the model's state; None stays None.
     """
     if state is None:
         return None

@@ -27,8 +27,8 @@ class Batches:
         """Divide examples into batches.
 
         Args:
-          examples: of several clients.
-          size: examples of a batch.
+          examples: the examples of several clients.
+          size: examples per batch.
           epochs: how often clients go through their examples; a client with fewer batches begins again before others.
           cyclic: how to pad a partial batch.
         """
@@ -62,7 +62,7 @@ class Batches:
 
         Args:
           arranged: what `arrange` returned.
-          t: which batch; counted on from a client's last batch if there are several epochs.
+          t: which batch; with several epochs, the count continues after a client's last batch.
         """
         if self.in_step:
             return {
@@ -97,8 +97,8 @@ def fold_batches(
         all false.
       start: the initial carry, clients first.
       held: what each client holds fixed, clients first.
-      examples: of each client.
-      size: examples of a batch; None for all at once.
+      examples: each client's examples.
+      size: examples per batch; None for all at once.
       cyclic: how to pad a partial batch (see `Batches`).
     """
     length = next(iter(examples.columns.values())).shape[1]

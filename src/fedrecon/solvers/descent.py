@@ -28,7 +28,7 @@ class Carry(NamedTuple):
     Attributes:
       params: what is solved for, without lookup tables.
       changes: for every lookup table, `(clients, rows, ...)` how the client's rows have changed so far.
-      state: of the optimizer, for both together.
+      state: the optimizer's state, for both together.
       sums: `(clients, metrics, 2)` of loss and metrics.
     """
 
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
       slots: `(clients, batch, ...)` where the rows of the batch's ids are in the client's lists, by feature.
       mask: `(clients, batch)` false for padding.
       active: `(clients,)` whether the client takes this step.
-      keys: of the clients for this step; None if nothing is random.
+      keys: the clients' keys for this step; None if nothing is random.
     """
 
     batch: Batch
@@ -73,7 +73,7 @@ def gradient_descent(
 
     Args:
       optimizer: any optax optimizer.
-      batch_size: examples of a step; a client's last batch may be smaller.
+      batch_size: examples per step; a client's last batch may be smaller.
       epochs: how often a client goes through its examples.
       steps: at most this many steps; None for no limit. 0 leaves the parameters as they started.
     """

@@ -30,7 +30,7 @@ def phases(params: Params, grows: Mapping[str, int], batch_size: int) -> list[Ph
     Args:
       params: what is solved for, clients first.
       grows: those of `params` that grow, and how many ids an example has.
-      batch_size: examples of a step.
+      batch_size: examples per step.
     """
     if not grows:
         return [Phase(None, {})]

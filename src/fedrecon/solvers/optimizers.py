@@ -13,8 +13,8 @@ from fedrecon.recipes import recorded
 def adagrad(learning_rate: float, eps: float = 1e-3, initial_accumulator: float = 0.0) -> optax.GradientTransformation:
     """Adagrad as federated optimization uses it: accumulators start at zero, `eps` is large and outside the root.
 
-    `optax.adagrad` starts them at 0.1. The mean updates of federated rounds are far smaller than that, so it would take
-    hundreds of rounds before it adapts.
+    `optax.adagrad` starts them at 0.1. The mean updates of federated rounds are far smaller than that, so it would need
+    hundreds of rounds to adapt.
 
     Args:
       learning_rate: the learning rate.

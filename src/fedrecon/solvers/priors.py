@@ -15,7 +15,7 @@ Strength = float | Callable[[Any], Any]  # constant, or an optax schedule
 
 
 class PriorState(NamedTuple):
-    """What a prior that changes has to remember: how many steps there were."""
+    """The state of a prior that changes: how many steps were taken."""
 
     step: Array
 
@@ -33,7 +33,7 @@ def with_prior(
     Without a prior, table rows that few clients use are fitted to noise.
 
     Args:
-      optimizer: any optimizer; it gets gradients of sums, so adaptive ones fit best.
+      optimizer: any optimizer; it gets gradients of sums, so adaptive ones work best.
       prior: one value for all global parameters, or a mapping from patterns on their paths to values; parameters that
         no pattern matches have no prior. A value may be a schedule, a function of the number of steps so far.
       examples: how many examples all clients together would update on, as counted in round zero.

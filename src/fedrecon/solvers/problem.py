@@ -78,13 +78,13 @@ class Problem(NamedTuple):
       objective: what is minimised.
       params: the starting point, clients first.
       context: what each client holds fixed, clients first.
-      examples: of each client.
+      examples: each client's examples.
       tables: lookup tables that are changed by rows, besides `params`; None for none.
       grows: paths of `params` that are copies of table rows numbered in the order of the examples, and how many ids an
         example has. Early steps can skip rows that no step has touched yet.
       measured: whether to sum the loss and the metrics.
       differentiable: whether gradients must flow back through the solution.
-      keys: of each client, for what is random in its steps; None if nothing should be random.
+      keys: the clients' keys, for what is random in their steps; None if nothing should be random.
     """
 
     objective: Objective
@@ -133,8 +133,8 @@ def solve_local(
       solver: R.
       params: the global parameters, the same for all clients.
       start: where the local parameters start, clients first.
-      support: of each client.
-      keys: of each client, for what is random in its steps; None if nothing should be random.
+      support: each client's support examples.
+      keys: the clients' keys, for what is random in their steps; None if nothing should be random.
       differentiable: whether gradients must flow back through the solution.
     """
     solved, held, join = divide(start, model.local_state)
@@ -170,7 +170,7 @@ def start_local(model: Model, params: Params, fresh: Params, support: Examples) 
       model: a partially local model.
       params: the global parameters.
       fresh: where it starts if no default is learned.
-      support: of the client; a model with `evidence` adds what it computes from it.
+      support: the client's support; a model with `evidence` adds what it computes from it.
     """
     start = fresh if model.default_local is None else model.default_local(params)
     if model.evidence is None:
@@ -184,9 +184,9 @@ def measure_all(objective: Objective, params: Params, context: Any, examples: Ex
 
     Args:
       objective: what to measure.
-      params: of each client, clients first.
+      params: each client's parameters, clients first.
       context: what each client holds fixed, clients first.
-      examples: of each client.
+      examples: each client's examples.
       batch_size: how many examples are measured at once.
 
     Returns:
@@ -204,6 +204,6 @@ def no_sums(model: Model, examples: Examples) -> Array:
 
     Args:
       model: its metrics are summed.
-      examples: of the clients.
+      examples: the clients' examples.
     """
     return jnp.zeros((examples.count.shape[0], len(metric_names(model)), 2))

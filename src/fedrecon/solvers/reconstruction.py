@@ -31,7 +31,7 @@ class Reconstruction(NamedTuple):
 
 
 def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
-    """Make R of a solver.
+    """Make R from a solver.
 
     Args:
       model: a partially local model.

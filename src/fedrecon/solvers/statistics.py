@@ -26,7 +26,7 @@ def settle(model: Model, params: Params, local: Params, examples: Examples) -> P
       model: its state is set.
       params: the global parameters, the same for all clients.
       local: the local parameters, clients first.
-      examples: of each client.
+      examples: each client's examples.
     """
     state = model.state
     if state is None or not state.local:
@@ -71,11 +71,11 @@ def advance_shared(
     """Advance the global state of several clients over their examples, batch by batch, as the layers do.
 
     Args:
-      state: of the model.
+      state: the model's state.
       shared: the global state by path, clients first.
       rest: what else each client needs to predict, clients first.
-      examples: of each client.
-      batch_size: examples of a batch; None for all.
+      examples: each client's examples.
+      batch_size: examples per batch; None for all.
       join: `(shared, rest) -> (global, local)` of one client.
     """
 

@@ -139,7 +139,7 @@ class Updater:
             outside training.
           context: what each client holds fixed, clients first.
           solved: local parameters to solve for besides the global ones, clients first.
-          keys: of each client, for what is random in its steps.
+          keys: the clients' keys, for what is random in their steps.
           pull: the second argument of the penalty, clients first.
         """
         leaves, structure = flatten(params)

@@ -1,4 +1,4 @@
-"""The paper's claims as functions of results. Every threshold is said in the words that a report prints."""
+"""The paper's claims as functions of results. The text that a report prints names every threshold."""
 
 from __future__ import annotations
 

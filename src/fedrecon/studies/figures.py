@@ -13,7 +13,7 @@ from fedrecon.studies.study import Result, Results
 Data = dict[str, Any]
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 SMOOTHED = 10  # rounds of the running mean of losses
-SHOWN_RMSE = 2.5  # users beyond are drawn together
+SHOWN_RMSE = 2.5  # users above are drawn together
 
 
 def relative_accuracy(points: Mapping[int, str], base: str) -> Callable[[Results], Data]:
@@ -224,7 +224,7 @@ def draw_distribution(data: Data, figure: Any) -> None:
             f"{line['diverged']} diverged"
         )
         share = np.full(len(values), 100 / line["users"])
-        shown = np.minimum(values, bins[-1])  # the last bar is of all beyond
+        shown = np.minimum(values, bins[-1])  # the last bar is for all above
         axes.hist(shown, bins, weights=share, histtype="stepfilled", alpha=0.12, color=color)
         axes.hist(shown, bins, weights=share, histtype="step", color=color, linewidth=1.4, label=label)
     axes.set_xlim(bins[0], bins[-1])

@@ -19,7 +19,7 @@ class Spread(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """RMSE and accuracy (in percent) over all examples together, after so many rounds (1 for centralized training)."""
+    """RMSE and accuracy (in percent) over all examples together, after `rounds` rounds (1 for centralized training)."""
 
     rmse: Spread
     accuracy: Spread
@@ -41,7 +41,7 @@ def measured(results: Sequence[Result], measure: str = "recon", rounds: int | No
 
 
 def with_few(results: Sequence[Result], support: int) -> Measured:
-    """Sum up what was found with only so many support examples."""
+    """Sum up what was found with only `support` support examples."""
     return _sum_up([result["few"][str(support)] for result in results], int(results[0]["setting"]["rounds"]))
 
 
@@ -56,7 +56,7 @@ def _sum_up(found: Sequence[Any], rounds: int) -> Measured:
 
 
 def at(result: Result, rounds: int) -> Any:
-    """Return a result's evaluation after so many rounds."""
+    """Return a result's evaluation after `rounds` rounds."""
     return next(entry for entry in result["evaluations"] if entry["round"] == rounds)
 
 

@@ -38,10 +38,10 @@ class Setting:
       train: `fedrecon`; or `everything global`, where users' embeddings and biases are rows of tables on the server.
       dim: length of the embeddings.
       epsilon: the budget of round zero and all rounds; None trains without clipping and noise.
-      population: compute the noise for so many clients, of whom `cohort` take part in a round, and scale it so that
+      population: compute the noise for this many clients, of whom `cohort` take part in a round, and scale it so that
         sums and mean uploads have as much of it as theirs; None for those that there are.
-      cohort: of that population.
-      rounds: how many.
+      cohort: how many of that population take part in a round.
+      rounds: how many rounds.
     """
 
     train: Literal["fedrecon", "everything global"] = "fedrecon"
@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def noise_of(self) -> Population | None:
-        """Whose noise it has, if not that of those who train."""
+        """The population that noise is computed for; None for those who train."""
         return None if self.population is None else Population(self.population, self.cohort or self.population / 10)
 
 

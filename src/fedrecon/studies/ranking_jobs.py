@@ -36,10 +36,10 @@ class Setting:
     """How items are ranked.
 
     Attributes:
-      method: by which method.
-      tried: of a central one, values of its settings; those with the best NDCG@100 on validation users are taken.
-      model: of the federated one.
-      rounds: of the federated one.
+      method: the method.
+      tried: for a central method, values of its settings; those with the best NDCG@100 on validation users are taken.
+      model: for the federated method.
+      rounds: for the federated method.
     """
 
     method: Method
@@ -90,7 +90,7 @@ class Divided:
 
 
 def open_clicks(source: str, folder: Path, progress: Progress = silent) -> Divided:
-    """Open what people like, from ratings of a name or path."""
+    """Open what people like, from ratings by name or path."""
     del folder
     config = ClicksConfig(data=ClickData(source=source, at_least=AT_LEAST))
     return Divided(CLICKS.load(config, progress), config)
@@ -105,10 +105,10 @@ def ials(train: Sets, num_items: int, *, alpha: float, regularization: float, fa
     Args:
       train: what the training users have.
       num_items: item ids are 0 to `num_items - 1`.
-      alpha: what an item that a user has counts, against 1 for any other.
+      alpha: the weight of an item that a user has; any other weighs 1.
       regularization: the ridge on users and items.
       factors: length of the embeddings.
-      seed: where it starts.
+      seed: decides where it starts.
     """
     try:
         from implicit.cpu.als import AlternatingLeastSquares
@@ -118,7 +118,7 @@ def ials(train: Sets, num_items: int, *, alpha: float, regularization: float, fa
         raise ImportError(f"iALS needs implicit ({problem}); run: pip install 'fedrecon[ranking]'") from problem
     ones = np.ones(len(train.item), np.float32)
     matrix = csr_matrix((ones, (train.user, train.item)), (train.users, num_items))
-    with threadpool_limits(1, "blas"):  # as the package asks for: it has threads of its own
+    with threadpool_limits(1, "blas"):  # as the package recommends: it has threads of its own
         model = AlternatingLeastSquares(
             factors=factors,
             regularization=regularization,
@@ -137,7 +137,7 @@ def by_embeddings(items: np.ndarray, alpha: float, regularization: float) -> Sco
 
     Args:
       items: `(items, factors)`.
-      alpha: what a known item counts, against 1 for any other.
+      alpha: the weight of a known item; any other weighs 1.
       regularization: the ridge.
     """
     gram = items.T @ items + regularization * np.eye(items.shape[1])

@@ -19,7 +19,7 @@ from fedrecon.data import Ratings
 from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.study import Job
 
-DIVISION = 0  # who trains, validates and tests: the same for all seeds, or some would test where others chose settings
+DIVISION = 0  # who trains, validates and tests: the same for all seeds, or one would test where another chose settings
 MOST_EXAMPLES = 300
 KEPT_PER_CLIENT = "rmse"  # the metric whose value for every single client is stored
 
@@ -37,9 +37,9 @@ class Setting:
         training), `random` (StandardEval with local parameters as they are initialised).
       split: support and query in training.
       rounds: how many rounds the row reports.
-      on_to: run on to this many rounds and report that too.
-      every: evaluate after every so many rounds; divides `rounds`.
-      few: measure also with only so many support examples.
+      on_to: continue to this many rounds and report that too.
+      every: evaluate every n rounds; n divides `rounds`.
+      few: also measure with only these numbers of support examples.
     """
 
     train: Literal["fedrecon", "fedavg", "fedavg-dense", "centralized", "baselines"] = "fedrecon"
@@ -106,7 +106,7 @@ class Divided:
 
 
 def open_ratings(source: str, folder: Path, progress: Progress = silent) -> Divided:
-    """Open the ratings of a name or path."""
+    """Open ratings by name or path."""
     del folder, progress
     return Divided(load_ratings(Data(source=source)), MOST_EXAMPLES)
 
@@ -131,7 +131,7 @@ class Trainer(NamedTuple):
     evaluators: dict[tuple[str, int | None], fr.Evaluator]
 
     def evaluator(self, measure: str, clients: fr.Clients, support: int | None = None) -> fr.Evaluator:
-        """Return an evaluator of some clients, with so many support examples at most."""
+        """Return an evaluator of some clients, with at most `support` support examples."""
         if (measure, support) in self.evaluators:
             return self.evaluators[measure, support].on(clients)
         split = fr.split.half() if support is None else fr.split.at_most(support, fr.split.half())
@@ -225,7 +225,7 @@ def run_job(
     """Train one setting with one seed and measure it on the users or ratings of a part.
 
     Returns:
-      `evaluations` (one a measured round, by measure), `per_client` and `few` at the setting's number of rounds,
+      `evaluations` (one per measured round, by measure), `per_client` and `few` at the setting's number of rounds,
       `losses` of all rounds, `sent` (parameters to and from a client in a round), `global` and `local` (numbers of
       parameters), `trained_on` (how many users), `seconds`.
     """
@@ -296,7 +296,7 @@ def shortened(job: Job, rounds: int = 40, epochs: int = 3) -> Job:
         return dataclasses.replace(job, setting=dataclasses.replace(setting, update=update))
     done = min(setting.rounds, rounds)
     every = max(1, min(setting.every, done // 5) if setting.every < setting.rounds else done)
-    few = setting.few[:1]  # each is compiled by itself
+    few = setting.few[:1]  # each is compiled separately
     while done % every:
         every -= 1
     return dataclasses.replace(job, setting=dataclasses.replace(setting, rounds=done, on_to=None, every=every, few=few))

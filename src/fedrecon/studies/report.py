@@ -19,15 +19,15 @@ from fedrecon.studies.tune import in_words
 def compose(
     study: Study, results: Results, facts: Sequence[str], folder: Path, tuned: Any = None, *, quick: bool = False
 ) -> list[Part]:
-    """Put a report together from what results there are; what is missing is said to be missing.
+    """Put a report together from the results there are; it says what is missing.
 
     Args:
       study: what was run.
-      results: of its jobs.
-      facts: of the data and the machine.
+      results: the results of its jobs.
+      facts: about the data and the machine.
       folder: where figures go.
       tuned: what tuning found, if there was any.
-      quick: whether jobs were cut short, so that no claim can be judged by them.
+      quick: whether jobs were cut short, so that they cannot decide any claim.
     """
     parts: list[Part] = [f"# {study.title}", "## What was run", list(facts)]
     for section in study.sections:

@@ -30,17 +30,17 @@ MOST_SEEDS, MOST_WORKERS = 1000, 1000
 
 @dataclass(frozen=True)
 class Plan:
-    """What of a study to run.
+    """What to run of a study.
 
     Attributes:
       data: a name or path that `fedrecon.data.load` knows.
       folder: where everything goes.
       seeds: how many seeds; each is one split, one shuffle and one training seed.
       quick: one seed and fewer rounds.
-      only: names of jobs or figures; all for none.
+      only: names of jobs or figures; all if empty.
       tuning: try the grids of learning rates on validation data first.
       page: also write the report to this file, its pictures to a folder figures/ beside it.
-      workers: run so many jobs at a time, each in a process with one device; None for as many as suit the machine. 1
+      workers: run this many jobs at a time, each in a process with one device; None for as many as suit the machine. 1
         runs one job at a time, on all devices.
     """
 
@@ -57,7 +57,8 @@ class Plan:
 def reproduce(study: Study, plan: Plan, *, say: Say, progress: Progress = silent) -> Path:
     """Run a study and return the path of its report.
 
-    What is finished is not run again; an interruption leaves a report of what is there, and can be continued.
+    What is finished is not run again. After an interruption there is a report of what is finished, and the study can be
+    continued.
     """
     if not 1 <= plan.seeds <= MOST_SEEDS or (plan.workers is not None and not 1 <= plan.workers <= MOST_WORKERS):
         raise ValueError(
@@ -99,7 +100,7 @@ def _run(study: Study, runner: Runner, tasks: Sequence[Task], plan: Plan, say: S
 
 
 def write_report(study: Study, results: Results, data: Data, plan: Plan) -> Path:
-    """Write the report of what results there are."""
+    """Write the report of the results there are."""
     tuned_path = plan.folder / "tune.json"
     tuned: Any = read_json(tuned_path) if tuned_path.exists() else None
     parts = compose(study, results, _facts(study, results, data, plan), plan.folder, tuned, quick=plan.quick)

@@ -21,9 +21,9 @@ Say = Callable[[str], None]
 
 
 def start(devices: int | None, *, quick: bool) -> None:
-    """Start devices; if it is to be quick, such that XLA compiles in half the time, code that is slower by half.
+    """Start devices; with `quick`, XLA compiles in half the time, but the code is slower by half.
 
-    XLA reads its flags when JAX starts; where JAX has started already nothing changes.
+    XLA reads its flags when JAX starts; if JAX has already started, nothing changes.
     """
     with _compiling_quickly() if quick else contextlib.nullcontext():
         start_devices(devices)
@@ -43,7 +43,7 @@ def _compiling_quickly() -> Iterator[None]:
 
 
 def keep_compiled(folder: Path, *, quick: bool) -> None:
-    """Let JAX keep what it compiles in a folder, if it keeps it nowhere yet: a second seed or run compiles nothing."""
+    """Let JAX keep what it compiles in a folder, unless it has one already: a second seed or run compiles nothing."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     kept = folder / ("compiled-quickly" if quick else "compiled")
@@ -66,7 +66,7 @@ class Task(NamedTuple):
 
 
 class Runner:
-    """Runs jobs and keeps their results in `folder/rows`, one file a job and seed."""
+    """Runs jobs and keeps their results in `folder/rows`, one file per job and seed."""
 
     def __init__(self, kind: Kind, folder: Path, data: Data, *, quick: bool = False, progress: Progress = silent):
         """Keep results in `folder`, those of quick runs in files of their own."""

@@ -14,7 +14,7 @@ from fedrecon.app.config import to_json
 from fedrecon.display.progress import Progress
 
 Result = Mapping[str, Any]  # what a finished job left; all have evaluations, losses, sent and seconds
-Results = Mapping[str, Sequence[Result]]  # by job, one a seed
+Results = Mapping[str, Sequence[Result]]  # by job, one per seed
 Grid = Mapping[str, tuple[Any, ...]]  # values to choose from on validation data, by path: `server.learning_rate`
 
 
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A PNG file and what is said below it."""
+    """A PNG file and its caption."""
 
     path: Path
     caption: str
@@ -40,11 +40,11 @@ class Job:
     """Something to train.
 
     Attributes:
-      name: of its file.
+      name: the name of its file.
       title: what a reader calls it.
-      setting: a dataclass of how it is trained and measured. All have `rounds` (how many the row reports), `on_to` (run
-        on to so many and report that too, or None), `every` (evaluate after so many; divides `rounds`), `measures`
-        (names of what is measured, the main one first).
+      setting: a dataclass of how it is trained and measured. All have `rounds` (how many the row reports), `on_to`
+        (continue to this many and report that too, or None), `every` (evaluate every n rounds; n divides `rounds`),
+        `measures` (names of what is measured, the main one first).
       grid: what `--tune` tries.
     """
 
@@ -65,7 +65,7 @@ class Section:
     """A part of the report, of the results of some jobs.
 
     Attributes:
-      compose: `results -> parts`; says itself what is missing.
+      compose: `results -> parts`; the parts say what is missing.
     """
 
     title: str
@@ -137,7 +137,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A study: everything in the order of the paper, with `seeds` seeds by default; `claimed` is above its claims."""
+    """A study: everything in the order of the paper, with `seeds` seeds by default; `claimed` heads its claims."""
 
     name: str
     title: str
@@ -150,7 +150,7 @@ class Study:
     claimed: str = "The paper's claims"
 
     def __post_init__(self) -> None:
-        """Check that sections, figures and claims speak of jobs that there are."""
+        """Check that the jobs of sections, figures and claims exist."""
         names = [job.name for job in self.jobs]
         parts: tuple[Section | Figure | Claim, ...] = (*self.sections, *self.figures, *self.claims)
         unknown = sorted({name for part in parts for name in part.jobs} - set(names))
@@ -158,7 +158,7 @@ class Study:
             raise ValueError(f"a study needs one job of each name; unknown: {unknown}, there are: {names}")
 
     def choose(self, only: Sequence[str]) -> tuple[Job, ...]:
-        """Return the jobs that some jobs' or figures' names ask for, in the study's order; all for no names."""
+        """Return the jobs that names of jobs or figures select, in the study's order; all if there are no names."""
         wanted: set[str] = set()
         figures = {figure.name: figure for figure in self.figures}
         for name in only:

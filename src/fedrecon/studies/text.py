@@ -24,13 +24,13 @@ from fedrecon.studies.text_tables import (
 )
 
 SIZES = (1000, 5000, 10000)
-BUCKETS = (50, 200, 1000)  # beside 1 and 500
-STEPS = (0, 1, 2)  # of reconstruction, beside all
+BUCKETS = (50, 200, 1000)  # besides 1 and 500
+STEPS = (0, 1, 2)  # of reconstruction, besides all
 
 # The paper's sizes and numbers of rounds, for an accelerator.
 PAPER = Setting()
-# What two cores finish: a smaller model, fewer rounds and clients, fewer sentences of a client; so larger steps of the
-# clients, which need clipping, and a server whose rate falls. `--tune` tries the grids below.
+# What two cores finish: a smaller model, fewer rounds and clients, fewer sentences per client; hence larger client
+# steps, which need clipping, and a server whose rate falls. `--tune` tries the grids below.
 TWO_CORES = Setting(
     embedding=48,
     hidden=96,
@@ -74,7 +74,7 @@ def jobs(base: Setting, grids: Grids, sizes: tuple[int, ...], variants: tuple[in
     Args:
       base: how everything is trained and measured.
       grids: what is tried for the first size.
-      sizes: of the vocabulary.
+      sizes: sizes of the vocabulary.
       variants: those sizes for which training without a split and joint training are tried too.
     """
     all_jobs = []

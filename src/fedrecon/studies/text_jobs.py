@@ -20,7 +20,7 @@ from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.study import Job
 
 Measure = Literal["plain", "recon", "recon-finetune", "oov-finetune", "full-finetune"]
-PUBLISHED = 16  # sentences of a batch
+PUBLISHED = 16  # sentences per batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Setting:
       buckets: for the words that it does not know.
       embedding: length of the embeddings.
       hidden: width of the LSTM.
-      projection: width of what the outputs are compared with.
+      projection: width of the projection that is compared with the outputs.
       split: support and query in training; by time.
       finetune: how finetuning descends.
-      max_sentences: a client's first so many sentences are used, in training and in evaluation.
+      max_sentences: at most this many of a client's first sentences are used, in training and in evaluation.
       rounds: how many rounds the row reports.
-      on_to: always None: nothing is run on.
-      every: evaluate after every so many rounds; divides `rounds`.
+      on_to: always None: no job is continued.
+      every: evaluate every n rounds; n divides `rounds`.
     """
 
     train: Literal["fedrecon", "fedyogi"] = "fedrecon"
@@ -181,7 +181,7 @@ def run_job(
     """Train one setting with one seed and measure it on the unseen clients of a part.
 
     Returns:
-      `evaluations` (one a measured round, by measure), `losses` of all rounds, `sent` (numbers to and from a client
+      `evaluations` (one per measured round, by measure), `losses` of all rounds, `sent` (numbers to and from a client
       in a round), `sent_bytes`, `global` and `local` (numbers of parameters), `trained_on` (how many clients),
       `seconds`.
     """
@@ -218,7 +218,7 @@ def run_job(
 
 
 def shortened(job: Job) -> Job:
-    """Return a job that runs for a few rounds with few sentences of a client."""
+    """Return a job that runs for a few rounds with few sentences per client."""
     setting = job.setting
     few = min(setting.rounds, 4)
     quick = dataclasses.replace(setting, rounds=few, every=few, max_sentences=min(setting.max_sentences, 32))

@@ -1,4 +1,4 @@
-"""Settings over grids, on validation data; never on what a study reports."""
+"""Try settings over grids, on validation data; never on what a study reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def candidates(job: Job) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def tune(kind: Kind, jobs: Sequence[Job], data: Data, folder: Path, *, say: Say, progress: Progress = silent) -> Any:
-    """Train every candidate of every job that has a grid with the first seed, and store what it had on validation data.
+    """Train every candidate of every job that has a grid with the first seed, and store its results on validation data.
 
     Results are in `folder/tune.json`; candidates that are in it already are not trained again.
     """

@@ -1,4 +1,4 @@
-"""Jobs of a study side by side: one process a core, each with one device of its own.
+"""Jobs of a study side by side: one process per core, each with one device of its own.
 
 What takes long in a study is compiling, which uses one core, and small rounds, which gain little from a second device:
 two processes do almost twice as much as one process with two devices.
@@ -33,7 +33,7 @@ class Assignment(NamedTuple):
 
 
 def most_workers() -> int:
-    """Return how many processes suit this machine: one a core, or a single one if there is an accelerator."""
+    """Return how many processes suit this machine: one per core, or a single one if there is an accelerator."""
     if jax.default_backend() != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -63,7 +63,7 @@ def run_side_by_side(assignment: Assignment, tasks: Sequence[Task], workers: int
 
 
 def _listen(told: Any, total: int, say: Say) -> None:
-    """Pass on what processes say; of what they begin, say how many there are and how long they will take."""
+    """Pass on what processes say; when one begins a job, say how many there are and how long they will take."""
     began, begun, done = time.perf_counter(), 0, 0
     for begins, line in iter(told.get, None):
         if not begins:
@@ -76,7 +76,7 @@ def _listen(told: Any, total: int, say: Say) -> None:
 
 
 def minutes(seconds: float) -> str:
-    """Write a time as one would say it."""
+    """Write a time in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
@@ -95,7 +95,7 @@ def _begin(assignment: Assignment, told: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that began it is gone, however that was killed."""
+    """End this process when the one that started it is gone, even if that was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

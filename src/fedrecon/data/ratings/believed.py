@@ -1,4 +1,4 @@
-"""Which ratings round zero believes: all but those far outside of what most clients have, found from sums alone.
+"""Which ratings round zero believes: all but those far outside what most clients have, found from sums alone.
 
 One client can move a mean as far as it likes: ten ratings of 1,000 among 2,000 from 1 to 5 raise it from 3.5 to 8.5. So
 clients add up their moments by bins of magnitude, and a histogram in which every client counts once, whatever it sends.
@@ -110,14 +110,14 @@ def believe(total: Mapping[str, Any], logarithm: bool) -> Believed:
 
 
 def _quartiles(histogram: Any, tail: float = TAILS[0]) -> tuple[int, int]:
-    """Return the bins below and above which so many are."""
+    """Return the bins below and above which a share `tail` of the histogram lies."""
     below = np.cumsum(np.asarray(histogram, np.float64))
     lower, upper = (int(np.searchsorted(below, part * below[-1])) for part in (tail, 1 - tail))
     return lower, upper
 
 
 def _fence(lower: int, upper: int, times: float, logarithm: bool) -> tuple[float, float]:
-    """Return the ends of a range of bins, moved apart by so many times its width."""
+    """Return the ends of a range of bins, moved apart by `times` its width."""
     low, high = EDGES[lower], EDGES[upper + 1]
     if logarithm:
         low, high = np.log1p(np.maximum([low, high], 0.0))

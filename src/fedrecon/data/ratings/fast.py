@@ -1,6 +1,6 @@
 """Fast readers of ratings: pyarrow's, and numpy's where pyarrow is not installed.
 
-They read a piece of a file only if they surely read it as one reads it row by row.
+They read a piece of a file only if the result is certain to be the same as when it is read row by row.
 """
 
 import io
@@ -16,7 +16,7 @@ from fedrecon.data.ratings.layout import Layout, split_line
 
 LARGEST = float(np.finfo(np.float32).max)
 SEPARATOR = "\x1f"  # stands for a delimiter of several characters
-SPACES = " \t\x0b\x0c\x1c\x1d\x1e\x1f"  # what `str.strip` takes away, of ASCII, besides the ends of lines
+SPACES = " \t\x0b\x0c\x1c\x1d\x1e\x1f"  # the ASCII characters that `str.strip` removes, except line ends
 
 
 class Rows(NamedTuple):
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 def fast_reader() -> Callable[[str, Layout], Rows | None]:
-    """Return the fastest reader there is, of pieces that hold nothing odd; it returns None of others."""
+    """Return the fastest reader there is. It returns None for pieces that have to be read row by row."""
     try:
         import pyarrow.csv  # noqa: F401
     except ImportError:
@@ -62,12 +62,12 @@ def _clean(piece: str, layout: Layout) -> Clean | None:
 
 
 def read_with_arrow(piece: str, layout: Layout) -> Rows | None:
-    """Read a piece with pyarrow; None if it holds anything that has to be looked at."""
+    """Read a piece with pyarrow; None if it has to be read row by row."""
     import pyarrow as pa
     from pyarrow import csv as arrow
 
     clean = _clean(piece, layout)
-    if clean is None or ("time" in layout.positions and ("0x" in piece or "0X" in piece)):  # to pyarrow a number
+    if clean is None or ("time" in layout.positions and ("0x" in piece or "0X" in piece)):  # a number to pyarrow
         return None
     first = next(line for line in io.StringIO(clean.text) if line != "\n")
     names = [
@@ -144,7 +144,7 @@ def read_numbers(piece: str, layout: Layout) -> Rows | None:
 
 
 def _has_odd_numbers(clean: Clean, layout: Layout) -> bool:
-    """Tell whether an id may be spelled in another way than numbers are: 007 and 7 are two ids."""
+    """Tell whether an id may be written differently from a number: 007 and 7 are two ids."""
     if "_" in clean.text:
         return True
     mark = re.escape(clean.delimiter)

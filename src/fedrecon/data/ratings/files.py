@@ -36,11 +36,11 @@ class Ratings(Clients):
 
     @property
     def num_items(self) -> int:
-        """Number of items there are, rated here or not."""
+        """Number of items, rated here or not."""
         return len(self.item_ids)
 
     def title(self, k: int) -> str:
-        """Return the title of item `k`, or its original id where there is none."""
+        """Return the title of item `k`, or its original id if it has none."""
         return str(self.item_ids[k] if self.titles is None else self.titles[k])
 
     def describe(self) -> Summary:
@@ -83,9 +83,9 @@ def load_ratings(
         "error" refuses them.
       bad_rows: "error" refuses rows that cannot be read and names the first; "skip" counts them.
       min_ratings: users with fewer ratings are left out.
-      encoding: of a text file.
+      encoding: the encoding of a text file.
       item_ids: number the items as in this list, and leave out those that are not in it.
-      skip_lines: how many lines before the header or the data are passed over.
+      skip_lines: how many lines to skip before the header or the data.
       at_least: ratings below this are left out; None keeps all.
 
     Returns:
@@ -196,7 +196,7 @@ def _rows_of(table: RatingTable, rows: np.ndarray) -> RatingTable:
 
 
 def _find(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return where in the vocabulary each id stands, -1 where it does not."""
+    """Return where in the vocabulary each id is, -1 if it is not in it."""
     if (vocabulary.dtype.kind in "SU") != (ids.dtype.kind in "SU"):
         vocabulary, ids = vocabulary.astype(str), ids.astype(str)
     order = np.argsort(vocabulary, kind="stable")
@@ -210,7 +210,7 @@ def _find(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def _without_duplicates(table: RatingTable, source: str, duplicates: Duplicates) -> RatingTable:
-    """Keep one row per user and item, at the place where it stands in the file."""
+    """Keep one row per user and item, in the order of the file."""
     pair = table.user.codes * np.int64(len(table.item.values)) + table.item.codes
     pair.sort()  # in place: nearly always there are none, and memory counts
     if not (pair[1:] == pair[:-1]).any():

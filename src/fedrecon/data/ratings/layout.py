@@ -1,4 +1,4 @@
-"""How a ratings file of text is laid out: what separates fields, and where each column stands."""
+"""How a ratings file of text is laid out: what separates fields, and where each column is."""
 
 import csv
 import re
@@ -12,7 +12,7 @@ AUTO = {"rating": ("rating", "count"), "time": ("time", "timestamp")}  # what "a
 
 
 class Layout(NamedTuple):
-    """How a text file is laid out: what separates fields, and where each column stands."""
+    """How a text file is laid out: what separates fields, and where each column is."""
 
     delimiter: str
     positions: dict[str, int]
@@ -46,7 +46,7 @@ def check_delimiter(delimiter: str | None) -> None:
 
 
 def pass_over(pieces: Pieces, count: int, source: str) -> None:
-    """Pass over the first lines."""
+    """Skip the first lines."""
     if count < 0:
         raise DataError(f"skip_lines is {count}; give how many lines are before the header or the data, 0 or more.")
     while count and (piece := pieces.take()):
@@ -74,7 +74,7 @@ def find_layout(
     while piece and piece.isspace():
         piece = pieces.take()
     if not piece:
-        raise DataError(f"{source} is empty; expected one rating a line.")
+        raise DataError(f"{source} is empty; expected one rating per line.")
     blank = re.match(r"(?:[^\S\n]*\n)*", piece).end()  # type: ignore[union-attr]
     end = piece.index("\n", blank) + 1
     first, rest = piece[blank : end - 1], piece[end:]
@@ -98,7 +98,7 @@ def find_layout(
 def find_columns(
     header: Sequence[str] | None, width: int, source: str, columns: Mapping[str, Column | None]
 ) -> dict[str, int]:
-    """Return where each wanted column stands, by header or, without one, by position."""
+    """Return where each wanted column is, by header or, without one, by position."""
     positions = {}
     for place, (role, column) in enumerate(columns.items()):
         if column is None:
@@ -140,11 +140,11 @@ def split_line(line: str, delimiter: str) -> list[str]:
     """Return the fields of one line."""
     try:
         fields = line.split(delimiter) if len(delimiter) > 1 else next(iter(csv_reader([line + "\n"], delimiter)), [])
-    except csv.Error:  # a field beyond all measure
+    except csv.Error:  # a field that is too long
         fields = line.split(delimiter)
     return [name.strip() for name in fields]
 
 
 def csv_reader(lines: Iterable[str], delimiter: str) -> Any:
-    """Return a reader of rows; Python 3.13 knows no spaces before a field where spaces separate fields."""
+    """Return a reader of rows; Python 3.13 cannot skip spaces before a field if spaces separate fields."""
     return csv.reader(lines, delimiter=delimiter, skipinitialspace=delimiter != " ")

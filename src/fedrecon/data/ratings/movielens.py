@@ -27,7 +27,7 @@ class Published(NamedTuple):
     Attributes:
       archive: its file name.
       checked: the file in it whose md5 is known; "" for the archive itself.
-      md5: of that file.
+      md5: the md5 of that file.
       most_bytes: a bound on the size of the archive.
     """
 
@@ -68,13 +68,13 @@ def movielens(source: str | Path = "movielens-small", min_ratings: int = 1, at_l
         "movielens-100k" (downloaded once to $FEDRECON_CACHE or ~/.cache/fedrecon); or the path of a MovieLens
         zip or of the folder it unpacks to.
       min_ratings: users with fewer ratings are left out.
-      at_least: ratings below this are left out before that; None keeps all.
+      at_least: ratings below this are left out first; None keeps all.
 
     Returns:
       The ratings with titles; users and movies in ascending order of the original ids that occur.
 
     Raises:
-      DataError: the data is not there, cannot be downloaded, or is not MovieLens.
+      DataError: the data is missing, cannot be downloaded, or is not MovieLens.
     """
     if source == "movielens-small":
         return _small(min_ratings, at_least)
@@ -157,7 +157,7 @@ def _read_edition(edition: Edition, files: Any, source: str, min_ratings: int, a
 
 
 def _titles(files: Any, movies: Any, edition: Edition, name: str) -> dict[int, str]:
-    """Return title by movie id; lines that do not start with a number, such as a header, are passed over."""
+    """Return title by movie id; lines that do not start with a number, such as a header, are skipped."""
     titles: dict[int, str] = {}
     with files.open(movies) as stream:
         lines = (line for piece in read_text(stream, name, edition.encoding) for line in io.StringIO(piece))

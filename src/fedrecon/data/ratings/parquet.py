@@ -14,7 +14,7 @@ from fedrecon.data.ratings.text import RatingTable
 from fedrecon.data.sources import ALWAYS_ALLOWED, MOST_EXPANSION, is_stream
 from fedrecon.disk.tabular import import_parquet
 
-ROWS = 1 << 20  # in memory as Parquet holds them, at a time
+ROWS = 1 << 20  # in memory at a time, as Parquet holds them
 BYTES_A_ROW = 8  # of a column, unpacked
 MOST_TIME = 9.2e18  # just within 64 bits
 
@@ -26,7 +26,7 @@ def read_parquet_ratings(
 
     Args:
       path: the file.
-      stream: the same, opened; read where `path` is a pipe or standard input.
+      stream: the same file, opened; used if `path` is a pipe or standard input.
       source: its name, for messages.
       columns: where user, item, rating and time are; see `load_ratings`.
       bad_rows: whether rows with empty or non-finite entries are errors or are counted.

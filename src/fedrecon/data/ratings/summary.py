@@ -21,10 +21,10 @@ class Summary:
       ratings: how many ratings there are.
       least: the lowest rating.
       greatest: the highest rating.
-      mean: of all ratings.
+      mean: the mean of all ratings.
       spread: their standard deviation.
       skewness: their third standardised moment: 0 if they are symmetric, large if a few are far above the others.
-      density: which share of all pairs of a user and an item is rated.
+      density: the share of all pairs of a user and an item that is rated.
       whole: whether all ratings are whole numbers.
       skipped: how many rows, items or users loading left out, by reason.
     """
@@ -47,10 +47,10 @@ class Summary:
         return self.least >= 0 and self.skewness > COUNTS_SKEWNESS
 
     def sentence(self, counts: bool = True) -> str:
-        """Say all of it in one paragraph.
+        """Describe the ratings in one paragraph.
 
         Args:
-          counts: say so if they look like counts; False for whoever says what is done about it.
+          counts: say so if they look like counts; False if the caller says it.
         """
         per_user = self.ratings / max(1, self.users)
         text = (
@@ -112,7 +112,7 @@ def summarize(
 
 
 def _pieces(rating: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the ratings of some users after another."""
+    """Yield the ratings of some users at a time."""
     for first in range(0, len(starts), USERS):
         users = slice(first, first + USERS)
         values = np.asarray(rating[rows_of(starts[users], ends[users])], np.float64)

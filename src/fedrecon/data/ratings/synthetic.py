@@ -5,7 +5,7 @@ import numpy as np
 from fedrecon.data.ratings.files import Ratings
 
 MIN_RATINGS = 20  # as in MovieLens 1M, where nobody has fewer
-MEDIAN_TO_MEAN = 96 / 165  # of the number of ratings a user, in MovieLens 1M
+MEDIAN_TO_MEAN = 96 / 165  # of the number of ratings per user, in MovieLens 1M
 POPULARITY_OFFSET = 60  # Zipf-Mandelbrot: flattens the head, so that the top item is rated by about half the users
 USERS_PER_BLOCK = 1024
 
@@ -20,8 +20,8 @@ def synthetic_ratings(
 ) -> Ratings:
     """Draw ratings from a low-rank model with biases, rounded to whole stars from 1 to 5.
 
-    A user rates an item at most once and popular items more often. Nobody has fewer than 20 ratings, or than
-    a fifth of the mean where that is less.
+    A user rates an item at most once and popular items more often. Every user has at least 20 ratings,
+    or a fifth of the mean if that is less.
 
     Args:
       num_users: number of users, all of whom have ratings.
@@ -29,7 +29,7 @@ def synthetic_ratings(
       mean_ratings: ratings per user on average; the median is lower and the largest users far above it.
       dim: rank of the model behind the ratings.
       noise: standard deviation of what the model does not explain, in stars.
-      seed: one seed, one data set.
+      seed: the same seed gives the same data.
 
     Returns:
       Ratings whose `time` increases along each user's examples.

@@ -22,7 +22,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
 
 
 class RatingTable(NamedTuple):
-    """Ratings row by row, as read; `lines` says where each row stands, if that is known."""
+    """Ratings row by row, as read; `lines` has the line number of each row, if known."""
 
     user: Coded
     item: Coded
@@ -48,11 +48,11 @@ def parse_ratings(
       text: the file's content in pieces of whole lines, as `sources.read_text` gives them.
       source: its name, for messages.
       columns: where user, item, rating and time are; see `load_ratings`.
-      delimiter: what separates fields, None to find out.
-      header: whether there is a header line, None to find out.
+      delimiter: what separates fields; None to detect it.
+      header: whether there is a header line; None to detect it.
       bad_rows: whether rows that cannot be read are errors or are counted.
-      number_lines: read row by row in any case, to know the line of each row.
-      skip_lines: how many lines at the beginning are passed over.
+      number_lines: always read row by row, to know the line of each row.
+      skip_lines: how many lines to skip at the beginning.
     """
     pieces = Pieces(text)
     pass_over(pieces, skip_lines, source)
@@ -141,8 +141,8 @@ def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows
 def _records(piece: str, pieces: Pieces, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each line that is not blank, and its fields.
 
-    A record that does not end with the piece, since a quoted field has line feeds in it, goes on in the next one, and
-    then the records of that are read here too.
+    A record that does not end with the piece, since a quoted field has line feeds in it, continues in the next one,
+    whose records are then read here too.
     """
     if len(delimiter) > 1:
         for number, line in enumerate(io.StringIO(piece), pieces.line - piece.count("\n")):
@@ -160,7 +160,7 @@ def _records(piece: str, pieces: Pieces, delimiter: str) -> Iterator[tuple[int, 
 
 
 class _Feed:
-    """Lines of a piece, and of those after it if somebody asks for more; `left` counts those the piece still has."""
+    """Lines of a piece, and of those after it if more are needed; `left` counts those the piece still has."""
 
     def __init__(self, piece: str, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -198,7 +198,7 @@ def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, 
 
 def _number(role: str, text: str) -> float:
     try:
-        number = float(text.replace("_", "x"))  # 1_000 is a number to Python alone
+        number = float(text.replace("_", "x"))  # only Python takes 1_000 for a number
     except ValueError:
         raise ValueError(f"{role} {text[:50]!r} is not a number") from None
     if not math.isfinite(number):

@@ -1,4 +1,4 @@
-"""Titles of one's own items: a file of ids and titles, and labels that tell items of one title apart."""
+"""Titles of your own items: a file of ids and titles, and labels that tell items with the same title apart."""
 
 import csv
 import io
@@ -29,10 +29,10 @@ def load_titles(
       item: header of the column with item ids, or its position counted from 0.
       title: the same for titles.
       delimiter: what separates fields; None looks for tab, comma, semicolon or `::` in the first line.
-      encoding: of the file.
+      encoding: the encoding of the file.
 
     Returns:
-      Title by item id, as text. Of several titles of an item the last counts; items without one are left out.
+      Title by item id, as text. If an item has several, the last counts; items without one are left out.
 
     Raises:
       DataError: the file is missing or malformed; the message names the line.
@@ -46,7 +46,7 @@ def load_titles(
         lines = (line for piece in read_text(stream, source, encoding) for line in io.StringIO(piece))
         first = next((line for line in lines if line.strip()), None)
         if first is None:
-            raise DataError(f"{source} is empty; expected a header line and one item a line.")
+            raise DataError(f"{source} is empty; expected a header line and one item per line.")
         mark = delimiter or max(("::", "\t", ",", ";"), key=lambda mark: first.count(mark) * len(mark))
         split = (line.split(mark) for line in lines)
         rows = split if len(mark) > 1 else csv.reader(lines, delimiter=mark, skipinitialspace=mark != " ")

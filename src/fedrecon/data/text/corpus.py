@@ -31,7 +31,7 @@ FILES = (*(f"{name}.npy" for name in ARRAYS), "words.txt")
 QUICK_BYTES = 1 << 28  # of a file that is read whenever a corpus is opened
 Check = Literal["quick", "full"]
 SENTENCES_PER_BLOCK = 1 << 16
-HASHED_TOKENS, HASHED_BLOCKS = 1 << 16, 256  # what a fingerprint looks at: so many blocks of so many tokens
+HASHED_TOKENS, HASHED_BLOCKS = 1 << 16, 256  # tokens in a block, and blocks that a fingerprint reads
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,8 +73,8 @@ class Corpus:
         """Open a prepared folder.
 
         Every file has its size and sha256 in the manifest. By default files up to 256 MB are read and compared, which
-        takes a fraction of a second each, and of larger ones only the size: reading tens of gigabytes would take away
-        what mapping is for, that a corpus opens at once.
+        takes a fraction of a second each. Of larger files only the size is compared: reading tens of gigabytes would
+        defeat the purpose of mapping, that a corpus opens at once.
 
         Args:
           path: the folder.
@@ -82,7 +82,7 @@ class Corpus:
           check: "quick" as above, or "full" to read every file, however large.
 
         Raises:
-          DataError: there is none, or it is damaged.
+          DataError: there is no corpus, or it is damaged.
         """
         check_choice("check", check, Check)
         folder = Path(path)
@@ -149,17 +149,17 @@ class Corpus:
         """Return the vocabulary of the `vocab_size` most used words."""
         if not 1 <= vocab_size <= len(self.words):
             raise ValueError(
-                f"`vocab_size` is {vocab_size}, but the corpus keeps {len(self.words)} words: ask for 1 to that many, "
+                f"`vocab_size` is {vocab_size}; ask for 1 to {len(self.words)}, as many words as the corpus keeps, "
                 "or prepare it again with a larger kept_words."
             )
         return Vocabulary(self.words[:vocab_size], buckets)
 
     def coverage(self, vocab_size: int) -> float:
-        """Return which share of the training clients' words is among the `vocab_size` most used."""
+        """Return the share of the training clients' words that is among the `vocab_size` most used."""
         return float(self.counts[:vocab_size].sum() / max(1, self.train_tokens))
 
     def fingerprint(self) -> str:
-        """Return a short digest of the content, of a sample where there is much (see `Clients.fingerprint`)."""
+        """Return a short digest of the content, or of a sample of a large one (see `Clients.fingerprint`)."""
         digest = hashlib.blake2b(self.clients.fingerprint().encode(), digest_size=8)
         digest.update(f"{len(self.tokens)} {' '.join(self.splits)} ".encode())
         digest.update("\n".join(self.words).encode())
@@ -189,7 +189,7 @@ class Corpus:
           buckets: for words outside the vocabulary.
           max_words: L, how many words of a sentence count.
           folder: where to write the examples, to be mapped from there; must not exist yet. None keeps them in
-            memory: 10 bytes a word.
+            memory: 10 bytes per word.
         """
         return self.in_words_of(self.vocabulary(vocab_size, buckets), clients, max_words, folder)
 
@@ -203,15 +203,15 @@ class Corpus:
     ) -> Sentences:
         """Return clients' sentences as examples of the next word in any vocabulary, such as that of a saved model.
 
-        A word of the vocabulary that this corpus does not keep is known here by its hash alone, of 31 bits: another
-        word with the same hash would be taken for it.
+        A word of the vocabulary that this corpus does not keep is known here only by its hash of 31 bits: another word
+        with the same hash would be taken for it.
 
         Args:
           vocabulary: the words and buckets.
-          clients: as for `next_words`, and so are the others.
+          clients: as for `next_words`.
           max_words: L.
           folder: where to write the examples.
-          progress: opens a display of how much is written.
+          progress: a display of how much is written.
         """
         chosen = self.split(clients) if isinstance(clients, str) else clients
         if max_words < 1:

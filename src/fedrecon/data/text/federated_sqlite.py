@@ -1,4 +1,4 @@
-"""Federated data sets as TensorFlow Federated publishes them: an SQLite database, one serialized example a row.
+"""Federated data sets as TensorFlow Federated publishes them: an SQLite database, one serialized example per row.
 
 Tables: `examples(split_name, client_id, serialized_example_proto)`, with an index over the first two, and
 `client_metadata(client_id, split_name, num_examples)`.
@@ -38,7 +38,7 @@ BY_CLIENT = (
 
 
 def unpacked(path: Path, unpack: bool, progress: Progress) -> Path:
-    """Return where the database is, after unpacking it if need be."""
+    """Return where the database is, after unpacking it if necessary."""
     if not path.is_file():
         raise DataError(f"{path} is not a file; expected stackoverflow.sqlite. Check the path.")
     if path.suffix not in COMPRESSED:
@@ -49,7 +49,7 @@ def unpacked(path: Path, unpack: bool, progress: Progress) -> Path:
     if not unpack:
         raise DataError(
             f"{path} is compressed. Unpack it to {target.name} first (xz --decompress --keep --format=auto), or "
-            "have it done with unpack=True; the database takes several times the space."
+            "give unpack=True; the database takes several times the space."
         )
     with hold(target.with_name(f".{target.name}.lock"), str(target), wait=math.inf, on_wait=say_who):
         if not target.is_file():
@@ -87,7 +87,7 @@ def _unpack(path: Path, target: Path, progress: Progress) -> None:
 def connect(path: Path) -> sqlite3.Connection:
     """Open a database for reading only, and check that it holds two plain tables.
 
-    A view or a computed column is a program: it could run for ever, or make gigabytes of nothing.
+    A view or a computed column is a program: it could run forever, or make gigabytes out of nothing.
     """
     with path.open("rb") as file:
         if file.read(len(SQLITE)) != SQLITE:
@@ -122,7 +122,7 @@ def _check_table(connection: sqlite3.Connection, path: Path, table: str) -> None
 def choose_clients(
     connection: sqlite3.Connection, path: Path, numbers: Mapping[str, int], seed: int
 ) -> dict[tuple[str, str], int]:
-    """Return how many examples every client has that is taken, by its split and id in alphabetical order."""
+    """Return how many examples each chosen client has, by split and id, in alphabetical order."""
     query = "SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?"
     chosen: dict[tuple[str, str], int] = {}
     for split in SPLITS:
@@ -138,7 +138,7 @@ def choose_clients(
 def _count(path: Path, client: object, size: object) -> int:
     if not isinstance(size, int) or size < 0:
         whose = f"{path}: num_examples of client {str(client)[:50]!r}"
-        raise DataError(f"{whose} in client_metadata is {str(size)[:50]!r}, no count.")
+        raise DataError(f"{whose} in client_metadata is {str(size)[:50]!r}, not a count.")
     return size
 
 

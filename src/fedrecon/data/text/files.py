@@ -1,4 +1,4 @@
-"""Text: corpora from JSON lines, one post a line with the client who wrote it."""
+"""Text: corpora from JSON lines, one post per line, with the client who wrote it."""
 
 import hashlib
 import json
@@ -44,12 +44,12 @@ def prepare_text(
         counts as time 0, so that a file without any keeps its order. A client's posts may be anywhere in it.
       folder: where the corpus goes; must not exist yet.
       fractions: the share of clients for training, validation and test.
-      seed: decides who goes where.
+      seed: decides which client goes to which split.
       kept_words: how many of the most used words of training clients are kept: the largest possible vocabulary.
-      max_sentences: how many of a client's sentences are kept, the first of the file.
+      max_sentences: at most this many of a client's sentences are kept, the first in the file.
       words_in_memory: how many words are in memory at a time.
       bad_rows: "error" refuses lines that cannot be read and names the first; "skip" counts them.
-      progress: opens a display of how far it is.
+      progress: a progress display.
 
     Raises:
       DataError: the file is missing, has no sentences, or is malformed; the message names the line.
@@ -117,10 +117,10 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
     Args:
       source: a prepared folder; or a file of JSON lines, a Stack Exchange `Posts.xml`, the federated Stack Overflow
         database, or a pipe ("-" for standard input) of JSON lines. The prepared corpus is kept in $FEDRECON_CACHE or
-        ~/.cache/fedrecon, under a name that changes when the file or the options do; a second process that wants the
-        same one waits for the first.
-      progress: opens a display of how far preparing is.
-      **options: of `prepare_text`, `prepare_posts` or `prepare_stackoverflow`, whichever it is.
+        ~/.cache/fedrecon, under a name that changes when the file or the options do. A second process that needs the
+        same corpus waits for the first.
+      progress: a progress display.
+      ***options: options of `prepare_text`, `prepare_posts` or `prepare_stackoverflow`, depending on the source.
 
     Raises:
       DataError: there is no such file, or it cannot be read.
@@ -140,7 +140,7 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
 
 
 def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]) -> Corpus:
-    """Keep what a pipe gives in a file that is named after its content, and prepare that."""
+    """Store what a pipe gives in a file that is named after its content, and prepare that."""
     with tempfile.TemporaryDirectory(dir=private_cache("text")) as place, open_bytes(source) as stream:
         copy = Path(place) / "stream.jsonl"
         with copy.open("wb") as file:

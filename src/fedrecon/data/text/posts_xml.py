@@ -1,4 +1,4 @@
-"""`Posts.xml` of a Stack Exchange data dump: one post a line, its text as HTML in an attribute."""
+"""`Posts.xml` of a Stack Exchange data dump: one post per line, its text as HTML in an attribute."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -21,13 +21,13 @@ BLOCKS = frozenset("address blockquote br dd div dl dt h1 h2 h3 h4 h5 h6 hr li o
 
 
 def read_posts(path: str | Path, types: Collection[int], bad: BadRecords, progress: Progress) -> Iterator[Post]:
-    """Yield the posts that somebody owns, with their owners as clients.
+    """Yield the posts that have an owner, with the owners as clients.
 
     Args:
       path: the file. Every `<row .../>` has a line of its own, as published.
       types: the values of PostTypeId that are wanted.
-      bad: told of lines that cannot be read; counts what is left out.
-      progress: opens a display of how much of the file is read.
+      bad: is told about lines that cannot be read; counts what is left out.
+      progress: a display of how much of the file is read.
     """
     wanted = set(map(str, types))
     for number, line in read_lines(path, bad, progress):
@@ -57,7 +57,7 @@ def read_posts(path: str | Path, types: Collection[int], bad: BadRecords, progre
 
 
 def _attributes(line: bytes) -> dict[str, str]:
-    """Return the attributes of a row, or raise ValueError if the line is none."""
+    """Return the attributes of a row, or raise ValueError if the line is not a row."""
     if not line.startswith(b"<row"):
         raise ValueError(f"{line[:40]!r} is not a <row .../>, which has a line of its own in a published Posts.xml")
     try:

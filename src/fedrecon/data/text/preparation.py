@@ -33,15 +33,15 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a corpus is to be made of.
+    """What goes into a corpus.
 
     Attributes:
       splits: names of the splits; the first is the training split, whose words are counted.
-      fractions: the share of clients of each split; None where the posts themselves name their split.
-      seed: of the division.
+      fractions: the share of clients of each split; None if the posts themselves name their split.
+      seed: decides the division.
       words: the vocabulary, most used first; None counts the words.
       kept_words: how many of them are kept.
-      max_sentences: how many of a client's sentences are kept, the first ones of the source.
+      max_sentences: at most this many of a client's sentences are kept, the first in the source.
       words_in_memory: how many words are in memory at a time.
     """
 
@@ -58,7 +58,7 @@ class Plan:
         shares = self.fractions
         if shares is not None and (len(shares) != len(self.splits) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
             names = ", ".join(self.splits)
-            raise ValueError(f"`fractions` are {shares}: give one for each of {names}, which add up to 1.")
+            raise ValueError(f"`fractions` are {shares}: give one for each of {names}, and let them add up to 1.")
         for name in ("kept_words", "max_sentences", "words_in_memory"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
@@ -75,12 +75,12 @@ def prepare_corpus(
     """Write a corpus to a folder and open it.
 
     Args:
-      posts: in any order; a client's own posts in the order that counts where their times are equal.
+      posts: in any order; a client's posts with equal times stay in this order.
       folder: must not exist yet. It appears under this name only when it is complete.
       plan: what is kept.
       source: where the posts come from, for messages.
       skipped: counts of what was left out, which `posts` adds to while it is read.
-      progress: opens a display for what follows reading.
+      progress: a display of what follows reading.
 
     Raises:
       DataError: there is not a single sentence, or nobody is in the training split.
@@ -99,7 +99,7 @@ def prepare_corpus(
         keys = _all_clients(writer.runs)
         split_of = _divide(keys, plan)
         if not (split_of == 0).any():
-            raise DataError(f"{source}: none of its {len(keys)} clients is in {plan.splits[0]}, whose words count.")
+            raise DataError(f"{source}: none of its {len(keys)} clients is in {plan.splits[0]}, whose words we count.")
         tally = _count(writer.runs, split_of, plan.max_sentences, progress)
         words = most_used(writer.runs, plan.kept_words) if plan.words is None else plan.words[: plan.kept_words]
         np.save(temporary / "counts.npy", number_words(writer.runs, words))
@@ -123,7 +123,7 @@ def _all_clients(runs: Sequence[Run]) -> np.ndarray:
     for run in runs:
         waiting.append(np.array(run.array("clients")))  # a copy, so that its file is closed
         many += len(waiting[-1])
-        if many > max(len(keys), 1 << 20):  # not one run at a time, which would sort everyone for each
+        if many > max(len(keys), 1 << 20):  # not after every run, which would sort all clients each time
             keys, waiting, many = np.unique(np.concatenate([keys, *waiting])), [], 0
     keys = np.unique(np.concatenate([keys, *waiting]))
     for run in runs:

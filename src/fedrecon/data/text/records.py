@@ -1,4 +1,4 @@
-"""Records of text files: line after line, plain or gzip, and what is done about those that cannot be read."""
+"""Records of text files: line after line, plain or gzip, and what happens to those that cannot be read."""
 
 import gzip
 import io
@@ -14,7 +14,7 @@ from fedrecon.data.sources import Bounded, UnpackingError
 from fedrecon.display.progress import Progress
 
 GZIP, SEVEN_ZIP = b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c"
-LONGEST_LINE = 1 << 26  # bytes; what is longer is not a record
+LONGEST_LINE = 1 << 26  # bytes; anything longer is not a record
 LONGEST_NAME = 200
 LINES_PER_REPORT = 256
 
@@ -40,8 +40,8 @@ def read_lines(path: str | Path, bad: BadRecords, progress: Progress) -> Iterato
 
     Args:
       path: the file.
-      bad: told of lines that are too long and of compressed data that breaks off.
-      progress: opens a display of how much of the file is read.
+      bad: is told about lines that are too long and compressed data that is cut off.
+      progress: a display of how much of the file is read.
     """
     size = Path(path).stat().st_size if Path(path).is_file() else None
     if size is None:
@@ -100,4 +100,4 @@ def seconds(date: str) -> float:
     try:
         return (when.replace(tzinfo=UTC) if when.tzinfo is None else when).timestamp()
     except OverflowError:
-        raise ValueError(f"{date[:50]!r} is beyond the years that can be told apart") from None
+        raise ValueError(f"{date[:50]!r} is outside the range of years that can be stored") from None

@@ -15,7 +15,7 @@ from fedrecon.clients import rows_of
 from fedrecon.disk.client_files import map_array
 
 WORDS_IN_MEMORY = 1 << 22  # before they are written
-RUN_CHARACTERS = 1 << 25  # of different words: a bound where words are long
+RUN_CHARACTERS = 1 << 25  # of different words: a bound for long words
 WORDS = "words.txt"
 WORDS_PIECE = 1 << 12  # bytes of words in memory for each run when all are merged
 
@@ -44,7 +44,7 @@ class RunWriter:
     """Writes posts into runs in a folder."""
 
     def __init__(self, folder: Path, max_sentences: int, words_in_memory: int = WORDS_IN_MEMORY) -> None:
-        """Begin with no runs; of a client's sentences, none after the first `max_sentences` of a run is written."""
+        """Begin with no runs; of each client, at most `max_sentences` sentences are written to a run."""
         self.folder, self.max_sentences, self.words_in_memory = folder, max_sentences, words_in_memory
         self.runs: list[Run] = []
         self.over = 0  # sentences not written

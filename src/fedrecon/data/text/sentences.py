@@ -52,7 +52,7 @@ def next_word_columns(ids: np.ndarray, vocab_size: int, buckets: int) -> dict[st
     Args:
       ids: as `Vocabulary.encode` gives them, (sentences, L + 1).
       vocab_size: V.
-      buckets: of words outside the vocabulary.
+      buckets: how many buckets words outside the vocabulary share.
     """
     inputs, last = ids[:, :-1], vocab_size + 2
     known = inputs <= last
@@ -75,10 +75,10 @@ def input_ids(columns: Mapping[str, Any], vocab_size: int) -> np.ndarray:
 
 
 class PersonalText(NamedTuple):
-    """One person's text as examples, and which words of theirs a bucket stands for.
+    """One person's text as examples, and the words of theirs that each bucket stands for.
 
     Attributes:
-      columns: `word`, `oov` and `target`, as of a client.
+      columns: `word`, `oov` and `target`, like a client's.
       words: by bucket, how often the person's own words in it occur in the examples, most used first.
     """
 
@@ -91,8 +91,8 @@ def personal_text(text: str, vocabulary: Vocabulary, max_words: int = MAX_WORDS)
 
     Args:
       text: anything; it is split into sentences and words as a corpus is.
-      vocabulary: of the model.
-      max_words: of a sentence, as the model was trained.
+      vocabulary: the model's vocabulary.
+      max_words: words per sentence, as the model was trained.
     """
     sentences = split_text(text)
     ids = np.zeros((len(sentences), max_words + 1), np.int32)
@@ -112,13 +112,13 @@ def prompt_columns(
     """Turn the beginning of a sentence into one example, to ask a model what comes next.
 
     Args:
-      text: the beginning; of several sentences the last counts. Or its words.
-      vocabulary: of the model.
-      max_words: of a sentence, as the model was trained. Of a longer prompt the last words count.
+      text: the beginning, as text or as words; if it has several sentences, the last counts.
+      vocabulary: the model's vocabulary.
+      max_words: words per sentence, as the model was trained. Of a longer prompt, only the last words are used.
 
     Returns:
       `word` and `oov` of shape (1, L), and the position whose prediction is the next word. There is no `target`:
-      nobody knows it.
+      it is not known.
     """
     words = (split_text(text) or [[]])[-1] if isinstance(text, str) else text
     words = words[max(0, len(words) - max_words + 1) :]

@@ -1,6 +1,6 @@
 """Stack Overflow: the federated data set that TensorFlow Federated publishes, and dumps of Stack Exchange sites.
 
-Neither is downloaded: docs/data.md says where they are.
+Neither is downloaded: docs/data.md says where to get them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,21 +35,21 @@ def prepare_stackoverflow(
     """Prepare a corpus from federated Stack Overflow, client by client.
 
     The corpus has the splits of the data set: `train`, `heldout` (other users) and `test` (later sentences of users
-    in `train`). A user in both is two clients of one name.
+    in `train`). A user in both becomes two clients with the same name.
 
     Args:
       database: `stackoverflow.sqlite`; or `stackoverflow.sqlite.lzma` with `unpack`.
       folder: where the corpus goes; must not exist yet.
-      word_count: `stackoverflow.word_count`, whose first words are then the vocabulary; None counts the words of
+      word_count: `stackoverflow.word_count`, whose first words become the vocabulary; None counts the words of
         the training clients that are taken.
-      clients: how many clients to take of a split, at random; of a split that is not named, all.
+      clients: how many clients to draw at random from each split; all from a split that is not named.
       seed: decides which clients are taken.
       kept_words: how many words are kept: the largest possible vocabulary.
-      max_sentences: how many of a client's sentences are kept, the first of the database.
+      max_sentences: at most this many of a client's sentences are kept, the first in the database.
       unpack: whether a compressed database may be unpacked to a file beside it, which then stays.
       words_in_memory: how many words are in memory at a time.
       bad_rows: "error" refuses examples that cannot be read and names the first; "skip" counts them.
-      progress: opens a display of how far it is.
+      progress: a progress display.
 
     Raises:
       DataError: a file is missing or not what it should be.
@@ -91,7 +91,7 @@ def prepare_posts(
     bad_rows: BadRows = "error",
     progress: Progress = silent,
 ) -> Corpus:
-    """Prepare a corpus from the `Posts.xml` of a Stack Exchange dump, owners as clients.
+    """Prepare a corpus from the `Posts.xml` of a Stack Exchange dump, with owners as clients.
 
     A post's text is its title, if it has one, and its body without HTML; blocks of code are left out. Posts without an
     owner are left out and counted.
@@ -101,12 +101,12 @@ def prepare_posts(
       folder: where the corpus goes; must not exist yet.
       types: which posts, by PostTypeId: 1 for questions, 2 for answers.
       fractions: the share of clients for training, validation and test.
-      seed: decides who goes where.
+      seed: decides which client goes to which split.
       kept_words: how many of the most used words of training clients are kept: the largest possible vocabulary.
-      max_sentences: how many of a client's sentences are kept, the first of the file.
+      max_sentences: at most this many of a client's sentences are kept, the first in the file.
       words_in_memory: how many words are in memory at a time.
       bad_rows: "error" refuses lines that cannot be read and names the first; "skip" counts them.
-      progress: opens a display of how far it is.
+      progress: a progress display.
 
     Raises:
       DataError: the file is missing, has no sentences, or is malformed; the message names the line.
@@ -137,12 +137,12 @@ def read_word_count(path: str | Path, most: int = KEPT_WORDS) -> list[str]:
                 if len(fields) != 2 or not fields[1].isdigit():
                     raise DataError(f"{path} line {number}: {line[:50]!r} is not a word and its count.")
                 if fields[0] in words:
-                    raise DataError(f"{path} line {number}: {fields[0]!r} is there a second time.")
+                    raise DataError(f"{path} line {number}: {fields[0]!r} is listed twice.")
                 words[fields[0]] = None
                 if len(words) == most:
                     break
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(f"cannot read {path}: {problem}. Expected stackoverflow.word_count, unpacked.") from problem
     if not words:
-        raise DataError(f"{path} is empty; expected a word and its count a line.")
+        raise DataError(f"{path} is empty; expected a word and its count on each line.")
     return list(words)

@@ -1,4 +1,4 @@
-"""Synthetic text in which every client has words of its own that only a personal model can make use of."""
+"""Synthetic text in which every client has words of its own that only a personal model can use."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ def synthetic_text(
 ) -> Corpus:
     """Draw a corpus of sentences such as "w4 w5 p17-2 k3 w6 w7", in memory.
 
-    Shared words follow one another in a circle: w5 comes after w4. Between two of them stands a private word of the
-    client, and after a private word always the one word that belongs to its kind. Kinds are drawn anew for every
-    client, so that nothing about a private word can be learned from other clients: a model that does not tell a
-    client's private words apart guesses what follows them, and one that does knows.
+    Shared words follow one another in a circle: w5 comes after w4. Between two of them is a private word of the client,
+    always followed by the one word that belongs to its kind. Kinds are drawn anew for every client, so nothing about a
+    private word can be learned from other clients. A model that cannot tell a client's private words apart has to guess
+    what follows them; one that can knows it.
 
     Args:
       num_clients: number of clients.
@@ -34,7 +34,7 @@ def synthetic_text(
       private_words: how many each client has.
       kinds: number of words that can follow a private word.
       fractions: the share of clients for training, validation and test.
-      seed: one seed, one corpus.
+      seed: the same seed gives the same corpus.
 
     Returns:
       A corpus that keeps the `shared_words + kinds` words that are not private.

@@ -38,12 +38,12 @@ def decode_example(message: bytes, wanted: Collection[str] | None = None) -> dic
 
 
 def _values(feature: bytes) -> Value:
-    """Return the list that a Feature holds; an empty one where it holds none."""
+    """Return the list that a Feature holds; an empty one if it holds none."""
     values: Any = []
     for field, kind, content in _fields(feature):
         if kind != BYTES or field not in (1, 2, 3):
             continue
-        values = []  # of several lists the last counts, as of any `oneof`
+        values = []  # if there are several lists, the last counts, as for any `oneof`
         for inner, how, value in _fields(content):
             if inner != 1:
                 continue
@@ -84,7 +84,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
         else:
             raise ValueError(f"unknown wire type {kind} at byte {place}")
         if field == 0 or place + size > end:
-            raise ValueError(f"a field of {size} bytes at byte {place} does not fit in the {end} there are")
+            raise ValueError(f"a field of {size} bytes at byte {place} does not fit in a message of {end}")
         yield field, kind, message[place : place + size]
         place += size
 

@@ -1,8 +1,8 @@
 """Vocabularies: the words that a model knows, the buckets for all others, and the ids of both.
 
-Ids: 0 is padding, 1 to V the words, most used first, then one id that begins and one that ends a sentence, then the
-buckets. A word outside the vocabulary has the bucket of its hash: the ids from `first_oov` on, and only those, have
-embeddings that belong to a client.
+Ids: 0 is padding, 1 to V are the words, most used first; then come one id that begins and one that ends a sentence,
+and the buckets. A word outside the vocabulary has the bucket of its hash: the ids from `first_oov` on, and only those,
+have embeddings that belong to a client.
 """
 
 from collections.abc import Sequence
@@ -106,13 +106,13 @@ class Vocabulary:
         """Read a file that `save` wrote.
 
         Raises:
-          StorageError: it is missing, damaged or something else.
+          StorageError: it is missing, damaged or not a vocabulary.
         """
         try:
             content = read_json(Path(path))
         except StorageError:
             raise
-        except (OSError, ValueError, RecursionError) as problem:  # a number or a nesting beyond all measure
+        except (OSError, ValueError, RecursionError) as problem:  # a number too long, or nesting too deep
             raise StorageError(f"{path} cannot be read: {problem}") from None
         try:
             if content["format"] != FORMAT or content["version"] > VERSION:

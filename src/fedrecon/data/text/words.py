@@ -2,12 +2,12 @@
 
 The words look like those of federated Stack Overflow: lower-cased, every punctuation mark a word of its own, but
 apostrophes and hyphens inside a word part of it, and web addresses replaced by one word. Unlike there, letters of all
-scripts stay. What people write for emphasis is made plain: a repeated mark counts once ("!!!" is "!"), and any row of
-dots is one word "...".
+scripts are kept. Emphasis is simplified: a repeated mark counts once ("!!!" is "!"), and any row of dots is one
+word "...".
 
 A sentence ends at the end of a line, and after ".", "!", "?" or "..." (with the quotes and brackets that close
-there) before white space, except that "..." before a small letter goes on. Abbreviations are not known: "Mr. Smith"
-is two sentences.
+there) before white space, except that "..." before a lower-case letter does not end it. Abbreviations are not known:
+"Mr. Smith" is two sentences.
 """
 
 import hashlib

@@ -22,7 +22,7 @@ def from_equinox(
     axis_name: str = "batch",
     **options: Unpack[Options],
 ) -> Model:
-    """Make a partially local model of an Equinox module.
+    """Make a partially local model from an Equinox module.
 
     A module already has its weights: with every seed, training starts from these global parameters and every client
     from these local ones. With `key -> module`, both are drawn from the key.

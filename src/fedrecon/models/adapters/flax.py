@@ -36,7 +36,7 @@ from fedrecon.trees import flatten, unflatten
 def from_flax(
     module: Any | Callable[[Any], Any], *, example: Batch | Clients | None = None, **options: Unpack[Options]
 ) -> Model:
-    """Make a partially local model of a Flax module.
+    """Make a partially local model from a Flax module.
 
     The initialisers of a Linen module draw its parameters from the run's key. So do those of a function
     `rngs -> NNX module` (such as a class that takes just `rngs`). An NNX module already has its weights: with every

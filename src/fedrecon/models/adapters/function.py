@@ -22,7 +22,7 @@ def from_function(
     momentum: float | Mapping[str, float] = {},
     **options: Unpack[Options],
 ) -> Model:
-    """Make a partially local model of a plain function.
+    """Make a partially local model from a plain function.
 
     `apply` may have these arguments: `training` (or `train`, `deterministic`, ...), `key` (None outside training) and
     `mask` (`(examples,)`, false for padding; None if there is no padding). Batch statistics must leave out padding.
@@ -32,7 +32,7 @@ def from_function(
         `(params, state, *inputs) -> (outputs, new state)`.
       init: `key -> params`, any pytree; or the parameters themselves, and then every client starts from them.
       init_state: state that is not trained, such as running statistics; see `state`.
-      momentum: of state that is a moving average, `momentum * old + (1 - momentum) * batch`: one number for all of it,
+      momentum: for state that is a moving average, `momentum * old + (1 - momentum) * batch`: one number for all of it,
         or one for each path. Other state is set to the mean of its values after each single batch.
       **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`.
     """

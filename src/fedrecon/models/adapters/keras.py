@@ -34,7 +34,7 @@ SEED = "seed_generator_state"  # what Keras calls the variables that hold random
 
 
 def from_keras(model: Any, *, example: Batch | Clients | None = None, **options: Unpack[Options]) -> Model:
-    """Make a partially local model of a Keras 3 model: sequential, functional or subclassed.
+    """Make a partially local model from a Keras 3 model: sequential, functional or subclassed.
 
     A weight that still has its initial value is drawn anew from the run's key, for every seed and, if it is local, for
     every client. For layers of your own this needs the initialiser to be an attribute of the layer, because Keras

@@ -91,8 +91,8 @@ def feature(batch: Batch, name: str, argument: str) -> Array:
 
     Args:
       batch: by feature.
-      name: of the feature.
-      argument: that named it.
+      name: the feature's name.
+      argument: the argument that named it.
     """
     if name not in batch:
         raise ValueError(

@@ -92,7 +92,7 @@ class Options(TypedDict, total=False):
 
 
 def adapt(network: Network, **options: Unpack[Options]) -> Model:
-    """Make a partially local model of a network.
+    """Make a partially local model from a network.
 
     Both global and local parameters are `{path: array}`.
 
@@ -298,8 +298,8 @@ def need(module: str, extra: str) -> Any:
     """Import a module of a framework; the error names the extra that installs it.
 
     Args:
-      module: to import.
-      extra: of fedrecon.
+      module: the module to import.
+      extra: the extra of fedrecon that installs it.
     """
     try:
         return importlib.import_module(module)

@@ -102,8 +102,8 @@ def near_miss(name: str, known: Collection[str]) -> str:
     """Return " (did you mean ...?)" for a name that is close to a known path or to a prefix of one.
 
     Args:
-      name: that is not known.
-      known: names or paths.
+      name: a name that is not known.
+      known: the known names or paths.
     """
     places = {"/".join(parts[:n]) for parts in (path.split("/") for path in known) for n in range(1, len(parts) + 1)}
     close = difflib.get_close_matches(name.strip("*/"), sorted(places | set(known)), n=3, cutoff=0.5)

@@ -18,7 +18,7 @@ _plain: ContextVar[bool] = ContextVar("plain", default=False)
 
 @contextlib.contextmanager
 def plain_layers() -> Iterator[None]:
-    """Trace layers in their plain form, without loops of unknown length and without sorting, for export."""
+    """Trace layers in their plain form for export: without loops of unknown length and without sorting."""
     token = _plain.set(True)
     try:
         yield
