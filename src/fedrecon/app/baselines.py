@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from fedrecon import baselines, ranking
 from fedrecon.algorithm import Algorithm
+from fedrecon.app import word_baselines
 from fedrecon.app.build import build_algorithm, build_model, build_split
-from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct
+from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig
 from fedrecon.app.saved import SavedModel
 from fedrecon.app.tasks import Users
 from fedrecon.clients import Clients
+from fedrecon.data import Sentences
 from fedrecon.evaluation import Evaluation
 from fedrecon.preparation import Preparation, start
 
@@ -36,9 +38,11 @@ def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
       legend: the items.
     """
     measured = getattr(users, part)
-    if not isinstance(config, RatingsConfig | ClicksConfig) or not len(measured):
+    if not len(measured):
         return {}
     split = build_split(config.split.evaluate, config.split)
+    if isinstance(config, TextConfig):
+        return word_baselines.measure(cast(Sentences, users.train), measured, split)
     if isinstance(config, ClicksConfig):
         return _ranked(ranking.sets_of(users.train), ranking.divide(measured, split), len(legend))
     if not len(baselines.divided(measured, split).query.rating):
@@ -137,6 +141,8 @@ def verdict(found: Evaluation, table: Table) -> str | None:
         return None
     if NDCG in found.micro:
         return _ranking_verdict(found.micro[NDCG], table)
+    if word_baselines.MOST_USED in table:
+        return _word_verdict(found.micro["accuracy"], table)
     best = min(table, key=lambda name: table[name]["rmse"])
     ours, theirs = found.micro["rmse"], table[best]["rmse"]
     if ours <= theirs * (1 + MARGIN):
@@ -156,6 +162,17 @@ def _ranking_verdict(ours: float, table: Table) -> str | None:
         f"the model loses to a baseline: {best!r} has NDCG@100 {table[best][NDCG]:.4f}, the model {ours:.4f}. "
         "EASE and item kNN need everybody's data in one place; popularity does not. Try more --rounds, another "
         "--model.dim, --model.unobserved or --model.prior, or fedrecon tune."
+    )
+
+
+def _word_verdict(ours: float, table: Table) -> str | None:
+    best = max(table, key=lambda name: table[name]["accuracy"])
+    if ours >= table[best]["accuracy"] * (1 - MARGIN):
+        return None
+    return (
+        f"the model loses to a baseline: the {best} has accuracy {table[best]['accuracy']:.1%}, the model {ours:.1%}. "
+        "It needs everybody's text in one place; but try more --rounds, a larger --sampling.clients-per-round, or a "
+        "smaller --model.vocabulary."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ def measure(train: Sentences, measured: Sentences, split: Split) -> dict[str, di
       The accuracy of each baseline, over targets that are words of the vocabulary; nothing if there are none.
     """
     rows = rows_of(train.starts, train.ends)[:MOST_SENTENCES]
-    seen = _pairs(*(train.columns[name][rows] for name in COLUMNS), vocabulary=train.vocab_size)
+    seen = _pairs({name: train.columns[name][rows] for name in COLUMNS}, train.vocab_size)
     query = _query(measured, split)
     if not len(seen.target) or not len(query.target):
         return {}
@@ -51,9 +52,10 @@ def measure(train: Sentences, measured: Sentences, split: Split) -> dict[str, di
     return {name: {"accuracy": float(np.mean(guess == query.target))} for name, guess in guesses.items()}
 
 
-def _pairs(word: np.ndarray, oov: np.ndarray, target: np.ndarray, vocabulary: int) -> Words:
+def _pairs(columns: Mapping[str, np.ndarray], vocabulary: int) -> Words:
+    target = columns["target"]
     there = (target > 0) & (target <= vocabulary)
-    before = np.where(oov > 0, vocabulary + 3, word)  # ids up to V + 2 are words, beginning and end
+    before = np.where(columns["oov"] > 0, vocabulary + 3, columns["word"])  # ids up to V + 2: words, beginning and end
     return Words(before[there], target[there])
 
 
@@ -65,7 +67,7 @@ def _query(clients: Sentences, split: Split) -> Words:
     for begin in range(0, len(clients), many):
         query = packer.pack(np.arange(begin, min(begin + many, len(clients)))).query
         there = np.arange(query.columns["word"].shape[1]) < query.count[:, None]
-        found.append(_pairs(*(query.columns[name][there] for name in COLUMNS), vocabulary=clients.vocab_size))
+        found.append(_pairs({name: query.columns[name][there] for name in COLUMNS}, clients.vocab_size))
     return Words(*map(np.concatenate, zip(*found, strict=True)))
 
 

@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+
+import fedrecon as fr
+from fedrecon.app import word_baselines
+from fedrecon.app.baselines import verdict
+from fedrecon.app.word_baselines import FOLLOWING, MOST_USED, measure
+from fedrecon.data import Sentences, Vocabulary
+from fedrecon.data.text.sentences import next_word_columns
+from fedrecon.evaluation import Evaluation
+
+WORDS = Vocabulary(("the", "a", "cat", "dog"), 2)  # most used first; "sat" and all others are outside
+
+
+def sentences_of(*clients):
+    """Clients from lists of sentences."""
+    ids = np.stack([WORDS.encode(text.split(), 5) for one in clients for text in one])
+    ends = np.cumsum([len(one) for one in clients])
+    columns = next_word_columns(ids, len(WORDS), WORDS.buckets) | {"time": np.arange(len(ids), dtype=np.float64)}
+    return Sentences(columns, np.append(0, ends[:-1]), ends, words=np.array(WORDS.words), buckets=WORDS.buckets)
+
+
+TRAIN = sentences_of(["the cat sat", "the cat", "the dog"], ["a dog sat the cat"])
+
+
+def test_accuracy_is_that_of_counting_by_hand():
+    """Support is left out. Query: `the dog`, `a dog`; after `the` comes `cat`, after `a` comes `dog`."""
+    found = measure(TRAIN, sentences_of(["a a a", "the dog"], ["a a", "a dog"]), fr.split.half())
+    # Targets are the, dog, a, dog. `the` begins most sentences and is used most.
+    assert found == {MOST_USED: {"accuracy": 1 / 4}, FOLLOWING: {"accuracy": 2 / 4}}
+
+
+def test_ends_and_words_outside_the_vocabulary_are_no_targets():
+    found = measure(TRAIN, sentences_of(["sat", "the sat sat"]), fr.split.half())
+    assert found[MOST_USED] == {"accuracy": 1.0}  # `the` is the only target
+
+
+def test_a_word_outside_the_vocabulary_is_followed_by_what_follows_such_words():
+    found = measure(TRAIN, sentences_of(["a", "sat the"]), fr.split.half())  # `sat the` was seen in training
+    assert found[FOLLOWING] == {"accuracy": 1.0}
+
+
+def test_what_nothing_followed_is_followed_by_the_most_used_word():
+    found = measure(TRAIN, sentences_of(["a", "cat the"]), fr.split.half())  # after `cat` there was no word
+    assert found[FOLLOWING] == {"accuracy": 1 / 2}  # `cat` first, which `the` begins more often, then `the`
+
+
+@pytest.mark.parametrize("texts", [["sat", "sat"], ["the"]], ids=["no words", "no query"])
+def test_there_is_no_baseline_where_there_is_nothing_to_measure(texts):
+    assert measure(TRAIN, sentences_of(texts), fr.split.half()) == {}
+
+
+def test_clients_are_looked_at_a_few_at_a_time_with_the_same_result(monkeypatch):
+    test = sentences_of(["a a a", "the dog"], ["a a", "a dog"], ["the", "the cat the dog"])
+    expected = measure(TRAIN, test, fr.split.half())
+    monkeypatch.setattr(word_baselines, "ENTRIES", 1)
+    assert measure(TRAIN, test, fr.split.half()) == expected
+
+
+@pytest.mark.parametrize(("ours", "loses"), [(0.4, True), (0.5, False)])
+def test_a_model_that_is_less_often_right_than_counting_is_told(ours, loses):
+    table = {MOST_USED: {"accuracy": 0.25}, FOLLOWING: {"accuracy": 0.5}}
+    found = Evaluation("recon", 20, 0, 200, {"accuracy": ours}, {}, {}, {})
+    said = verdict(found, table)
+    assert (said is not None) == loses
+    assert not loses or "the most frequent next word has accuracy 50.0%, the model 40.0%" in said
