@@ -115,13 +115,13 @@ def test_training_that_could_promise_nothing_is_refused_before_anything_is_writt
     ("options", "message"),
     [
         (["--preset", "paper", "--privacy.epsilon", "4", "--privacy.clip-norm", "1"], "give --users"),
-        (["--privacy.epsilon", "4", "--users", "100"], "round zero of a deployment is not noised"),
+        (["--privacy.epsilon", "4", "--users", "100"], "round zero of a deployment has no noise"),
         (
             ["--aggregate.secure", "--aggregate.clip-norm", "1"],
             "--aggregate.secure is for simulations; here it is --secure",
         ),
-        (["--secure"], "a secure sum of one node hides nothing: let `least_nodes` be 2 or more"),
-        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "let `least_users` be 1"),
+        (["--secure"], "a secure sum of one node hides nothing: set `least_nodes` to 2 or more"),
+        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "set `least_users` to 1"),
     ],
 )
 def test_plans_that_could_promise_nothing_are_refused_before_anything_is_written(options, message, tmp_path, capsys):

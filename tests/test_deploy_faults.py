@@ -162,7 +162,7 @@ def test_a_round_is_closed_by_the_first_good_replies(files, tmp_path):
 def test_too_few_nodes_end_with_a_sentence(files, tmp_path):
     _, parts = files
     clock = Waiting()
-    with pytest.raises(NotEnoughNodes, match="1 nodes take part, and a round needs 2: nothing more came in 20 s"):
+    with pytest.raises(NotEnoughNodes, match="1 nodes take part, and a round needs 2: no others joined within 20 s"):
         deployed(PLAN, grid_of(parts[:1]), tmp_path / "a", min_nodes=2, clock=clock)
     assert 20 <= clock.now < 30
     grid = grid_of(parts[:2])
