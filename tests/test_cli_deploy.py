@@ -162,7 +162,7 @@ def test_folders_of_somebody_else_are_left_as_they_are(tmp_path, capsys):
 def test_an_item_with_two_titles_is_refused(tmp_path, capsys):
     (tmp_path / "items.csv").write_text("item,title\n1,Alien\n2,Brazil\n1,Alien\n1,Aliens\n")
     assert main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan"]) == 1
-    assert "line 5: item '1' is called 'Aliens', and 'Alien' above" in capsys.readouterr().err
+    assert "line 5: item '1' has the title 'Aliens', but 'Alien' above" in capsys.readouterr().err
 
 
 def test_one_node_at_a_time_uses_a_memory(tmp_path, capsys):

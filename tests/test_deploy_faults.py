@@ -167,7 +167,7 @@ def test_too_few_nodes_end_with_a_sentence(files, tmp_path):
     assert 20 <= clock.now < 30
     grid = grid_of(parts[:2])
     grid.handlers[1] = spoiled(grid.handlers[1], dies)
-    with pytest.raises(NotEnoughNodes, match=r"round 1 had 1 good replies.*failed: \{'unreachable': 1\}"):
+    with pytest.raises(NotEnoughNodes, match=r"round 1 got 1 good replies.*failed: \{'unreachable': 1\}"):
         deployed(PLAN, grid, tmp_path / "b", min_nodes=2)
 
 
