@@ -1,4 +1,4 @@
-"""Sums over all devices: one exchange a round, in which small arrays travel with the largest one."""
+"""Sums over all devices: one exchange per round, in which small arrays travel with the largest one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = 2**10  # numbers: an array up to this size does not travel by itself
 class Exchange:
     """How the devices of a round exchange their sums.
 
-    With every array that they exchange, devices wait for each other: for a few numbers as long as for a hundred
+    Devices wait for each other at every array that they exchange: for a few numbers as long as for a hundred
     kilobytes. So the largest array has some rows more than it needs, and small arrays of its type travel there.
     """
 
@@ -37,10 +37,10 @@ class Exchange:
         self._groups = [_Group(leaves, dtype) for dtype in dict.fromkeys(leaf.dtype for leaf in leaves)]
 
     def with_room(self, total: Total) -> Total:
-        """Return a sum of nothing whose largest arrays have room for the small ones; `upload.add` adds to it.
+        """Return an empty sum whose largest arrays have room for the small ones; `upload.add` adds to it.
 
         Args:
-          total: the sum of nothing.
+          total: the empty sum.
         """
         if self._devices == 1:
             return total
