@@ -110,7 +110,7 @@ def test_what_was_released_before_takes_more_noise_after():
         ({"epsilon": -1}, "`epsilon` is -1"),
         ({"delta": 1.0}, "`delta` is 1.0; it is the probability that the promise fails"),
         ({"delta": 0.0}, "`delta` is 0.0"),
-        ({"per_round": 2000}, "2000 clients a round cannot be drawn from 1000"),
+        ({"per_round": 2000}, "2000 clients per round cannot be drawn from 1000"),
         ({"per_round": 0}, "`per_round` is 0"),
         ({"clients": 1}, "nobody can hide among fewer than 2"),
         ({"rounds": 0}, "`rounds` is 0"),
@@ -261,10 +261,10 @@ def test_two_runs_on_the_same_clients_add_up():
         (lambda: Ledger(1000, 1e-4).add(Release(0.0, 0.1, 1)), "without noise there is no privacy"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.0, 1)), "the sampling rate is 0.0"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, -1)), "-1 rounds"),
-        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "laplace")), "there is no mechanism 'laplace'"),
-        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "skellam")), "`steps` and `length` must be known"),
-        (lambda: Ledger.from_dict({"clients": 3}), "this is no ledger of privacy"),
-        (lambda: Ledger.from_dict(Ledger(9, 0.1).to_dict() | {"releases": [{"x": 1}]}), "this is no ledger"),
+        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "laplace")), "the mechanism is 'laplace'"),
+        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "skellam")), "skellam noise needs `steps` and `length`"),
+        (lambda: Ledger.from_dict({"clients": 3}), "this is not a ledger of privacy"),
+        (lambda: Ledger.from_dict(Ledger(9, 0.1).to_dict() | {"releases": [{"x": 1}]}), "this is not a ledger"),
     ],
 )
 def test_ledgers_that_promise_nothing_are_refused(make, sentence):

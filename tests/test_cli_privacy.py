@@ -51,7 +51,7 @@ def test_a_plan_in_words(capsys):
         ([*PLAN, "--noise-multiplier", "1e300"], 1, "`noise_multiplier` is 1e+300"),
         ([*PLAN, "--epsilon", "inf"], 1, "`epsilon` is inf; it must be above 0 and at most 10000"),
         ([*PLAN, "--epsilon", "2", "--clients", "0"], 1, "`clients` is 0; nobody can hide"),
-        ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "there must be one at least, and 1,000,000 at most"),
+        ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "it must be from 1 to 1,000,000"),
         ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "1,000,000 at most"),
         (["privacy", "audit", "--noise-multiplier", "1e-300"], 1, "--noise-multiplier is 1e-300"),
         (["privacy", "audit", "--rounds", str(2**70)], 1, "--rounds is 1180591620717411303424"),
@@ -60,7 +60,7 @@ def test_a_plan_in_words(capsys):
         (["privacy", "audit", "--seed", str(2**70)], 1, "--seed is 1180591620717411303424"),
         (["privacy", "leakage", "run", "--noise-multiplier", "nan"], 1, "--noise-multiplier is nan"),
         (["privacy", "leakage", "run", "--clip-norm", "0"], 1, "--clip-norm is 0.0; it must be above 0"),
-        ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "6000 clients a round cannot be"),
+        ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "6000 clients per round cannot be"),
     ],
 )
 def test_an_error_is_one_sentence(argv, code, message, capsys):
