@@ -114,7 +114,7 @@ def test_what_was_released_before_takes_more_noise_after():
         ({"per_round": 0}, "`per_round` is 0"),
         ({"clients": 1}, "nobody can hide among fewer than 2"),
         ({"rounds": 0}, "`rounds` is 0"),
-        ({"rounds": 10**7}, "and 1,000,000 at most"),
+        ({"rounds": 10**7}, "it must be from 1 to 1,000,000"),
         ({"epsilon": 0.5, "before": (Release(0.5, 1.0, 1),)}, "epsilon 0.5 cannot be reached: .* was spent before"),
     ],
 )
@@ -260,7 +260,7 @@ def test_two_runs_on_the_same_clients_add_up():
         (lambda: Ledger(1000, 1e-4, 0.0), "`budget` is 0.0"),
         (lambda: Ledger(1000, 1e-4).add(Release(0.0, 0.1, 1)), "without noise there is no privacy"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.0, 1)), "the sampling rate is 0.0"),
-        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, -1)), "-1 rounds"),
+        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, -1)), "`rounds` is -1"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "laplace")), "the mechanism is 'laplace'"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "skellam")), "skellam noise needs `steps` and `length`"),
         (lambda: Ledger.from_dict({"clients": 3}), "this is not a ledger of privacy"),

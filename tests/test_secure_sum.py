@@ -341,7 +341,7 @@ def test_messages_of_another_round_session_or_client_are_refused():
     host = Host().introduce()
     for other in (host.terms._replace(round=1), host.terms._replace(session=bytes(16)), host.terms._replace(length=9)):
         state, _ = ss.advertise(other, 0, least=0)
-        with pytest.raises(ss.MessageError, match="of another session, round or group"):
+        with pytest.raises(ss.MessageError, match="from another session, round or group"):
             ss.share(state, host.rosters[0])
     with pytest.raises(ss.MessageError, match="names client 1; it should name client 0"):
         ss.share(host.state[0], host.rosters[1])
