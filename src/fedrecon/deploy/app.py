@@ -51,7 +51,7 @@ def answer(data: bytes, told: Mapping[str, Any], kept: bytes) -> tuple[bytes, by
     for name in ("file", "accept"):
         if not settings.get(PREFIX + name):
             raise ValueError(
-                f"this SuperNode has no {name}: give --node-config '{PREFIX}{name}=\"...\"', or set "
+                f"this SuperNode's {PREFIX}{name} is not set: give --node-config '{PREFIX}{name}=\"...\"', or set "
                 f"{_variable(PREFIX + name)}"
             )
     operator = _operator(settings)
