@@ -120,7 +120,7 @@ def test_canaries_are_of_the_clipping_norm_and_at_right_angles():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"inside": np.zeros(3)}, r"`inside` has the shape \(3,\); an audit needs ten or more"),
+        ({"inside": np.zeros(3)}, r"`inside` has the shape \(3,\); an audit needs one dimension with ten or more"),
         ({"outside": np.full(20, np.nan)}, "`outside` has scores that are not finite"),
         ({"confidence": 1.0}, "`confidence` is 1.0"),
         ({"claimed": 0.0}, "`claimed` is 0.0"),

@@ -53,7 +53,7 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
         (["plan", "--items", "items.csv", "--out", "p", "--secure"], "a secure sum of one node hides nothing"),
         (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "share of users in a round is 2"),
-        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "round zero of a deployment is not"),
+        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "deployment has no noise"),
         (["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"], "use --share, the share of"),
         (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "a deployment trains all --rounds"),
         (["server", "none", "--out", "run", "--insecure"], "none holds no plan"),
@@ -162,7 +162,7 @@ def test_folders_of_somebody_else_are_left_as_they_are(tmp_path, capsys):
 def test_an_item_with_two_titles_is_refused(tmp_path, capsys):
     (tmp_path / "items.csv").write_text("item,title\n1,Alien\n2,Brazil\n1,Alien\n1,Aliens\n")
     assert main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan"]) == 1
-    assert "line 5: item '1' is called 'Aliens', and 'Alien' above" in capsys.readouterr().err
+    assert "line 5: item '1' has the title 'Aliens', but 'Alien' above" in capsys.readouterr().err
 
 
 def test_one_node_at_a_time_uses_a_memory(tmp_path, capsys):
@@ -184,7 +184,7 @@ def test_a_damaged_memory_is_noticed(tmp_path):
     with pytest.raises(StorageError, match=r"node.json is not valid JSON|damaged"):
         Memory(tmp_path / "state")
     (tmp_path / "state" / "node.json").write_text(written.replace("12", "11"))
-    with pytest.raises(StorageError, match=r"sha256 differs.*remove it to accept a plan anew"):
+    with pytest.raises(StorageError, match=r"sha256 differs.*remove it to accept a plan again"):
         Memory(tmp_path / "state")
 
 

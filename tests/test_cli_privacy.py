@@ -51,8 +51,8 @@ def test_a_plan_in_words(capsys):
         ([*PLAN, "--noise-multiplier", "1e300"], 1, "`noise_multiplier` is 1e+300"),
         ([*PLAN, "--epsilon", "inf"], 1, "`epsilon` is inf; it must be above 0 and at most 10000"),
         ([*PLAN, "--epsilon", "2", "--clients", "0"], 1, "`clients` is 0; nobody can hide"),
-        ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "there must be one at least, and 1,000,000 at most"),
-        ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "1,000,000 at most"),
+        ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "it must be from 1 to 1,000,000"),
+        ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "it must be from 0 to 1,000,000"),
         (["privacy", "audit", "--noise-multiplier", "1e-300"], 1, "--noise-multiplier is 1e-300"),
         (["privacy", "audit", "--rounds", str(2**70)], 1, "--rounds is 1180591620717411303424"),
         (["privacy", "audit", "--rounds", "0"], 1, "--rounds is 0; it must be at least 1"),
@@ -60,7 +60,7 @@ def test_a_plan_in_words(capsys):
         (["privacy", "audit", "--seed", str(2**70)], 1, "--seed is 1180591620717411303424"),
         (["privacy", "leakage", "run", "--noise-multiplier", "nan"], 1, "--noise-multiplier is nan"),
         (["privacy", "leakage", "run", "--clip-norm", "0"], 1, "--clip-norm is 0.0; it must be above 0"),
-        ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "6000 clients a round cannot be"),
+        ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "6000 clients per round cannot be"),
     ],
 )
 def test_an_error_is_one_sentence(argv, code, message, capsys):
@@ -115,13 +115,13 @@ def test_training_that_could_promise_nothing_is_refused_before_anything_is_writt
     ("options", "message"),
     [
         (["--preset", "paper", "--privacy.epsilon", "4", "--privacy.clip-norm", "1"], "give --users"),
-        (["--privacy.epsilon", "4", "--users", "100"], "round zero of a deployment is not noised"),
+        (["--privacy.epsilon", "4", "--users", "100"], "round zero of a deployment has no noise"),
         (
             ["--aggregate.secure", "--aggregate.clip-norm", "1"],
             "--aggregate.secure is for simulations; here it is --secure",
         ),
-        (["--secure"], "a secure sum of one node hides nothing: let `least_nodes` be 2 or more"),
-        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "let `least_users` be 1"),
+        (["--secure"], "a secure sum of one node hides nothing: set `least_nodes` to 2 or more"),
+        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "set `least_users` to 1"),
     ],
 )
 def test_plans_that_could_promise_nothing_are_refused_before_anything_is_written(options, message, tmp_path, capsys):

@@ -71,7 +71,7 @@ def test_the_aggregator_adds_the_matrix_form_of_its_own_draws(bands):
 def test_a_client_that_is_apart_is_counted_as_often_as_it_takes_part():
     ten = epsilon_of([Release(2.0, 1.0, 10, apart=3)], 1e-5)
     assert ten == epsilon_of([Release(2.0, 1.0, 4)], 1e-5)
-    with pytest.raises(ValueError, match="chance or order"):
+    with pytest.raises(ValueError, match="rely on one of them, not both"):
         epsilon_of([Release(2.0, 0.5, 10, apart=3)], 1e-5)
 
 

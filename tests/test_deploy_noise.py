@@ -134,7 +134,7 @@ def test_who_takes_part_is_not_what_the_seed_says():
     ("privacy", "options", "says"),
     [
         ({}, {"users": 0}, "give --users"),
-        ({}, {"least_users": 2}, "let `least_users` be 1"),
+        ({}, {"least_users": 2}, "set `least_users` to 1"),
         ({"correlated": 2}, {}, "leave out correlated"),
         ({"clip_quantile": 0.5}, SECURE, "leave out correlated and clip_quantile"),
         ({"epsilon": 1e-7, "delta": 1e-12, "noise_multiplier": None}, SECURE, "epsilon 1e-07 cannot be reached"),
@@ -153,7 +153,7 @@ def test_round_zero_without_noise_is_no_part_of_a_plan_with_noise():
     config = dataclasses.replace(
         DEFAULT, privacy=Privacy(epsilon=4.0), data=dataclasses.replace(DEFAULT.data, max_examples=9)
     )
-    with pytest.raises(PlanError, match="round zero of a deployment is not noised"):
+    with pytest.raises(PlanError, match="round zero of a deployment has no noise"):
         plan_of(config, users=100)
 
 
@@ -178,11 +178,11 @@ def test_algorithms_of_ones_own_are_held_to_the_same():
         made_in_python(simulated, secure=True, least_nodes=3, users=9)
     with pytest.raises(PlanError, match="use secure sums"):
         made_in_python(own, least_nodes=3, users=9)
-    with pytest.raises(PlanError, match="3 nodes together have the noise"):
+    with pytest.raises(PlanError, match="3 nodes are needed to add the promised noise"):
         made_in_python(own, secure=True, least_nodes=2, users=9)
     plan = made_in_python(own, secure=True, least_nodes=3, users=9)
     assert plan.promises.epsilon == pytest.approx(epsilon_of([plan.release._replace(rounds=3)], plan.promises.delta))
-    with pytest.raises(PlanError, match="say how many all nodes have together"):
+    with pytest.raises(PlanError, match="the number of users of all nodes together"):
         made_in_python(fr.aggregate.private(1.0, 1.0, per_round=9))
 
 

@@ -205,7 +205,7 @@ def test_a_node_refuses_the_plan_of_another_algorithm_or_of_one_that_it_was_not_
         update=fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=4),
         server=fr.optimizers.sgd(1.0),
     )
-    for given, why in ((None, "bring it with --algorithm"), (other, "the one brought here is")):
+    for given, why in ((None, "name it with --algorithm"), (other, "the one given here is")):
         with pytest.raises(PlanError, match=why):
             Plan.from_bytes(plan.content, given)
 
@@ -300,7 +300,7 @@ def test_a_node_accepts_no_list_with_strangers_and_none_without_itself(files, si
     unsigned = plan_of(SIGNED, secure=True, least_nodes=2)
     node = signing_node(unsigned, files[1][0], signing_keys[0], lines_of(signing_keys))
     reply = unpack(node.handle(pack(Envelope("join", unsigned.digest, "run", 0, {}, unsigned.content))), 2**20)
-    assert "does not have keys signed" in reply.facts["why"]
+    assert "in this plan keys are not signed" in reply.facts["why"]
     assert weaker(plan.promises, unsigned.promises) == ["the keys of secure sums are no longer signed"]
 
 

@@ -84,7 +84,7 @@ def test_a_client_app_accepts_the_plan_that_its_operator_named_and_no_other(file
 
 def test_a_client_app_that_was_told_nothing_says_what_to_tell_it(monkeypatch):
     monkeypatch.delenv("FEDRECON_FILE", raising=False)
-    with pytest.raises(ValueError, match="this SuperNode was not told its file: give --node-config"):
+    with pytest.raises(ValueError, match="this SuperNode's fedrecon-file is not set: give --node-config"):
         app(Message(RecordDict(), dst_node_id=7, message_type=TYPE), Context(1, 7, {}, RecordDict(), {}))
 
 

@@ -73,7 +73,7 @@ def test_a_server_cannot_lower_the_threshold_after_clients_agreed():
     host = Host(clients=5, threshold=4).introduce().share()
     weaker = host.terms._replace(threshold=3)
     state, _ = ss.advertise(weaker, 0, least=0, entropy=ss.seeded(1))
-    with pytest.raises(ss.MessageError, match="of another session, round or group"):
+    with pytest.raises(ss.MessageError, match="from another session, round or group"):
         ss.share(state, host.rosters[0])
     with pytest.raises(ss.Refusal, match="takes part in sums of 4 or more; these terms allow a sum of 3"):
         ss.advertise(weaker, 0, least=4)
@@ -90,7 +90,7 @@ def test_messages_of_an_earlier_round_are_refused_at_every_stage(stage):
     if stage == "requests":
         host.deliver().mask()
     options = (host.vectors[0],) if stage == "deliveries" else ()
-    with pytest.raises(ss.MessageError, match="of another session, round or group"):
+    with pytest.raises(ss.MessageError, match="from another session, round or group"):
         step(host.state[0], getattr(old, stage)[0], *options)
 
 

@@ -191,7 +191,7 @@ def test_a_process_that_hangs_counts_as_dead():
         code, _, err = ended(first)
     assert code == 1
     assert "process 1 on " in err
-    assert "has not been heard of for 2 seconds" in err
+    assert "has not been heard from for 2 seconds" in err
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_process_that_was_started_differently_says_in_what(wires):
     first, second = wires
     told = threading.Thread(target=first.check_same, args=({"seed": 0, "rounds": 3},), daemon=True)
     told.start()
-    with pytest.raises(fr.HostError, match=r"was not started as process 0 on node0 was: seed is 1 here and 0 there$"):
+    with pytest.raises(fr.HostError, match=r"was not started like process 0 on node0: seed is 1 here and 0 there$"):
         second.check_same({"seed": 1, "rounds": 3})
     assert told.is_alive(), "the first does nothing before all others agree"
     second._tell(same=True)
@@ -247,7 +247,7 @@ def test_an_error_of_the_first_process_is_raised_in_the_others(wires, monkeypatc
 
 def test_whoever_does_not_come_is_named():
     place = meeting.Place("127.0.0.1", free_port(), 3, 0)
-    with pytest.raises(fr.HostError, match=r"of 3 processes, 1, 2 did not come to 127.0.0.1:\d+ within 0 seconds"):
+    with pytest.raises(fr.HostError, match=r"of 3 processes, 1, 2 did not arrive at 127.0.0.1:\d+ within 0 seconds"):
         meeting._receive(place, 0.1)
 
 

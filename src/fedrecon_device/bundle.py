@@ -17,7 +17,7 @@ from fedrecon_device.manifest import described
 from fedrecon_device.tensors import GLOBAL, START, as_float32, read_tensors
 
 MOST_ITEMS = 1 << 24
-ITEM_TASKS = ("ratings", "clicks")  # that put items in order for a person
+ITEM_TASKS = ("ratings", "clicks")  # tasks that rank items for a person
 TABLES, ITEMS, WORDS = "global.safetensors", "items.json.zlib", "words.json.zlib"
 
 
@@ -25,7 +25,7 @@ class Bundle:
     """What a device needs to reconstruct and predict, from a folder that `fedrecon bundle` made."""
 
     def __init__(self, folder: str | Path):
-        """Open a bundle; each of its files is read when it is needed first, and compared with its digest.
+        """Open a bundle; each of its files is read when it is first needed, and compared with its digest.
 
         Args:
           folder: where it is.
@@ -69,7 +69,7 @@ class Bundle:
         """The embeddings of items, one row each; None if there are none.
 
         Raises:
-          BundleError: what the manifest says they are has not one row an item.
+          BundleError: the table that the manifest names does not have one row per item.
         """
         table = self.tables.get(self.roles.get("item_embedding", ""))
         if table is not None and (table.ndim != 2 or len(table) != len(self.items)):
@@ -97,11 +97,11 @@ class Bundle:
     def reconstruct(
         self, columns: Mapping[str, Any], start: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
-        """Reconstruct local parameters from examples, of which the last `most` count.
+        """Reconstruct local parameters from the last `most` examples.
 
         Args:
-          columns: one array a feature, all of one length, oldest example first.
-          start: local parameters to go on from; the bundle's own start by default.
+          columns: one array per feature, all of the same length, oldest example first.
+          start: local parameters to start from; the bundle's own start by default.
 
         Returns:
           The local parameters by path.
@@ -114,10 +114,10 @@ class Bundle:
         return {name.removeprefix("local/"): value for name, value in found.items()}
 
     def _padded(self, columns: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
-        """Pad examples to the length that the graph takes; of more, the newest count."""
+        """Pad examples to the length that the graph takes; of more, use the newest."""
         lengths = {name: len(columns[name]) for name in self.columns if name in columns}
         if set(lengths) != set(self.columns) or len(set(lengths.values())) > 1:
-            raise BundleError(f"examples need {list(self.columns)} of one length; given were {lengths}")
+            raise BundleError(f"examples need {list(self.columns)} of the same length; got {lengths}")
         count = min(self.most, next(iter(lengths.values())))
         padded = {}
         for name, about in self.columns.items():
@@ -140,7 +140,7 @@ class Bundle:
 
 
 class Items:
-    """What items are called: their ids in the data, labels of which no two are equal, and how often each was rated."""
+    """What items are called: their ids in the data, unique labels, and how often each was rated."""
 
     def __init__(self, content: Mapping[str, Any]):
         """Take the content of the file."""
@@ -156,7 +156,7 @@ class Items:
         if not len(self.ids) == len(self.index) == len(self.labels) == number_of_counts:
             raise BundleError(
                 f"{ITEMS} has {len(self.ids)} ids, {len(self.index)} of them different, {len(self.labels)} labels "
-                f"and {number_of_counts} counts; expected as many of each"
+                f"and {number_of_counts} counts; expected the same number of each"
             )
 
     def __len__(self) -> int:

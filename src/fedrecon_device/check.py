@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 class Checked(NamedTuple):
-    """What was looked at: files, test vectors, and the largest difference from what they promise."""
+    """What was checked: files, test vectors, and the largest difference from what they promise."""
 
     files: int
     vectors: int
@@ -29,7 +29,7 @@ def check(folder: str | Path) -> Checked:
     """Check a bundle: digests, shapes, versions, and every test vector to 1e-5.
 
     Args:
-      folder: of the bundle.
+      folder: the bundle's folder.
 
     Raises:
       BundleError: the first thing that is wrong.
@@ -84,7 +84,7 @@ def _difference(found: np.ndarray, promised: Mapping[str, Any], what: str) -> fl
 
 
 def _check_top(bundle: Bundle, local: Mapping[str, np.ndarray], case: Mapping[str, Any]) -> None:
-    """Compare the order of recommendations; items whose scores are as good as equal may change places."""
+    """Compare the order of recommendations; items with nearly equal scores may change places."""
     scores = bundle.predict(local, {"item": np.arange(len(bundle.items), dtype=np.int32)})
     rated = {int(k) for k in case["examples"]["item"]}
     found = rank(scores, len(case["top"]), left_out=rated, counts=bundle.items.counts, least=bundle.least_count)

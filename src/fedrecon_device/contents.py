@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from fedrecon_device.errors import BundleError
 
 COMPRESSED = ".zlib"
-MOST_JSON = 1 << 26  # bytes, uncompressed: a million items with titles have half of it
+MOST_JSON = 1 << 26  # bytes, uncompressed: a million items with titles take half of it
 
 
 def written(name: str, content: Any) -> bytes:
@@ -20,7 +20,7 @@ def written(name: str, content: Any) -> bytes:
       content: what JSON can hold.
 
     Raises:
-      ValueError: it is larger than what a runtime reads.
+      ValueError: it is larger than a runtime reads.
     """
     text = (json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n").encode()
     if len(text) > MOST_JSON:
@@ -61,9 +61,9 @@ def _inflated(name: str, data: bytes) -> bytes:
     try:
         text = stream.decompress(data, MOST_JSON + 1)
     except zlib.error:
-        raise BundleError(f"{name} is not compressed as zlib does it") from None
+        raise BundleError(f"{name} is not compressed with zlib") from None
     if len(text) > MOST_JSON:
         raise BundleError(f"{name} has more than {MOST_JSON} bytes when decompressed")
     if not stream.eof or stream.unused_data:
-        raise BundleError(f"{name} ends too early or goes on after its end")
+        raise BundleError(f"{name} ends too early or has bytes after its end")
     return text

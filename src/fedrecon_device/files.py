@@ -50,9 +50,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         whole = manifest_bytes(manifest) == data
     except RecursionError:
-        raise BundleError(f"{folder / MANIFEST} goes too deep") from None
+        raise BundleError(f"{folder / MANIFEST} is nested too deeply") from None
     if not whole:
-        raise BundleError(f"{folder / MANIFEST} was changed after it was written: its digest is of something else")
+        raise BundleError(f"{folder / MANIFEST} was changed after it was written: its digest does not match")
     _check_names(manifest.get("files"), folder)
     return manifest
 
@@ -74,7 +74,7 @@ def _check_names(files: Any, folder: Path) -> None:
 
 
 def read_file(folder: Path, name: str, most: int) -> bytes:
-    """Read one regular file of at most so many bytes; links are not followed."""
+    """Read one regular file of at most `most` bytes; links are not followed."""
     path = folder / name
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -142,5 +142,5 @@ def _walk(folder: Path) -> set[str]:
                 else:
                     found.add(Path(entry.path).relative_to(folder).as_posix())
                 if len(found) + len(todo) > 2 * MOST_FILES:
-                    raise BundleError(f"{folder} has more than {MOST_FILES} files; that is no bundle")
+                    raise BundleError(f"{folder} has more than {MOST_FILES} files; that is not a bundle")
     return found

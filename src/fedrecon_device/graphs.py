@@ -1,4 +1,4 @@
-"""Graphs: ONNX Runtime sessions with named inputs, which stop when they take too long or too much."""
+"""Graphs: ONNX Runtime sessions with named inputs, which stop when they take too much time or memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from fedrecon_device.errors import BundleError
 from fedrecon_device.onnx_files import check_graph_file
 
-SECONDS = 60.0  # that one run may take
-MEMORY = 1 << 30  # bytes that what graphs compute may take, all of a process together
+SECONDS = 60.0  # for one run at most
+MEMORY = 1 << 30  # bytes that all graphs of a process may use together
 DTYPES = {
     "tensor(float)": "float32",
     "tensor(int32)": "int32",
@@ -66,7 +66,7 @@ class Graph:
         """Run it.
 
         Args:
-          inputs: by name; more than it takes may be given.
+          inputs: by name; extra ones are ignored.
 
         Raises:
           BundleError: an input is missing or of another shape, the graph fails, or it takes more than a minute.
@@ -75,7 +75,7 @@ class Graph:
         for name, (dtype, shape) in self.inputs.items():
             if name not in inputs:
                 raise BundleError(f"{self.name} needs the input {name!r}")
-            feed[name] = np.ascontiguousarray(inputs[name], dtype)  # of a scalar this makes one dimension
+            feed[name] = np.ascontiguousarray(inputs[name], dtype)  # this gives a scalar one dimension
             feed[name] = feed[name].reshape(np.shape(inputs[name]))
             fits = len(shape) == feed[name].ndim and all(
                 want == have or not isinstance(want, int) for want, have in zip(shape, feed[name].shape, strict=True)
@@ -89,7 +89,7 @@ class Graph:
         try:
             found = self._session.run(None, feed, how)
         except Exception as problem:
-            raise BundleError(f"{self.name}: it fails in ONNX Runtime: {_first_line(problem)}") from None
+            raise BundleError(f"{self.name} failed in ONNX Runtime: {_first_line(problem)}") from None
         finally:
             stop.cancel()
         return dict(zip(self.outputs, found, strict=True))

@@ -13,7 +13,7 @@ MOST_NUMBERS = 1 << 27  # in all columns of a person's examples: half a gigabyte
 
 
 class Description(NamedTuple):
-    """What a runtime needs to know of a bundle.
+    """What a runtime needs to know about a bundle.
 
     Attributes:
       task: `ratings`, `clicks`, `text` or `model`.
@@ -21,9 +21,9 @@ class Description(NamedTuple):
       columns: `{"dtype", "shape"}` of each feature.
       scale: the lowest and highest rating, or None.
       least_count: items with fewer ratings are not recommended.
-      warm_start: whether to go on from old local parameters.
+      warm_start: whether to continue from old local parameters.
       graphs: by name: `{"file", "inputs", "outputs"}`, or `{"missing"}` with the reason.
-      roles: where tables are, by what they are.
+      roles: where tables are, by their role.
       model_digest: of the global parameters.
     """
 
@@ -82,7 +82,7 @@ def _is_whole(value: Any) -> bool:
 
 def _whole(parent: Mapping[str, Any], name: str) -> int:
     found = parent.get(name)
-    _expect(_is_whole(found), name, "a whole number from 0 on")
+    _expect(_is_whole(found), name, "a whole number of at least 0")
     return found  # type: ignore[return-value]
 
 

@@ -1,7 +1,7 @@
-"""What a graph's file may hold: looked at before ONNX Runtime loads it, which trusts it with time and memory.
+"""What a graph's file may hold: checked before ONNX Runtime loads it, which sets no limit on time and memory.
 
-An ONNX file is a protocol buffer, which this walks through by the numbers of its fields. Refused are functions (nested,
-a file of a kilobyte makes millions of operations), files beside it, sparse tables, text, and operations of others.
+An ONNX file is a protocol buffer. This walks through its fields, by their numbers. It refuses functions (nested ones
+turn a kilobyte into millions of operations), files beside it, sparse tables, text, and operations of other domains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED: dict[tuple[str, int], str] = {
 
 
 def check_graph_file(name: str, data: bytes) -> None:
-    """Look through the file of a graph.
+    """Check the file of a graph.
 
     Args:
       name: of the file, for messages.

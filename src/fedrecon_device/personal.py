@@ -16,7 +16,7 @@ from fedrecon_device.store import Store
 
 
 class Added(NamedTuple):
-    """What became of examples: how many are kept, and the ids that the model does not know."""
+    """What happened to examples: how many are kept, and the ids that the model does not know."""
 
     kept: int
     unknown: list[int | str]
@@ -27,9 +27,9 @@ class Recommended(NamedTuple):
 
     Attributes:
       item: its id in the data.
-      label: what it is called; no two items have one label.
+      label: what it is called; no two items have the same label.
       score: the predicted rating, within the scale; for a model of clicks about 1 where it is likely, 0 where not.
-      because: labels of what is nearest to it among what the person rated at least as high as their mean, or has.
+      because: labels of the nearest items among those that the person rated at least as high as their mean, or has.
     """
 
     item: int | str
@@ -47,7 +47,7 @@ class Personal:
         Args:
           bundle: the bundle, or its folder.
           store: the person's file; made by the first `add`, readable by its owner alone. Delete it, or call `forget`,
-            and nothing of the person is left.
+            and nothing about the person is left.
         """
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
         self._store = Store(store)
@@ -55,7 +55,7 @@ class Personal:
     # ---- what is kept ----
 
     def kept(self) -> dict[str, Any]:
-        """Return all that is kept of the person, as the file holds it; empty if there is no file.
+        """Return all that is kept about the person, as the file holds it; empty if there is no file.
 
         Raises:
           StoreError: the file is damaged, or holds examples of another kind of model.
@@ -63,7 +63,7 @@ class Personal:
         found = self._store.read() or {}
         if found and not _fits(self.bundle, found.get("examples")):
             raise StoreError(
-                f"{self._store.path} holds no examples for a model of {self.bundle.task}; delete it to begin anew"
+                f"{self._store.path} holds no examples for a model of {self.bundle.task}; delete it to start over"
             )
         return found
 
@@ -74,12 +74,12 @@ class Personal:
     def add(
         self, columns: Mapping[str, Sequence[Any]] | None = None, *, text: str | None = None, **named: Sequence[Any]
     ) -> Added:
-        """Add examples, newest last; local parameters are reconstructed when they are needed next.
+        """Add examples, newest last; local parameters are reconstructed when they are next needed.
 
         Args:
-          columns: one sequence a feature, of one length. Of ratings: `item`, with the ids of the data, and `rating`; a
-            second rating of an item replaces the first, and items that the model does not know are left out. Of clicks:
-            `item`, and how often in `rating` if that is known.
+          columns: one sequence per feature, all of the same length. For ratings: `item`, with the ids of the data, and
+            `rating`; a second rating of an item replaces the first, and items that the model does not know are left
+            out. For clicks: `item`, and how often in `rating` if that is known.
           text: for a model of text, what the person wrote.
           **named: the columns, each by its name.
         """
@@ -103,13 +103,13 @@ class Personal:
         if self.bundle.task == "clicks" and set(given) == {"item"}:
             given = {**given, "rating": [1] * len(given["item"])}
         if set(given) != {"item", "rating"} or len(given["item"]) != len(given["rating"]):
-            raise ValueError(f"{self.bundle.task} need `item` and `rating`, of one length; given were {sorted(given)}")
+            raise ValueError(f"{self.bundle.task} need `item` and `rating`, of the same length; got {sorted(given)}")
         pairs = [[_plain(item), float(rating)] for item, rating in zip(given["item"], given["rating"], strict=True)]
         unknown = [item for item, _ in pairs if item not in self.bundle.items.index]
         bad = next((rating for _, rating in pairs if not np.isfinite(rating)), None)
         if bad is not None:
             raise ValueError(f"a rating is {bad}; it must be a number")
-        new = {item: rating for item, rating in pairs if item in self.bundle.items.index}  # the last one counts
+        new = {item: rating for item, rating in pairs if item in self.bundle.items.index}  # the last one is used
         again = [pair for pair in old if pair[0] not in new]
         return [*again, *map(list, new.items())], Added(len(new), unknown)
 
@@ -118,7 +118,7 @@ class Personal:
     ) -> tuple[dict[str, list[Any]], Added]:
         lengths = {name: len(column) for name, column in given.items()}
         if set(given) != set(self.bundle.columns) or len(set(lengths.values())) != 1:
-            raise ValueError(f"examples need {list(self.bundle.columns)} of one length; given were {lengths}")
+            raise ValueError(f"examples need {list(self.bundle.columns)} of the same length; got {lengths}")
         found = {name: [*old.get(name, []), *np.asarray(column).tolist()] for name, column in given.items()}
         return found, Added(next(iter(lengths.values())), [])
 
@@ -128,7 +128,7 @@ class Personal:
         """Reconstruct the local parameters from the newest examples and keep them with the digest of the model.
 
         Args:
-          warm: go on from the local parameters that this model had before, on all examples; by default where the
+          warm: continue from the local parameters that this model had before, on all examples; by default where the
             bundle says that it helps: a few more steps of gradient descent, not least squares.
 
         Returns:
@@ -148,7 +148,7 @@ class Personal:
         return local
 
     def local(self) -> dict[str, np.ndarray]:
-        """Return the local parameters: the kept ones if they are of this model and of all examples, or new ones."""
+        """Return the local parameters: the kept ones if they are for this model and all examples, or new ones."""
         kept = self.kept()
         if kept.get("local") is not None and kept.get("model") == self.bundle.model_digest:
             found = _arrays(kept["local"], self.bundle.start)
@@ -177,11 +177,11 @@ class Personal:
         """Predict for this person.
 
         Args:
-          asked: for ratings and clicks, ids of items: their ratings come back, within the scale, or scores. Else
+          asked: for ratings and clicks, ids of items, to get their ratings, within the scale, or scores. Otherwise
             columns of examples.
 
         Raises:
-          ValueError: an item is not known to the model.
+          ValueError: the model does not know an item.
         """
         if not self.bundle.ranks:
             return self.bundle.predict(self.local(), asked)
@@ -193,7 +193,7 @@ class Personal:
         return clipped(self.bundle.predict(self.local(), {"item": items}), self.bundle.scale)
 
     def recommend(self, n: int = 10) -> list[Recommended]:
-        """Recommend items that the person has not rated or does not have and that enough others do, best first.
+        """Recommend items that the person has not rated or chosen, and that enough others have, best first.
 
         Args:
           n: how many; fewer come back if there are fewer.
@@ -262,7 +262,7 @@ def _fits(bundle: Bundle, examples: Any) -> bool:
 
 
 def _before(kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the newest local parameters that are kept, with the digest of their model: those to go on from."""
+    """Return the newest local parameters that are kept, with the digest of their model, to continue from."""
     if kept.get("local") is not None:
         return {"model": kept.get("model"), "local": kept["local"]}
     before = kept.get("before")
@@ -279,5 +279,5 @@ def _arrays(local: Any, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text as JSON has it."""
+    """Return a number or text as a JSON value."""
     return value.item() if isinstance(value, np.generic) else value

@@ -15,7 +15,7 @@ def rank(
     counts: np.ndarray | None = None,
     least: int = 0,
 ) -> np.ndarray:
-    """Return the `n` items with the highest scores, best first; of equal ones the lower number comes first.
+    """Return the `n` items with the highest scores, best first; among equal ones the lower number comes first.
 
     Args:
       scores: one for each item.
@@ -38,11 +38,11 @@ def clipped(scores: np.ndarray, scale: Sequence[float] | None) -> np.ndarray:
 
 
 def nearest(table: np.ndarray, item: int, among: Sequence[int], n: int = 2) -> list[int]:
-    """Return those of some items whose embeddings point most nearly where that of `item` does, nearest first.
+    """Return the items whose embeddings are closest in direction to that of `item`, closest first.
 
     Args:
-      table: embeddings, one row an item.
-      item: whose neighbours are wanted.
+      table: embeddings, one row per item.
+      item: the item to compare with.
       among: the items to choose from.
       n: how many at most; only items with a positive cosine come back.
     """

@@ -16,10 +16,10 @@ MOST_BYTES = 1 << 28
 
 
 class Store:
-    """One JSON file. Whoever deletes it deletes the person: what was read from it is then forgotten, too."""
+    """One JSON file. Deleting it deletes the person: what was read from it is then forgotten, too."""
 
     def __init__(self, path: str | Path):
-        """Use the file at `path`, which need not be there yet."""
+        """Use the file at `path`, which need not exist yet."""
         self.path = Path(path)
 
     def read(self) -> dict[str, Any] | None:
@@ -42,11 +42,11 @@ class Store:
         except StoreError:
             raise
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise StoreError(f"{self.path} is not a person's file, or is damaged; delete it to begin anew") from None
+            raise StoreError(f"{self.path} is not a person's file, or is damaged; delete it to start over") from None
         return content
 
     def write(self, content: dict[str, Any]) -> None:
-        """Replace the file, so that it is the old one or the new one whenever the process ends; mode 0600."""
+        """Replace the file atomically, with mode 0600: the old or the new one is there whenever the process ends."""
         data = json.dumps({"format": FORMAT, "version": VERSION, **content}, ensure_ascii=False).encode()
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)

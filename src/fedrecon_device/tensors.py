@@ -23,7 +23,7 @@ def read_tensors(data: bytes, name: str) -> dict[str, np.ndarray]:
       name: of the file, for messages.
 
     Raises:
-      BundleError: it is not one, or its parts overlap, leave gaps or reach beyond its end.
+      BundleError: it is not a safetensors file, or its parts overlap, leave gaps or reach beyond its end.
     """
     if len(data) < 8:
         raise BundleError(f"{name} has {len(data)} bytes, too few for a safetensors file")
@@ -68,7 +68,7 @@ def _described(about: Any, where: str) -> tuple[np.dtype, tuple[int, ...], tuple
         raise BundleError(f"{where} needs a known dtype, a shape and two offsets, not {about!r}") from None
     numbers = (*shape, start, end)
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise BundleError(f"{where} has shape {shape} and offsets {start}, {end}; they must be whole numbers from 0 on")
+        raise BundleError(f"{where} has shape {shape} and offsets {start}, {end}; expected whole numbers of at least 0")
     return dtype, shape, (start, end)
 
 
@@ -76,7 +76,7 @@ def as_float32(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndar
     """Return the tensors under a prefix, by path, with quantised ones as float32.
 
     Args:
-      tensors: of `read_tensors`.
+      tensors: as `read_tensors` returns them.
       prefix: `GLOBAL` or `START`.
 
     Raises:
@@ -90,7 +90,7 @@ def as_float32(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndar
         if values.dtype == np.int8:
             scale = tensors.get(ROW_SCALE + path)
             if scale is None or scale.shape != values.shape[:1]:
-                raise BundleError(f"{name} is int8 and needs one scale a row in {ROW_SCALE + path}")
+                raise BundleError(f"{name} is int8 and needs one scale per row in {ROW_SCALE + path}")
             values = values.astype(np.float32) * scale.astype(np.float32).reshape(-1, *[1] * (values.ndim - 1))
         elif values.dtype == np.float16:
             values = values.astype(np.float32)

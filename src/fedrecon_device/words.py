@@ -67,7 +67,7 @@ class Vocabulary:
         """Number the words: 0 is padding, then the words, the beginning and the end of a sentence, the buckets."""
         if buckets < 1 or max_words < 1 or not all(isinstance(word, str) for word in words):
             raise ValueError(
-                f"{len(words)} words, {buckets} buckets and {max_words} words a sentence are no vocabulary"
+                f"{len(words)} words, {buckets} buckets and {max_words} words per sentence are not a vocabulary"
             )
         self.words, self.buckets, self.max_words = list(words), buckets, max_words
         self._ids = {word: k for k, word in enumerate(self.words, 1)}

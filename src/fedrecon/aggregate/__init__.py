@@ -1,4 +1,4 @@
-"""From what clients upload to what the server takes: aggregators, one a file, and how to chain them."""
+"""From what clients upload to what the server takes: aggregators, one per file, and how to chain them."""
 
 from fedrecon.aggregate.adaptive import adaptive_clip as adaptive_clip
 from fedrecon.aggregate.aggregator import Aggregator as Aggregator

@@ -1,8 +1,8 @@
-"""Clipping to a norm that follows the clients' own: one that is far longer than the others hardly counts.
+"""Clipping to a norm that follows the clients' norms, so that an upload far longer than the others hardly counts.
 
-The server sees sums only, so clients add up a histogram of their norms, of which it takes a quantile. No noise is added
-and nothing is promised to anybody: this protects the model from clients, not clients from the server. `private` has the
-kind that does.
+The server sees sums only, so clients add up a histogram of their norms, and it takes a quantile of that. No noise is
+added, so no privacy is promised: this protects the model from clients, not clients from the server. `private` does the
+latter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def adaptive_clip(
     As long as fewer than one minus `quantile` of the clients are hostile, the limit stays within the norms of others.
 
     Args:
-      quantile: a share of the clients; the norm that so many of them stay below is followed. 0.5 for the median.
+      quantile: the limit follows the norm that this share of the clients stays below. 0.5 for the median.
       times: the limit is this multiple of the quantile. 1 shortens everybody beyond it; a few times the median
         leaves ordinary clients as they are and shortens those that are far off.
       start: the limit of the first round. By default no norm is known in it, so all its uploads are scaled to one norm,
@@ -55,11 +55,11 @@ def adaptive_clip(
     and in steps, which find the quantile more slowly).
     """
     if not 0 < quantile < 1:
-        raise ValueError(f"`quantile` is {quantile}; it is a share of the clients, above 0 and below 1")
+        raise ValueError(f"`quantile` is {quantile}; it must be a share of the clients, above 0 and below 1")
     if not (times > 0 and math.isfinite(times)):
         raise ValueError(f"`times` is {times}; it must be a number above 0")
     if start is not None and not (start > 0 and math.isfinite(start)):
-        raise ValueError(f"`start` is {start}; a norm above 0 was expected, or None to measure first")
+        raise ValueError(f"`start` is {start}; give a norm above 0, or None to measure first")
     if not 0 <= memory < 1:
         raise ValueError(f"`memory` is {memory}; it must be from 0 to below 1")
 
@@ -98,7 +98,7 @@ def _bin(norm: Array) -> Array:
 
 
 def quantile_of(histogram: Array, quantile: float) -> Array:
-    """Return the norm below which a share of the clients is; within a bin they are taken to be spread evenly.
+    """Return the norm below which a share of the clients is, as if they were spread evenly within a bin.
 
     Args:
       histogram: `(BINS,)` how many clients have which norm.

@@ -13,7 +13,7 @@ from fedrecon.privacy.noise import ShareOfNoise
 from fedrecon.recipes import recorded
 from fedrecon.upload import Parts, Summand, Total
 
-Report = dict[str, Array]  # what is known of a round beside the mean: counts, the weight, whether it was skipped
+Report = dict[str, Array]  # what is known about a round beside the mean: counts, the weight, whether it was skipped
 
 
 class Aggregator(NamedTuple):
@@ -59,10 +59,10 @@ def stateless(
 
 @recorded
 def chain(*stages: Aggregator) -> Aggregator:
-    """Put aggregators one after another: encoded in this order on the client, decoded in the opposite one.
+    """Chain aggregators: the client encodes in this order, the server decodes in the reverse order.
 
     Args:
-      *stages: what is done to an upload, the first first. `chain(clip(1.0), weigh())` clips, then weighs; the server
+      *stages: what is done to an upload, in order. `chain(clip(1.0), weigh())` clips, then weighs; the server
         divides by the weight.
     """
 
@@ -88,5 +88,5 @@ def chain(*stages: Aggregator) -> Aggregator:
 
     promises = [(stage.release, stage.share) for stage in stages if stage.release is not None]
     if len(promises) > 1:
-        raise ValueError(f"{len(promises)} of the stages add noise and promise privacy; one is enough")
+        raise ValueError(f"{len(promises)} of the stages add noise and promise privacy; use only one")
     return Aggregator(init, message, encode, decode, *(promises[0] if promises else ()))

@@ -113,7 +113,7 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
     """Weigh clients by the weight that one of the model's metrics gives their query examples, such as tokens.
 
     Args:
-      model: whose metrics are meant.
+      model: the model that has the metric.
       metric: the name of one of them, or `loss`.
 
     Returns:
@@ -127,7 +127,7 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
 
 
 def check_weigh(weigh: Weigh) -> None:
-    """Refuse a name that stands for no way to weigh."""
+    """Refuse a name that is not a way to weigh."""
     if not callable(weigh) and weigh not in ("examples", "uniform"):
         raise ValueError(f"`weigh` is {weigh!r}; use 'examples', 'uniform' or a function of (examples, sums)")
 
@@ -168,7 +168,7 @@ def all_finite(parts: Mapping[str, Mapping[str, Any]], divisor: Array | float = 
     """Say whether all numbers of a total are finite once they are divided.
 
     A finite sum of squares answers with one product that reads the total once, and leaves the division to be fused with
-    the server's step. Only if it is not finite, be it by overflow, does every number have to be looked at.
+    the server's step. Only if it is not finite, perhaps by overflow, is every number checked.
 
     Args:
       parts: of the total.

@@ -39,7 +39,7 @@ class Noise(NamedTuple):
 
     Attributes:
       updates: standard deviation of the noise in the sum of uploads, in units of the clipping norm.
-      of_count: of adaptive clipping: that of the noise in the count of clients below the norm; else None.
+      of_count: with adaptive clipping, that of the noise in the count of clients below the norm; else None.
     """
 
     updates: float
@@ -82,15 +82,15 @@ def private(
       rounds: how many rounds are planned.
       clients: how many clients there are.
       sampled: whether clients are drawn each by itself and unseen (`Sampling(poisson=True)`), which makes the same
-        noise protect far better. False claims nothing of the kind.
-      correlated: correlate the noise of so many rounds in a row (`fedrecon.privacy.correlated`), for where sampling by
-        chance cannot be promised. It needs `rounds`, and holds if a client takes part once in so many rounds at most
-        (`Sampling(apart=...)`). None draws the noise of every round by itself.
+        noise protect far better. False does not rely on this.
+      correlated: correlate the noise of this many rounds in a row (`fedrecon.privacy.correlated`), for when random
+        sampling cannot be promised. It needs `rounds`, and holds if a client takes part at most once in this many
+        rounds (`Sampling(apart=...)`). None draws the noise of every round independently.
       weigh: multiply uploads by this before they are clipped, as for `mean`: with `examples`, what a client adds is the
         sum over its examples and not their mean. Whatever the weight, nobody adds more than the clipping norm.
       scales: what changes of the parameters are multiplied by while they are clipped and noised, as for `rescaled`;
         0 for what the server leaves as it is.
-      quantile: let the norm follow this share of the clients' norms (adaptive clipping); None keeps it.
+      quantile: let the norm follow this share of the clients' norms (adaptive clipping); None keeps it fixed.
       count_noise: standard deviation of the noise in the count of clients below the norm, which adaptive clipping
         needs and which costs privacy, too; a twentieth of `per_round` by default.
       clip_rate: how fast the norm follows.
@@ -103,9 +103,9 @@ def private(
     if not (per_round > 0 and math.isfinite(per_round)):
         raise ValueError(f"`per_round` is {per_round}; a round needs clients")
     if quantile is not None and not 0 < quantile < 1:
-        raise ValueError(f"`quantile` is {quantile}; it is a share of the clients, above 0 and below 1")
+        raise ValueError(f"`quantile` is {quantile}; it must be a share of the clients, above 0 and below 1")
     if (noise_multiplier is None) == (epsilon is None):
-        raise ValueError("give `noise_multiplier`, or `epsilon` for which it is computed, and not both")
+        raise ValueError("give `noise_multiplier`, or `epsilon` from which it is computed, but not both")
     if epsilon is not None:
         if rounds is None or clients is None:
             raise ValueError("`epsilon` is spent on rounds and clients: give `rounds` and `clients`, too")
@@ -181,7 +181,7 @@ def _clip_and_noise(stage: _Stage) -> Aggregator:
         counted = total.scalars[BELOW] + noise.of_count * jax.random.normal(jax.random.fold_in(key, 1))
         share = jnp.clip(counted / per_round + 0.5, 0.0, 1.0)
         follows = limit * jnp.exp(clip_rate * (quantile - share))
-        # The exact count must not get into the report by its name.
+        # The exact count must not get into the report under its name.
         return Total(parts, {}), _State(follows, past), {"clip_norm": limit, BELOW: counted}
 
     apart = len(bands) if len(bands) > 1 else None

@@ -21,7 +21,7 @@ Scales = Mapping[str, Scale]
 def rescaled(scales: Scales) -> Aggregator:
     """Multiply changes of the global parameters before they are clipped, and divide their sum afterwards.
 
-    A change that is multiplied by 0 stays at home: it takes nothing of the clipping norm, and its sum is 0 without any
+    A change that is multiplied by 0 is not sent: it uses none of the clipping norm, and its sum is 0 without any
     noise. That is for parameters, or rows of a table, that the server leaves as they are.
 
     Args:

@@ -1,11 +1,11 @@
 """Sums as a secure sum makes them: uploads become integers at the client and are added up in a ring.
 
-Everything that is added is in the ring, the weight, counts and metrics among it, so that one masked vector holds all
+Everything that is added is in the ring, also the weight, counts and metrics, so that one masked vector holds all
 that leaves a client (`to_vectors`, for `fedrecon.privacy.secure_sum`). Integers add up exactly in any order: the
-simulation has the result of the protocol to the bit. Rounding costs half a step for each client and entry at most.
+simulation has the result of the protocol to the bit. Rounding costs at most half a step per client and entry.
 
 With `noise_multiplier` clients add noise themselves, and the server never sees a sum without it. Then all weigh the
-same, the sum is divided by the expected number of clients, counts and metrics stay at home, and uploads are whole, with
+same, the sum is divided by the expected number of clients, counts and metrics are not sent, and uploads are whole, with
 noise on rows that nobody touched. Here that noise is a rounded Gaussian of the variance that the client's share of
 Skellam noise has, since this is a simulation and protects nobody; a deployment encodes with `simulated_noise=False` and
 adds `fedrecon.privacy.noise.draw`, which is exact and from the system's entropy.
@@ -54,14 +54,14 @@ def secure(
 
     Args:
       clip_norm: the largest norm of an upload; it bounds every entry, so that sums cannot overflow.
-      clients: how many are added up at most. Sums of so many cannot overflow.
+      clients: the most clients that are added up; sums of this many cannot overflow.
       weigh: as for `mean`, by examples by default; with noise as for `private`, where all weigh the same by default.
-      max_weight: the largest weight of a client; what is above counts as this.
-      max_metric: the largest sum of a metric over a client's examples; what is above counts as this.
+      max_weight: the largest weight of a client; larger ones are cut to this.
+      max_metric: the largest sum of a metric over a client's examples; larger ones are cut to this.
       noise_multiplier: noise in the sum that clients add together, in units of the clipping norm; None for none.
       per_round: with noise: how many take part on average; the sum is divided by this.
-      least: with noise: so many trusted clients together have all of it. Fewer have less than was promised, so a round
-        with fewer must not be unmasked.
+      least: with noise: this many trusted clients together add all of it. Fewer add less than was promised, so a
+        round with fewer must not be unmasked.
       scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescaled`.
       simulated_noise: with noise: add it here. False where hosts of clients add it, as many as `least` or more
         (`Aggregator.share`), which nodes of a deployment do.
@@ -73,11 +73,13 @@ def secure(
         raise ValueError(f"`clients` is {clients}; a sum of one hides nobody, so it takes two or more")
     if noise_multiplier is not None:
         if per_round is None or least is None:
-            raise ValueError("with `noise_multiplier`, give `per_round` and `least`: how many clients, and at least")
+            raise ValueError(
+                "with `noise_multiplier`, give `per_round` and `least`: how many clients on average, and at least"
+            )
         sized = functools.partial(
             _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least
         )
-        sized(1)  # bad settings are said here, not in the first round
+        sized(1)  # bad settings are reported here, not in the first round
         stages = [] if scales is None else [rescaled(scales)]
         clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
         return chain(finite(), *stages, clipped, _noised_integers(sized, per_round, simulated_noise))
@@ -103,7 +105,7 @@ def _at_most(weigh: Weigh, most: float) -> Weigh:
         return jnp.where(jnp.isfinite(found), jnp.minimum(found, most), found)
 
     if not callable(weigh):
-        by_weight(weigh)  # refuses a name that is none
+        by_weight(weigh)  # refuses an unknown name
     return bounded
 
 
@@ -175,7 +177,7 @@ def _noised(values: Array, share: ShareOfNoise, keys: Array, number: int) -> Arr
 
 
 def _map(function: Any, summand: Summand) -> Parts:
-    """Apply a function to the numbers of clients that take part; of others nothing is added anyway."""
+    """Apply a function to the numbers of clients that take part; others add nothing anyway."""
 
     def one(array: Array) -> Array:
         return function(jnp.where(against(summand.scale > 0, array), array, 0))
@@ -199,7 +201,7 @@ def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts
       share: of one host.
       total: the integers.
       rng: `system_generator()` in deployment; a simulation may seed one, and must say so.
-      hosts: how many, whose noise is drawn at once.
+      hosts: how many hosts; their noise is drawn at once.
     """
     noise, begin = draw(share, rng, hosts), 0
     parts: dict[str, dict[str, Any]] = {}

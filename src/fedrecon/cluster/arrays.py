@@ -20,7 +20,7 @@ def all_devices() -> Mesh:
 
 
 def share(clients: int) -> slice:
-    """Return which of `clients` in the order of a layout, a multiple of the devices, are this process's."""
+    """Return this process's part of `clients`, which are in the order of a layout and a multiple of the devices."""
     each = clients // jax.process_count()
     return slice(each * jax.process_index(), each * (jax.process_index() + 1))
 

@@ -21,7 +21,7 @@ from fedrecon.cluster import wire as wires
 from fedrecon.cluster.arrays import gather, spread
 from fedrecon.cluster.wire import LONGEST_HELLO, HostError, Peer, Wire
 
-WAIT = 50.0  # seconds for all to come: with what follows, less than a minute
+WAIT = 50.0  # seconds for all processes to arrive: with what follows, less than a minute
 BETWEEN_CALLS = 0.2  # seconds between a caller's tries
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -67,7 +67,7 @@ def meet(
       wait: how many seconds to wait for the others.
 
     Raises:
-      HostError: somebody did not come, or was started differently.
+      HostError: a process did not arrive, or was started differently.
     """
     global _met
     if wires.wire() is not None:
@@ -88,7 +88,7 @@ def meet(
 
 
 def find_place(coordinator: str | None, processes: int | None, process: int | None) -> Place:
-    """Check where a process is among others, or ask its environment."""
+    """Check which process this is and where the first one is, or ask the environment."""
     given = (coordinator, processes, process)
     if all(value is None for value in given):
         return _detect()
@@ -107,7 +107,7 @@ def find_place(coordinator: str | None, processes: int | None, process: int | No
 
 def _detect() -> Place:
     """Ask JAX, which knows how SLURM, Kubernetes and Open MPI tell processes who they are."""
-    from jax._src.clusters import ClusterEnv  # jax.distributed asks here too, but tells nobody what it was told
+    from jax._src.clusters import ClusterEnv  # jax.distributed asks here too, but does not pass on the answer
 
     try:
         found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(WAIT))
@@ -116,7 +116,7 @@ def _detect() -> Place:
     if any(value is None for value in found[:3]):
         raise HostError(
             "nothing in the environment says which process this is: SLURM, Kubernetes or Open MPI would. Give the "
-            "coordinator, the number of processes and which this is"
+            "coordinator, the number of processes and the number of this one"
         )
     return find_place(*found[:3])._replace(local_devices=found[3])
 
@@ -138,7 +138,7 @@ def _receive(place: Place, wait: float) -> dict[int, Peer]:
     except TimeoutError:
         missing = [str(k) for k in range(1, place.processes) if k not in peers]
         sentence = (
-            f"of {place.processes} processes, {', '.join(missing)} did not come to {place.host}:{place.port} within "
+            f"of {place.processes} processes, {', '.join(missing)} did not arrive at {place.host}:{place.port} within "
             f"{wait:.0f} seconds"
         )
         raise _refuse(peers, sentence) from None
@@ -171,7 +171,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _greeted(connection: socket.socket, place: Place, peers: dict[int, Peer]) -> Peer | None:
-    """Return who calls; None if it is no process of ours."""
+    """Return who calls; None if it is not one of our processes."""
     try:
         connection.settimeout(5)
         with connection.makefile("rb") as lines:
@@ -187,7 +187,7 @@ def _greeted(connection: socket.socket, place: Place, peers: dict[int, Peer]) ->
     elif number != place.processes:
         problem = f"{peer} was started as one of {number} processes, the first as one of {place.processes}"
     elif not 0 < peer.process < place.processes or peer.process in peers:
-        problem = f"{peer} has come, but there is such a process already"
+        problem = f"{peer} has called, but there is already a process with this number"
     if problem:
         raise _refuse({peer.process: peer}, problem)
     return peer
@@ -237,7 +237,7 @@ def _free_port() -> int:
 
 
 def _end_together(wire: Wire) -> None:
-    """Let an error of one process end all, and the end of one wait for that of all."""
+    """Let an error in one process end all, and let each wait at its end for the others."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
@@ -281,13 +281,13 @@ def join() -> None:
     _joined = True
     _first_sum()
     if jax.default_backend() == "cpu":
-        # JAX's service connected the processes. All that it would do from here on is to abort this one, without a
-        # word about which other one died: that is the wire's part. Accelerators may need it to connect again.
+        # JAX's service connected the processes. From here on it would only abort this one, without saying which other
+        # one died: the wire does that. Accelerators may need it to connect again.
         jax.distributed.shutdown()
 
 
 def _first_sum() -> None:
-    """Add up something, so that processes connect now that all are here: later, one may be busy for long."""
+    """Add up something, so that processes connect while all are here: later, one may be busy for long."""
     with _quiet():
         mine = np.ones(len(jax.local_devices()), np.int32)
         found = gather(spread(mine))

@@ -1,4 +1,4 @@
-"""What processes say to each other beside their sums: that they live, small values, and how they ended."""
+"""What processes say to each other beside their sums: that they are alive, small values, and how they ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_HELLO = 1000  # bytes
 
 
 class HostError(ValueError):
-    """Several processes that cannot run one simulation."""
+    """Several processes cannot run one simulation together."""
 
 
 class Peer:
@@ -43,7 +43,7 @@ class Peer:
         return f"process {self.process} on {self.host}"
 
     def send(self, **message: Any) -> None:
-        """Send a message; that nobody takes it is noticed where its answers are awaited."""
+        """Send a message; if nobody takes it, that is noticed where the answer is awaited."""
         with contextlib.suppress(OSError), self._sending:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -53,13 +53,13 @@ class Peer:
         self._connection.close()
 
     def hang_up(self) -> None:
-        """Say that nothing more comes."""
+        """Say that there are no more messages."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
 
 class Wire:
-    """Connections of the first process to all others, over which each hears at once what becomes of the rest."""
+    """Connections of the first process to all others, over which each learns at once what happens to the others."""
 
     def __init__(self, process: int, processes: int, peers: Mapping[int, Peer]):
         """Listen to the `peers` of a process: all others for the first, the first for all others."""
@@ -106,16 +106,16 @@ class Wire:
         return message["value"]
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Refuse facts, such as a fingerprint of the data, that are others in the first process.
+        """Refuse facts, such as a fingerprint of the data, that differ from those of the first process.
 
-        The first returns when all others have found the same: until then, nothing need have happened.
+        The first process returns once all others have found the same facts.
         """
         facts = json.loads(json.dumps(facts))
         there = self.agree(lambda: facts)
         names = sorted(name for name in {**facts, **there} if facts.get(name) != there.get(name))
         if names:
             other = "; ".join(f"{name} is {facts.get(name)} here and {there.get(name)} there" for name in names)
-            raise HostError(f"{self.name} was not started as {self._peers[0]} was: {other}")
+            raise HostError(f"{self.name} was not started like {self._peers[0]}: {other}")
         if not self.first:
             self._tell(same=True)
             return
@@ -134,7 +134,9 @@ class Wire:
             return
         if not self._ended.wait(LATE):
             late = ", ".join(str(peer) for k, peer in self._peers.items() if k not in self._done)
-            self.quit(f"{self.name} finished {LATE:.0f} seconds ago, {late} did not: they do not run the same program")
+            self.quit(
+                f"{self.name} finished {LATE:.0f} seconds ago, but {late} did not: they do not run the same program"
+            )
         self._over = True
         self._tell(end=True)
 
@@ -143,7 +145,7 @@ class Wire:
         self.quit(sentence, code, told=f"{self.name} has ended: {sentence}")
 
     def quit(self, sentence: str, code: int = 1, told: str | None = None) -> NoReturn:
-        """End this process and all others with a sentence; of several reasons the first is said."""
+        """End this process and all others with a sentence; of several reasons the first is printed."""
         self._quitting.acquire()  # for good
         self._over = True
         self._tell(failed=told or sentence, code=code)
@@ -163,13 +165,13 @@ class Wire:
     # ---- Ctrl-C ----
 
     def handle_interrupts(self) -> None:
-        """Take Ctrl-C to the first process; pressed again, it ends all."""
+        """Forward Ctrl-C to the first process; pressed again, it ends all."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._interrupt)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:
-        """Give a block a question that all processes ask together: whether Ctrl-C was pressed in one of them."""
+        """Give a block a function that all processes call together: whether Ctrl-C was pressed in one of them."""
         self._pressed, self._asked = False, True
         try:
             yield lambda: self.agree(lambda: self._pressed)
@@ -209,13 +211,13 @@ class Wire:
         except ConnectionError:
             how = "has died"
         except TimeoutError:
-            how = f"has not been heard of for {SILENCE:.0f} seconds"
+            how = f"has not been heard from for {SILENCE:.0f} seconds"
         except (OSError, ValueError) as problem:
             how = f"cannot be reached any more ({problem})"
         if not self._over:
             self.quit(
-                f"{peer} {how}, and the others cannot go on without it. Start all processes again; with --resume they "
-                "go on from the newest checkpoint."
+                f"{peer} {how}, and the others cannot continue without it. Start all processes again; with --resume "
+                "they continue from the newest checkpoint."
             )
 
     def _take(self, peer: Peer, message: Mapping[str, Any]) -> None:
@@ -264,15 +266,15 @@ def agree(make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Give a block a question that several processes ask together: whether Ctrl-C was pressed in one of them.
+    """Give a block a function that several processes call together: whether Ctrl-C was pressed in one of them.
 
-    Where a process is alone, Ctrl-C raises `KeyboardInterrupt` as ever, and the answer is no.
+    Where a process is alone, Ctrl-C raises `KeyboardInterrupt` as usual, and the function returns False.
     """
     with contextlib.nullcontext(lambda: False) if _wire is None else _wire.interruptible() as pressed:
         yield pressed
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
-    """Refuse facts that are others in the first process."""
+    """Refuse facts that differ from those of the first process."""
     if _wire is not None:
         _wire.check_same(facts)

@@ -1,7 +1,7 @@
 """A plan of an algorithm that was made in Python: any model, of any framework.
 
-A plan holds no code. It names the algorithm by its digest, and the operator of a node brings the same one by an import
-of their own, with the clients that this node has.
+A plan holds no code. It names the algorithm by its digest. Each node's operator imports the same algorithm from code of
+their own, with the clients of the node.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fedrecon.travel.portable import digest, save, with_lookups
 
 
 class Given(NamedTuple):
-    """What the operator of a node brings by an import of their own.
+    """What a node's operator imports from code of their own.
 
     Attributes:
       algorithm: what is trained.
-      clients: those of this node; who trains, validates and tests is decided by the plan and their names. None at the
-        server, which has none.
+      clients: the node's clients. The plan and their names decide who trains, validates and tests. None at the
+        server, which has no clients.
     """
 
     algorithm: Algorithm
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
 
 class Words(NamedTuple):
-    """How people and examples are called, and which metrics are shown: what commands need of a task."""
+    """What people and examples are called, and which metrics are shown: the part of a task that commands need."""
 
     name: str
     people: str
@@ -57,12 +57,12 @@ class AlgorithmPlan(Plan):
     Attributes:
       given: the algorithm, with its lookups decided.
       columns: `{name: [type, *shape]}` of the columns that clients have.
-      rounds: how many are trained.
-      seed: what is random follows from it.
-      evaluate_every: after how many rounds the validation users are measured; 0 for at the end only.
+      rounds: how many rounds are trained.
+      seed: the seed of everything random.
+      evaluate_every: measure the validation users every this many rounds; 0 for only at the end.
       fractions: shares of the clients that train, validate and test.
-      split_seed: of who does which.
-      max_examples: a client's further examples are left out.
+      split_seed: the seed of this division.
+      max_examples: at most this many examples of a client are used.
       min_examples: clients with fewer do not take part.
     """
 
@@ -87,7 +87,7 @@ class AlgorithmPlan(Plan):
                 " each must be at least 1, and max_examples at least 2"
             )
         if len(self.fractions) != 3 or min(self.fractions) < 0 or not 0 < sum(self.fractions) <= 1 + 1e-9:
-            raise PlanError(f"fractions are {self.fractions}; they are three shares that add up to 1 at most")
+            raise PlanError(f"fractions are {self.fractions}; give three shares that add up to at most 1")
 
     @property
     def algorithm(self) -> Algorithm:
@@ -96,7 +96,7 @@ class AlgorithmPlan(Plan):
 
     @property
     def task(self) -> Words:
-        """How clients and examples are called."""
+        """What clients and examples are called."""
         measures = tuple(Measure(name, name) for name in metric_names(self.given.model))
         return Words("algorithm", "clients", "examples", measures, (*measures, *measures)[:2])
 
@@ -107,12 +107,12 @@ class AlgorithmPlan(Plan):
 
     @property
     def most_examples(self) -> int:
-        """A client's further examples are left out."""
+        """At most this many examples of a client are used."""
         return self.max_examples
 
     @property
     def clip_norm(self) -> None:
-        """Nothing is promised of norms: what an aggregator of one's own does is not looked into."""
+        """None: a plan does not look into the algorithm's aggregator, so it promises no norm."""
         return
 
     def subject(self) -> dict[str, Any]:
@@ -125,12 +125,12 @@ class AlgorithmPlan(Plan):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Return what `run.json` says of the settings."""
+        """Return what `run.json` says about the settings."""
         return {"config": None, "algorithm": digest(self.given)}
 
     def about(self) -> str:
         """Say what is trained."""
-        return f"an algorithm that this node's operator brings, with digest {digest(self.given)[:16]}"
+        return f"an algorithm from this node's operator, with digest {digest(self.given)[:16]}"
 
     def evaluator(self, users: Users, part: str) -> Evaluator | None:
         """Return an evaluator of a part of the clients."""
@@ -143,7 +143,7 @@ class AlgorithmPlan(Plan):
         save(folder, self.given, params, replace=True)
 
     def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
-        """Return what looks at every record and says when a round was lost."""
+        """Return a function that looks at every record and warns when a round was lost."""
 
         def look(record: Mapping[str, Any]) -> None:
             if record.get("skipped"):
@@ -165,32 +165,32 @@ class AlgorithmPlan(Plan):
         """Return a node's clients as the plan wants them, divided by their names.
 
         Raises:
-          PlanError: they have other columns than the plan says.
+          PlanError: their columns are not those of the plan.
         """
         found = columns_of(clients)
         if any(found.get(name) != list(kind) for name, kind in self.columns.items()):
-            raise PlanError(f"clients have the columns {found}; the plan wants {dict(self.columns)}")
+            raise PlanError(f"the clients have the columns {found}; the plan expects {dict(self.columns)}")
         everyone = clients.cap(self.max_examples).at_least(self.min_examples)
         return Users(*everyone.split_clients(*self.fractions, seed=self.split_seed))
 
     @classmethod
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> AlgorithmPlan:
-        """Undo `subject`, with the algorithm that was brought."""
+        """Undo `subject`, with the operator's algorithm."""
         if algorithm is None:
             raise PlanError(
-                f"this is the plan of an algorithm made in Python, digest {str(values['algorithm'])[:16]}: bring it "
+                f"this plan is for an algorithm made in Python, digest {str(values['algorithm'])[:16]}: name it "
                 "with --algorithm package.module:function"
             )
         lookups = {str(path): tuple(map(str, features)) for path, features in values["lookups"].items()}
         made = with_lookups(algorithm, lookups)
         if digest(made) != values["algorithm"]:
             raise PlanError(
-                f"the plan is of the algorithm {str(values['algorithm'])[:16]}, and the one brought here is "
-                f"{digest(made)[:16]}: recipe, shapes or lookups differ"
+                f"the plan is for the algorithm {str(values['algorithm'])[:16]}, and the one given here is "
+                f"{digest(made)[:16]}: their recipes, shapes or lookups differ"
             )
         numbers = {name: values[name] for name in NUMBERS}
         if any(type(value) is not int for value in numbers.values()):
-            raise PlanError(f"the plan's {', '.join(NUMBERS)} are whole numbers, not {list(numbers.values())}")
+            raise PlanError(f"the plan's {', '.join(NUMBERS)} must be whole numbers, not {list(numbers.values())}")
         fractions = tuple(map(float, values["fractions"]))
         lengths = lengths_for(numbers["max_examples"], made.method.needs)
         columns = {str(name): list(kind) for name, kind in values["columns"].items()}
@@ -201,13 +201,12 @@ NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "mi
 
 
 def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **options: Any) -> AlgorithmPlan:
-    """Make the plan of an algorithm that was made in Python. Nodes bring the same algorithm by an import of their own.
+    """Make a plan for an algorithm made in Python. Each node imports the same algorithm from its operator's code.
 
     Args:
       algorithm: what is trained.
       examples: columns as clients have them, for their types and shapes; the examples themselves are not used.
-      **options: fields of `AlgorithmPlan` and of `Plan` that are not to have their default: `rounds`, `seed`, `secure`
-        and others.
+      **options: fields of `AlgorithmPlan` and of `Plan` to set, such as `rounds`, `seed` and `secure`.
     """
     clients = as_clients(examples)
     made = decide_lookups(algorithm, clients)
@@ -218,7 +217,7 @@ def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **opti
 
 
 def columns_of(clients: Clients) -> dict[str, list[Any]]:
-    """Return type and shape of each column."""
+    """Return the type and shape of each column."""
     return {name: [str(column.dtype), *map(int, column.shape[1:])] for name, column in clients.columns.items()}
 
 
@@ -226,10 +225,10 @@ def columns_of(clients: Clients) -> dict[str, list[Any]]:
 def bring(name: str, source: Path | None) -> Given:
     """Call the function that an operator names, `package.module:function`, with the node's own file.
 
-    At the server it is called with None, and only its algorithm counts.
+    The server calls it with None, and uses only the algorithm.
 
     Raises:
-      PlanError: there is none, or it gives something else than an algorithm and clients.
+      PlanError: there is no such function, or it does not return an algorithm and clients.
     """
     module, _, function = name.partition(":")
     try:
@@ -240,7 +239,7 @@ def bring(name: str, source: Path | None) -> Given:
         ) from None
     try:
         found = make(source)
-    except Exception as problem:  # of code that is not ours
+    except Exception as problem:  # the function is not ours
         raise PlanError(f"{name}({source}) fails with {type(problem).__name__}: {problem}") from problem
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Algorithm):
         raise PlanError(f"{name} returns {type(found).__name__}; it should return (algorithm, clients)")

@@ -3,20 +3,20 @@
     flower-supernode --superlink HOST:8000 --root-certificates ca.crt --auth-supernode-private-key north.key \\
       --node-config 'fedrecon-file="ratings.csv" fedrecon-accept="0123456789abcdef"'
 
-What a node's operator decides is in the SuperNode's node config or, where that has nothing, in environment variables
+The node's operator sets these in the SuperNode's node config or, if they are not there, in environment variables
 (`FEDRECON_FILE`, `FEDRECON_ACCEPT`):
 
-    fedrecon-file           the node's file; needed
-    fedrecon-accept         the digest of the plan that is accepted, or its first 16 characters or more; needed
+    fedrecon-file           the node's file; required
+    fedrecon-accept         the digest of the accepted plan, or at least its first 16 characters; required
     fedrecon-state          the folder where the node remembers what was accepted
     fedrecon-min-examples   users with fewer examples do not take part
-    fedrecon-key            the node's private key, where keys of secure sums are signed
+    fedrecon-key            the node's private key, if keys of secure sums are signed
     fedrecon-nodes          a folder with public keys of the nodes that the operator knows
-    fedrecon-algorithm      package.module:function, for a plan of an algorithm that was made in Python
+    fedrecon-algorithm      package.module:function, for a plan of an algorithm made in Python
     fedrecon-data-user      and so on: how a ratings file is read
 
-The SuperNode starts a process for every message, which reads the file and starts JAX again: 5 seconds of CPU or more a
-message. `fedrecon node` stays in its process.
+The SuperNode starts a process for every message, which reads the file and starts JAX again: at least 5 seconds of CPU
+per message. `fedrecon node` keeps one process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def answer(data: bytes, told: Mapping[str, Any], kept: bytes) -> tuple[bytes, by
     for name in ("file", "accept"):
         if not settings.get(PREFIX + name):
             raise ValueError(
-                f"this SuperNode was not told its {name}: give --node-config '{PREFIX}{name}=\"...\"', or set "
+                f"this SuperNode's {PREFIX}{name} is not set: give --node-config '{PREFIX}{name}=\"...\"', or set "
                 f"{_variable(PREFIX + name)}"
             )
     operator = _operator(settings)

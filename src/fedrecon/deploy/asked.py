@@ -14,18 +14,18 @@ from fedrecon.deploy.settings_plan import SettingsPlan
 from fedrecon.hosts import total_shapes
 from fedrecon.travel.wire import nbytes
 
-TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last with the number of a question behind it
+TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last is followed by the number of a question
 _LENGTH = struct.Struct(">I")
 
 
 def question_in(of: str) -> int | None:
-    """Return the number of a question of round zero from what a sum is of; None if it is of something else."""
+    """Return which question of round zero a sum answers, by its number; None for any other sum."""
     number = of.removeprefix(PREPARE)
     return int(number) if of.startswith(PREPARE) and number.isdecimal() and len(number) < 4 else None
 
 
 def shapes_of(plan: Plan, of: str) -> Any:
-    """Return what a node sends, with shapes or zeros: of training, of an evaluation, or of a question of round zero."""
+    """Return what a node sends, as shapes or zeros: for training, an evaluation, or a question of round zero."""
     if of == TRAIN:
         return total_shapes(plan.algorithm)
     number = question_in(of)
@@ -44,7 +44,7 @@ def largest_message(plan: Plan) -> int:
     """Return a bound on the bytes of any message of a plan, in either direction."""
     total = total_shapes(plan.algorithm)
     arrays = max(nbytes(plan.message_shapes), nbytes(plan.params_shapes), nbytes(total), 8 * length_of(total))
-    first = 16 * 3 * len(plan.legend) if isinstance(plan, SettingsPlan) else 0  # of round zero: three numbers an item
+    first = 16 * 3 * len(plan.legend) if isinstance(plan, SettingsPlan) else 0  # for round zero: three numbers per item
     return 2 * max(arrays, first, len(plan.content)) + 2**24
 
 

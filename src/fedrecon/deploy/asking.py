@@ -1,4 +1,4 @@
-"""Asking nodes: who answered in time, with what, and why the others did not count."""
+"""Asking nodes: who answered in time, with what, and why the other answers were not used."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedrecon.deploy.grid import Clock, Grid
 from fedrecon.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, unpack
 from fedrecon.travel.wire import SLACK, WireError, from_bytes, nbytes
 
-# seconds between two looks for replies, and as a share of the time waited
+# seconds between two checks for replies, and the same as a share of the time waited
 PAUSE, LONGEST_PAUSE, SHARE = 0.05, 0.5, 0.15
-REASONS = frozenset(  # that a node may give; what it says is not trusted to be short or sensible
+REASONS = frozenset(  # that a node may give; any other text from a node may be long or nonsense
     {
         "garbage",
         "too_large",
@@ -37,14 +37,14 @@ REASONS = frozenset(  # that a node may give; what it says is not trusted to be 
 
 @dataclass
 class Answers:
-    """What became of a question.
+    """How a question was answered.
 
     Attributes:
       good: what nodes answered.
       failed: why others did not, by node.
       late: who had not answered when the question was closed.
       sent: bytes to nodes.
-      received: bytes from them, the useless ones included.
+      received: bytes from them, with replies that were rejected.
     """
 
     good: dict[int, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Answers:
         return dict(sorted(collections.Counter(self.failed.values()).items()))
 
     def take_over(self, earlier: Answers) -> None:
-        """Count what an earlier stage of the same question cost."""
+        """Add the cost of an earlier stage of the same question."""
         self.failed = {**earlier.failed, **self.failed}
         self.late = sorted({*earlier.late, *self.late})
         self.sent, self.received = self.sent + earlier.sent, self.received + earlier.received
@@ -74,7 +74,7 @@ def ask(
     seconds: float,
     clock: Clock,
 ) -> Answers:
-    """Ask nodes, until enough of them gave a good answer or time is up.
+    """Ask nodes until enough of them have given a good answer, or time is up.
 
     Args:
       grid: reaches the nodes.
@@ -113,16 +113,16 @@ def open_reply(data: bytes, asked: Envelope, most: int) -> bytes:
     """Return the body of a node's reply.
 
     Raises:
-      Failure: the node refuses, or answers something else than it was asked.
+      Failure: the node refused, or the reply is not to this question.
     """
     reply = unpack(data, most)
     if reply.kind == REFUSED:
         reason = reply.facts.get("reason")
-        raise Failure(reason if reason in REASONS else "refused", "the node refuses")
+        raise Failure(reason if reason in REASONS else "refused", "the node refused")
     if reply.plan != asked.plan:
-        raise Failure("wrong_plan", "the reply is of another plan")
+        raise Failure("wrong_plan", "the reply is for another plan")
     if (reply.run, reply.round) != (asked.run, asked.round):
-        raise Failure("old_round", "the reply is of another round")
+        raise Failure("old_round", "the reply is for another round")
     return reply.body
 
 
@@ -130,7 +130,7 @@ def read_tree(data: bytes, asked: Envelope, like: Any) -> Any:
     """Return the arrays in a node's reply, all of them finite.
 
     Raises:
-      Failure: there are others.
+      Failure: the arrays are not the expected ones, or not finite.
     """
     most = nbytes(like) + SLACK
     body = open_reply(data, asked, most + MOST_HEADER)

@@ -13,17 +13,17 @@ from fedrecon.data.errors import DataError
 
 
 def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
-    """Read a catalogue: a CSV file with a header, one item a line.
+    """Read a catalogue: a CSV file with a header, one item per line.
 
     Items are numbered in the order of their ids, whatever the order of the file.
 
     Args:
       path: the file.
       item: header of the column with ids.
-      title: header of the column with titles, which need not be there.
+      title: header of the column with titles, which is optional.
 
     Raises:
-      DataError: it is no catalogue; the message says why.
+      DataError: the file is not a catalogue; the message says why.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -38,14 +38,14 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
                 called = (row.get(title) or "").strip()
                 if titles.setdefault(one, called) != called:
                     raise DataError(
-                        f"{path} line {rows.line_num}: item {one[:40]!r} is called {called[:40]!r}, and "
+                        f"{path} line {rows.line_num}: item {one[:40]!r} has the title {called[:40]!r}, but "
                         f"{titles[one][:40]!r} above; give every item one title"
                     )
             named = title in (rows.fieldnames or ())
     except UnicodeDecodeError as problem:
         raise DataError(f"{path} is not UTF-8 text: {problem}") from None
     except csv.Error as problem:
-        raise DataError(f"{path} is no CSV file: {problem}") from None
+        raise DataError(f"{path} is not a CSV file: {problem}") from None
     if not titles:
         raise DataError(f"{path} lists no items")
     own = list(titles)
@@ -58,12 +58,12 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
 
 
 def read_words(path: Path, most: int, buckets: int) -> Vocabulary:
-    """Read a vocabulary: one word a line, the most used first.
+    """Read a vocabulary: one word per line, the most used first.
 
     Args:
       path: the file.
-      most: how many words at most are taken, the first ones.
-      buckets: for all other words.
+      most: take at most this many words, the first ones.
+      buckets: how many buckets hold all other words.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

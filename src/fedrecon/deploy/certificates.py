@@ -1,4 +1,4 @@
-"""Keys and certificates: an authority of one's own, a server's certificate, and a key for every node."""
+"""Keys and certificates: your own authority, a server's certificate, and a key for every node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOST = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*\.?")
 
 
 class KeyExists(ValueError):
-    """A file that would be replaced; keys are never replaced."""
+    """A key file exists already; keys are never replaced."""
 
 
 def make_authority(folder: Path) -> Path:
@@ -52,7 +52,7 @@ def make_server(folder: Path, names: Sequence[str]) -> Path:
 
     Args:
       folder: has `ca.key` and `ca.crt`; gets `server.key` and `server.crt`.
-      names: every host name and address that nodes will know the server by. Those of this machine itself are added.
+      names: every host name and address by which nodes reach the server. This machine's own are added.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -84,7 +84,7 @@ def check_server(certificate: Path, key: Path, authority: Path) -> None:
       authority: the authority's certificate.
 
     Raises:
-      ValueError: a file is missing or damaged, or they do not belong together; the message names it.
+      ValueError: a file is missing or damaged, or the files do not belong together; the message names them.
     """
     from cryptography.exceptions import InvalidSignature
 
@@ -93,16 +93,16 @@ def check_server(certificate: Path, key: Path, authority: Path) -> None:
         issued.verify_directly_issued_by(_read_certificate(authority))
     except (ValueError, TypeError, InvalidSignature):
         raise ValueError(
-            f"{certificate} was not signed by {authority}, so no node would trust this server; take files that were "
+            f"{certificate} was not signed by {authority}, so no node would trust this server; use files that were "
             "made together, or make new ones with fedrecon keys in another folder"
         ) from None
 
 
 def check_hosts(names: Sequence[str]) -> None:
-    """Check names that nodes will know a server by.
+    """Check the names by which nodes reach a server.
 
     Args:
-      names: of hosts, or their addresses.
+      names: host names or addresses.
 
     Raises:
       ValueError: one is neither; the message names it.
@@ -119,17 +119,17 @@ def check_hosts(names: Sequence[str]) -> None:
 
 
 def check_node(folder: Path, name: str) -> None:
-    """Check that a node can be called this, and that its key would replace nothing.
+    """Check that a node can have this name, and that its key would replace no file.
 
     Args:
       folder: where its key would go.
-      name: of the node.
+      name: the node's name.
 
     Raises:
-      ValueError: it cannot; the message says why.
+      ValueError: it cannot have this name, or the key exists; the message says why.
     """
     if not 0 < len(name) <= 100 or not all(character.isalnum() or character in "-_" for character in name):
-        raise ValueError(f"a node cannot be called {name[:60]!r}; use letters, digits, - and _, 100 of them at most")
+        raise ValueError(f"a node cannot be called {name[:60]!r}; use at most 100 letters, digits, - and _")
     _check_new(folder / f"{name}.key", folder / f"{name}.pub")
 
 
@@ -138,7 +138,7 @@ def make_node(folder: Path, name: str) -> Path:
 
     Args:
       folder: where both go.
-      name: of the node, for people.
+      name: the node's name, for people.
     """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -161,7 +161,7 @@ def _read_pair(certificate: Path, key: Path) -> tuple[Any, Any]:
     public = _read_certificate(certificate)
     private: Any = _read(key, lambda content: serialization.load_pem_private_key(content, None))
     if private.public_key() != public.public_key():
-        raise ValueError(f"{key} is not the key of {certificate}; take two files that were made together")
+        raise ValueError(f"{key} is not the key of {certificate}; use two files that were made together")
     return public, private
 
 
@@ -178,8 +178,8 @@ def _read(path: Path, load: Callable[[bytes], Any]) -> Any:
         raise ValueError(f"{path} is missing; make it with fedrecon keys, or put it back")
     try:
         return load(path.read_bytes())
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # the reasons given are OpenSSL's
-        raise ValueError(f"{path} is damaged, or no PEM file of a key or certificate without a password") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # OpenSSL's own reasons do not help
+        raise ValueError(f"{path} is damaged, or is not a PEM file with a certificate or an unencrypted key") from None
 
 
 def _begin(subject: Any, issuer: Any, public: Any) -> Any:
@@ -236,7 +236,7 @@ def _check_new(*paths: Path) -> None:
 
 
 def _write_pair(key: Path, private: bytes, public: Path, content: bytes) -> Path:
-    """Write a private key and what is public of it: both or, if the second cannot be written, none."""
+    """Write a private key and its public part: both or, if the second cannot be written, neither."""
     _check_new(key, public)
     key.parent.mkdir(parents=True, exist_ok=True)
     _write(key, private, 0o600)
@@ -248,7 +248,7 @@ def _write_pair(key: Path, private: bytes, public: Path, content: bytes) -> Path
 
 
 def _write(path: Path, content: bytes, mode: int) -> Path:
-    """Write a new file: it gets its name when all of it is on disk, and never the name of another one."""
+    """Write a new file. It gets its name once all of it is on disk, and never replaces another file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing(path):
         try:

@@ -1,4 +1,4 @@
-"""Round zero of clicks: how many training users have each item, which the server's prior is weighed against."""
+"""Round zero of clicks: how many training users have each item. The server weighs its prior against these counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HowMany(NamedTuple):
         return self.total is not None
 
     def to_bytes(self) -> bytes:
-        """Write it: there is nothing to say."""
+        """Return no bytes: the question is empty."""
         return b""
 
 
@@ -78,11 +78,11 @@ class ClickCounts(RoundZero[HowMany]):
         """Check counts."""
         counts = from_bytes(data, {COUNTS: np.zeros(len(self.legend))})[COUNTS]
         if not (np.isfinite(counts).all() and (counts >= 0).all() and counts.sum() >= 1):
-            raise ValueError("what round zero found has counts that make no sense")
+            raise ValueError("the counts that round zero found make no sense")
         return Found(data)
 
     def settle(self, found: Found) -> tuple[Any, Any]:
-        """Tell the items how many users have them."""
+        """Store with the items how many users have them."""
         counts = np.rint(found.values[COUNTS]).astype(np.int64)
         return self.config, dataclasses.replace(self.legend, counts=counts)
 

@@ -60,7 +60,7 @@ def write_files(folder: Path) -> list[Path]:
 
 
 def compile_once(plan: Path, file: Path) -> str:
-    """Compile a round where all nodes find it, instead of each for itself; return the plan's digest."""
+    """Compile a round once, where all nodes find it; return the plan's digest."""
     import jax
 
     from fedrecon.deploy import Plan, SettingsPlan, read_holding
@@ -144,12 +144,12 @@ def demonstrate(folder: Path, secure: bool) -> int:
             time.sleep(0.2)
         if server.poll() is None:
             end(nodes[-1], signal.SIGKILL)
-            print(f"{names[-1]} was killed (kill -9); training goes on without it", file=sys.stderr, flush=True)
+            print(f"{names[-1]} was killed (kill -9); training continues without it", file=sys.stderr, flush=True)
         code = server.wait(max(LONGEST - (time.monotonic() - began), 1))
     finally:
         for process in (*nodes, server):
             end(process)
-    print(f"{folder}: all of it, with a log for each node; {time.monotonic() - began:.0f} s")
+    print(f"{folder} has everything, with a log for each node; it took {time.monotonic() - began:.0f} s")
     return code
 
 
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mark = args.out / ".deploy-demo"
     if args.out.exists():
         if not mark.exists():
-            parser.error(f"{args.out} is no earlier demo; give another folder with --out")
+            parser.error(f"{args.out} is not an earlier demo; give another folder with --out")
         shutil.rmtree(args.out)
     args.out.mkdir(parents=True)
     mark.touch()

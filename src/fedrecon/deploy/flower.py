@@ -1,7 +1,7 @@
 """Flower carries the messages: nodes that stay in their process, on its Fleet API, and the ClientApp of stock ones.
 
-Only this file and flower_server.py know Flower. They use internals of flwr 1.41 and 1.42 for what has no public way: a
-node that stays in its process instead of one process for each message, and a server that has the grid in its own.
+Only this file and flower_server.py know Flower. They use internals of flwr 1.41 and 1.42 where there is no public
+API: for a node that keeps one process instead of one per message, and for a server with the grid in its own process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from fedrecon.deploy.superlink import OFFLINE, PATIENCE, FlowerError
 
 RECORD, FIELD, TYPE = "fedrecon", "message", "query"  # where in Flower's messages ours are
-# seconds between two questions of a node, and as a share of the time since its last message
+# seconds between two polls of a node, and the same as a share of the time since its last message
 BUSY, IDLE, SHARE = 0.05, 2.0, 0.15
 AGAIN = 2.0  # seconds until a node that was refused, or cut off, tries again
-BEAT = 15  # seconds in which a process shows that it is alive; Flower misses it after twice as many
+BEAT = 15  # seconds between heartbeats; Flower drops a process after twice as many
 
 
 def quiet_flower() -> None:
-    """Import Flower without its remarks, offline.
+    """Import Flower, offline and without its log.
 
     Raises:
       FlowerError: it is not installed.
@@ -38,7 +38,7 @@ def quiet_flower() -> None:
         raise FlowerError(f"Flower is not installed ({problem}): pip install 'fedrecon[deploy]'") from None
     import logging
 
-    for name in ("flwr", "httpx", "httpcore"):  # what matters, we say ourselves
+    for name in ("flwr", "httpx", "httpcore"):  # we report what matters ourselves
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
@@ -57,9 +57,9 @@ def run_node(
       server: host and port.
       handle: from bytes to bytes.
       authority: the certificate of the authority that vouches for the server; None for no encryption.
-      key: this node's private key; None for a node that is nobody in particular.
-      stop: asked between messages.
-      say: is told what becomes of the connection.
+      key: this node's private key; None for an anonymous node.
+      stop: called between messages; returns whether to stop.
+      say: called with remarks on the connection.
     """
     quiet_flower()
     stay_alive()
@@ -70,7 +70,7 @@ def run_node(
     certificates = None if authority is None else authority.read_bytes()
     refused: float | None = None  # since when
     said = ""
-    say(f"connecting to {server}, as soon as there is a server")
+    say(f"connecting to {server}, once the server is up")
     while not stop():
         try:
             with fleet.http_request_response(server, authority is None, certificates, keys) as connection:
@@ -91,8 +91,8 @@ def run_node(
                         "Does another process use this key? Is it a fedrecon server, with the same version of Flower?"
                     ) from None
                 text = (  # the server may not have registered the key yet
-                    f"{server} does not let this node in yet: {why} If the node ended just now without saying so, it "
-                    f"is let in after {2 * BEAT} s. Trying again"
+                    f"{server} does not admit this node yet: {why} If this node was killed a moment ago, the server "
+                    f"admits it after {2 * BEAT} s. Trying again"
                 )
             if text != said:
                 say(text)
@@ -102,7 +102,7 @@ def run_node(
 
 
 def _why_refused(problem: Exception) -> str | None:
-    """Return what a SuperLink that does not want this node says; None for any other problem."""
+    """Return why a SuperLink refused this node; None for any other problem."""
     import httpx
 
     if isinstance(problem, httpx.HTTPStatusError) and problem.response.status_code == httpx.codes.UNAUTHORIZED:
@@ -111,16 +111,16 @@ def _why_refused(problem: Exception) -> str | None:
 
 
 def _is_of_the_network(problem: Exception) -> bool:
-    """Say whether an error is one of the connection: a SuperLink that was started again does not know its nodes."""
+    """Say whether an error comes from the connection: a restarted SuperLink does not know its nodes."""
     import httpx
 
     return isinstance(problem, httpx.HTTPError)
 
 
 def stay_alive() -> None:
-    """Keep Flower from ending or interrupting this process where a SuperLink refuses it; it raises an error instead.
+    """Keep Flower from ending or interrupting this process when a SuperLink refuses it. It raises an error instead.
 
-    Also let it show more often that it is alive, so that a process that died is missed sooner.
+    Also send heartbeats more often, so that a dead process is noticed sooner.
     """
     from flwr.supercore import heartbeat
     from flwr.supercore.retry import http_retry
@@ -128,17 +128,17 @@ def stay_alive() -> None:
 
     nothing = SimpleNamespace(kill=lambda *args: None, raise_signal=lambda *args: None, getpid=os.getpid, SIGINT=None)
     fleet.os = fleet.signal = http_retry.os = http_retry.signal = heartbeat.signal = nothing  # type: ignore[assignment]
-    http_retry.FORCE_EXIT_TIMEOUT_SECONDS = 0  # it would wait for its own end
+    http_retry.FORCE_EXIT_TIMEOUT_SECONDS = 0  # otherwise it waits for its own exit
     fleet.flwr_exit = _refused  # type: ignore[assignment]
     fleet.HEARTBEAT_DEFAULT_INTERVAL = heartbeat.HEARTBEAT_DEFAULT_INTERVAL = BEAT
     fleet.HeartbeatSender = beating  # type: ignore[assignment,misc]
 
 
 def beating(beat: Callable[[], bool]) -> Any:
-    """Return what shows from time to time that this process is alive, and minds no SuperLink that forgot about it.
+    """Return a sender of heartbeats that does not mind a SuperLink which forgot this process.
 
     Args:
-      beat: shows it once. Where it fails, other calls will as well, and there it matters.
+      beat: sends one heartbeat. If it fails, other calls fail as well, and they report it.
     """
     import httpx
     from flwr.supercore.heartbeat import HeartbeatSender
@@ -153,13 +153,13 @@ def beating(beat: Callable[[], bool]) -> Any:
 
 
 def _refused(code: int, message: str | None = None, *args: Any, **options: Any) -> None:
-    """Take the place of Flower's way to end the process where a connection cannot be made."""
+    """Raise an error where Flower would end the process because it cannot connect."""
     del args, options
     raise FlowerError((message or f"Flower's code {code}").replace("\n", " ").strip().rstrip(".") + ".")
 
 
 def _take_part(connection: Any, handle: Callable[[bytes], bytes], stop: Callable[[], bool]) -> None:
-    """Ask for messages and answer them as long as the connection stands."""
+    """Ask for messages and answer them while the connection is up."""
     _, receive, send, _, _, pull, push, confirm = connection
     active = time.monotonic()
     while not stop():
@@ -172,7 +172,7 @@ def _take_part(connection: Any, handle: Callable[[bytes], bytes], stop: Callable
 
 
 def _answer(found: Any, handle: Any, send: Any, pull: Any, push: Any, confirm: Any) -> None:
-    """Pull a message, let it be answered, push the reply."""
+    """Pull a message, answer it, push the reply."""
     from flwr.app import ConfigRecord, Message, RecordDict
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
@@ -202,7 +202,7 @@ def _answer(found: Any, handle: Any, send: Any, pull: Any, push: Any, confirm: A
 
 
 def data_of(message: Any) -> bytes:
-    """Return our bytes in Flower's message; none if there are none."""
+    """Return our bytes in Flower's message; empty if it has none."""
     try:
         data = message.content[RECORD][FIELD]
     except (KeyError, TypeError, ValueError):
@@ -221,9 +221,7 @@ def private_key(path: Path) -> Any:
     try:
         return serialization.load_ssh_private_key(path.read_bytes(), None)
     except ValueError as problem:
-        raise FlowerError(
-            f"{path} is no private key that can be read ({problem}); make one with fedrecon keys"
-        ) from None
+        raise FlowerError(f"{path} cannot be read as a private key ({problem}); make one with fedrecon keys") from None
 
 
 def client_app(answer: Callable[[bytes, Mapping[str, Any], bytes], tuple[bytes, bytes]]) -> Any:

@@ -1,4 +1,4 @@
-"""The server's way to its nodes on Flower: a SuperLink beside it, a run of its own, and messages through the grid."""
+"""How the server reaches its nodes through Flower: a SuperLink beside it, a run, and messages through the grid."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ clientapp = "fedrecon.deploy.app:app"
 
 
 class FlowerGrid:
-    """The server's way to nodes through a SuperLink. It begins anew with every SuperLink that is started."""
+    """Reaches nodes through a SuperLink. It starts over with every SuperLink that is started."""
 
     def __init__(self, link: SuperLink, node_keys: Collection[Path], say: Callable[[str], None]):
-        """Register nodes and start a run; with TLS only nodes of these keys exist for us, whoever else registered."""
+        """Register nodes and start a run. With TLS, it ignores all nodes but those with these keys."""
         self._link, self._node_keys, self._say = link, node_keys, say
         self._numbers, self._restarts = itertools.count(), 0
         self._outbox: dict[int, Any] = {}  # by ticket: messages that are not sent yet
@@ -72,9 +72,9 @@ class FlowerGrid:
         self._grid.close()
 
     def _begin_anew(self) -> None:
-        """Register and start a run with a SuperLink that was started again; what was on its way is lost."""
+        """Register and start a run with a restarted SuperLink; messages on their way are lost."""
         self._restarts = self._link.restarts
-        self._say("Flower's SuperLink had died, and was started again")
+        self._say("Flower's SuperLink died and was restarted")
         self._disconnect()
         self._failed += [ticket for ticket, _ in self._sent.values()]
         self._sent = {}
@@ -82,12 +82,12 @@ class FlowerGrid:
         self._connect()
 
     def nodes(self) -> list[int]:
-        """List the nodes that are there."""
+        """List the nodes that are connected."""
         found = self._try(lambda: self._grid.get_node_ids(), [])
         return sorted(node for node in found if self._known is None or node in self._known)
 
     def send(self, node: int, data: bytes, seconds: float) -> int:
-        """Take a message; it leaves with all others at the next poll, so that equal ones travel once."""
+        """Queue a message. All leave together at the next poll, so that equal ones travel once."""
         from flwr.app import ConfigRecord, Message, RecordDict
 
         content = RecordDict({RECORD: ConfigRecord({FIELD: data})})
@@ -96,7 +96,7 @@ class FlowerGrid:
         return ticket
 
     def poll(self, tickets: Collection[int]) -> Mapping[int, Reply]:
-        """Send what is to be sent, and return the replies that are there."""
+        """Send the queued messages, and return the replies that have arrived."""
         self._flush()
         waiting = set(tickets)
         found = {ticket: Reply(None, "could not be sent") for ticket in self._failed if ticket in waiting}
@@ -128,7 +128,7 @@ class FlowerGrid:
             del self._sent[name]
 
     def _try(self, call: Callable[[], Any], otherwise: Any) -> Any:
-        """Call Flower, which may have died, or have other things to say than was hoped for."""
+        """Call Flower, which may have died, or may answer with an error."""
         import httpx
 
         try:
@@ -137,7 +137,7 @@ class FlowerGrid:
                 return otherwise
             return call()
         except httpx.HTTPError as problem:
-            self._say(f"Flower's SuperLink does not do as told: {type(problem).__name__}")
+            self._say(f"Flower's SuperLink failed: {type(problem).__name__}")
             time.sleep(0.5)
             return otherwise
 
@@ -152,16 +152,16 @@ def flower_grid(
     most: int = 2**31,
     database: Path | None = None,
 ) -> Iterator[FlowerGrid]:
-    """Start a SuperLink, register nodes, and reach them as long as a block runs.
+    """Start a SuperLink, register nodes, and reach them while a `with` block runs.
 
     Args:
       listen: host and port.
       folder: for Flower's files.
       tls: certificates; None for no encryption, in which case anybody may be a node.
       node_keys: public keys of the nodes.
-      say: is told what happens.
-      most: bytes of the largest request that Flower takes.
-      database: where Flower keeps its state; None for in memory.
+      say: called with remarks.
+      most: bytes of the largest request that Flower accepts.
+      database: where Flower keeps its state; None to keep it in memory.
     """
     quiet_flower()
     stay_alive()
@@ -193,7 +193,7 @@ def _control(link: SuperLink) -> Any:
 
 
 def _register(link: SuperLink, node_keys: Collection[Path], say: Callable[[str], None]) -> set[int]:
-    """Register public keys, those that are not yet; return the numbers of all of them."""
+    """Register the public keys that are not registered yet; return the numbers of all."""
     from cryptography.hazmat.primitives import serialization
     from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
@@ -206,7 +206,7 @@ def _register(link: SuperLink, node_keys: Collection[Path], say: Callable[[str],
             try:
                 public: Any = serialization.load_ssh_public_key(path.read_bytes())
             except ValueError as problem:
-                raise FlowerError(f"{path} is no public key: {problem}") from None
+                raise FlowerError(f"{path} is not a public key: {problem}") from None
             written = public_key_to_bytes(public)
             number = there.get(written)
             if number is None:
@@ -219,7 +219,7 @@ def _register(link: SuperLink, node_keys: Collection[Path], say: Callable[[str],
 
 
 def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
-    """Start a run and take its task ourselves: the grid, its heartbeat, and how to say that it is done."""
+    """Start a run and take its task ourselves: return the grid, its heartbeat, and how to say that it is done."""
     import hashlib
 
     from flwr.cli.build import build_fab_from_files
@@ -261,12 +261,12 @@ def _grid_of(link: SuperLink) -> tuple[Any, Any, Callable[[], None]]:
             if task.HasField("task") and task.task.run_id == started.run_id:
                 break  # tasks of other runs, such as one that was killed, are taken and left alone
             if time.monotonic() > end:
-                raise FlowerError("Flower's SuperLink does not give us the run that was started")
+                raise FlowerError("Flower's SuperLink did not give us the run that was started")
             time.sleep(0.1)
     finally:
         runtime.close()
-    # A reply may be listed before all of it is there. Flower looks again after a second, and for two hours, in which a
-    # node that died while it sent would hold up everybody.
+    # A reply may be listed before all of it has arrived. Flower then retries every second for two hours: a node that
+    # died while sending would hold up everybody.
     http_grid.pull_objects = functools.partial(
         pull_objects, initial_backoff=0.05, backoff_cap=1.0, max_time=LONGEST_REPLY
     )

@@ -19,13 +19,13 @@ class Grid(Protocol):
     """Carries messages to nodes and their replies back."""
 
     def nodes(self) -> list[int]:
-        """List the nodes that are there now."""
+        """List the nodes that are connected now."""
 
     def send(self, node: int, data: bytes, seconds: float) -> Any:
-        """Send a message that is of no use after so many seconds; return a ticket for the reply."""
+        """Send a message that expires after this many seconds; return a ticket for the reply."""
 
     def poll(self, tickets: Collection[Any]) -> Mapping[Any, Reply]:
-        """Return the replies that are there, each once; do not wait for others."""
+        """Return the replies that have arrived, each once, without waiting for others."""
 
 
 class Clock(Protocol):
@@ -50,7 +50,7 @@ class InProcess:
     def __init__(self, handlers: Mapping[int, Callable[[bytes], bytes | None]]):
         """Take the nodes by their number."""
         self.handlers = dict(handlers)
-        self.seen: list[tuple[int, bytes, bytes | None]] = []  # all that went to and fro: node, message, reply
+        self.seen: list[tuple[int, bytes, bytes | None]] = []  # all traffic: node, message, reply
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[int, bytes]] = {}
 

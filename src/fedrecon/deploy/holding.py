@@ -1,4 +1,4 @@
-"""A node's own data: read as the plan wants it, divided as everybody divides, and never sent."""
+"""A node's own data: read as the plan wants it, divided by the rule that all nodes use, and never sent."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def read_holding(
 ) -> Holding:
     """Read a node's file for a plan.
 
-    Who trains, validates and tests follows from names, so that nodes decide it as the union of their files would.
+    Names decide who trains, validates and tests, so the result is the same as for the union of all nodes' files.
 
     Args:
-      plan: what to read it for.
+      plan: the plan.
       path: ratings, clicks, or text.
       reading: how the file is laid out.
-      least: users with fewer examples do not take part; the plan's own least number counts if it is larger.
+      least: users with fewer examples do not take part; the plan's minimum applies if it is larger.
       progress: a progress display.
 
     Raises:
@@ -58,7 +58,7 @@ def read_holding(
     if task == "ratings":
         everyone = everyone.cap(data.max_examples)
     users = Users(*everyone.split_clients(*data.fractions, seed=data.split_seed))
-    if task == "clicks":  # whoever is measured keeps all
+    if task == "clicks":  # users that are measured keep all
         users = users._replace(train=users.train.cap(data.max_examples))
     return Holding(users, found.skipped)
 
@@ -81,23 +81,23 @@ def _read(plan: SettingsPlan, path: Path, reading: Reading, least: int, progress
 
 
 def hold(plan: AlgorithmPlan, clients: Clients) -> Holding:
-    """Return clients that a program has, as a plan wants them.
+    """Return a program's clients as a plan wants them.
 
     Args:
-      plan: of an algorithm that was made in Python.
-      clients: those of this node.
+      plan: a plan of an algorithm made in Python.
+      clients: the node's clients.
 
     Raises:
-      PlanError: they have other columns than the plan says.
+      PlanError: their columns are not those of the plan.
     """
     users = plan.divided(clients)
     return Holding(users, {"clients_below_minimum": len(clients) - sum(map(len, users))})
 
 
 def taking_part(plan: Plan, users: Clients, number: int) -> Clients:
-    """Return the users that train in a round: each by itself with the plan's share, by its name and the round.
+    """Return the users that train in a round. Each is drawn with the plan's share, from its name and the round.
 
-    Of plans with noise nobody else may know who they are: these are drawn from the system's entropy.
+    In plans with noise nobody else may know who they are, so they are drawn from the system's entropy.
     """
     if plan.release is not None:
         return noise.taking_part(users, plan.share)
@@ -110,5 +110,5 @@ def taking_part(plan: Plan, users: Clients, number: int) -> Clients:
 
 
 def reading_of(options: Any) -> Reading:
-    """Return how a file is read from options that have more than that."""
+    """Pick the options that say how a file is read."""
     return Reading(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Reading)})

@@ -1,4 +1,4 @@
-"""Evaluation as sums: what nodes say of their held-out users, and what it adds up to."""
+"""Evaluation as sums: what nodes say about their held-out users, and what that adds up to."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def nothing(model: Model) -> Measured:
 def measured(model: Model, sums: np.ndarray) -> Measured:
     """Add up users.
 
-    A user has diverged as `evaluation.summarize` has it, by the median of these users alone.
+    A user has diverged by the rule of `evaluation.summarize`, with the median of these users alone.
 
     Args:
-      model: whose metrics are meant.
+      model: the model that has these metrics.
       sums: `(users, metrics, 2)`.
     """
     found = summarize(model, "recon", sums)
@@ -58,7 +58,7 @@ def measured(model: Model, sums: np.ndarray) -> Measured:
 
 
 def evaluation_of(model: Model, total: Measured) -> Evaluation:
-    """Return an evaluation from sums. Of single users nothing is known: each of their metrics is NaN."""
+    """Return an evaluation from sums. Nothing is known about single users: their metrics are NaN."""
     there, clients, diverged = (round(float(n)) for n in total.users)
     good = max(clients - diverged, 0)
     names = evaluated_names(model)
@@ -66,7 +66,7 @@ def evaluation_of(model: Model, total: Measured) -> Evaluation:
     quantiles = {name: {f"{q:g}": _quantile(total.histogram[k], q) for q in QUANTILES} for k, name in enumerate(names)}
     unknown = {name: np.full(there, np.nan) for name in names}
     micro = finish(model, total.sums)
-    if model.client_metrics is not None:  # not every client need have a value of these
+    if model.client_metrics is not None:  # some clients may have no value for these
         macro |= {name: micro[name] for name in model.client_metrics.names}
     return Evaluation("recon", clients, diverged, round(float(total.sums[0, 1])), micro, macro, quantiles, unknown)
 
@@ -82,7 +82,7 @@ def _quantile(histogram: np.ndarray, q: float) -> float:
 
 
 def _of_rank(histogram: np.ndarray, rank: int) -> float:
-    """Return the value of the user of a rank, taking users to be spread evenly over their place."""
+    """Return the value of the user with a rank, as if users were spread evenly over their place."""
     ends = np.cumsum(histogram)
     place = int(np.searchsorted(ends, rank, side="right"))
     if place == 0:

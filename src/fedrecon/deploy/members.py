@@ -1,4 +1,4 @@
-"""The nodes of a training: who joined, who is invited, and who let deadlines pass."""
+"""The nodes of a training: who joined, who is invited, and who missed deadlines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedrecon.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpac
 from fedrecon.deploy.plan import Plan
 
 ASK_AGAIN = 30.0  # seconds until a node that refused to join is asked again
-MOST_ROUNDS_OUT = 32  # rounds for which a node is not invited that let deadlines pass
+MOST_ROUNDS_OUT = 32  # the most rounds for which a node that missed deadlines is not invited
 MOST_SECONDS = 1e9  # of waiting
-WAIT = 0.2  # seconds between two looks for nodes
+WAIT = 0.2  # seconds between two checks for nodes
 
 
 class NotEnoughNodes(RuntimeError):
@@ -27,17 +27,17 @@ class NotEnoughNodes(RuntimeError):
 
 @dataclass(frozen=True)
 class Pace:
-    """How the server goes through rounds.
+    """How the server paces its rounds.
 
     Attributes:
-      per_round: how many good replies close a round; None for those of all nodes that are there.
-      oversample: invite this many times as many.
-      deadline: seconds after which a round is closed with the replies that there are.
+      per_round: how many good replies close a round; None for those of all nodes.
+      oversample: invite this many times as many nodes.
+      deadline: seconds after which a round is closed with the replies that have arrived.
       stage_deadline: the same for each of the small messages of a secure sum.
-      min_nodes: how many nodes must be there to begin a round, and have answered to end one; the plan's least number
-        counts if it is larger.
-      patience: seconds to wait for so many before giving up.
-      checkpoint_every: save the state every so many rounds.
+      min_nodes: how many nodes must have joined to begin a round, and have answered to end one; the plan's minimum
+        applies if it is larger.
+      patience: seconds to wait for that many nodes before giving up.
+      checkpoint_every: save the state every this many rounds.
     """
 
     per_round: int | None = None
@@ -63,7 +63,7 @@ class Members:
     """The nodes of a training."""
 
     def __init__(self, plan: Plan, grid: Grid, pace: Pace, run: str, clock: Clock, say: Callable[[str], None]):
-        """Begin with nobody."""
+        """Begin without nodes."""
         self.plan, self.grid, self.pace, self.run_id, self.clock, self.say = plan, grid, pace, run, clock, say
         self.least = max(pace.min_nodes, plan.least_nodes)
         self.done = 0  # rounds
@@ -79,7 +79,7 @@ class Members:
         self.joined, self._asked = {}, {}
 
     def welcome(self) -> list[int]:
-        """Ask new nodes to join, hear those that were asked, and return who takes part now."""
+        """Ask new nodes to join, read the replies of those that were asked, and return who takes part now."""
         there, now = set(self.grid.nodes()), self.clock.monotonic()
         self.joined = {node: number for node, number in self.joined.items() if node in there}
         facts = {"found": len(self.found)}
@@ -107,9 +107,9 @@ class Members:
         if not self.plan.promises.signed:
             return None
         if not body.isdigit() or len(body) > 6 or (number := int(body)) >= len(self.plan.nodes):
-            raise Failure("garbage", "the node does not say which one of the plan's list it is")
+            raise Failure("garbage", "the node does not say which node of the plan's list it is")
         if number in self.joined.values():
-            raise Failure("garbage", "two nodes say that they are the same one of the plan's list")
+            raise Failure("garbage", "two nodes say that they are the same node of the plan's list")
         return number
 
     def await_nodes(self, since: float, number: int) -> list[int]:
@@ -119,11 +119,11 @@ class Members:
             if self.clock.monotonic() - since > self.pace.patience:
                 refused = f"; did not join: {', '.join(sorted(set(self._refused.values())))}" if self._refused else ""
                 raise NotEnoughNodes(
-                    f"{len(ready)} nodes take part, and a round needs {self.least}: nothing more came in "
-                    f"{self.pace.patience:g} s{refused}. {number} rounds are done and saved; go on with --resume"
+                    f"{len(ready)} nodes take part, and a round needs {self.least}: no others joined within "
+                    f"{self.pace.patience:g} s{refused}. {number} rounds are done and saved; continue with --resume"
                 )
             if not told:
-                self.say(f"waiting for nodes: {len(ready)} of {self.least} are there")
+                self.say(f"waiting for nodes: {len(ready)} of {self.least} have joined")
             told = True
             self.clock.sleep(WAIT)
         return ready
@@ -131,8 +131,8 @@ class Members:
     def invite(self, ready: list[int], number: int, attempt: int, everybody: bool) -> tuple[list[int], int]:
         """Choose the nodes of a round, and how many of them are enough.
 
-        Who let a deadline pass is left out for a while, longer each time, as long as there are enough others: a node
-        that died is listed for a minute.
+        A node that missed a deadline is left out for a while, longer each time, as long as there are enough others: a
+        dead node stays listed for a minute.
         """
         there = [node for node in ready if self.missed.get(node, (0, 0))[1] <= number]
         ready = there if len(there) >= self.least else ready
@@ -163,5 +163,5 @@ class Members:
 
 
 def _round_of(data: bytes) -> int:
-    """Return the round that a reply names: one to a join may come several rounds later."""
+    """Return the round that a reply names: a reply to a join may come several rounds later."""
     return unpack(data, MOST_HEADER).round

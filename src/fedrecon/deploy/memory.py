@@ -13,7 +13,7 @@ from fedrecon.disk.sealed import read_sealed, write_sealed
 
 FILE, VERSION = "node.json", 2  # version 1 had no seal
 _FILES = re.compile(rf"{re.escape(FILE)}|{re.escape(LOCK)}|model|compiled|\..*\.(partial|old)")
-MOST_TRIES = 20  # how often a node takes part in one and the same round: a server may be started again
+MOST_TRIES = 20  # how often a node takes part in the same round: a server may be restarted
 
 
 class Memory:
@@ -23,7 +23,7 @@ class Memory:
         """Read what is in the folder.
 
         Raises:
-          StorageError: it is somebody else's, or what is in it is damaged.
+          StorageError: the folder is not a node's, or what is in it is damaged.
         """
         self.folder = folder
         if folder is not None:
@@ -94,6 +94,6 @@ class Memory:
             self.answers = {str(plan): int(count) for plan, count in values.get("answers", {}).items()}
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise StorageError(
-                f"{problem}: so it is not known what this node accepted; look at it, and remove "
-                "it to accept a plan anew"
+                f"{problem}. This file says which plan the node accepted; check it, and remove it to "
+                "accept a plan again"
             ) from None

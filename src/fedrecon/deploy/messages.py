@@ -14,7 +14,7 @@ OK, REFUSED = "ok", "refused"
 
 
 class Failure(Exception):
-    """Something that a node or the server does not go along with.
+    """A message that a node or the server rejects.
 
     Attributes:
       reason: one word, by which failures are counted.
@@ -22,7 +22,7 @@ class Failure(Exception):
     """
 
     def __init__(self, reason: str, why: str):
-        """Say the reason and why."""
+        """Set the reason and why."""
         super().__init__(why)
         self.reason, self.why = reason, why
 
@@ -56,40 +56,40 @@ def pack(message: Envelope) -> bytes:
 
 
 def unpack(data: Any, most: int) -> Envelope:
-    """Read a message that may be anything.
+    """Read a message from bytes that may be anything.
 
     Args:
       data: the bytes.
       most: how many of them are accepted.
 
     Raises:
-      Failure: it is too large, or no message.
+      Failure: it is too large, or not a message.
     """
     if not isinstance(data, bytes):
         raise Failure("garbage", f"a message is bytes, not {type(data).__name__}")
     if len(data) > most:
         raise Failure("too_large", f"a message of {len(data)} bytes; at most {most} are accepted")
     if len(data) < _START.size:
-        raise Failure("garbage", f"{len(data)} bytes are no message")
+        raise Failure("garbage", f"{len(data)} bytes are not a message")
     magic, size = _START.unpack_from(data)
     if magic != MAGIC or not 0 < size <= min(MOST_HEADER, len(data) - _START.size):
-        raise Failure("garbage", "the message does not begin as one")
+        raise Failure("garbage", "the message does not begin like one of fedrecon's")
     try:
         values = json.loads(data[_START.size : _START.size + size])
     except (ValueError, RecursionError):
         raise Failure("garbage", "the header of the message cannot be read") from None
     kinds = {"kind": str, "plan": str, "run": str, "round": int, "facts": dict}
     if not isinstance(values, dict) or set(values) != set(kinds):
-        raise Failure("garbage", "the header of the message is none")
+        raise Failure("garbage", "the header of the message has the wrong fields")
     for name, kind in kinds.items():
         if type(values[name]) is not kind:
             raise Failure("garbage", f"{name!r} of the message is a {type(values[name]).__name__}")
     if not 0 <= values["round"] < 2**32:
-        raise Failure("garbage", "the round of the message is none")
+        raise Failure("garbage", "the round of the message is out of range")
     return Envelope(**values, body=data[_START.size + size :])
 
 
 def refusal(message: Envelope | None, failure: Failure) -> bytes:
-    """Write the reply of somebody who does not go along."""
+    """Write a reply that refuses a message."""
     plan, run, number = (message.plan, message.run, message.round) if message else ("", "", 0)
     return pack(Envelope(REFUSED, plan, run, number, {"reason": failure.reason, "why": failure.why[:2000]}))

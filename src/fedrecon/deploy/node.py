@@ -46,13 +46,13 @@ class Node:
 
         Args:
           read: reads the node's own data for a plan.
-          accept: asks the node's owner about a plan; asked once for each.
+          accept: asks the node's owner about a plan, once per plan.
           memory: what was accepted and seen before.
-          say: is told a line about every round.
-          algorithm: what is trained, for plans of an algorithm that was made in Python.
+          say: called with a line about every round.
+          algorithm: what is trained, for plans of an algorithm made in Python.
           key: the node's own private key, with which it signs its part in secure sums.
           known: public keys of the nodes that the owner knows; a plan that lists others is refused. By default the
-            plan's list is believed.
+            plan's list is trusted.
         """
         self._read, self._accept, self._say = read, accept, say
         self._algorithm, self._key, self._known = algorithm, key, known
@@ -78,7 +78,7 @@ class Node:
         }
 
     def handle(self, data: bytes) -> bytes:
-        """Answer a message. Whatever it is, there is an answer and no error."""
+        """Answer a message, whatever it is. Errors become answers too."""
         message = None
         try:
             message = unpack(data, self._most())
@@ -97,7 +97,7 @@ class Node:
             return refusal(message, Failure("error", f"the node failed with {type(problem).__name__}"))
 
     def kept(self) -> bytes:
-        """Return what a process needs that answers the next message in this one's place. It may hold secrets."""
+        """Return what another process needs to answer the next message. It may hold secrets."""
         if self._agreed is None:
             return b""
         under_way = None
@@ -108,7 +108,7 @@ class Node:
         return json.dumps(values).encode()
 
     def go_on(self, kept: bytes) -> None:
-        """Go on where another process ended.
+        """Continue where another process ended.
 
         Args:
           kept: what its `kept` returned, or nothing.
@@ -140,7 +140,7 @@ class Node:
             raise Failure("garbage", "the server does not say where its plan ends")
         content, found = message.body[: len(message.body) - size], message.body[len(message.body) - size :]
         if digest_of(content) != message.plan:
-            raise Failure("wrong_plan", "the server names another plan than it sends")
+            raise Failure("wrong_plan", "the server sent a plan that is not the one it names")
         if self._agreed is None or self._agreed.digest != message.plan:
             self._take(content)
         if message.run in self.memory.ended or not message.run:
@@ -153,7 +153,7 @@ class Node:
         return {}, b"" if self._number is None else str(self._number).encode()
 
     def _take(self, data: bytes) -> None:
-        """Take a plan that is not the current one, if it is good enough and the owner agrees."""
+        """Take a new plan, if it promises enough and the owner agrees."""
         try:
             plan = Plan.from_bytes(data, self._algorithm)
         except PlanError as problem:
@@ -192,7 +192,7 @@ class Node:
         self.plan, self._found, self._evaluators, self._sum = plan, data, {}, None
 
     def _check(self, message: Envelope) -> None:
-        """Fail unless a message is of the plan, the run and no earlier round than the one that this node is in."""
+        """Fail unless a message belongs to this node's plan and run, and to its round or a later one."""
         if self.plan is None:
             raise Failure("not_joined", "this node has just started; ask it to join")
         if message.plan != self.plan.digest:
@@ -202,7 +202,7 @@ class Node:
         if message.round < self.memory.round:
             raise Failure("old_round", f"round {message.round} is over; this node is in round {self.memory.round}")
         if message.round > self.plan.rounds:
-            raise Failure("old_round", f"the plan has {self.plan.rounds} rounds, and this is another")
+            raise Failure("old_round", f"the plan has {self.plan.rounds} rounds, and this message is for a later one")
 
     # ---- what is computed ----
 
@@ -260,7 +260,7 @@ class Node:
         except ValueError as problem:
             raise Failure("garbage", str(problem)) from None
         if of != f"{PREPARE}{question.number}":
-            raise Failure("garbage", f"the question has number {question.number}, not that of {of}")
+            raise Failure("garbage", f"the question has number {question.number}, but the message asks for {of}")
         self.memory.ask()
         users = self.holding.users.train
         if len(users) < plan.least_users:
@@ -275,7 +275,7 @@ class Node:
         plan = self.plan
         users = taking_part(plan, self._users.train, number)
         if len(users) < plan.least_users:
-            self._say(f"round {number + 1}: {len(users)} of its {plan.task.people} would take part, too few: zeros")
+            self._say(f"round {number + 1}: {len(users)} {plan.task.people} would take part, too few: sending zeros")
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
             return noise.noised(plan.algorithm, zeros)
         began, key = time.monotonic(), round_key(plan.seed, number)
@@ -332,9 +332,9 @@ class Node:
         assert self.plan is not None
         of, me = message.facts.get("of"), message.facts.get("me")
         if type(me) is not int or (self._number is not None and me != self._number):
-            raise Failure("garbage", f"a secure sum for node {me}, which this node is not")
+            raise Failure("garbage", f"a secure sum for node {me}, but this is another node")
         if not isinstance(of, str) or not (of in (TRAIN, *PARTS) or question_in(of) is not None):
-            raise Failure("garbage", "a secure sum of nothing that there is")
+            raise Failure("garbage", "a secure sum of something unknown")
         plan = self._agreed if of.startswith(PREPARE) else self.plan
         assert plan is not None
         try:
@@ -356,7 +356,7 @@ class Node:
         if self._sum is None or self._sum[1] != message.round:
             raise Failure("secure_sum", "there is no secure sum of this round under way")
         of, number, state = self._sum
-        self._sum = None  # a state is for one step, also if that fails
+        self._sum = None  # a state is for one step, even if that fails
         try:
             state, reply = take(state)
         except secure_sum.SecureSumError as problem:

@@ -2,12 +2,12 @@
 
 The unit is one user of a node, never the node: every user's change is clipped by itself before a node adds them up. If
 sums are open, the server adds Gaussian noise, and the promise holds against everybody but the server. If they are
-secure, every node adds its share of noise in integers before it masks them; so many nodes as the plan's least number
-have all of it together, and the server never sees a sum without it.
+secure, every node adds its share of integer noise before it masks its sum. The plan's least number of nodes together
+add all of the noise, and the server never sees a sum without it.
 
-All of this is drawn from the system's entropy, and so is who of a node's users take part in a round: nobody but the
-node knows, and the plan's share of users is counted on as the probability. A node counts its answers, over all runs of
-a plan, and ends them when the promise is used up.
+All noise is drawn from the system's entropy. So are the users of a node that take part in a round: only the node knows
+who they are, and the accounting takes the plan's share of users as their probability. A node counts its answers over
+all runs of a plan, and stops answering when the promise is used up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedrecon.upload import DELTA, Total
 if TYPE_CHECKING:
     from fedrecon.deploy.plan import Plan
 
-ROOM = 4  # sums do not overflow even if there are so many times as many users as the plan says
+ROOM = 4  # sums do not overflow even with this many times the users that the plan says
 
 
 def parts_of(algorithm: Algorithm) -> Any:
@@ -43,7 +43,7 @@ def parts_of(algorithm: Algorithm) -> Any:
 
 
 def answers_of(rounds: int) -> int:
-    """Return how often a node answers at most: once a round, and some rounds have to be repeated."""
+    """Return how often a node answers at most: once per round, with some rounds repeated."""
     return rounds + rounds // 10 + 1
 
 
@@ -54,7 +54,7 @@ def release_of(plan: Plan) -> Release | None:
 
 
 def spent(plan: Plan, rounds: int) -> Ledger | None:
-    """Return what was spent after so many rounds; None for a plan that promises nothing."""
+    """Return what was spent after this many rounds; None for a plan that promises nothing."""
     if plan.release is None:
         return None
     delta = default_delta(plan.users) if plan.delta is None else plan.delta
@@ -68,9 +68,9 @@ def problem_of(plan: Plan) -> str | None:
         return None
     each = release(parts_of(plan.algorithm))
     if plan.users < 2:
-        return "noise hides a user among others: say how many all nodes have together, --users N"
+        return "noise hides a user among others: give --users N, the number of users of all nodes together"
     if plan.least_users > 1:
-        return "with noise, let `least_users` be 1: leaving out small nodes would tell that they are small"
+        return "with noise, set `least_users` to 1: leaving out small nodes would reveal that they are small"
     if each.apart is not None:
         return "correlated noise needs clients that take turns, which nodes do not promise; leave out `correlated`"
     if each.mechanism == "gaussian":
@@ -81,7 +81,7 @@ def problem_of(plan: Plan) -> str | None:
         return "noise of the nodes would be simulated; use aggregate.secure(..., simulated_noise=False)"
     if share(parts_of(plan.algorithm)).least > plan.least_nodes:
         return (
-            f"{share(parts_of(plan.algorithm)).least} nodes together have the noise that is promised, and the plan "
+            f"{share(parts_of(plan.algorithm)).least} nodes are needed to add the promised noise, and the plan "
             f"allows sums of {plan.least_nodes}: raise least_nodes"
         )
     return None
@@ -91,25 +91,25 @@ def problem_of(plan: Plan) -> str | None:
 
 
 def with_noise(config: Config, model: Model, users: int, options: dict[str, Any]) -> Config:
-    """Return settings that say how much noise there is, for those that give an epsilon alone.
+    """Return settings that say how much noise there is, also if they give only an epsilon.
 
     Raises:
-      ValueError: the settings cannot be kept by a deployment.
+      ValueError: a deployment cannot keep what the settings promise.
     """
     privacy = config.privacy
     if not privacy.on:
         return config
     if isinstance(config, ClicksConfig):
-        raise ValueError("nodes of clicks count who has which item without noise: leave out --privacy options")
+        raise ValueError("for clicks, nodes count the users of each item without noise: leave out --privacy options")
     if is_recipe(config):
         raise ValueError(
-            "round zero of a deployment is not noised, so nothing could be promised: with --privacy options use "
-            "--preset paper, which has none"
+            "round zero of a deployment has no noise, so nothing could be promised: with --privacy options use "
+            "--preset paper, which has no round zero"
         )
     if privacy.correlated is not None or (privacy.clip_quantile is not None and options.get("secure")):
         raise ValueError("nodes add independent noise for one clipping norm: leave out correlated and clip_quantile")
     if users < 2:
-        raise ValueError("with --privacy options, give --users: how many all nodes have together")
+        raise ValueError("with --privacy options, give --users, the number of users of all nodes together")
     if privacy.noise_multiplier is not None:
         return config
     assert privacy.epsilon is not None
@@ -130,7 +130,7 @@ def with_noise(config: Config, model: Model, users: int, options: dict[str, Any]
 
 
 def aggregator_of(config: Config, users: int, options: dict[str, Any]) -> aggregate.Aggregator | None:
-    """Return how a plan's updates become one; None to let the settings' own aggregator do it."""
+    """Return the aggregator of a plan's updates; None for the one of the settings."""
     settings = config.privacy
     if settings.noise_multiplier is None:
         return None

@@ -1,4 +1,4 @@
-"""What the operator of a node decides, and the node that follows from it: for the command line and for a ClientApp."""
+"""What the operator of a node decides, and the node made from it: for the command line and for a ClientApp."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Operator(NamedTuple):
 
     Attributes:
       source: the node's file.
-      state: the folder where the node remembers what was accepted; by default the file's name with .node behind it.
+      state: the folder where the node remembers what was accepted; by default the file's name plus .node.
       reading: how a ratings file is laid out.
-      min_examples: users with fewer examples do not take part; the plan's own least number counts if it is larger.
-      nodes: a folder with public keys of the nodes that the operator knows; None to believe the plan's list.
-      algorithm: `package.module:function`, for plans of an algorithm that was made in Python.
+      min_examples: users with fewer examples do not take part; the plan's minimum applies if it is larger.
+      nodes: a folder with public keys of the nodes that the operator knows; None to trust the plan's list.
+      algorithm: `package.module:function`, for plans of an algorithm made in Python.
     """
 
     source: Path
@@ -47,7 +47,7 @@ class Operator(NamedTuple):
 
         Args:
           accept: asks about a plan.
-          say: is told a line about every round.
+          say: called with a line about every round.
           key: the node's private key.
         """
         brought = None if self.algorithm is None else bring(self.algorithm, self.source)

@@ -33,7 +33,7 @@ FORMAT, VERSION, FILE = "fedrecon-plan", 3, "plan.json"
 _FILES = re.compile(r"plan\.json|\.plan\.json\.partial")
 MOST_BYTES = 2**28  # of a plan: a catalogue of some millions of items
 MOST_USERS, MOST_NODES = 2**31 - 1, 2**15
-SHORTEST = 16  # characters by which a digest may be named
+SHORTEST = 16  # the fewest characters that may name a digest
 LIMIT = 2.0**20  # of any number in a node's sum, if sums are secure
 OWN = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes", "users")  # written under their own names
 
@@ -46,14 +46,14 @@ class Promises(NamedTuple):
     """What a plan promises the owners of data. A node refuses a plan that promises less than one it accepted.
 
     Attributes:
-      secure: whether the server sees sums over nodes only.
-      least_nodes: the server learns a sum of at least so many nodes.
-      least_users: a node sends a sum of at least so many users.
+      secure: whether the server sees only sums over nodes.
+      least_nodes: the server learns only sums of at least this many nodes.
+      least_users: a node sends only sums of at least this many users.
       least_examples: users with fewer examples do not take part.
       clip_norm: the largest norm of a user's change; None for no limit.
       share: the largest share of its users that a node takes in a round.
       signed: whether the keys of secure sums are signed by the nodes that the plan lists.
-      epsilon: what all answers of a node together give away about one of its users at most; None without a promise.
+      epsilon: the most that all answers of a node give away about one of its users; None without a promise.
       delta: the probability that this promise fails.
     """
 
@@ -70,19 +70,19 @@ class Promises(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Plan(abc.ABC):
-    """What server and nodes agree on. Both have the same algorithm from it.
+    """What server and nodes agree on. Both get the same algorithm from it.
 
     Attributes:
       lengths: room for support and query examples, so that all nodes run one program.
       share: the share of a node's users that train in a round, drawn anew in each.
-      least_users: a node sends a sum of so many users or none.
-      least_nodes: the server makes a step with the sums of so many nodes or none.
-      secure: whether the server sees sums over nodes only.
+      least_users: a node sends a sum of at least this many users, or none.
+      least_nodes: the server takes a step with the sums of at least this many nodes, or none.
+      secure: whether the server sees only sums over nodes.
       limit: with secure sums, the largest absolute value in a node's sum.
       most_nodes: with secure sums, the largest number of nodes in one.
-      nodes: public keys of the nodes, in OpenSSH's format. With secure sums a node accepts keys that these have signed,
-        and no others. Without any the server is trusted not to invent nodes.
-      users: with noise, how many users all nodes have together, about; sums are divided by the share of them.
+      nodes: public keys of the nodes, in OpenSSH's format. With secure sums a node accepts only keys that these have
+        signed. Without a list, the server is trusted not to invent nodes.
+      users: with noise, roughly how many users all nodes have together; sums are divided by `share` of this number.
       version: of fedrecon.
     """
 
@@ -107,11 +107,11 @@ class Plan(abc.ABC):
             raise PlanError(f"the least number of users is {self.least_users}; it must be from 1 to {MOST_USERS}")
         if not 1 <= self.least_nodes <= MOST_NODES or not 1 <= self.most_nodes <= MOST_NODES:
             raise PlanError(
-                f"the least number of nodes is {self.least_nodes} and the most of a secure sum {self.most_nodes}; both "
+                f"the least number of nodes is {self.least_nodes} and the most in a secure sum {self.most_nodes}; both "
                 f"must be from 1 to {MOST_NODES}"
             )
         if self.secure and self.least_nodes < 2:
-            raise PlanError("a secure sum of one node hides nothing: let `least_nodes` be 2 or more")
+            raise PlanError("a secure sum of one node hides nothing: set `least_nodes` to 2 or more")
         if not (self.limit > 0 and math.isfinite(self.limit)):
             raise PlanError(f"the limit of secure sums is {self.limit}; it must be a number above 0")
         if self.nodes and (len(set(self.nodes)) < len(self.nodes) or len(self.nodes) < self.least_nodes):
@@ -132,7 +132,7 @@ class Plan(abc.ABC):
     @property
     @abc.abstractmethod
     def task(self) -> Any:
-        """How people and examples are called, and which metrics are shown; a `Task` or the like."""
+        """What people and examples are called, and which metrics are shown; a `Task` or similar."""
 
     @property
     @abc.abstractmethod
@@ -142,12 +142,12 @@ class Plan(abc.ABC):
     @property
     @abc.abstractmethod
     def seed(self) -> int:
-        """What is random follows from it."""
+        """The seed of everything random."""
 
     @property
     @abc.abstractmethod
     def evaluate_every(self) -> int:
-        """After how many rounds the validation users are measured; 0 for at the end only."""
+        """The validation users are measured every this many rounds; 0 for only at the end."""
 
     @property
     @abc.abstractmethod
@@ -157,7 +157,7 @@ class Plan(abc.ABC):
     @property
     @abc.abstractmethod
     def most_examples(self) -> int:
-        """A user's further examples are left out."""
+        """At most this many examples of a user are used."""
 
     @property
     @abc.abstractmethod
@@ -184,11 +184,11 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def subject(self) -> dict[str, Any]:
-        """Return what is trained, as JSON has it."""
+        """Return what is trained, as JSON values."""
 
     @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return what `run.json` says of the settings."""
+        """Return what `run.json` says about the settings."""
 
     @abc.abstractmethod
     def about(self) -> str:
@@ -204,7 +204,7 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
-        """Return what looks at every record and says when something goes wrong."""
+        """Return a function that looks at every record and warns when something goes wrong."""
 
     @abc.abstractmethod
     def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
@@ -268,7 +268,7 @@ class Plan(abc.ABC):
 
     @functools.cached_property
     def digest(self) -> str:
-        """What stands for exactly this plan."""
+        """The digest, which identifies exactly this plan."""
         return digest_of(self.content)
 
     @staticmethod
@@ -277,10 +277,10 @@ class Plan(abc.ABC):
 
         Args:
           data: the bytes.
-          algorithm: what is trained, for a plan of an algorithm that was made in Python: plans hold no code.
+          algorithm: what is trained, for a plan of an algorithm made in Python: plans hold no code.
 
         Raises:
-          PlanError: they are no plan of this version, or the plan of another algorithm.
+          PlanError: they are not a plan of this version, or the plan is for another algorithm.
         """
         if len(data) > MOST_BYTES:
             raise PlanError(f"the plan has {len(data)} bytes; at most {MOST_BYTES} are accepted")
@@ -290,7 +290,7 @@ class Plan(abc.ABC):
         """Save to a folder.
 
         Raises:
-          StorageError: it holds another plan, or anything else.
+          StorageError: the folder holds another plan, or something else.
         """
         check_names(Path(path), _FILES)
         if (Path(path) / FILE).exists() and (Path(path) / FILE).read_bytes() != self.content:
@@ -304,11 +304,11 @@ class Plan(abc.ABC):
 
         Args:
           path: the folder.
-          algorithm: what is trained, for a plan of an algorithm that was made in Python.
+          algorithm: what is trained, for a plan of an algorithm made in Python.
 
         Raises:
-          StorageError: there is none.
-          PlanError: it is none that can be used.
+          StorageError: there is no plan.
+          PlanError: the plan cannot be used.
         """
         file = Path(path) / FILE
         if not file.is_file():
@@ -327,7 +327,7 @@ def _from_bytes(data: bytes, algorithm: Algorithm | None) -> Plan:
     except (ConfigError, PlanError) as problem:
         raise PlanError(str(problem)) from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
-        raise PlanError(f"this is no plan: {problem!r}") from None
+        raise PlanError(f"this is not a plan: {problem!r}") from None
     if plan.content != data:
         raise PlanError("the plan is not written as this version of fedrecon writes it; make it with this version")
     return plan
@@ -338,11 +338,11 @@ def _read(values: Any, algorithm: Algorithm | None) -> Plan:
     from fedrecon.deploy.settings_plan import SettingsPlan
 
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-        raise PlanError(f"this is no plan; expected {FORMAT} {VERSION}")
+        raise PlanError(f"this is not a plan; expected {FORMAT} {VERSION}")
     if values["version"] != VERSION or values["fedrecon"] != __version__:
         raise PlanError(
             f"the plan was made by fedrecon {values['fedrecon']} (format {values['version']}), and this is "
-            f"{__version__} (format {VERSION}): server and nodes need one version"
+            f"{__version__} (format {VERSION}): server and nodes need the same version"
         )
     kinds = {"share": float, "limit": float, "secure": bool}
     for name in OWN:
@@ -366,12 +366,12 @@ def digest_of(data: bytes) -> str:
 
 
 def names(digest: str, name: str) -> bool:
-    """Say whether a name, the beginning of a digest, is that of a digest."""
+    """Say whether a name is the beginning of a digest, and long enough."""
     return len(name) >= SHORTEST and digest.startswith(name.lower())
 
 
 def weaker(before: Promises, now: Promises) -> list[str]:
-    """List what a plan promises less than another one did.
+    """List in what a plan promises less than an earlier one.
 
     Args:
       before: what the plan that was accepted promises.
@@ -397,7 +397,7 @@ def weaker(before: Promises, now: Promises) -> list[str]:
 
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
-    """Say in words what somebody takes part in who accepts a plan."""
+    """Say in words what a node takes part in if it accepts a plan."""
     task, promises = plan.task, plan.promises
     sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in _leaves(plan.params_shapes))
     privacy = "no noise: no differential privacy is promised"
@@ -437,7 +437,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
 
 
 def name_of(key: str) -> str:
-    """Return what a public key is called: its comment, or its last characters."""
+    """Return the name of a public key: its comment, or its last characters."""
     words = key.split()
     return words[2] if len(words) > 2 else words[-1][-12:]
 

@@ -32,9 +32,9 @@ class Pass:
     """What the server asks next.
 
     Attributes:
-      transform: of the ratings; None while that is not decided.
+      transform: of the ratings; None until it is decided.
       message: what is known so far.
-      biases: what was known when the biases were fitted, before traits; None as long as they are not.
+      biases: what was known when the biases were fitted, before traits; None until then.
     """
 
     transform: Transform | None
@@ -57,7 +57,7 @@ class Pass:
 
 
 def _tree(transform: Transform | None, message: Preparation) -> dict[str, np.ndarray]:
-    """Return what travels: the ends of the scale do not, since no answer depends on them."""
+    """Return what is sent: not the ends of the scale, since no answer depends on them."""
     values = {name: getattr(message, name) for name in (*NUMBERS, *ARRAYS, *WHOLE)}
     values["believed"] = message.believed
     values["transform"] = UNDECIDED if transform is None else TRANSFORMS.index(transform)
@@ -93,7 +93,7 @@ class RatingScale(RoundZero[Pass]):
         return Pass(None, start(len(self.legend), passes))
 
     def numbered(self, number: int) -> Pass:
-        """Return a question of a number that knows nothing."""
+        """Return the question with a number, before anything is known."""
         begun = self.first()
         if not 0 <= number <= sum(begun.message.plan) + 1:
             raise ValueError(f"there is no question {number} in round zero of ratings")
@@ -126,7 +126,7 @@ class RatingScale(RoundZero[Pass]):
         """Return the sum over nobody."""
         none = np.zeros(0, np.int64)
         sums = answer(question.message, none, np.zeros(0), none)
-        return {name: np.asarray(value, np.float64) for name, value in sums.items()}  # numpy counts nothing in integers
+        return {name: np.asarray(value, np.float64) for name, value in sums.items()}  # empty sums are integers
 
     def following(self, question: Pass, total: Mapping[str, Any]) -> Pass:
         """Return the next question: the first total decides the transform, the others are those of a preparation."""
@@ -146,14 +146,14 @@ class RatingScale(RoundZero[Pass]):
         return Found(to_bytes(_tree(question.transform, last) | {name: np.asarray(v) for name, v in more.items()}))
 
     def read_found(self, data: bytes) -> Found:
-        """Check what a server says that round zero found."""
+        """Check what a server says round zero found."""
         begun = self.first().message
         like = _tree(None, begun) | dict.fromkeys(("low", "high", "bias_ridge"), np.zeros(()))
         tree = from_bytes(data, like)
         if not all(np.isfinite(leaf).all() for leaf in tree.values()) or not tree["bias_ridge"] > 0:
-            raise ValueError("what round zero found has numbers that make no sense")
+            raise ValueError("the numbers that round zero found make no sense")
         if float(tree["transform"]) not in (0.0, 1.0) or not tree["low"] <= tree["high"]:
-            raise ValueError("what round zero found has a scale that makes no sense")
+            raise ValueError("the scale that round zero found makes no sense")
         if not done(_message(tree, begun)):
             raise ValueError("round zero is not over")
         return Found(data)
@@ -183,7 +183,7 @@ class RatingScale(RoundZero[Pass]):
         said = f"round zero: {found.examples:,} ratings, mean {zero.mean:.4g}, deviation {zero.deviation:.4g}"
         if self._transform(found) == "log1p":
             said += ", which look like counts: log(1+x) is taken"
-        return said + (f"; {zero.outside:,} far outside of what most have count for nothing" if zero.outside else "")
+        return said + (f"; {zero.outside:,} far outside the usual range are ignored" if zero.outside else "")
 
     def _preparation(self, found: Found) -> Preparation:
         """Return what was found as `fedrecon.preparation` has it."""

@@ -52,7 +52,7 @@ Q = TypeVar("Q", bound=Question)
 
 @dataclass(frozen=True, eq=False)
 class RoundZero(abc.ABC, Generic[Q]):
-    """The questions of a plan, and what their answers come to. Whatever is read may be anything.
+    """The questions of a plan, and what their answers come to. It reads bytes that may be anything.
 
     Attributes:
       config: the plan's settings.
@@ -70,7 +70,7 @@ class RoundZero(abc.ABC, Generic[Q]):
 
     @abc.abstractmethod
     def numbered(self, number: int) -> Q:
-        """Return a question that knows nothing: its answers have the shapes of all answers to that number.
+        """Return the question with a number, before anything is known: its answers have the shapes of all others.
 
         Raises:
           ValueError: there is no question of this number.
@@ -81,7 +81,7 @@ class RoundZero(abc.ABC, Generic[Q]):
         """Read a question.
 
         Raises:
-          ValueError: it is none.
+          ValueError: the bytes are not a question.
         """
 
     @abc.abstractmethod
@@ -90,7 +90,7 @@ class RoundZero(abc.ABC, Generic[Q]):
 
     @abc.abstractmethod
     def nothing(self, question: Q) -> Sums:
-        """Return the sum over nobody, which has the shapes of all others."""
+        """Return the sum over no users, in the shapes of all others."""
 
     @abc.abstractmethod
     def following(self, question: Q, total: Mapping[str, Any]) -> Q:
@@ -102,10 +102,10 @@ class RoundZero(abc.ABC, Generic[Q]):
 
     @abc.abstractmethod
     def read_found(self, data: bytes) -> Found:
-        """Check what a server says that was found.
+        """Check what a server says round zero found.
 
         Raises:
-          ValueError: it is nothing of the kind.
+          ValueError: the bytes are nothing that round zero can find.
         """
 
     @abc.abstractmethod

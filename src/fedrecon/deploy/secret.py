@@ -15,7 +15,7 @@ T = TypeVar("T")
 BITS = 64
 
 
-WIDE, UNIT = 2.0**60, 2.0**16  # the largest number of a wide sum, and what its first half counts in
+WIDE, UNIT = 2.0**60, 2.0**16  # the largest number of a wide sum, and the unit of its first half
 
 
 def grid_of(plan: Plan, limit: float | None = None) -> ring.Grid:
@@ -47,7 +47,7 @@ def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:
       wide: write every number as two integers, whole multiples of `UNIT` and the rest: for sums of very different size.
 
     Raises:
-      Failure: a number is not finite, or beyond the limit: it would be changed without notice.
+      Failure: a number is not finite, or is beyond the limit, where it would change silently.
     """
     leaves, limit = flatten(tree)[0], WIDE if wide else plan.limit
     if _in_ring(tree):

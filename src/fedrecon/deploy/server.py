@@ -33,7 +33,7 @@ from fedrecon.model import finish, metric_names
 from fedrecon.privacy.ledger import Ledger
 from fedrecon.travel.wire import to_bytes
 
-MOST_PAUSE = 60.0  # seconds between two tries of a round; they grow from one on
+MOST_PAUSE = 60.0  # the most seconds between two tries of a round; they grow from one
 ROUND_ZERO = "round-zero.json"  # in the run's folder
 
 
@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
 
     Attributes:
       params: the global parameters.
-      history: one dict a round or evaluation, as in `metrics.jsonl`.
+      history: one dict per round or evaluation, as in `metrics.jsonl`.
       rounds: how many rounds were run in all.
       test: how the model serves the test users of all nodes; None after an interruption, or if there are none.
-      failed: why the training is said to have failed, or None.
+      failed: why the training failed, or None.
       interrupted: whether it was stopped before the last round.
     """
 
@@ -83,7 +83,7 @@ def serve(
       grid: reaches the nodes.
       folder: where everything goes.
       pace: how many nodes, and how long to wait.
-      resume: go on from the folder's newest checkpoint; begin if it has none.
+      resume: continue from the folder's newest checkpoint; start anew if it has none.
       clock: tells the time.
       on_record: called with every round's and evaluation's record.
       say: called with remarks and warnings.
@@ -141,22 +141,22 @@ class _Training(Members):
     ):
         super().__init__(plan, grid, pace, run, clock, say)
         self.folder = folder
-        self.repeated = 0  # rounds that may have been summed twice: one for each time that the run went on
+        self.repeated = 0  # rounds that may have been summed twice: one for each time that the run was resumed
         self.state: Any = None
         self.history: list[dict[str, Any]] = []
 
     def begin(self) -> None:
-        """Run round zero if the plan has one, and begin with its algorithm or go on from a checkpoint."""
+        """Run round zero if the plan has one, and begin with its algorithm or continue from a checkpoint."""
         if isinstance(self.plan, SettingsPlan) and self.plan.unprepared:
             self.plan = self._prepare(self.plan)
-            self.ask_everybody_again()  # everybody is to know what was found
+            self.ask_everybody_again()  # all nodes need what was found
         self.state = jax.tree.map(np.asarray, self.plan.algorithm.init(run_keys(self.plan.seed).init))
         if (found := self.folder.restore(self._everything())) is not None:
             self.done, saved, self.history = found
             self.state = ServerState(**saved["server"])
 
     def _prepare(self, plan: SettingsPlan) -> SettingsPlan:
-        """Ask nodes for the sums that the model begins with; what they come to is in the run's folder."""
+        """Ask nodes for the sums that the model begins with, and save the result in the run's folder."""
         zero, file = plan.zero, self.folder.path / ROUND_ZERO
         assert zero is not None
         if not file.exists():
@@ -199,12 +199,12 @@ class _Training(Members):
             self.folder.record(entry)
             on_record(entry)
 
-        # A round that was summed and not saved would be summed again, which counts twice.
+        # A round that was summed but not saved would be summed again, and count twice.
         every_so_often = self.pace.checkpoint_every if plan.release is None else 1
         most = noise.answers_of(plan.rounds) - self.repeated if plan.release else plan.rounds
         last = min(plan.rounds, most)
         if last < plan.rounds:
-            self.say(f"the privacy budget ends training after {last} rounds: it went on {self.repeated} times")
+            self.say(f"the privacy budget ends training after {last} rounds: the run was resumed {self.repeated} times")
         evaluated = max((entry["round"] for entry in self.history if entry["kind"] == "evaluation"), default=0)
         while True:
             every, now = plan.evaluate_every, self.done
@@ -226,7 +226,7 @@ class _Training(Members):
         began = self.clock.monotonic()
         body = to_bytes(self.plan.algorithm.message(self.state))
         gathered = self._gather(Question(self.run_id, number, TRAIN, body))
-        # Noise must be of an entropy that nobody knows; all else may follow from the seed, as in the simulation.
+        # Noise must come from entropy that nobody knows; all else may follow from the seed, as in the simulation.
         key = round_key(self.plan.seed, number) if self.plan.release is None else fresh_key()
         state, report = server_round(self.plan.algorithm, self.state, gathered.summed.parts, key)
         self.state, self.done = jax.tree.map(np.asarray, state), number + 1
@@ -246,11 +246,11 @@ class _Training(Members):
             lost, attempt = summed.answers, attempt + 1
             if self.clock.monotonic() - began > self.pace.patience:
                 raise NotEnoughNodes(
-                    f"{what} had {len(summed.nodes)} good replies, {attempt} times over, and needs "
+                    f"{what} got {len(summed.nodes)} good replies at attempt {attempt}, and needs "
                     f"{self.least} (late: {len(lost.late)}, failed: {lost.reasons or 'none'}). "
-                    f"{number} rounds are done and saved; go on with --resume"
+                    f"{number} rounds are done and saved; continue with --resume"
                 )
-            self.say(f"{what}: {len(summed.nodes)} good replies, {self.least} are needed; once more")
+            self.say(f"{what}: {len(summed.nodes)} good replies, {self.least} are needed; trying again")
             self.clock.sleep(min(2.0**attempt / 2, MOST_PAUSE))
 
     def _entry(self, report: Any, gathered: Gathered, seconds: float) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class _Training(Members):
         body = to_bytes(self.params())
         summed = self._sum(Question(self.run_id, self.done, part, body), ready, len(ready))
         if len(summed.nodes) < self.plan.least_nodes:
-            self.say(f"nothing is known of the {part} users: {len(summed.nodes)} nodes answered")
+            self.say(f"the {part} users were not measured: {len(summed.nodes)} nodes answered")
             return None
         return measure.evaluation_of(self.plan.algorithm.model, measure.add(summed.parts))
 
@@ -329,7 +329,7 @@ def _number(value: Any) -> float | int:
 
 
 def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
-    """Return what `run.json` says from the beginning; of a run that goes on, what it said."""
+    """Return what `run.json` says from the beginning; for a resumed run, what it says already."""
     if folder.holds_run():
         if not resume:
             raise StorageError(f"{folder.path} holds a run; continue it with --resume, or use another folder")
@@ -337,7 +337,7 @@ def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
         found = earlier.get("deployment")
         if not isinstance(found, dict) or found.get("plan") != plan.digest or not isinstance(found.get("run"), str):
             raise StorageError(
-                f"the run in {folder.path} is not one of the plan {plan.digest[:16]}; use another folder"
+                f"the run in {folder.path} does not belong to the plan {plan.digest[:16]}; use another folder"
             )
         kept = {name: value for name, value in earlier.items() if name not in ("format", "version", "sha256")}
         return {**kept, "resumed": [*kept.get("resumed", []), _now()], "ended": None}

@@ -33,7 +33,7 @@ class SettingsPlan(Plan):
     Attributes:
       config: the settings of task, model, split, R, U, server, aggregator and seed. They name no data.
       legend: what ids stand for: the items of a catalogue, or the words of a vocabulary.
-      found: what round zero found. It is no part of what was agreed on: the digest does not depend on it.
+      found: what round zero found. It is not part of the agreement: the digest does not depend on it.
     """
 
     kind: ClassVar[str] = "settings"
@@ -72,12 +72,12 @@ class SettingsPlan(Plan):
 
     @property
     def seed(self) -> int:
-        """What is random follows from it."""
+        """The seed of everything random."""
         return self.config.seed
 
     @property
     def evaluate_every(self) -> int:
-        """After how many rounds the validation users are measured."""
+        """The validation users are measured every this many rounds."""
         return self.config.evaluate_every
 
     @property
@@ -88,8 +88,8 @@ class SettingsPlan(Plan):
 
     @property
     def most_examples(self) -> int:
-        """A user's further examples are left out."""
-        return _most(self.config)  # type: ignore[return-value]  # `make_plan` has seen to it
+        """At most this many examples of a user are used."""
+        return _most(self.config)  # type: ignore[return-value]  # `make_plan` checks it
 
     @property
     def clip_norm(self) -> float | None:
@@ -115,7 +115,7 @@ class SettingsPlan(Plan):
         return {"config": to_json(self.config), "legend": self.task.describe(self.legend)}
 
     def settings(self) -> dict[str, Any]:
-        """Return what `run.json` says of the settings."""
+        """Return what `run.json` says about the settings."""
         return {"config": to_json(self.config)}
 
     def about(self) -> str:
@@ -135,7 +135,7 @@ class SettingsPlan(Plan):
         save_model(folder, self.config, params, self.legend, failed)
 
     def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
-        """Return what looks at every record."""
+        """Return a function that looks at every record."""
         return Watch(self.config, self.task, say)
 
     def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
@@ -155,20 +155,20 @@ def _prepared(plan: SettingsPlan, found: Found) -> SettingsPlan:
     assert plan.zero is not None
     config, legend = plan.zero.settle(found)
     ready = dataclasses.replace(plan, config=config, legend=legend, found=found)
-    ready.__dict__["content"] = plan.content  # what was agreed on
+    ready.__dict__["content"] = plan.content  # the agreement
     return ready
 
 
 def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
-    """Make a plan of settings and of what ids stand for.
+    """Make a plan from settings and from what ids stand for.
 
     Args:
-      config: the settings. What they say of a file is dropped; what they say of users stays.
+      config: the settings. What they say about a file is dropped; what they say about users stays.
       legend: items or a vocabulary.
-      **options: fields of `Plan` that are not to have their default.
+      **options: fields of `Plan` to set.
 
     Raises:
-      PlanError: arrays would have no bound, or the settings promise what a deployment does not keep.
+      PlanError: arrays would have no bound, or the settings promise what a deployment cannot keep.
     """
     if config.aggregate.secure:
         raise PlanError("--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more")
@@ -176,7 +176,7 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     config = dataclasses.replace(config, data=_without_places(config.data), sampling=Sampling(), patience=None)
     if isinstance(config, RatingsConfig) and config.model.scale is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
-    if isinstance(config, ClicksConfig):  # of other files, less is left out as well
+    if isinstance(config, ClicksConfig):  # a node's file may leave out less
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
     model = task_of(config).build_model(config, legend)
     try:
@@ -188,7 +188,7 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
         raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
     largest = _most(config)
     if largest is None:
-        raise PlanError("give --data.max-examples: a plan bounds what a user brings, so that all nodes run one program")
+        raise PlanError("give --data.max-examples: a plan limits examples per user, so that all nodes run one program")
     lengths = lengths_for(largest, algorithm.method.needs)
     return SettingsPlan(config=config, legend=legend, lengths=lengths, **options)
 

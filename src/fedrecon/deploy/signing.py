@@ -1,4 +1,4 @@
-"""Signed keys in secure sums: a node believes the nodes that the plan lists, not whomever the server names."""
+"""Signed keys in secure sums: a node trusts the nodes that the plan lists, not any that the server names."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def number_of(plan: Plan, key: Any, known: Collection[str] | None) -> int | None
     """Return a node's number among the nodes that a plan lists; None if keys are not signed.
 
     Args:
-      plan: of which secure sums are.
+      plan: the plan of the secure sums.
       key: the node's private key.
-      known: public keys of nodes that the node's owner knows; None to believe the plan's list.
+      known: public keys of nodes that the node's owner knows; None to trust the plan's list.
 
     Raises:
-      Failure: the node is not in the list, or somebody is whom its owner does not know.
+      Failure: the node is not in the list, or its owner does not know a node that is.
     """
     if not plan.promises.signed:
         if known is not None and plan.secure:
-            raise Failure("not_accepted", "this node's owner listed nodes, and the plan does not have keys signed")
+            raise Failure("not_accepted", "this node's owner listed nodes, but in this plan keys are not signed")
         return None
     listed = [_core(line) for line in plan.nodes]
     if known is not None and (strange := [line for line in plan.nodes if _core(line) not in set(map(_core, known))]):
@@ -75,4 +75,4 @@ def _load(line: str) -> Any:
     try:
         return load_ssh_public_key(line.encode())
     except ValueError as problem:
-        raise PlanError(f"{line[:60]!r} is no public key: {problem}") from None
+        raise PlanError(f"{line[:60]!r} is not a public key: {problem}") from None

@@ -71,14 +71,14 @@ def secure_sum_of(
     """Ask nodes for masked sums in four messages; nodes may leave between any two of them.
 
     Args:
-      plan: which sums are secure.
+      plan: the plan, in which sums are secure.
       grid: reaches the nodes.
       question: what is summed.
       nodes: who is asked.
       stage_seconds: how long to wait for each small message.
       seconds: how long to wait for masked sums.
       clock: tells the time.
-      numbers: of nodes in the plan's list, where keys are signed.
+      numbers: the nodes' numbers in the plan's list, if keys are signed.
     """
     from fedrecon.deploy.secret import bits_of, from_integers, length_of
     from fedrecon.privacy import secure_sum

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fedrecon.deploy.superlink_process import MOST
 from fedrecon.disk.parts import check_names
 
-OFFLINE = {  # Flower asks nobody, and installs nothing
+OFFLINE = {  # Flower contacts nobody, and installs nothing
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -44,7 +44,7 @@ def address_of(option: str, text: str) -> tuple[str, int]:
     """Return host and port of an address such as `fed.example.org:8000`.
 
     Raises:
-      FlowerError: it is none.
+      FlowerError: it is not an address.
     """
     host, _, port = text.rpartition(":")
     number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
@@ -65,9 +65,9 @@ class SuperLink:
           listen: `host:port`.
           folder: for its files.
           tls: certificates; None for no encryption.
-          most: bytes of the largest request that it takes.
-          database: where it keeps its state. By default in memory: a request then costs half as much, and what dies
-            with it we can tell it again.
+          most: bytes of the largest request that it accepts.
+          database: where it keeps its state. By default in memory: a request then costs half as much, and we can
+            tell a new one everything again.
         """
         self.host, self.port = address_of("--listen", listen)
         check_names(folder, _FILES)
@@ -91,7 +91,7 @@ class SuperLink:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        # Calls of Flower's grid wait for the SuperLink as long as it takes, so nobody else would notice.
+        # Calls of Flower's grid wait for a dead SuperLink without end, so nothing else would notice.
         while not self._stopping.wait(0.5):
             if not self.alive():
                 self.restarts += 1
@@ -107,7 +107,7 @@ class SuperLink:
         if self.tls is not None:
             safety = ["--ssl-certfile", str(self.tls.certificate), "--ssl-keyfile", str(self.tls.key)]
             safety += ["--ssl-ca-certfile", str(self.tls.authority), "--enable-supernode-auth"]
-        command = [sys.executable, "-P", str(PROCESS)]  # what lies beside it is not to be imported
+        command = [sys.executable, "-P", str(PROCESS)]  # files beside it must not be imported
         command += ["--host", self.host, "--port", str(self.port), "--isolation", "process", *safety]
         command += ["--database", self.database, "--superexec-auth-secret-file", str(secret)]
         environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home"), MOST: str(self.most)}
@@ -125,7 +125,7 @@ class SuperLink:
         """Wait until it answers.
 
         Raises:
-          FlowerError: it ends, or takes too long.
+          FlowerError: it ended, or takes too long.
         """
         end = time.monotonic() + PATIENCE
         host, _, port = self.address.rpartition(":")

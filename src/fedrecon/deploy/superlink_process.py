@@ -1,4 +1,4 @@
-"""The process of Flower's SuperLink: it dies with its parent, takes no message beyond a size, and logs no request.
+"""The process of Flower's SuperLink: it dies with its parent, accepts no message above a size, and logs no request.
 
 Run by its path, not imported: it needs Flower and nothing of fedrecon.
 """
@@ -13,7 +13,7 @@ MOST = "FEDRECON_MOST_BYTES"  # the environment variable that says how large a r
 
 
 class Bounded:
-    """An ASGI application that refuses requests beyond a size before anything of them is kept."""
+    """An ASGI application that refuses requests above a size before it keeps any part of them."""
 
     def __init__(self, app: Any, most: int):
         """Stand before `app`."""

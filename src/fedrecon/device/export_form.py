@@ -21,7 +21,7 @@ from fedrecon.model import Batch, Step, predict_in
 from fedrecon.models.text.merging import plain_layers
 from fedrecon.trees import Params
 
-HIGHEST_LOG = 80.0  # what is predicted above is that: float32 ends at the exponential of 88
+HIGHEST_LOG = 80.0  # higher predictions are cut to this: float32 ends at the exponential of 88
 
 
 class Form(NamedTuple):
@@ -30,7 +30,7 @@ class Form(NamedTuple):
     Attributes:
       reconstruct: `(global, start, columns of (N, ...), count) -> local`; a model's evidence is added to the start.
       predict: `(global, local, columns) -> array`.
-      start: where reconstruction starts: the learned default, or fresh parameters as those of a single client.
+      start: where reconstruction starts: the learned default, or the fresh parameters of a single client.
       limit: how many examples reconstruction can use; None for no limit.
       evidence: whether the support moves the start.
     """
@@ -46,7 +46,7 @@ def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool
     """Return the form of an algorithm that is exported.
 
     Args:
-      algorithm: whose reconstruction it is.
+      algorithm: the algorithm to export.
       params: global parameters.
       seed: of the start, where it is not learned: the start of the only client in `fr.reconstruct(..., seed=seed)`.
       ranked: predict as in training, which is not clipped: clipped predictions of the best items are all the same.
@@ -57,7 +57,7 @@ def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool
     start = model.init_local(key) if model.default_local is None else model.default_local(params)
 
     def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
-        # A key cannot be given to a device that draws other numbers; so the start is given instead.
+        # A device would draw other numbers from a key, so it gets the start instead.
         given = algorithm.define(model._replace(init_local=lambda key: start, default_local=None))
         support = Examples({name: column[None] for name, column in columns.items()}, count[None])
         unused_keys = jnp.zeros((1, 2), jnp.uint32)
@@ -75,10 +75,10 @@ def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool
 
 
 def of_counts(form: Form, feature: str = "rating") -> Form:
-    """Return a form that takes and gives counts, of one that has learned log(1 + count).
+    """Make a form that has learned log(1 + count) take and give counts.
 
     Args:
-      form: what was learned from logarithms.
+      form: the form, learned from logarithms.
       feature: the column that holds the counts; what is below 0 counts as 0, as in training.
     """
 
@@ -93,11 +93,11 @@ def of_counts(form: Form, feature: str = "rating") -> Form:
 
 
 def of_weighed(form: Form, weight: Callable[[Array], Array], feature: str = "rating") -> Form:
-    """Return a form that takes counts, of one whose examples weigh what `weight` makes of them.
+    """Make a form whose examples have weights take counts, which `weight` turns into weights.
 
     Args:
-      form: what reads the column `weight`.
-      weight: of a count; what is below 1 counts as 1.
+      form: the form, which reads the column `weight`.
+      weight: the weight of a count; counts below 1 are taken as 1.
       feature: the column that holds the counts.
     """
 

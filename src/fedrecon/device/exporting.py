@@ -29,8 +29,8 @@ class Legend(NamedTuple):
       files: JSON contents by the name of the file.
       scale: the lowest and highest rating; None if there is none.
       least_count: items with fewer ratings are not recommended.
-      roles: where a page without ONNX finds its tables, by what they are.
-      adapt: what makes of the exported form one that takes and gives what people have, such as counts where the model
+      roles: where a page without ONNX finds its tables, by their role.
+      adapt: turns the exported form into one that takes and gives what people have, such as counts where the model
         has learned their logarithms; None to leave it as it is.
       exact: patterns of tables that are never quantised.
     """
@@ -50,7 +50,7 @@ class Legend(NamedTuple):
 
 
 def wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return columns of types that ONNX Runtime computes with: whole numbers of 32 bits, floats of 32."""
+    """Return columns in the types that ONNX Runtime computes with: 32-bit integers and floats."""
     arrays = {name: np.asarray(column) for name, column in columns.items()}
     wide = {"i": np.int32, "u": np.int32, "f": np.float32}
     return {name: one.astype(wide.get(one.dtype.kind, one.dtype)) for name, one in arrays.items()}

@@ -126,7 +126,7 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _loop(steps: int, step: Callable[[Array, Any], Any], carry: Any) -> Any:
-    """Do what `lax.fori_loop` does, and always as a loop with a condition: the one kind that exporters know well."""
+    """Do what `lax.fori_loop` does, but always as a loop with a condition: the one kind that exporters know well."""
     start = (jnp.int32(0), carry)
     return lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, step(c[0], c[1])), start)[1]
 
@@ -153,7 +153,7 @@ def _linear_solve(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Solve a linear system by elimination with masks in place of indices.
 
     The matrix is what the equation's product makes of unit vectors, which is exact. Without pivots this is right for
-    positive definite matrices, which least squares has; whatever else comes along is found by comparing with JAX.
+    positive definite matrices, which least squares has; the comparison with JAX finds any others.
     """
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     of_product, right = values[: lengths.matvec], values[sum(lengths) :]
@@ -189,7 +189,7 @@ def eliminated(matrix: Array, vector: Array) -> Array:
 def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Add rows at indices as a product with one-hot vectors: what the gradient of reading rows comes to.
 
-    Indices outside the table match no row, and add nothing, as JAX has it for gradients.
+    Indices outside the table match no row, and add nothing, as in JAX's gradients.
     """
     operand, indices, updates = values
     numbers = equation.params["dimension_numbers"]
@@ -203,14 +203,14 @@ def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     first = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
     flat = jnp.transpose(updates, (*first, *numbers.update_window_dims)).reshape(len(places), -1)
     hot = (places[:, None] == jnp.arange(rows, dtype=places.dtype)).astype(updates.dtype)
-    summed = hot.T @ flat  # (rows, what else there is of a row)
+    summed = hot.T @ flat  # (rows, the rest of a row)
     rest = [size for dim, size in enumerate(operand.shape) if dim != axis and dim not in batching]
     moved = jnp.moveaxis(summed.reshape(rows, *rest), 0, axis - sum(dim < axis for dim in batching))
     return [operand + moved.reshape(operand.shape)]
 
 
 def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Write reading slices that are whole but in one dimension as reading rows, whatever their form."""
+    """Write a gather of slices that are whole in all dimensions but one as reading rows."""
     operand, indices = values
     params, numbers = equation.params, equation.params["dimension_numbers"]
     sizes, mapped = params["slice_sizes"], numbers.start_index_map
@@ -233,7 +233,7 @@ def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Write a product over one dimension as a plain one of matrices: last of the left, first of the right.
+    """Write a product over one dimension as a matrix product: last dimension of the left, first of the right.
 
     The exporter guesses which side is transposed from sizes, and guesses wrong where one of them is 1.
     """
@@ -247,7 +247,7 @@ def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return [equation.primitive.bind(left, right, **params)]
 
 
-MOST_BELOW = 256  # places of which every pair is looked at
+MOST_BELOW = 256  # the most places of which every pair is compared
 
 
 def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:

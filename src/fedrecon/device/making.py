@@ -52,29 +52,29 @@ def bundle(
     """Write a bundle that reconstructs and predicts wherever ONNX Runtime runs.
 
     Args:
-      algorithm: whose reconstruction it is.
+      algorithm: the algorithm to export.
       params: the trained global parameters.
       out: the folder to write.
-      like: made-up examples, one array a feature: their types and shapes count, and they are written into the bundle
+      like: made-up examples, one array per feature. They give types and shapes, and are written into the bundle
         as test vectors. Never give a person's own.
       ask: examples to predict for, with the features that predictions read; those of `like` by default.
       most: how many examples of a person a device uses, the newest ones.
-      seed: of where reconstruction starts, for models whose start is not learned.
+      seed: the seed of the start of reconstruction, for models whose start is not learned.
       quantise: store tables in `int8` or `float16`; None keeps float32.
-      settings: the solver's, written into the manifest for whoever runs it without ONNX.
+      settings: the solver's settings, written into the manifest for runtimes without ONNX.
       legend: what ids stand for.
       web: `manifest so far -> files` of a page; None for no page.
-      onnx: without, neither graphs nor StableHLO are written: enough for the page of a model that ranks items, and
-        needs no exporter.
-      replace: whether a bundle that is there is replaced. A folder with other files never is.
+      onnx: whether to write graphs and StableHLO. The page of a model that ranks items needs neither; without them,
+        no exporter is needed.
+      replace: whether to replace a bundle that is there. A folder with other files is never replaced.
 
     Returns:
       The folder.
 
     Raises:
-      ExportError: something cannot be translated to ONNX. The folder is there all the same and holds the StableHLO
+      ExportError: something cannot be translated to ONNX. The folder is written all the same and holds the StableHLO
         form; the message names the operation and the parameter.
-      StorageError: the folder to be replaced holds something that is not of a bundle.
+      StorageError: the folder to be replaced holds something that is not part of a bundle.
     """
     if replace:
         check_bundle(Path(out))
@@ -82,7 +82,7 @@ def bundle(
     examples = wide(like)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
     stored = packed(leaves, quantise, legend.exact)
-    tables = unpacked(stored)  # what a device computes with; so test vectors come from them
+    tables = unpacked(stored)  # a device computes with these, so test vectors come from them
     form = export_form(algorithm, unflatten(structure, tables), seed, ranked=legend.ranks)
     form = form if legend.adapt is None else legend.adapt(form)
     most = most if form.limit is None else min(most, form.limit)
@@ -133,10 +133,10 @@ def bundle(
 
 
 def check_bundle(folder: Path) -> None:
-    """Check that a folder is not there, is empty or holds a bundle and nothing else: that it may be replaced.
+    """Check that a folder may be replaced: it does not exist, is empty, or holds a bundle and nothing else.
 
     Raises:
-      StorageError: it is somebody else's.
+      StorageError: it holds something else.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -177,10 +177,10 @@ def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _warm(settings: Mapping[str, Any] | None, form: Form, legend: Legend) -> bool:
-    """Say whether a device should go on from its old local parameters.
+    """Say whether a device should continue from its old local parameters.
 
     Not where the solution does not depend on the start (least squares), where the support moves the start, or for
-    items: there a reconstruction takes milliseconds, and from one start it does not depend on the past.
+    items: there a reconstruction takes milliseconds, and from a fixed start it does not depend on the past.
     """
     descends = (settings or {}).get("solver", "gradient-descent") == "gradient-descent"
     return descends and not form.evidence and not legend.ranks

@@ -15,7 +15,7 @@ from jax.extend import core
 from fedrecon.device.inlining import inlined, used_inputs
 
 LARGE = 256  # numbers of a constant that is worth replacing
-OPSET = 21  # that ONNX Runtime reads since 1.18, on phones and in browsers too
+OPSET = 21  # ONNX Runtime reads it since 1.18, also on phones and in browsers
 
 
 class ExportError(ValueError):
@@ -63,7 +63,7 @@ def to_onnx(
     try:
         with _quiet():
             model = jax2onnx.to_onnx(flat, given, opset=OPSET, input_names=names, output_names=list(outputs))
-    except Exception as problem:  # whatever an operation without translation ends in
+    except Exception as problem:  # an operation without translation may raise anything
         raise ExportError(_explained(problem, function, shapes)) from problem
     _clean(model)
     return OnnxGraph(

@@ -1,4 +1,4 @@
-"""The page of a bundle: its files with what only this bundle knows filled in, and a server on this machine for it."""
+"""The page of a bundle: its files, filled in for this bundle, and a server for it on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     """Return the files of the page by their name in the bundle.
 
     Args:
-      manifest: of the bundle so far, the page's own files not among its files.
+      manifest: the bundle's manifest so far, without the page's own files.
       vendor: the folder `dist` of the npm package onnxruntime-web, for a task whose page needs it.
 
     Raises:
@@ -60,7 +60,7 @@ def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
 
 
 def check_vendor(vendor: Path) -> None:
-    """Check that a folder holds what a page of text takes from onnxruntime-web.
+    """Check that a folder holds what a page of text needs of onnxruntime-web.
 
     Raises:
       ValueError: a file is missing.
@@ -73,7 +73,7 @@ def check_vendor(vendor: Path) -> None:
 
 
 def page_lacks(manifest: Mapping[str, Any]) -> str | None:
-    """Return what a bundle's page cannot work without and does not have; None if it has all."""
+    """Return what a bundle's page needs and does not have; None if it has everything."""
     needed = () if manifest["task"] in ITEM_TASKS else [*(f"web/vendor/{name}" for name in VENDORED), *FOR_TEXT]
     return next((name for name in needed if name not in manifest["files"]), None)
 
@@ -84,14 +84,14 @@ def policy(manifest: Mapping[str, Any]) -> str:
 
 
 def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
-    """Return a server of a bundle's files for browsers of this machine; call its `serve_forever`.
+    """Return a server of a bundle's files for browsers on this machine; call its `serve_forever`.
 
     Args:
-      folder: the bundle. Files that its manifest does not name are not served; a bundle that takes its place is.
+      folder: the bundle. Files that its manifest does not name are not served; a bundle that replaces it is.
       port: on 127.0.0.1; 0 for any that is free.
 
     Raises:
-      BundleError: the folder is no bundle, or has no page.
+      BundleError: the folder is not a bundle, or has no page.
     """
     manifest = read_manifest(folder)
     if "web/index.html" not in manifest["files"]:

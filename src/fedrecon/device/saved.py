@@ -24,7 +24,7 @@ from fedrecon.device.tables import Quantisation
 from fedrecon.device.vectors import made_up_clicks, made_up_ratings
 from fedrecon.trees import flatten
 
-MOST_ROOM = 10**5  # examples of one person: graphs have room for so many, and are tried out with them
+MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
 
 
 def bundle_model(
@@ -45,12 +45,12 @@ def bundle_model(
       out: the folder to write.
       most: how many examples of a person a device uses, the newest ones.
       quantise: store tables in `int8` or `float16`; None keeps float32.
-      least_count: items with fewer ratings in training are not recommended, where that is known; as the model's
-        settings say by default.
+      least_count: items with fewer ratings in training are not recommended, where that is known; by default as
+        the model's settings say.
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
-      onnx: without, no graphs are written: enough for the page of a model that ranks items, and needs no
-        exporter.
-      replace: whether a bundle that is there is replaced.
+      onnx: whether to write graphs. The page of a model that ranks items needs none; without them, no exporter is
+        needed.
+      replace: whether to replace a bundle that is there.
 
     Raises:
       ValueError: jax2onnx is not installed, `onnxruntime_web` is not that folder, or something cannot be exported
@@ -59,7 +59,7 @@ def bundle_model(
     check_number("most", most, least=1, most=MOST_ROOM)
     check_number("least_count", least_count, most=MOST_ROUNDS)
     if onnxruntime_web is not None:
-        check_vendor(onnxruntime_web)  # before anything is exported, which takes long
+        check_vendor(onnxruntime_web)  # before the export, which takes long
     if saved.task in (RATINGS, CLICKS):
         legend, number = items_legend(saved, least_count), len(saved.legend)
         if saved.task is RATINGS:
@@ -134,14 +134,14 @@ def items_legend(saved: SavedModel[Items], least_count: int | None = None) -> Le
 
 
 def _short(ids: list[Any]) -> Any:
-    """Write ids that are numbers in a row as the first and their number."""
+    """Write ids that are consecutive numbers as the first and their count."""
     if all(isinstance(one, int) for one in ids) and ids == list(range(ids[0], ids[0] + len(ids))):
         return {"first": ids[0], "count": len(ids)}
     return ids
 
 
 def _roles(saved: SavedModel[Items]) -> dict[str, str]:
-    """Return where the tables of a factorization are, by what they are."""
+    """Return where the tables of a factorization are, by their role."""
     found = {}
     for path in flatten(saved.params)[0]:
         role = "/".join(part for part in path.split("/") if part != "shared")

@@ -1,4 +1,4 @@
-"""Tables as a device gets them: float32, float16, or int8 with a scale a row."""
+"""Tables as a device gets them: float32, float16, or int8 with a scale per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedrecon_device.tensors import GLOBAL, ROW_SCALE, START, as_float32
 
 Quantisation = Literal["int8", "float16"]
 SMALL = 1024  # numbers: smaller leaves stay float32: quantising them would save next to nothing
-NARROW = 2  # numbers of a row: with a scale of two bytes, int8 rows of so few are no smaller than float16
+NARROW = 2  # numbers of a row: with a scale of two bytes, int8 rows this short are no smaller than float16
 
 
 def packed(
@@ -23,7 +23,7 @@ def packed(
 
     Args:
       leaves: float arrays by path.
-      quantise: `int8`, with one float16 scale for each row of a table, and in float16 what has few numbers a row; or
+      quantise: `int8`, with one float16 scale per row of a table, and float16 for tables with few numbers per row; or
         `float16`; None keeps float32.
       exact: patterns of paths that stay float32.
 
@@ -52,7 +52,7 @@ def packed(
 
 
 def _halves_from(scale: np.ndarray, path: str) -> np.ndarray:
-    """Return scales in float16, none smaller than given: divided by it, no number of a row is above 127."""
+    """Return scales in float16, rounded up: divided by its scale, no number of a row is above 127."""
     if np.max(scale) > np.finfo(np.float16).max:
         raise ValueError(f"global parameter {path!r} has entries above 8,319,008: rows of int8 cannot hold them")
     near = scale.astype(np.float16)

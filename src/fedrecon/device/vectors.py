@@ -12,11 +12,11 @@ Columns = Mapping[str, np.ndarray]
 
 
 def promised(values: Any, unlike: Any = None) -> dict[str, Any]:
-    """Write an array for a test vector: all of a small one, of a large one the places that say most.
+    """Write an array for a test vector: all of a small one, the most telling places of a large one.
 
     Args:
       values: the array.
-      unlike: what it was before; of a large array, the places that differ most from it are written, and every so many.
+      unlike: what it was before. Of a large array, the places that differ most from it are written, and some others.
     """
     array = np.asarray(values, np.float32)
     flat = array.reshape(-1)
@@ -34,7 +34,7 @@ def numbers(values: Any) -> list[float]:
 
 
 def plain(columns: Columns) -> dict[str, Any]:
-    """Write columns of examples as JSON has them."""
+    """Write columns of examples as JSON values."""
     return {
         name: numbers(column) if column.dtype.kind == "f" and column.ndim == 1 else column.tolist()
         for name, column in columns.items()

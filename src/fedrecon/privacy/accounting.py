@@ -1,11 +1,11 @@
-"""What noise costs what privacy: epsilon of noise, and the noise for an epsilon.
+"""The privacy that noise buys: the epsilon of given noise, and the noise for a given epsilon.
 
 One unit of privacy is one client: whether it ever took part at all. A round adds Gaussian noise of standard deviation
 `noise_multiplier` times the clipping norm to the sum of clipped uploads. Each client takes part in a round with
-probability `per_round / clients`, independently and without the observer knowing (Poisson sampling). Who sees who takes
-part, as a server does, must not count on that: for them, `per_round = clients`.
+probability `per_round / clients`, independently and without the observer knowing (Poisson sampling). Against
+an observer who sees who takes part, such as the server, this does not hold: use `per_round = clients`.
 
-Computed with the privacy loss distributions of dp-accounting, which jax-privacy brings. Rounding is upwards always.
+Computed with the privacy loss distributions of dp-accounting, which comes with jax-privacy. It always rounds up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fedrecon.privacy import renyi
 from fedrecon.privacy.extra import require
 
-MOST_ROUNDS = 10**6  # beyond, rounding upwards takes over: losses of a round are smaller than its steps
+MOST_ROUNDS = 10**6  # beyond this, rounding up takes over: losses of a round are smaller than its steps
 MOST_EPSILON = 1e4
 LEAST_NOISE, MOST_NOISE = 0.05, 1e6  # multipliers: less promises nothing, and cannot be counted in reasonable memory
 
@@ -31,10 +31,10 @@ class Release(NamedTuple):
       rate: the probability with which a client took part, unseen; 1 if no sampling can be claimed.
       rounds: how often.
       mechanism: `gaussian`, or `skellam` for noise that clients added in integers.
-      count_noise: of adaptive clipping: the standard deviation of the noise in the count of clients below the norm.
-      steps: of skellam: the most that one client can add to the sum, its norm in integers.
-      length: of skellam: how many entries a client sends.
-      apart: promised: a client takes part once in so many rounds at most; None if it may be in every round.
+      count_noise: with adaptive clipping, the standard deviation of the noise in the count of clients below the norm.
+      steps: with skellam, the most that one client can add to the sum, its norm in integers.
+      length: with skellam, how many entries a client sends.
+      apart: a promise that a client takes part at most once in this many rounds; None if it may be in every round.
       purpose: what was released, where it is not a round of training, such as `round zero`.
     """
 
@@ -58,29 +58,29 @@ class Release(NamedTuple):
         return combined_noise(self.noise_multiplier, self.count_noise)
 
     def check(self) -> Release:
-        """Return the same, or say what makes no sense."""
+        """Return the same release, or say what makes no sense in it."""
         if not (self.noise_multiplier > 0 and math.isfinite(self.noise_multiplier)):
             raise ValueError(
                 f"the noise multiplier is {self.noise_multiplier}; without noise there is no privacy to count"
             )
         if not 0 < self.rate <= 1:
-            raise ValueError(f"the sampling rate is {self.rate}; a probability above 0 was expected")
+            raise ValueError(f"the sampling rate is {self.rate}; it must be a probability above 0")
         if not 0 <= self.rounds <= MOST_ROUNDS:
-            raise ValueError(f"{self.rounds} rounds; there can be none at least, and {MOST_ROUNDS:,} at most")
+            raise ValueError(f"`rounds` is {self.rounds}; it must be from 0 to {MOST_ROUNDS:,}")
         if self.apart is not None and (self.apart < 1 or self.rate < 1):
-            raise ValueError(f"rounds {self.apart} apart with rate {self.rate}; count on one of them, chance or order")
+            raise ValueError(f"rounds {self.apart} apart with rate {self.rate}; rely on one of them, not both")
         if self.mechanism not in ("gaussian", "skellam"):
-            raise ValueError(f"there is no mechanism {self.mechanism!r}; there are gaussian and skellam")
+            raise ValueError(f"the mechanism is {self.mechanism!r}; use gaussian or skellam")
         if self.mechanism == "skellam" and (not self.steps or not self.length):
-            raise ValueError("of skellam noise, `steps` and `length` must be known")
+            raise ValueError("skellam noise needs `steps` and `length`")
         return self
 
 
 def default_delta(clients: int) -> float:
-    """Return the customary delta: a little below one in the number of clients.
+    """Return the usual delta: a little below one over the number of clients.
 
     Args:
-      clients: in the population.
+      clients: how many there are in the population.
     """
     _check_clients(clients)
     return clients**-1.1
@@ -140,7 +140,7 @@ def epsilon_after(
 
     Args:
       noise_multiplier: standard deviation of the noise in the sum, in units of the clipping norm.
-      clients: in the population.
+      clients: how many there are in the population.
       per_round: how many take part in a round, on average.
       rounds: how many.
       delta: of the guarantee; `clients ** -1.1` by default.
@@ -170,11 +170,11 @@ def noise_for(
 
     Args:
       epsilon: of the guarantee.
-      clients: in the population.
+      clients: how many there are in the population.
       per_round: how many take part in a round, on average.
       rounds: how many.
       delta: of the guarantee; `clients ** -1.1` by default.
-      before: what was released already and counts, too.
+      before: what was released before, which counts too.
       release: what all rounds release, as a function of the noise multiplier, such as
         `lambda z: share_of_noise(clip, length, z, ...).release(rate, rounds)`; Gaussian noise by default.
 
@@ -190,7 +190,7 @@ def noise_for(
             "learned, above about 20 nothing is promised"
         )
     if not 1 <= rounds <= MOST_ROUNDS:
-        raise ValueError(f"`rounds` is {rounds}; there must be one at least, and {MOST_ROUNDS:,} at most")
+        raise ValueError(f"`rounds` is {rounds}; it must be from 1 to {MOST_ROUNDS:,}")
     spent = epsilon_of(before, chosen)
     if spent >= epsilon:
         raise ValueError(f"epsilon {epsilon:g} cannot be reached: {spent:.3g} was spent before the first round")
@@ -250,7 +250,7 @@ def update_noise_for(noise_multiplier: float, count_noise: float) -> float:
 
     Args:
       noise_multiplier: of both together.
-      count_noise: standard deviation of the noise in the count; a twentieth of the clients in a round is customary.
+      count_noise: standard deviation of the noise in the count; a twentieth of the clients in a round is usual.
     """
     if not 2 * count_noise > noise_multiplier:
         raise ValueError(
@@ -269,14 +269,14 @@ def sampling_rate(clients: int, per_round: float) -> float:
     """Return the probability with which a client takes part in a round.
 
     Args:
-      clients: in the population.
+      clients: how many there are in the population.
       per_round: how many take part, on average.
     """
     _check_clients(clients)
     if not per_round > 0:
         raise ValueError(f"`per_round` is {per_round}; a round needs clients")
     if per_round > clients:
-        raise ValueError(f"{per_round:g} clients a round cannot be drawn from {clients}")
+        raise ValueError(f"{per_round:g} clients per round cannot be drawn from {clients}")
     return per_round / clients
 
 
@@ -288,7 +288,7 @@ def check_delta(delta: float) -> None:
     """
     if not 0 < delta < 1:
         raise ValueError(
-            f"`delta` is {delta}; it is the probability that the promise fails, above 0 and well below one in the "
+            f"`delta` is {delta}; it is the probability that the promise fails, above 0 and well below one over the "
             "number of clients"
         )
 

@@ -24,7 +24,7 @@ from fedrecon.upload import RowChanges
 
 
 class Victims(NamedTuple):
-    """People whose uploads are attacked, and all that is true of them.
+    """People whose uploads are attacked, and the truth about them.
 
     Attributes:
       uploads: `(people, entries)` what each uploads, whole, in one row.
@@ -35,7 +35,7 @@ class Victims(NamedTuple):
       local: `(people, numbers)` the local parameters of the round.
       vector: `(people, width)` the local vector that multiplies rows of the table; None if there is none.
       vector_path: its path among the local parameters.
-      ratings: `(people, rows)` what the query says of each row; NaN elsewhere. None if there are no ratings.
+      ratings: `(people, rows)` what the query says about each row; NaN elsewhere. None if there are no ratings.
     """
 
     uploads: np.ndarray
@@ -51,7 +51,7 @@ class Victims(NamedTuple):
 def observe(
     algorithm: Algorithm, message: Message, clients: Clients, key: Any, *, rating: str
 ) -> tuple[Victims, Cohort]:
-    """Run a round on clients, and note what each uploads and what is true of it.
+    """Run a round on clients, and record what each uploads and the truth about it.
 
     Args:
       algorithm: what is trained.
@@ -135,7 +135,7 @@ def _ratings(cohort: Cohort, features: tuple[str, ...], size: int, rating: str) 
 
 
 def _distinct(values: np.ndarray) -> np.ndarray:
-    """Return the numbers other than 0 that values have, apart from the rounding of single precision."""
+    """Return the distinct values other than 0, up to the rounding of single precision."""
     close = np.round(values, 4)
     return np.array([np.median(values[close == level]) for level in np.unique(close) if level])
 
@@ -169,12 +169,12 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
 
 
 class RatingAttack:
-    """Solves for ratings: given the local vector, a change is a straight function of the rating.
+    """Solves for ratings: given the local vector, a change is a linear function of the rating.
 
-    The server knows its own settings, so it lets its own client function run on a made-up person who has the guessed
+    The server knows its own settings, so it runs its own client function on a made-up person who has the guessed
     vector and the rows that changed, with ratings of 0 and of 1. The slope is one number for all rows of full batches
-    and another for those of the last, shorter one; of two possible ratings that which is nearer to one that people give
-    is taken.
+    and another for those of the last, shorter one; of two possible ratings it takes the one nearer to a rating that
+    people give.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class RatingAttack:
 
     @functools.cached_property
     def _predictions(self) -> Any:
-        """Compile predictions of all rows: for some rows, each number of them would be compiled anew."""
+        """Compile predictions of all rows: for some rows, each number of rows would be compiled separately."""
         model, vector, table = self._algorithm.model, self._victims.vector_path, self._victims.table
         assert vector is not None
         assert table is not None

@@ -2,8 +2,8 @@
 
 A canary is a client whose upload is a random direction at the clipping norm (`Canaries`). A coin decides whether it
 takes part. The attacker looks for each canary's direction in everything that was released; if those inside can be told
-from those outside better than epsilon allows, the promise is broken. That the attacker fails proves nothing: the result
-is a lower bound. Canaries take part among real clients and are clipped and noised as they are.
+from those outside better than epsilon allows, the promise is broken. If the attacker fails, that proves nothing: the
+result is a lower bound. Canaries take part among real clients and are clipped and noised like them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def audit(inside: np.ndarray, outside: np.ndarray, *, claimed: float, delta: flo
     if not 0.5 < confidence < 1:
         raise ValueError(f"`confidence` is {confidence}; it must be above 0.5 and below 1")
     if not claimed > 0:
-        raise ValueError(f"`claimed` is {claimed}; an epsilon above 0 was expected")
+        raise ValueError(f"`claimed` is {claimed}; it must be an epsilon above 0")
     inside, outside = _checked("inside", inside), _checked("outside", outside)
     auditor = require("jax_privacy.auditing").CanaryScoreAuditor(inside, outside)
     return Audit(
@@ -131,7 +131,7 @@ def _upper(count: np.ndarray, of: int, doubt: float) -> np.ndarray:
 def _checked(name: str, scores: np.ndarray) -> np.ndarray:
     array = np.asarray(scores, np.float64)
     if array.ndim != 1 or len(array) < 10:
-        raise ValueError(f"`{name}` has the shape {array.shape}; an audit needs ten or more scores in a row")
+        raise ValueError(f"`{name}` has the shape {array.shape}; an audit needs one dimension with ten or more scores")
     if not np.isfinite(array).all():
         raise ValueError(f"`{name}` has scores that are not finite; without finite models there is nothing to audit")
     return array
@@ -156,7 +156,7 @@ class Canaries:
           seed: of the audit.
         """
         if not 20 <= count <= length:
-            raise ValueError(f"{count} canaries for uploads of {length} entries; from 20 to one an entry were expected")
+            raise ValueError(f"{count} canaries for uploads of {length} entries; expected from 20 to one per entry")
         rng = np.random.default_rng(seed)
         entries = length // count  # of each canary
         self._length = length

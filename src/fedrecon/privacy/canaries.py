@@ -30,7 +30,7 @@ from fedrecon.upload import DELTA, Total, Upload, add, no_total
 
 Sabotage = Literal["none", "half-noise", "no-clipping", "twice"]
 By = Literal["server", "clients", "round-zero"]
-TOO_LONG = 10.0  # canaries upload so many times the clipping norm: only clipping keeps them to it
+TOO_LONG = 10.0  # canaries upload this many times the clipping norm: only clipping cuts them to it
 PER_ROUND = 50
 REAL = 40  # clients beside the canaries
 RATED = 4  # items of a canary in round zero, which nobody else has
@@ -68,7 +68,7 @@ def audit_run(
     noise, norm = noise_multiplier, clip
     if sabotage == "half-noise":
         noise /= 2
-    if sabotage == "no-clipping":  # to a norm that nobody reaches, with noise as if there were none such
+    if sabotage == "no-clipping":  # clip to a norm that nobody reaches, with noise for the norm that was promised
         noise, norm = noise / (2 * TOO_LONG), 2 * TOO_LONG * clip
     items, dim = 200, max(2, -(-2 * canaries // 200))
     drawn = Canaries(canaries, items * dim, seed)
@@ -144,9 +144,9 @@ def _row(params: Any) -> np.ndarray:
 
 
 def _audit_round_zero(noise: float, canaries: int, delta: float, seed: int, sabotage: Sabotage) -> Audit:
-    """Ask canaries, who each rated some items that nobody else has, what round zero asks; look for their answers."""
+    """Ask canaries the questions of round zero, each with items that nobody else has; look for their answers."""
     if sabotage == "no-clipping":
-        raise ValueError("answers of round zero have norm 1 by how they are made; there is no clipping to leave out")
+        raise ValueError("answers of round zero have norm 1 by construction; there is no clipping to leave out")
     rng = np.random.default_rng([seed, 2])
     items = canaries * RATED
     item = rng.permutation(items)
@@ -172,6 +172,6 @@ def _audit_round_zero(noise: float, canaries: int, delta: float, seed: int, sabo
 
 
 def _extremes(rng: np.random.Generator, canaries: int) -> np.ndarray:
-    """Return ratings of 1 and 5, half of each for every canary, in random order: answers as long as there can be."""
+    """Return ratings of 1 and 5, half of each for every canary, in random order: the longest possible answers."""
     half = np.tile(np.repeat([1.0, 5.0], RATED // 2), (canaries, 1))
     return rng.permuted(half, axis=1).reshape(-1)

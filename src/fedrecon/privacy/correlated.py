@@ -4,7 +4,7 @@ With independent noise the errors of all rounds add up in the model. Correlated 
 `C^-1 Z` instead of `Z`, where row t of `Z` is fresh noise and `C` is a lower triangular matrix with few bands. A client
 whose rounds are at least as far apart as there are bands changes the rows of `C` times its uploads by one column for
 each time, and these columns do not overlap: k times cost what k releases with the noise of `Z` cost. So nothing has to
-be drawn at random or kept unseen. What must be promised is that nobody takes part twice within so many rounds.
+be drawn at random or kept unseen. What must be promised is that nobody takes part twice within that many rounds.
 
 References: Choquette-Choo et al., (Amplified) banded matrix factorization, NeurIPS 2023.
 """

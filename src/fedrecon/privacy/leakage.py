@@ -1,4 +1,4 @@
-"""What a server could learn of people from what they upload: attacks, a table, a picture, plain words."""
+"""What a server could learn about people from what they upload: attacks, a table, a picture, plain words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPS = (2, 5, 10, 50)
 
 
 class Exposure(NamedTuple):
-    """How much one kind of upload gives away, on average over the people attacked. NaN where there is no such thing.
+    """How much one kind of upload gives away, on average over the people attacked. NaN where it does not apply.
 
     Attributes:
       kind: what the server sees, such as `sum of 10`.
@@ -30,8 +30,8 @@ class Exposure(NamedTuple):
       local: cosine between a person's local parameters and the attacker's guess; 1 is the same direction.
       ratings: mean absolute error of the guessed ratings of a person's rows; the length of the local vector is taken
         as known.
-      rank: where the person is when it is ordered by how well it fits with known people who did not take part, the same
-        number of them (`Leakage.strangers`) for every kind; 1 is first.
+      rank: the person's rank, by how well it fits, among known people who did not take part, the same number of them
+        (`Leakage.strangers`) for every kind; 1 is first.
       first: share of people who fit better than all of these.
     """
 
@@ -50,7 +50,7 @@ class Leakage:
     Attributes:
       exposures: by kind of upload, plain ones first; `guessing`, which looks at no upload, is the last.
       people: how many were attacked, and are known to the attacker.
-      strangers: with how many who did not take part each was compared.
+      strangers: how many people who did not take part each was compared with.
       clip: the norm that uploads were clipped to where noise was added.
       noise_multiplier: of that noise.
     """
@@ -66,7 +66,7 @@ class Leakage:
         for exposure in self.exposures:
             if exposure.kind == kind:
                 return exposure
-        raise KeyError(f"{kind!r}; there are: {', '.join(exposure.kind for exposure in self.exposures)}")
+        raise KeyError(f"{kind!r} is not one of the kinds: {', '.join(exposure.kind for exposure in self.exposures)}")
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of columns, and rows of text."""
@@ -77,7 +77,7 @@ class Leakage:
         ]
 
     def summary(self) -> str:
-        """Say in plain words what the server knows of somebody who sends a plain upload."""
+        """Say in plain words what the server learns about somebody who sends a plain upload."""
         plain, guess = self.exposures[0], self.exposures[-1]
         told = []
         if np.isfinite(plain.rows):
@@ -89,9 +89,9 @@ class Leakage:
         told.append(f"which of {self.strangers + 1} known people they are in {plain.first:.0%} of cases")
         last = self.exposures[-2]
         return (
-            f"From one plain upload a server learns of a person {'; '.join(told)}. Of somebody in a {last.kind}: "
+            f"From one plain upload a server learns about a person {'; '.join(told)}. About one in a {last.kind}: "
             f"{_share(last.rows)} of rows, cosine {_number(last.local)}, and who they are in {_share(last.first)}. "
-            "These are attacks that we know; that they fail proves nothing."
+            "These are the attacks that we know; where they fail, that proves nothing."
         )
 
     def __str__(self) -> str:
@@ -140,17 +140,17 @@ def leakage(
     """Attack uploads as a curious server would, and say what it learns.
 
     The attacker knows the model, the settings and what was sent to clients. To say whose upload it is, it also knows
-    all the data of these people, and asks who of them took part. Uploads are attacked as they are, in sums of several
+    all the data of these people, and asks which of them took part. Uploads are attacked as they are, in sums of several
     people, and in sums of clipped uploads with noise.
 
     Args:
       algorithm: what is trained; its aggregator does not matter.
       params: the global parameters that people start from.
       clients: people to attack.
-      groups: sizes of the sums to attack, as far as there are more people.
+      groups: sizes of the sums to attack; those with all people or more are left out.
       clip: the norm for the sum with noise; by default the median of the uploads'.
       noise_multiplier: the noise there, in units of the norm.
-      most: attack at most so many people, the first.
+      most: attack at most this many people, the first ones.
       rating: the feature that the attacker wants to know of each row, if the model has it.
       seed: of the round, of who is summed up with whom, and of the noise.
 
@@ -161,7 +161,9 @@ def leakage(
         raise ValueError(f"{min(len(clients), most)} people; it takes two or more to ask which of them it was")
     algorithm = decide_lookups(algorithm, clients)
     if algorithm.method.keep is not None:
-        raise ValueError("this method's clients keep something from round to round; only others can be attacked")
+        raise ValueError(
+            "this method's clients keep something from round to round; only methods without that can be attacked"
+        )
     people = clients.take(np.arange(min(len(clients), most)))
     state = algorithm.init(jax.random.key(seed))
     state = state._replace(method=state.method._replace(params=jax.tree.map(jax.numpy.asarray, params)))

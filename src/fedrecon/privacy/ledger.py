@@ -1,4 +1,4 @@
-"""A ledger: how much privacy was spent, on what, and how much may be."""
+"""A ledger: how much privacy was spent, on what, and how much is allowed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ledger:
     """What was released about one population of clients. Adding returns a new ledger.
 
     Attributes:
-      clients: in the population.
+      clients: how many there are in the population.
       delta: of the guarantee.
       budget: the largest epsilon that is allowed; None for no limit.
       releases: what was released, in order.
@@ -42,7 +42,7 @@ class Ledger:
         if self.clients < 2:
             raise ValueError(f"`clients` is {self.clients}; nobody can hide among fewer than 2")
         if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"`budget` is {self.budget}; an epsilon above 0 was expected, or None for no limit")
+            raise ValueError(f"`budget` is {self.budget}; give an epsilon above 0, or None for no limit")
 
     @property
     def epsilon(self) -> float:
@@ -51,13 +51,13 @@ class Ledger:
 
     @property
     def rounds(self) -> int:
-        """How many rounds of training were released so far; round zero is none of them."""
+        """How many rounds of training were released so far, without round zero."""
         return sum(release.rounds for release in self.releases if release.purpose is None)
 
     def add(self, release: Release) -> Ledger:
         """Return the ledger with one more release, or raise `BudgetError` and leave it as it is.
 
-        With a budget this takes a tenth of a second or more: a loop over rounds asks for `rounds_left` once.
+        With a budget this takes a tenth of a second or more: in a loop over rounds, ask `rounds_left` once.
 
         Args:
           release: such as `Release(noise_multiplier, rate, rounds)`. Rounds of the same kind as the last are joined.
@@ -99,7 +99,7 @@ class Ledger:
         """Return the ledger of two runs on the same clients, one after the other.
 
         Args:
-          other: of the later run, with the same delta. Its budget is dropped; this one's counts.
+          other: of the later run, with the same delta. Its budget is dropped; this one's applies.
         """
         if other.delta != self.delta:
             raise ValueError(f"the ledgers have delta {self.delta:g} and {other.delta:g}; epsilons do not add up")
@@ -139,7 +139,7 @@ class Ledger:
             releases = tuple(Release(**release).check() for release in values["releases"])
             return cls(values["clients"], values["delta"], values["budget"], releases, values["randomness"])
         except (KeyError, TypeError) as problem:
-            raise ValueError(f"this is no ledger of privacy: {problem}") from problem
+            raise ValueError(f"this is not a ledger of privacy: {problem}") from problem
 
     def to_json(self) -> str:
         """Write the ledger as JSON."""
@@ -158,7 +158,7 @@ class Ledger:
 def _joined(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]:
     """Add a release; rounds of the same kind are counted together, so that the order of rounds stays readable.
 
-    Not so where clients are promised to be rounds apart: that is said of one run, not of the last round of one and the
+    Not if clients are promised to be rounds apart: that holds within one run, not between the last round of one and the
     first of another.
     """
     if more.apart is None and releases and releases[-1]._replace(rounds=0) == more._replace(rounds=0):

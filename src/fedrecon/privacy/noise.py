@@ -2,10 +2,10 @@
 
 Each client adds Skellam noise, the difference of two Poisson variables. A sum of Skellam variables is one, too: `least`
 clients together have the noise that was asked for, whoever they are, and more clients have more. Clients that work
-together with the server can take their own share off again; count only those that are trusted as `least`.
+together with the server can remove their own share again; count only trusted clients in `least`.
 
 The Poisson variables are numpy's. In deployment its generator is seeded with 256 bits of the system's entropy; it is a
-statistical generator, not a cryptographic one. What it makes leaves the client only under the masks of a secure sum.
+statistical generator, not a cryptographic one. Its noise leaves the client only under the masks of a secure sum.
 
 References: Agarwal, Kairouz and Liu, The Skellam mechanism for differentially private federated learning, NeurIPS 2021.
 """
@@ -47,7 +47,7 @@ class ShareOfNoise(NamedTuple):
         """Return what rounds with this noise release, for a ledger.
 
         Args:
-          rate: the probability with which a client takes part, unseen; 1 against whoever sees who does.
+          rate: the probability with which a client takes part, unseen; 1 against somebody who sees who does.
           rounds: how many.
         """
         return Release(self.noise_multiplier, rate, rounds, "skellam", steps=self.steps, length=self.length)
@@ -69,8 +69,8 @@ def share_of_noise(
       clip: the largest norm of an upload.
       length: how many entries it has.
       noise_multiplier: noise in the sum, in units of the clipping norm.
-      clients: how many are added up at most; nothing overflows with so many.
-      least: how many trusted clients are added up at least; they have all the noise.
+      clients: the most that are added up; sums of this many do not overflow.
+      least: the fewest trusted clients that are added up; together they add all the noise.
       bits: of the ring, 32 or 64.
       resolution: how many integers the noise in the sum is wide at most. Finer ones gain nothing: rounding to an
         integer lengthens an upload by half the root of `length` steps, which is part of the noise's calibration.
@@ -110,7 +110,7 @@ def draw(share: ShareOfNoise, rng: np.random.Generator, clients: int = 1) -> np.
     Args:
       share: of the noise.
       rng: `system_generator()` in deployment; a simulation may seed one, and must say so.
-      clients: draw the sum of so many clients' noise at once, for a simulation.
+      clients: draw the sum of this many clients' noise at once, for a simulation.
     """
     signed, unsigned = WIDTHS[share.grid.bits]
     rate = clients * share.variance / 2

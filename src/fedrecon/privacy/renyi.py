@@ -70,7 +70,7 @@ def sampled(divergence: Divergence, rate: float, *, gaussian: bool = False) -> D
 
 
 def epsilon(divergences: list[tuple[Divergence, int]], delta: float) -> float:
-    """Return epsilon of several mechanisms, each as often as it is said.
+    """Return epsilon of several mechanisms, each used some number of times.
 
     Args:
       divergences: `(divergence, times)` of each.

@@ -1,8 +1,8 @@
 """Real numbers as integers of a ring and back, so that sums of many clients are exact and cannot overflow.
 
 A value is a whole number of steps. The step is a power of two: dividing by it is exact, so numpy in double precision
-and JAX in single precision give the same integers, and weights that are whole numbers are not rounded at all. What is
-lost is the rounding of a value to a step: at most half a step for each client and entry (`Grid.error`).
+and JAX in single precision give the same integers, and weights that are whole numbers are not rounded at all. The only
+loss is the rounding of a value to a step: at most half a step for each client and entry (`Grid.error`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Grid(NamedTuple):
 
     Attributes:
       limit: values are from `-limit` to `limit`.
-      clients: at most so many values are added up.
+      clients: at most this many values are added up.
       step: what one integer is worth, a power of two.
       bits: 32 or 64: sums are modulo 2**bits.
       headroom: integers that are left free on either side for noise in the sum.
@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How far a client's value may be from what it stands for: a mean is as far off at most, a sum n times."""
+        """How far rounding may move a client's value; a mean is off by at most this, a sum of n by n times this."""
         return self.step / 2
 
     def norm(self, clip: float, length: int) -> float:
@@ -87,11 +87,11 @@ def _levels(limit: float, step: float) -> int:
 
 
 def quantise(grid: Grid, values: Any, xp: ModuleType = np) -> Any:
-    """Round values to integers of the ring. What is beyond the limit counts as the limit.
+    """Round values to integers of the ring. Values beyond the limit become the limit.
 
     Args:
       grid: what integers stand for.
-      values: any shape; finite, which is the caller's to see to.
+      values: any shape; the caller makes sure that they are finite.
       xp: numpy, or `jax.numpy` for use inside a compiled function (32 bits only).
     """
     signed, unsigned = WIDTHS[grid.bits]

@@ -14,7 +14,7 @@ from fedrecon.sampling import Sampling
 
 
 class Spending(NamedTuple):
-    """What rounds spend. It follows from the number of rounds alone, so a run that was killed and goes on agrees.
+    """What rounds spend. It follows from the number of rounds alone, so a resumed run agrees.
 
     Attributes:
       before: the ledger before the first round.
@@ -25,7 +25,7 @@ class Spending(NamedTuple):
     each: Release
 
     def after(self, rounds: int) -> Ledger:
-        """Return the ledger after so many rounds; those that were skipped count, too."""
+        """Return the ledger after this many rounds; skipped rounds count, too."""
         if rounds == 0:
             return self.before
         # Whether they fit was decided before they were run.
@@ -39,7 +39,7 @@ class Spending(NamedTuple):
         return min(self.before.rounds_left(self.each, rounds), rounds)
 
     def why_stopped(self, rounds: int) -> str:
-        """Say why no round is run after so many."""
+        """Say why training stops after this many rounds."""
         spent, budget = self.after(rounds).epsilon, self.before.budget
         return (
             f"the privacy budget is spent: epsilon {spent:.4g} of {budget:g} after {rounds} rounds; one more exceeds it"
@@ -51,8 +51,8 @@ def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int
 
     Args:
       algorithm: whose aggregator adds noise.
-      clients: in the population.
-      sampling: who takes part. Only Poisson sampling is counted on.
+      clients: how many there are in the population.
+      sampling: who takes part. The ledger relies on Poisson sampling only.
       rounds: how many are planned at most.
       ledger: of the population, with what was spent before. What rounds with more clients than places add to delta is
         taken off its delta beforehand.
@@ -60,7 +60,7 @@ def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int
     if algorithm.aggregator.release is None:
         raise ValueError("a ledger was given, but this algorithm's aggregator promises nothing: use aggregate.private")
     if ledger.clients != clients:
-        raise ValueError(f"the ledger is of {ledger.clients} clients, and there are {clients}")
+        raise ValueError(f"the ledger is for {ledger.clients} clients, and there are {clients}")
     parts = algorithm.method.parts(jax.eval_shape(algorithm.method.init, jax.random.key(0)))
     each = algorithm.aggregator.release(parts)
     if each.apart is not None and (sampling.apart or 0) < each.apart:

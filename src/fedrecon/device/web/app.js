@@ -9,7 +9,7 @@ import { at, say } from "./widgets.js";
 
 const worker = "serviceWorker" in navigator ? navigator.serviceWorker : null;
 const hadWorker = Boolean(worker?.controller);
-let replaced = false; // whether files of a newer bundle took the place of those that this page began with
+let replaced = false; // whether files of a newer bundle replaced those that this page started with
 
 async function main() {
   const bundle = await openBundle(new URL("..", import.meta.url));

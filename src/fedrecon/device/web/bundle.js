@@ -54,7 +54,7 @@ export class Bundle {
   }
 
   /**
-   * Return the table that plays a part in a factorization; null if the model has none.
+   * Return the table with a role in a factorization; null if the model has none.
    * @param {string} role
    * @returns {Tensor | null}
    */
@@ -97,7 +97,7 @@ export async function openBundle(base) {
  */
 async function compare(name, data, about) {
   if (about === undefined || data.byteLength !== about.bytes) throw new Error(`${name} was changed`);
-  if (globalThis.crypto?.subtle === undefined) return; // only where pages are served securely, or from this machine
+  if (globalThis.crypto?.subtle === undefined) return; // it exists only on pages served securely, or from this machine
   const found = new Uint8Array(await crypto.subtle.digest("SHA-256", data));
   const text = Array.from(found, (byte) => byte.toString(16).padStart(2, "0")).join("");
   if (text !== about.sha256) throw new Error(`${name} was changed: its digest is not the one in manifest.json`);
@@ -182,7 +182,7 @@ export function underPrefix(tensors, prefix) {
 
 /**
  * @param {Int8Array} values
- * @param {Float32Array} scale one a row
+ * @param {Float32Array} scale one per row
  */
 function fromBytes(values, scale) {
   const width = values.length / scale.length;

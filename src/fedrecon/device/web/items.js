@@ -1,4 +1,4 @@
-// Ratings, counts and clicks: find items and say what one thinks of them or has, see what is recommended and why.
+// Ratings, counts and clicks: find items, rate or choose them, and see what is recommended and why.
 // @ts-check
 
 import { clipped, find, fold, nearest, rank } from "./ranking.js";
@@ -20,7 +20,7 @@ const SAID = {
     heading: "Rate what you know",
     often: "Often rated",
     mine: "Your ratings",
-    begin: "Rate three or four titles to begin. What is recommended changes with every rating.",
+    begin: "Rate three or four titles to begin. Recommendations change with every rating.",
     example: "rating",
     by: "rating",
   },
@@ -29,7 +29,7 @@ const SAID = {
     heading: "Enter what you know",
     often: "Often entered",
     mine: "Your numbers",
-    begin: "Enter three or four numbers to begin. What is recommended changes with every one.",
+    begin: "Enter three or four numbers to begin. Recommendations change with every number.",
     example: "number",
     by: "number",
   },
@@ -38,7 +38,7 @@ const SAID = {
     heading: "Choose what you have",
     often: "What many have",
     mine: "What you have",
-    begin: "Choose three or four titles to begin. What is recommended changes with every choice.",
+    begin: "Choose three or four titles to begin. Recommendations change with every choice.",
     example: "title",
     by: "owner",
   },
@@ -116,7 +116,7 @@ export async function showItems(bundle, { onChange }) {
     listed = query ? find(folded, query, counts, SHOWN) : often.filter((k) => !known.has(k)).slice(0, SHOWN);
     showListed();
     found.textContent = query
-      ? listed.length === 0 ? `Nothing is called “${query}”.` : `Found for “${query}”`
+      ? listed.length === 0 ? `No title has “${query}”.` : `Found for “${query}”`
       : often.length ? said.often : "Search for something you know";
   };
 

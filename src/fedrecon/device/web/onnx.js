@@ -16,7 +16,7 @@ export class Graph {
   }
 
   /**
-   * Run it; more inputs than it takes may be given.
+   * Run it; extra inputs are ignored.
    * @param {Map<string, Input>} inputs
    * @returns {Promise<Map<string, {data: Float32Array, shape: number[]}>>}
    */

@@ -2,7 +2,7 @@
 // @ts-check
 
 /**
- * Return the items with the highest scores, best first; of equal ones the lower number comes first.
+ * Return the items with the highest scores, best first; among equal ones the lower number comes first.
  * @param {ArrayLike<number>} scores
  * @param {number} n
  * @param {{leftOut?: Iterable<number>, counts?: ArrayLike<number> | null, least?: number}} [options]
@@ -27,8 +27,8 @@ export function clipped(score, scale) {
 }
 
 /**
- * Return those of some items whose embeddings point most nearly where that of `item` does, nearest first.
- * @param {Float32Array} table one row an item
+ * Return the items whose embeddings are closest in direction to that of `item`, closest first.
+ * @param {Float32Array} table one row per item
  * @param {number} dim
  * @param {number} item
  * @param {number[]} among
@@ -57,7 +57,7 @@ export function nearest(table, dim, item, among, n = 2) {
 }
 
 /**
- * Return titles that contain all words of a query: the very title first, then those that begin with it, then the most
+ * Return titles that contain all words of a query: the exact title first, then those that begin with it, then the most
  * rated.
  * @param {string[]} folded titles as `fold` returns them
  * @param {string} query

@@ -6,10 +6,10 @@
  * @typedef {Object} Factorization
  * @property {number} dim
  * @property {number} items
- * @property {Float32Array} embedding one row an item
+ * @property {Float32Array} embedding one row per item
  * @property {Float32Array | null} bias of the items, in a model with biases
  * @property {number} mean
- * @property {Float32Array | null} traits one row an item of what is known of it, in a model with traits
+ * @property {Float32Array | null} traits one row per item, what is known about it, in a model with traits
  * @property {number} width how many traits an item has
  * @property {Standard | null} standard what ratings are brought to before anything is solved for
  * @property {boolean} counts whether ratings are counts, of which the model has learned log(1 + x)
@@ -26,7 +26,7 @@
  * @property {number} deviation
  */
 
-const HIGHEST_LOG = 80; // as in the graphs: what is predicted above is that
+const HIGHEST_LOG = 80; // as in the graphs: higher predictions are cut to this
 
 /**
  * Find the parts of a factorization in a bundle.
@@ -36,7 +36,7 @@ const HIGHEST_LOG = 80; // as in the graphs: what is predicted above is that
 export function factorization(bundle) {
   const embedding = bundle.table("item_embedding");
   const own = bundle.start.get("user_embedding");
-  if (embedding === null || own === undefined) throw new Error("this bundle is not of a factorization");
+  if (embedding === null || own === undefined) throw new Error("this bundle has no factorization model");
   const [items, dim] = embedding.shape;
   const bias = bundle.table("item_bias")?.data ?? null;
   const traits = bundle.table("item_traits");
@@ -125,7 +125,7 @@ export function predictAll(model, local) {
  * Reconstruct a person's local parameters.
  * @param {Factorization} model
  * @param {number[]} items
- * @param {number[]} ratings in a model of clicks how often, 1 where nobody counted
+ * @param {number[]} ratings in a model of clicks how often, 1 if that is not known
  * @returns {Float64Array} the bias first if there is one, then the embedding, then what is made of traits
  */
 export function reconstruct(model, items, ratings) {
@@ -229,7 +229,7 @@ function descend(model, local, items, ratings) {
 }
 
 /**
- * Return a step of the optimizer that settings name, as optax has it.
+ * Return a step of the optimizer that settings name, as in optax.
  * @param {Record<string, any>} settings
  * @param {number} size
  * @returns {(local: Float64Array, gradient: Float64Array) => void}

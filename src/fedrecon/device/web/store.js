@@ -3,7 +3,7 @@
 
 const KEY = `fedrecon:${globalThis.location?.pathname ?? ""}`;
 
-/** @type {string | null} what this browser refused to store: it lives as long as the page */
+/** @type {string | null} what this browser refused to store, kept while the page is open */
 let unstored = null;
 
 /** @returns {string | null} */
@@ -56,7 +56,7 @@ export function forget() {
   try {
     localStorage.removeItem(KEY);
   } catch {
-    // there is nothing
+    // nothing to delete
   }
 }
 

@@ -24,7 +24,7 @@ export function element(name, { text, ...attributes }) {
 }
 
 /**
- * Return a number of things.
+ * Return a count with its noun.
  * @param {number} count
  * @param {string} thing
  */
@@ -41,8 +41,8 @@ export function say(sentence) {
 }
 
 /**
- * Make what a rating is given with: stars where the scale has few, else a field for a number.
- * @param {string} name that no other has
+ * Make the control for a rating: stars if the scale has few steps, else a field for a number.
+ * @param {string} name a unique name
  * @param {string} label what is rated
  * @param {[number, number] | null} scale
  * @param {number | null} chosen
@@ -56,7 +56,7 @@ export function rater(name, label, scale, chosen, onChoose, counts = false) {
 }
 
 /**
- * Make radio buttons for a rating of 1 to so many stars.
+ * Make radio buttons for a rating of 1 to `most` stars.
  * @param {string} name
  * @param {string} label
  * @param {number} most
@@ -107,7 +107,7 @@ function numberField(name, label, [low, high], chosen, onChoose) {
 }
 
 /**
- * Make a box to tick for what one has.
+ * Make a checkbox for an item that the person has.
  * @param {string} name
  * @param {string} label
  * @param {boolean} chosen
@@ -133,7 +133,7 @@ export function written(rating, counts) {
 }
 
 /**
- * Put other children into a list, and the focus where it was: on what has the same id.
+ * Replace the children of a list, and keep the focus on the element with the same id.
  * @param {HTMLElement} list
  * @param {HTMLElement[]} children
  */

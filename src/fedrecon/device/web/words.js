@@ -124,7 +124,7 @@ function mix(state, block, done, last) {
 
 /**
  * @typedef {{word: string, probability: number, personal: boolean}} Suggestion
- * @typedef {{word: Int32Array, oov: Int32Array, target: Int32Array}} Columns each (sentences * words a sentence)
+ * @typedef {{word: Int32Array, oov: Int32Array, target: Int32Array}} Columns each (sentences * words per sentence)
  */
 
 /** The words that a model knows, the buckets for all others, and what a sentence looks like to it. */

@@ -1,6 +1,6 @@
 """Round zero with user-level differential privacy: few questions, bounded answers, noised sums.
 
-It finds what `fedrecon.preparation` finds, and differs where privacy asks for it. Clients are asked four or five times
+It finds what `fedrecon.preparation` finds, and differs where privacy requires it. Clients are asked four or five times
 rather than sixteen. Each answer is a vector of norm 1 at most, whatever a client has rated, so that noise of a known
 size hides any client in the sum. The server works with the noised sums alone:
 
@@ -13,7 +13,7 @@ size hides any client in the sum. The server works with the noised sums alone:
    declared.
 2. `scale`: mean and deviation, a histogram for the ends, and how many ratings clients have, for the weights.
 3. `biases`, twice: by item, the weighted sum and number of ratings; beside them the variances of biases and noise.
-4. `traits`: how much users differ in what they make of an item's bias and popularity.
+4. `traits`: how much users differ in how they follow an item's bias and popularity.
 
 A client with many ratings weighs each of them less, so that all have an answer of about the same norm. Item biases are
 shrunk for the ratings that are missing and for the noise that was added.

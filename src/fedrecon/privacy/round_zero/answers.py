@@ -32,7 +32,7 @@ def answer(message: Message, item: Any, rating: Any, client: Any | None = None) 
     Args:
       message: what the server sent.
       item: `(ratings,)` which items were rated.
-      rating: `(ratings,)` how.
+      rating: `(ratings,)` the ratings.
       client: `(ratings,)` by which client, from 0; None if all are one client's.
     """
     item, rating = np.asarray(item), np.asarray(rating, np.float64)
@@ -90,7 +90,7 @@ def _weighted(message: Message, item: np.ndarray, y: np.ndarray, owner: np.ndarr
     pairs, inverse, times = np.unique(owner * items + item, return_inverse=True, return_counts=True)
     who, which = pairs // items, pairs % items
     first = message.question == "first biases"
-    # Later, what is sent is what the item biases miss, which is shorter.
+    # Later, clients send what the item biases miss, which is shorter.
     sums = np.bincount(inverse, y - found.bias[owner] - (0.0 if first else message.found.item_bias[item]))
     users = len(found.size)
     # Ratings of one item count once each; what decides is how long the client's vector of counts is.

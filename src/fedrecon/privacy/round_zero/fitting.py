@@ -155,5 +155,5 @@ def _find_traits(message: Message, total: np.ndarray, noise: float) -> Message:
 
 
 def _variance(value: Any, most: float) -> float:
-    """Return a variance that noise cannot have made senseless."""
+    """Return a variance, within sensible bounds whatever the noise."""
     return float(np.clip(value, 10 * LEAST_VARIANCE, most))

@@ -18,11 +18,11 @@ SHARES: dict[Question, float] = {"range": 0.02, "scale": 0.05, "first biases": 0
 PER_DOUBLING, LOWEST, HIGHEST = 4, -6, 24  # powers of two between which ratings are told apart, on either side of 0
 SIDE = PER_DOUBLING * (HIGHEST - LOWEST)
 SIZES = 40  # bins of how many ratings a client has, two for each doubling
-SMALL = 0.25  # clients with more ratings than this share of them has weigh each rating less
+SMALL = 0.25  # clients with more ratings than this share of clients have weigh each rating less
 SPREAD, LATER = 0.9, 0.75  # root mean square of a client's standardised ratings that is expected: at first, then
 COUNT = 0.8  # what a count weighs beside a rating in a client's answer
 SCALARS = 0.05  # share of the squared norm that the variances may take
-LEAST_SPREAD = 0.05  # of ratings, in units of their range: noise must not make it nothing
+LEAST_SPREAD = 0.05  # of ratings, in units of their range: noise must not make it 0
 UNSURE = 0.1  # how far off item biases are, standardised, as long as users do not take them into account
 MOST_SQUARE, MOST_ERROR = 1.0, 2.0  # of a client's squared bias and its mean squared error, standardised
 
@@ -53,7 +53,7 @@ class Message(NamedTuple):
     Attributes:
       questions: what is asked, in order.
       asked: how many of them were.
-      clients: how many are asked; that is known.
+      clients: how many are asked, which is public.
       wanted: the transform of the ratings, None to decide from their skewness.
       low: no rating counts as lower than this, transformed; known after `range`.
       high: no rating counts as higher.
@@ -140,7 +140,7 @@ def done(message: Message) -> bool:
 
 
 def noise_of(message: Message, noise_multiplier: float) -> float:
-    """Return the noise of the next answer's sum if all of round zero is to count as `noise_multiplier`.
+    """Return the noise in the sum of the next answers, if all of round zero should count as `noise_multiplier`.
 
     Args:
       message: what the server sends.
@@ -151,7 +151,7 @@ def noise_of(message: Message, noise_multiplier: float) -> float:
 
 
 def transformed(rating: np.ndarray, transform: Transform) -> np.ndarray:
-    """Return ratings, or log(1 + rating), where what is below 0 counts as 0."""
+    """Return ratings, or log(1 + rating), where ratings below 0 are taken as 0."""
     return np.log1p(np.maximum(rating, 0)) if transform == "log1p" else rating
 
 

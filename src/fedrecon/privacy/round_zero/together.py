@@ -20,7 +20,7 @@ Add = Callable[[Entries, int, float], tuple[np.ndarray, Release]]
 
 
 def gaussian(rng: np.random.Generator) -> Add:
-    """Return how sums are noised by a server that sees them: `(answers, clients, noise multiplier) -> sum, release`.
+    """Return how a server that sees the sums noises them: `(answers, clients, noise multiplier) -> sum, release`.
 
     Args:
       rng: of the noise.
@@ -34,7 +34,7 @@ def gaussian(rng: np.random.Generator) -> Add:
 
 
 def integers(rng: np.random.Generator) -> Add:
-    """Return how sums are made of integers with the clients' own noise, as a secure sum makes them.
+    """Return how sums of integers are made with the clients' own noise, as in a secure sum.
 
     Args:
       rng: of all clients' noise; a deployment draws each client's from the system's entropy.
@@ -54,7 +54,7 @@ class Found(NamedTuple):
     """What round zero found, and what it gave away.
 
     Attributes:
-      preparation: as `fedrecon.preparation` has it; item counts are weighted and noised.
+      preparation: as in `fedrecon.preparation`; item counts are weighted and noised.
       counts: the same counts, 0 for items that noise hides.
       releases: one for each question.
     """

@@ -15,8 +15,8 @@ as at least `Terms.threshold` of every circle are left; otherwise the server get
 **Circles.** A client exchanges keys and shares with its circle only: the whole cohort if that is small, otherwise a few
 dozen clients next to it on a ring in random order (Bell et al. 2020). We prefer this to cutting the cohort into
 separate groups. The cost is the same, but the server learns one sum of the whole cohort instead of a sum for each
-group, so noise that clients add for differential privacy need only be large enough for the cohort. The price: where one
-circle falls below the threshold the whole round is lost, not one group.
+group, so noise that clients add for differential privacy need only be large enough for the cohort. The price: if one
+circle falls below the threshold, the whole round is lost, not one group.
 
 **What a curious server learns**, one that follows the protocol: the sum, who took part, who dropped out. The same holds
 if it works together with fewer than `threshold` members of each circle.
@@ -25,8 +25,8 @@ if it works together with fewer than `threshold` members of each circle.
 - Tell clients different things about who dropped out. A client reveals one kind of share for each member of its circle,
   once, and a threshold above half of the circle means that nobody can collect both. So the least a server learns is
   a sum of `threshold` members of a circle, instead of the whole cohort. With c members of a circle on its side, this
-  holds while c < 2 threshold - circle, and those c are no cover.
-- Invent clients, and surround a real one with them: their masks it knows, and the input of the real one is then open.
+  holds while c < 2 threshold - circle, and those c hide nobody.
+- Invent clients, and surround a real one with them: it knows their masks, so the input of the real one is open.
   Only signatures prevent this. Give `share` the verify keys of the devices that exist.
 - Choose who takes part, spoil a sum, or send a model made to leak. Nothing here prevents that; see noise and clipping.
 We do not run the consistency round of Bonawitz et al., section 6, in which clients sign to each other who answered.

@@ -1,7 +1,7 @@
 """The client's four steps: advertise, share, mask, unmask.
 
 Each takes the state and a message of the server, and returns the next state and a message for it. Keep the new state
-before you send the message, and forget the old one: a step from one state is for once. A step that is taken again, or
+before you send the message, and forget the old one: a state is for one step. A step that is taken again, or
 out of order, is refused.
 """
 
@@ -29,8 +29,8 @@ class ClientState:
       terms: of this sum.
       me: this client's number.
       stage: the step that comes next.
-      seed: the secret that a mask of its own follows from.
-      root: the secret that its masks with others follow from.
+      seed: the secret from which its own mask follows.
+      root: the secret from which its masks with others follow.
       cipher: the private key with which it reads shares.
       circle: `{client: (cipher key, mask key)}`, public keys, itself included.
       held: `{client: (share of its root, share of its seed)}`, of those who shared, itself included.
@@ -65,7 +65,7 @@ class ClientState:
             terms = Terms.from_bytes(bytes.fromhex(values["terms"]))
             return cls(terms, int(values["me"]), str(values["stage"]), seed, root, cipher, **pairs)
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise SecureSumError("this is no state of a client that `to_bytes` wrote") from problem
+            raise SecureSumError("this is not a client's state that `to_bytes` wrote") from problem
 
 
 _PAIRS, _SECRETS = ("circle", "held"), ("seed", "root", "cipher")
@@ -154,11 +154,12 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
         key = keys.agree(state.cipher, state.circle[other][0], digest, b"share", other, me)
         both = keys.decrypt(key, text[: messages.NONCE], text[messages.NONCE :], digest)
         if both is None:
-            raise MessageError(f"the shares of client {other} are damaged, or for somebody else")
+            raise MessageError(f"the shares of client {other} are damaged, or for another client")
         held[other] = (both[:SECRET], both[SECRET:])
     if len(held) < terms.threshold:
         raise Refusal(
-            f"{len(held)} clients of this one's circle shared, and the threshold is {terms.threshold}: it sends nothing"
+            f"{len(held)} clients of this client's circle shared, and the threshold is {terms.threshold}: "
+            "it sends nothing"
         )
     masked = vector.copy()
     add_mask(masked, keys.derive(state.seed, digest, b"own mask", me))
@@ -166,7 +167,7 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
     for other in held:
         if other != me:
             add_mask(masked, pair_key(private, me, state.circle[other][1], other, digest), subtract=other < me)
-    # The seed, the root and the cipher key have done their work; what others may ask for are the shares.
+    # The seed, the root and the cipher key are no longer needed; others may still ask for the shares.
     after = replace(state, stage="unmask", held=held, seed=b"", root=b"", cipher=b"")
     return after, messages.write_masked(terms, me, masked)
 
@@ -185,10 +186,10 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
         twice = next(client for k, (client, _) in enumerate(asked) if client in dict(asked[:k]))
         raise Refusal(f"the server asks for shares of client {twice} twice; both its secrets would reveal its input")
     if set(answered) != set(state.held):
-        raise Refusal("the server asks for shares of other clients than those who shared with this one")
+        raise Refusal("the clients that the server asks about are not those that shared with this one")
     if not answered[state.me]:
         raise Refusal(
-            f"the server says that client {state.me} did not answer; its input is out, so nothing is revealed"
+            f"the server says that client {state.me} did not answer; its input was sent, so nothing is revealed"
         )
     if sum(answered.values()) < state.terms.threshold:
         raise Refusal(
@@ -220,4 +221,4 @@ def _check_circle(state: ClientState, circle: Mapping[int, messages.Hello]) -> N
     if len(circle) > terms.circle:
         raise Refusal(f"client {me} got a circle of {len(circle)}; the terms say {terms.circle} at most")
     if len({key for hello in circle.values() for key in (hello.cipher, hello.mask)}) < 2 * len(circle):
-        raise Refusal("two clients of the server's roster have one key: it names somebody twice")
+        raise Refusal("two clients of the server's roster have the same key: it names one client twice")

@@ -1,4 +1,4 @@
-"""Where random bytes come from: the system, or a seed that somebody chose."""
+"""Where random bytes come from: the system, or a given seed."""
 
 from __future__ import annotations
 

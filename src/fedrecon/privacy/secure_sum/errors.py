@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SecureSumError(ValueError):
-    """A secure sum that cannot go on."""
+    """A secure sum cannot continue."""
 
 
 class MessageError(SecureSumError):

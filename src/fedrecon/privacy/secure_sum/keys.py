@@ -35,7 +35,7 @@ def mask_private(root: bytes, digest: bytes, client: int) -> bytes:
 
     It is derived from 16 bytes, which are what is shared: Shamir's scheme then runs once, not on two halves. The key
     agreement has no more than 128 bits of security anyway, and terms and client are part of the derivation, so that
-    work spent on one client is worth nothing for another.
+    work spent on one client does not help with another.
     """
     return derive(root, digest, b"mask key", client)
 
@@ -45,7 +45,7 @@ def agree(private: bytes, public: bytes, digest: bytes, purpose: bytes, *ids: in
     try:
         common = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise MessageError("a public key is one with which nothing secret can be agreed") from None
+        raise MessageError("a public key is not valid: no secret can be agreed with it") from None
     return derive(common, digest, purpose, *ids)
 
 

@@ -60,13 +60,13 @@ class _Reader:
         self._left, self._kind = memoryview(message), kind
         magic, version, number, digest, self.client = _HEADER.unpack(self.take(_HEADER.size))
         if magic != MAGIC:
-            raise MessageError("this is no message of a secure sum")
+            raise MessageError("this is not a message of a secure sum")
         if version != VERSION:
             raise MessageError(f"a message of protocol version {version}; this is version {VERSION}")
         if number != _NUMBER[kind]:
             raise MessageError(f"a message of kind {KINDS.get(number, number)!r} came where {kind!r} was expected")
         if digest != terms.digest():
-            raise MessageError(f"the {kind} message is of another session, round or group")
+            raise MessageError(f"the {kind} message is from another session, round or group")
         if client is not None and self.client != client:
             raise MessageError(f"the {kind} message names client {self.client}; it should name client {client}")
 
@@ -84,7 +84,7 @@ class _Reader:
         return part
 
     def records(self, size: int) -> list[bytes]:
-        """Read a count and so many records of one size, which must be all that is left."""
+        """Read a count and that many records of one size, which must be all that is left."""
         number = self.count()
         if len(self._left) != number * size:
             raise MessageError(
@@ -203,13 +203,13 @@ def read_masked(message: bytes, terms: Terms, client: int) -> np.ndarray:
 
 
 def write_request(terms: Terms, client: int, answered: Mapping[int, bool]) -> bytes:
-    """Write who of a client's circle answered, and who did not."""
+    """Write which clients of a circle answered, and which did not."""
     entries = b"".join(_ASKED.pack(other, yes) for other, yes in answered.items())
     return _header("request", terms, client) + _COUNT.pack(len(answered)) + entries
 
 
 def read_request(message: bytes, terms: Terms, client: int) -> list[tuple[int, bool]]:
-    """Read which shares are asked for, as they stand there: a client twice is the caller's to refuse."""
+    """Read which shares are asked for, as they are: the caller refuses a client that is named twice."""
     asked = [_ASKED.unpack(record) for record in _Reader(message, "request", terms, client).records(_ASKED.size)]
     if any(flag > 1 for _, flag in asked):
         raise MessageError("a request message asks for a kind of share that does not exist")
@@ -223,6 +223,6 @@ def write_reveal(terms: Terms, client: int, shares: Mapping[int, bytes]) -> byte
 
 
 def read_reveal(message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
-    """Read shares, by whose secrets they are of."""
+    """Read shares, by the client whose secret they belong to."""
     records = _Reader(message, "reveal", terms, client).records(_CLIENT.size + SECRET)
     return _once(((_CLIENT.unpack(record[:8])[0], record[8:]) for record in records), "reveal")

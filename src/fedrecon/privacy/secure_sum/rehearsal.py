@@ -15,7 +15,7 @@ Step = Callable[[client.ClientState, bytes], tuple[client.ClientState, bytes]]
 
 
 class Dropouts(NamedTuple):
-    """Clients that are not heard any more from a message on.
+    """Clients that drop out, by the first message that they do not send.
 
     Attributes:
       advertise: from the first.

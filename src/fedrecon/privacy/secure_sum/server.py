@@ -1,8 +1,8 @@
 """The server's four steps: introduce, deliver, collect, total.
 
-Each takes the state and the clients' messages as `(client, bytes)` pairs, where `client` is whom the transport says
-a message is from, and returns the next state and a message for each client. Whoever is missing has dropped out. A
-message that cannot be read counts as missing; `ServerState.refused` says why.
+Each takes the state and the clients' messages as `(client, bytes)` pairs, where `client` is the sender
+according to the transport, and returns the next state and a message for each client. Whoever is missing has dropped
+out. A message that cannot be read counts as missing; `ServerState.refused` says why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sum(NamedTuple):
       total: `(length,)` the sum, modulo 2**bits, over `clients`.
       clients: whose input is in the sum.
       missing: `{step: clients who were last heard before it}`; those of `unmask` are in the sum.
-      refused: `{client: why its message was not taken}`.
+      refused: `{client: why its message was not accepted}`.
       entropy: where the server's randomness came from; in a rehearsal everybody's. `system`, or the seed.
     """
 
@@ -58,7 +58,7 @@ class ServerState:
       answered: clients whose masked input is in `masked`.
       masked: the sum of masked inputs.
       missing: by step.
-      refused: messages that were not taken, by client.
+      refused: messages that were not accepted, by client.
       entropy: the name of the server's source of randomness.
     """
 
@@ -80,7 +80,7 @@ def introduce(
     """Draw circles among those who advertised, and tell each client its own.
 
     Args:
-      terms: that clients were told.
+      terms: as clients were told.
       hellos: of `advertise`.
       verify_keys: keys of the devices that exist; whoever has not signed with its own is left out.
       entropy: where the order of the ring comes from.
@@ -107,9 +107,9 @@ def introduce(
 
 
 def deliver(state: ServerState, shares: Incoming) -> tuple[ServerState, Outgoing]:
-    """Bring shares to those they are for.
+    """Deliver shares to the clients they are for.
 
-    A client whose circle has too few left to go on is left out, as if it had dropped out.
+    A client whose circle has too few left to continue is left out, as if it had dropped out.
 
     Args:
       state: after `introduce`.
@@ -233,7 +233,7 @@ def _present(state: ServerState, client: int, among: Set[int]) -> int:
 
 
 def _check_left(state: ServerState, answered: Set[int], left: Set[int], stage: str) -> None:
-    """Refuse to go on where too few are left of a circle whose secret is needed."""
+    """Refuse to continue if too few are left of a circle whose secret is needed."""
     needed = state.terms.threshold
     if len(left) < needed:
         raise TooFewClients(stage, len(left), needed)
@@ -254,7 +254,7 @@ def _readable(
     seen: set[int] = set()
     for client, message in incoming:
         if client in seen:
-            refused[client] = f"client {client} sent this message twice; the first one counts"
+            refused[client] = f"client {client} sent this message twice; the first one is used"
             continue
         if allowed is not None and client not in allowed:
             refused[client] = f"client {client} is not, or no longer, part of this sum"

@@ -16,21 +16,21 @@ SECRET = 16  # bytes of a secret, and of a share
 def split(secret: bytes, threshold: int, holders: tuple[int, ...]) -> dict[int, bytes]:
     """Divide a secret among holders; any `threshold` of them can put it together.
 
-    The coefficients come from the system's entropy always; the library takes no other. No result depends on them.
+    The coefficients always come from the system's entropy; the library takes no other. No result depends on them.
     """
     shares = Shamir.split(threshold, len(holders), secret, False)
     return {holder: value for holder, (_, value) in zip(holders, shares, strict=True)}
 
 
 class Combiner:
-    """Puts secrets together from at least `threshold` shares of each; further ones are not looked at.
+    """Puts secrets together from at least `threshold` shares of each; further ones are ignored.
 
-    The same as `Shamir.combine`, whose time grows with the square of the threshold (30 ms for 25). What depends on the
-    places of the shares alone is computed once, and used for every secret that has shares at the same places.
+    The same as `Shamir.combine`, whose time grows with the square of the threshold (30 ms for 25). What depends only on
+    the places of the shares is computed once, and used for every secret that has shares at the same places.
     """
 
     def __init__(self, threshold: int) -> None:
-        """Know no places yet.
+        """Begin without any places.
 
         Args:
           threshold: of all secrets.
@@ -43,7 +43,7 @@ class Combiner:
 
         Args:
           shares: by holder.
-          holders: all that the secret was divided among, in the same order as then.
+          holders: all that the secret was divided among, in the same order.
         """
         here = {place: shares[holder] for place, holder in enumerate(holders, 1) if holder in shares}
         weights = next((known for known in self._known if known.keys() <= here.keys()), None)

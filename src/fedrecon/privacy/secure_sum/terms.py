@@ -45,7 +45,7 @@ class Terms(NamedTuple):
         if len(self.session) != 16:
             raise SecureSumError(f"`session` has {len(self.session)} bytes; it must have 16")
         if not (0 <= self.round < 2**64 and 1 <= self.length < 2**64):
-            raise SecureSumError(f"round {self.round} of {self.length} integers: neither a round nor a length")
+            raise SecureSumError(f"`round` is {self.round} and `length` {self.length}; they must be at least 0 and 1")
         if self.bits not in WIDTHS:
             raise SecureSumError(f"`bits` is {self.bits}; integers have 32 or 64")
         if not 2 <= self.circle < 2**16:
@@ -92,14 +92,14 @@ def plan(
     """Choose terms for a cohort.
 
     If clients drop out at random, one in ten, a circle of 41 falls below its threshold of 25 in one of seven million
-    cases. If it is one in five, set the threshold to 21 (one of 120,000) or the circle to 101 (one of 570,000).
+    cases. For one in five, set the threshold to 21 (one of 120,000) or the circle to 101 (one of 570,000).
 
     Args:
       cohort: how many clients are invited.
       length: how many integers each sends.
       bits: 32 or 64.
       round: which round.
-      circle: how many clients exchange keys with each other; less if the cohort is smaller.
+      circle: how many clients exchange keys with each other; fewer if the cohort is smaller.
       threshold: how many of a circle must stay; three fifths, rounded up, by default.
       session: 16 bytes; drawn by default.
       entropy: where they are drawn from.
