@@ -72,8 +72,8 @@ class Config:
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every so many rounds, and at the end; 0 for the end alone.
       patience: keep the best of the models before the first round, after the last, and after those that relaxations of
-        a prior add, by the loss of validation clients, of whom there must be 10. End training when so many evaluations
-        in a row were no better. None keeps the model of the last round.
+        a prior add, by the loss of validation clients, of whom there must be 10. End training when so many of these in
+        a row were no better. None keeps the model of the last round.
       checkpoint_every: save the state every so many rounds: what is lost at most if the process is killed.
       seed: seed of the parameters and of who takes part when.
       devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.
