@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -270,9 +271,43 @@ def test_few_users_train_without_validation_or_test(tmp_path, capsys):
     ratings = write_ratings(tmp_path / "ratings.csv", users=1)
     command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]
     assert main([*command, "--data.fractions", "1", "0", "0"]) == 0
-    assert "no test users" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "nothing was measured: there are no test users. Train with --data.fractions .6 .2 .2" in err
+    assert "fedrecon evaluate" not in out
+    assert "next:  fedrecon recommend" in out
     assert main(["evaluate", str(tmp_path / "run")]) == 1
-    assert "has no test users" in said(capsys)
+    told = said(capsys)
+    assert "has no test users. Train with --data.fractions .6 .2 .2" in told
+    assert "give their data with --ratings FILE" in told
+
+
+def test_the_fractions_that_are_advised_can_be_typed(tmp_path):
+    ratings = write_ratings(tmp_path / "ratings.csv")
+    command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "0", *SMALL]
+    assert main([*command, "--data.fractions", ".6", ".2", ".2"]) == 0
+
+
+def test_one_test_user_says_little_and_is_not_said_to_decide(tmp_path, capsys):
+    ratings = write_ratings(tmp_path / "ratings.csv", users=20)
+    command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", "--devices", "1"]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert "say little about a model. Train with --data.fractions .6 .2 .2" in err
+    assert "say little about a model. Train with --data.fractions .6 .2 .2" in out
+    assert "of users are below" not in out
+    assert "loses" not in out
+    assert "--preset default" not in out
+    assert re.search(r"; (\d+) take part in", err)[1] == re.search(r"(\d+) users train", err)[1]
+    assert "Predictions stay between 1 and 5." in err
+
+
+def test_no_table_is_printed_for_a_user_without_recommendations(trained, capsys):
+    ratings, run = trained
+    capsys.readouterr()
+    assert main(["recommend", str(run), "--ratings", str(ratings), "--user", "u1", "--least-ratings", "99"]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no recommendations for 1 of 1 user: no other item was rated by 99 training users" in err
 
 
 # ---- evaluate ----
@@ -407,6 +442,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
     ],
 )
 def test_an_error_is_one_sentence(argv, code, message, tmp_path, monkeypatch, capsys):
+    jax.devices()  # JAX has started, with as many devices as tests have
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.csv").write_text("user,item,rating\n1,2,3\n1,3,x\n")
     write_ratings(tmp_path / "ok.csv")

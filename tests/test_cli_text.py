@@ -177,7 +177,7 @@ def test_bad_lines_are_refused_or_counted(tmp_path, capsys):
     assert "posts.jsonl line 641: no 'text'" in said(capsys)
     assert not (tmp_path / "run").exists()
     assert main([*command, "--data.bad-rows", "skip"]) == 0
-    assert "left out of the data: 1 bad rows" in capsys.readouterr().err
+    assert "left out of the data: 1 bad row" in capsys.readouterr().err
 
 
 # ---- evaluate ----

@@ -172,8 +172,8 @@ def test_settings_without_effect_are_refused():
 # ---- the verdict ----
 
 
-def evaluation(ndcg):
-    return Evaluation("recon", 3, 0, 9, {"ndcg@100": ndcg, "loss": 0.5}, {}, {}, {})
+def evaluation(ndcg, clients=30):
+    return Evaluation("recon", clients, 0, 99, {"ndcg@100": ndcg, "loss": 0.5}, {}, {}, {})
 
 
 def test_the_table_says_so_when_the_model_loses():
@@ -181,6 +181,19 @@ def test_the_table_says_so_when_the_model_loses():
     assert verdict(evaluation(0.41), table) is None
     told = verdict(evaluation(0.3), table)
     assert "'EASE' has NDCG@100 0.4000, the model 0.3000" in told
+
+
+def test_that_a_baseline_needs_all_data_in_one_place_is_said_of_the_one_that_won():
+    table = {"popularity": {"ndcg@100": 0.2}, "EASE": {"ndcg@100": 0.4}}
+    remark = "It needs everybody's data in one place"
+    assert remark in verdict(evaluation(0.3), table)
+    assert remark not in verdict(evaluation(0.1), table | {"EASE": {"ndcg@100": 0.15}})
+
+
+def test_few_users_cannot_tell_a_model_from_a_baseline():
+    told = verdict(evaluation(0.3, clients=9), {"popularity": {"ndcg@100": 0.4}})
+    assert "With 9 users measured, this difference is within chance" in told
+    assert "loses" not in told
 
 
 def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, monkeypatch):

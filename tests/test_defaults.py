@@ -1,5 +1,6 @@
 """Training without options: presets, round zero saved with the model, counts, baselines, recommendations to trust."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -19,7 +20,7 @@ from fedrecon.app.config import (
     config_from_json,
     to_json,
 )
-from fedrecon.app.presets import PRESETS
+from fedrecon.app.presets import DEFAULT, PRESETS
 from fedrecon.app.saved import open_model
 from fedrecon.evaluation import Evaluation
 
@@ -198,13 +199,34 @@ def test_a_run_whose_rate_comes_down_over_all_rounds_goes_on_to_no_others(traine
 
 
 def test_a_model_that_loses_is_told_so():
-    def with_rmse(value):
-        return Evaluation("recon", 1, 0, 2, {"rmse": value}, {}, {}, {})
-
-    table = {"global mean": {"rmse": 2.0}, "item + user bias": {"rmse": 1.0}}
-    assert verdict(with_rmse(0.9), table) is None
-    assert "'item + user bias' has RMSE 1.0000, the model 1.1000" in verdict(with_rmse(1.1), table)
+    assert verdict(with_rmse(0.9), TABLE) is None
+    told = verdict(with_rmse(1.1), TABLE)
+    assert "the model loses to a baseline: 'item + user bias' has RMSE 1.0000, the model 1.1000" in told
     assert verdict(with_rmse(9.0), {}) is None
+
+
+def test_a_difference_on_few_users_is_said_to_be_within_chance():
+    assert verdict(with_rmse(0.9, clients=1), TABLE) is None
+    told = verdict(with_rmse(1.1, clients=1), TABLE)
+    assert "With 1 user measured, this difference is within chance." in told
+    assert "loses" not in told
+    assert "Try" not in told
+
+
+def test_the_default_settings_are_advised_to_whoever_has_others():
+    found = with_rmse(1.1)
+    assert "--preset default" not in verdict(found, TABLE, DEFAULT)
+    file = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source="x", fractions=(0.6, 0.2, 0.2)))
+    assert "--preset default" not in verdict(found, TABLE, dataclasses.replace(file, seed=3))
+    assert "Try --preset default, more --rounds" in verdict(found, TABLE, PRESETS["paper"])
+    assert "Try --preset default, more --rounds" in verdict(found, TABLE, dataclasses.replace(file, rounds=20))
+
+
+TABLE = {"global mean": {"rmse": 2.0}, "item + user bias": {"rmse": 1.0}}
+
+
+def with_rmse(value, clients=10):
+    return Evaluation("recon", clients, 0, 2, {"rmse": value}, {}, {}, {})
 
 
 # ---- recommendations ----

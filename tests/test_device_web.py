@@ -113,16 +113,9 @@ def test_a_port_that_is_taken_or_is_none_is_named(server, tmp_path, capsys):
     assert "--port is 70000; it must be from 1 to 65535" in capsys.readouterr().err
 
 
-def test_the_commands_that_are_printed_are_those_that_work_here(tmp_path, monkeypatch):
-    program = tmp_path / "bin" / "fedrecon"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "argv", [str(program)])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert show.program() == str(program)
-    monkeypatch.setenv("PATH", str(program.parent))
-    assert show.program() == "fedrecon"
+def test_what_to_do_next_is_printed_as_commands_of_fedrecon(capsys):
+    show.following("page bundles/mine", "recommend runs/mine")
+    assert capsys.readouterr().out == "next:  fedrecon page bundles/mine\n       fedrecon recommend runs/mine\n"
 
 
 @pytest.fixture

@@ -95,6 +95,16 @@ def test_the_ends_of_the_scale_are_found_by_sums():
     np.testing.assert_allclose(found.restore([-9.0, 9.0]), [0.5, 4.0])
 
 
+@pytest.mark.parametrize("scale", [(0, 10), (1, 5), (-10, 0), (0, 7e-5), (0, 3e9), (0.5, 4.5)])
+def test_the_ends_of_a_scale_of_a_few_steps_are_exact(scale):
+    rating = np.random.default_rng(0).choice(np.linspace(*scale, 9), 700)
+    rating[:2] = scale
+    columns = {"item": np.arange(700) % 7, "rating": rating}
+    found = preparation.prepare(Clients.from_columns(columns, client=np.arange(700) % 50), 7, transform="none")
+    assert (found.low, found.high) == (pytest.approx(scale[0], rel=1e-15), pytest.approx(scale[1], rel=1e-15))
+    assert "-" not in str(found.low) or scale[0] < 0
+
+
 def test_counts_are_recognised_and_predicted_as_counts():
     rng = np.random.default_rng(0)
     counts = np.floor(np.exp(rng.normal(1, 1.5, 400)))

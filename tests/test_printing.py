@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedrecon.app.cli import main, show
-from fedrecon.display.printing import lay_out, plain
+from fedrecon.display.printing import how_many, lay_out, listed_counts, plain, readable
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,42 @@ def test_errors_print_names_from_files_without_escapes(tmp_path, capsys):
 
 def test_plain_tables_are_aligned():
     assert lay_out([("a", "n"), ("bb", "10")], right=True) == ["a    n", "--  --", "bb  10"]
+
+
+@pytest.mark.parametrize(
+    ("count", "things", "told"),
+    [
+        (0, "users", "0 users"),
+        (1, "test users", "1 test user"),
+        (1, "posts of other types", "1 post of other types"),
+        (1, "users below minimum", "1 user below minimum"),
+        (2000, "ratings", "2,000 ratings"),
+    ],
+)
+def test_one_thing_is_singular(count, things, told):
+    assert how_many(count, things) == told
+
+
+def test_counts_of_nothing_are_not_listed():
+    assert listed_counts({"bad_rows": 1, "unknown_items": 0, "duplicates": 3}) == "1 bad row, 3 duplicates"
+    assert listed_counts({"bad_rows": 0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "told"),
+    [
+        (0.0, 4, "0"),
+        (-0.0, 4, "0"),
+        (10.0, 4, "10"),
+        (0.5, 4, "0.5"),
+        (0.91283, 4, "0.9128"),
+        (3.2999, 2, "3.3"),
+        (160.2, 2, "160"),
+        (12345.6, 4, "12,346"),
+        (-3.14159, 3, "-3.14"),
+        (1e-9, 4, "1e-09"),
+        (float("nan"), 4, "nan"),
+    ],
+)
+def test_numbers_are_written_as_a_person_would(value, digits, told):
+    assert readable(value, digits) == told

@@ -178,7 +178,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(write):
 
 
 def test_a_file_of_bad_rows_only_says_so(write):
-    with pytest.raises(DataError, match="has no ratings left after leaving out 1 bad rows"):
+    with pytest.raises(DataError, match="has no ratings left after leaving out 1 bad row"):
         load_ratings(write("user,item,rating\n1,2,x\n"), bad_rows="skip")
 
 

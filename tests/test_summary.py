@@ -23,7 +23,7 @@ def test_a_summary_by_hand(tmp_path):
     assert found.skipped == {"bad_rows": 1, "unknown_items": 0, "duplicates": 1, "users_below_minimum": 0}
     assert found.sentence() == (
         "2 users rated 2 items 4 times: 2.0 ratings per user, 100 % of all pairs. Ratings go from 1 to 6, with mean 3 "
-        "and spread 1.871. Left out: 1 bad rows, 1 duplicates."
+        "and spread 1.871. Left out: 1 bad row, 1 duplicate."
     )
 
 

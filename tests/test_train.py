@@ -402,6 +402,7 @@ def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_ro
 def test_only_evaluations_after_the_rounds_that_are_named_decide(norms, tmp_path):
     found = patient(norms, judge_after=[6, 8, 10])  # that of round 4 would be best
     assert (found.rounds, found.best) == (8, 0)
+    assert found.stopped.startswith("2 evaluations in a row, of those that decide, were no better")
     options = {"valid": judged_by(norms[2] - 0.01), "patience": 2, "judge_after": [5, 6, 7, 9]}
     found = run(momentum(), evaluate_every=0, **options)
     assert (found.rounds, found.best) == (9, 6)

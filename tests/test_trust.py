@@ -1,7 +1,7 @@
 """Nothing lost, nothing silently wrong: what commands do with folders that are not theirs, and with runs that fail."""
 
+import dataclasses
 import json
-import re
 import resource
 import shutil
 import stat
@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from fedrecon.app.cli import main, show
 from fedrecon.app.config import Data, RatingsConfig, TextConfig, from_json
 from fedrecon.app.config_files import ConfigError, read_config
-from fedrecon.app.health import Watch, why_failed
+from fedrecon.app.health import Watch, remedy, why_failed
+from fedrecon.app.presets import DEFAULT
 from fedrecon.app.tasks import RATINGS
 from fedrecon.data import DataError, load_text
 from fedrecon.data.cache import cache_folder
@@ -270,7 +271,7 @@ def test_a_training_that_fails_says_so_from_its_first_round_to_its_exit_code(tmp
     ("options", "message"),
     [
         (["--sampling.min-examples", "99"], "all 6 invited users have fewer than --sampling.min-examples 99"),
-        (["--sampling.drop-out", "0.9999"], "nobody answered, 6 of 6 invited dropped out (--sampling.drop-out 0.9999)"),
+        (["--sampling.drop-out", "0.9999"], "nobody answered: 6 of 6 invited dropped out (--sampling.drop-out 0.9999)"),
         (["--aggregate.zero-norm", "1e-9"], "all updates are longer than --aggregate.zero-norm 1e-09"),
     ],
 )
@@ -297,13 +298,22 @@ def test_a_single_round_learns_also_where_the_clipping_norm_follows_the_clients(
 
 
 def test_clients_with_a_single_example_are_counted(tmp_path, capsys):
+    lonely, command = tmp_path / "lonely.csv", ["--rounds", "2", *SMALL, "--data.fractions", "1", "0", "0"]
+    rows = [f"u{k},{k % 3},4" for k in range(20)]
+    lonely.write_text("\n".join(["user,item,rating", *rows, "u0,1,3"]) + "\n")
+    assert main(["train", str(lonely), "--out", str(tmp_path / "run"), *command]) == 3
+    err = capsys.readouterr().err
+    assert "19 of 20 training users have a single example: nothing is learned from them" in err
+    assert "the users who answered have too few ratings for both support and query" in err
+
+
+def test_a_file_in_which_nobody_has_support_and_query_is_refused_before_anything_is_written(tmp_path, capsys):
     lonely = tmp_path / "lonely.csv"
     lonely.write_text("\n".join(["user,item,rating", *(f"u{k},{k % 3},4" for k in range(20))]) + "\n")
-    assert main(["train", str(lonely), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL]) == 3
-    err = capsys.readouterr().err
-    assert re.search(r"(\d+) of \1 training users have a single example", err)
-    assert "the users who answered have too few ratings for both support and query" in err
-    assert "no test users could be measured" in err
+    assert main(["train", str(lonely), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL]) == 1
+    err = said(capsys)
+    assert "none with 2 ratings or more. Training needs 2 ratings per user, for at least some users" in err
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_ratings_of_a_few_users_that_diverge_are_counted_beside_the_others(capsys):
@@ -315,6 +325,25 @@ def test_ratings_of_a_few_users_that_diverge_are_counted_beside_the_others(capsy
     out, err = capsys.readouterr()
     assert "RMSE" not in out
     assert "5 of 40 users diverged: figures of the other 35 would say nothing about the model" in err
+
+
+def test_a_table_of_few_users_has_no_quantiles_and_says_that_it_says_little(capsys):
+    show.evaluation("title", an_evaluation(clients=10, diverged=0), RATINGS, advice="Do this.")
+    out = capsys.readouterr().out
+    assert "50% of users are below" in out
+    assert "say little" not in out
+    show.evaluation("title", an_evaluation(clients=9, diverged=0), RATINGS, advice="Do this.")
+    out = capsys.readouterr().out
+    assert "of users are below" not in out
+    assert "9 users say little about a model. Do this." in out
+
+
+def test_one_user_is_told_of_in_the_singular(capsys):
+    found = dataclasses.replace(an_evaluation(clients=1, diverged=0), examples=1, per_client={"loss": np.zeros(2)})
+    show.evaluation("title", found, RATINGS)
+    assert "1 user, 1 query rating, none diverged; 1 has too few ratings to be measured" in capsys.readouterr().out
+    show.evaluation("title", an_evaluation(clients=41, diverged=1), RATINGS)
+    assert "40 of 41 users, 99 query ratings, 1 other diverged and is excluded" in capsys.readouterr().out
 
 
 def an_evaluation(clients, diverged):
@@ -357,9 +386,36 @@ def test_a_warning_is_said_once():
         watch(a_round(number, clients=4, non_finite=number - 1))
     watch({"kind": "evaluation", "round": 3, "clients": 9, "diverged": 2})
     assert [text.partition(" and ")[0] for text in told] == [
-        "warning: round 2: 1 of 5 updates are not finite",
+        "warning: round 2: 1 of 5 updates is not finite",
         "warning: round 3: 2 of 9 validation users diverged",
     ]
+
+
+def test_a_remedy_names_only_what_plays_a_part():
+    paper = RatingsConfig(data=Data(source="x"))
+    told = remedy(paper)
+    assert "lower --update.learning-rate (now 0.5) and --reconstruct.learning-rate (now 0.1)" in told
+    assert "--aggregate.clip-norm" in told
+    before = remedy(paper, trained=False)
+    assert "lower --reconstruct.learning-rate (now 0.1) or rescale" in before
+    assert "--update" not in before
+    assert "--aggregate" not in before
+    for trained in (True, False):
+        solved = remedy(DEFAULT, trained=trained)
+        assert "--reconstruct.learning-rate" not in solved
+        assert ("--server.learning-rate (now 0.01)" in solved) == trained
+        assert "raise --reconstruct.ridge (now 1)" in solved
+    assert "--data.transform log1p" in remedy(paper, counts=True)
+    assert "--data.transform" not in remedy(DEFAULT, counts=True)
+
+
+def test_counts_that_run_away_are_met_with_their_logarithm(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    plays = [f"u{u},{i},{rng.lognormal(5, 2):.0f}" for u in range(20) for i in rng.choice(12, 8, replace=False)]
+    (tmp_path / "plays.csv").write_text("\n".join(["user,item,rating", *plays]) + "\n")
+    command = ["train", str(tmp_path / "plays.csv"), "--out", str(tmp_path / "run"), "--rounds", "3", *SMALL]
+    assert main(command) == 3
+    assert "The ratings look like counts: use --data.transform log1p" in capsys.readouterr().err
 
 
 # ---- settings that make no sense ----

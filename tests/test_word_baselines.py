@@ -63,4 +63,4 @@ def test_a_model_that_is_less_often_right_than_counting_is_told(ours, loses):
     found = Evaluation("recon", 20, 0, 200, {"accuracy": ours}, {}, {}, {})
     said = verdict(found, table)
     assert (said is not None) == loses
-    assert not loses or "the most frequent next word has accuracy 50.0%, the model 40.0%" in said
+    assert not loses or "'most frequent next word' has accuracy 0.5000, the model 0.4000" in said

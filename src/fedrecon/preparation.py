@@ -16,6 +16,7 @@ some users follow the majority and some do not. Users' biases and coefficients n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,7 @@ TRAITS = ("bias", "popularity")
 SKEWED = 2.0  # ratings have a skewness between -1 and 0; plays and clicks of 10 or more
 FEW = 0.05  # counts have no more than this share of ratings below 0, which then count as 0
 BINS, BIN = 200, 0.1  # to find the ends of the scale: 200 bins, each a tenth of a deviation wide
+ENDS = 9  # digits of the ends of the scale, those of the deviation: more than ratings have in 32 bits
 LEAST_VARIANCE = 1e-4  # of standardised ratings, so that no ridge is infinite
 
 
@@ -265,11 +267,14 @@ def _bins(standardized: np.ndarray) -> Sums:
 
 
 def _ends(message: Preparation, total: Mapping[str, Any]) -> Preparation:
-    """Set the ends of the scale to the means of the outermost bins with ratings. For star ratings this is exact."""
+    """Set the ends of the scale to the means of the outermost bins with ratings. For star ratings this is exact: what
+    sums add in rounding errors is rounded away.
+    """
     count, values = np.asarray(total["bin_count"]), np.asarray(total["bin_sum"])
     there = np.flatnonzero(count > 0)
+    digits = ENDS - math.floor(math.log10(message.deviation))
     low, high = (message.mean + message.deviation * values[i] / count[i] for i in (there[0], there[-1]))
-    return message._replace(low=float(low), high=float(high))
+    return message._replace(low=round(float(low), digits) + 0.0, high=round(float(high), digits) + 0.0)  # never -0.0
 
 
 # ---- biases and variances ----

@@ -148,7 +148,8 @@ def train(
     params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
     stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
     if best is not None and not interrupted and done < rounds:
-        stopped = f"{patience} evaluations in a row were no better than {_called(best.round)}"
+        which = ", of those that decide," if judge_after else ""
+        stopped = f"{patience} evaluations in a row{which} were no better than {_called(best.round)}"
     after = None if spent is None else spent.after(done)
     kept_from = None if best is None else best.round
     return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped, kept_from)

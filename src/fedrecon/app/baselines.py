@@ -14,10 +14,13 @@ from fedrecon.algorithm import Algorithm
 from fedrecon.app import word_baselines
 from fedrecon.app.build import build_algorithm, build_model, build_split
 from fedrecon.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig
+from fedrecon.app.presets import is_default
 from fedrecon.app.saved import SavedModel
+from fedrecon.app.stopping import JUDGES
 from fedrecon.app.tasks import Users
 from fedrecon.clients import Clients
 from fedrecon.data import Sentences
+from fedrecon.display.printing import how_many
 from fedrecon.evaluation import Evaluation
 from fedrecon.preparation import Preparation, start
 
@@ -130,49 +133,55 @@ def with_baselines(found: Evaluation, table: Table) -> dict[str, Any]:
     return found.summary() | ({"baselines": {name: dict(row) for name, row in table.items()}} if table else {})
 
 
-def verdict(found: Evaluation, table: Table) -> str | None:
-    """Say that the model loses against a baseline and what to try; None if it does not.
+def verdict(found: Evaluation, table: Table, config: Config | None = None) -> str | None:
+    """Say that the model loses against a baseline and what to try, or that too few were measured to tell; None if it
+    does not lose.
 
     Args:
       found: how the model does.
       table: how the baselines do on the same query.
+      config: the settings of the model, if they are known.
     """
     if not table:
         return None
     if NDCG in found.micro:
-        return _ranking_verdict(found.micro[NDCG], table)
-    if word_baselines.MOST_USED in table:
-        return _word_verdict(found.micro["accuracy"], table)
-    best = min(table, key=lambda name: table[name]["rmse"])
-    ours, theirs = found.micro["rmse"], table[best]["rmse"]
-    if ours <= theirs * (1 + MARGIN):
+        metric, title, sign, advice = NDCG, "NDCG@100", -1, _try_ranking
+    elif word_baselines.MOST_USED in table:
+        metric, title, sign, advice = "accuracy", "accuracy", -1, _try_text
+    else:
+        metric, title, sign, advice = "rmse", "RMSE", 1, _try_ratings
+    best = min(table, key=lambda name: sign * table[name][metric])
+    ours, theirs = found.micro[metric], table[best][metric]
+    if sign * ours <= sign * theirs * (1 + sign * MARGIN):
         return None
+    figures = f"{best!r} has {title} {theirs:.4f}, the model {ours:.4f}"
+    measured = found.clients - found.diverged
+    if measured < JUDGES:
+        return f"{figures}. With {how_many(measured, 'users')} measured, this difference is within chance."
+    return f"the model loses to a baseline: {figures}. {advice(best, config)}"
+
+
+def _try_ratings(best: str, config: Config | None) -> str:
+    del best
+    other = config is not None and not config.privacy.on and not is_default(config)
     return (
-        f"the model loses to a baseline: {best!r} has RMSE {theirs:.4f}, the model {ours:.4f}. With few ratings per "
-        "user, there may be nothing to learn beyond biases. Try --preset default if you use other settings, more "
-        "--rounds, fewer dimensions (--model.dim 4), a larger --model.prior, or fedrecon tune."
+        "With few ratings per user, there may be nothing to learn beyond biases. Try "
+        f"{'--preset default, ' if other else ''}more --rounds, fewer dimensions (--model.dim 4), a larger "
+        "--model.prior, or fedrecon tune."
     )
 
 
-def _ranking_verdict(ours: float, table: Table) -> str | None:
-    best = max(table, key=lambda name: table[name][NDCG])
-    if ours >= table[best][NDCG] * (1 - MARGIN):
-        return None
-    return (
-        f"the model loses to a baseline: {best!r} has NDCG@100 {table[best][NDCG]:.4f}, the model {ours:.4f}. "
-        "EASE and item kNN need everybody's data in one place; popularity does not. Try more --rounds, another "
-        "--model.dim, --model.unobserved or --model.prior, or fedrecon tune."
-    )
+def _try_ranking(best: str, config: Config | None) -> str:
+    del config
+    central = "" if best == "popularity" else "It needs everybody's data in one place; popularity does not. "
+    return f"{central}Try more --rounds, another --model.dim, --model.unobserved or --model.prior, or fedrecon tune."
 
 
-def _word_verdict(ours: float, table: Table) -> str | None:
-    best = max(table, key=lambda name: table[name]["accuracy"])
-    if ours >= table[best]["accuracy"] * (1 - MARGIN):
-        return None
+def _try_text(best: str, config: Config | None) -> str:
+    del best, config
     return (
-        f"the model loses to a baseline: the {best} has accuracy {table[best]['accuracy']:.1%}, the model {ours:.1%}. "
-        "It needs everybody's text in one place; but try more --rounds, a larger --sampling.clients-per-round, or a "
-        "smaller --model.vocabulary."
+        "Counting words needs everybody's text in one place. Try more --rounds, a larger "
+        "--sampling.clients-per-round, or a smaller --model.vocabulary."
     )
 
 

@@ -19,7 +19,7 @@ from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.baselines import Table, beside, beside_saved, with_baselines, with_coverage
 from fedrecon.app.build import build_algorithm, build_split
-from fedrecon.app.config import Config, to_json
+from fedrecon.app.config import Config, RatingsConfig, to_json
 from fedrecon.app.health import Watch, updates_of, why_failed
 from fedrecon.app.protection import Protection, protect, say_promise
 from fedrecon.app.resuming import (
@@ -32,13 +32,15 @@ from fedrecon.app.resuming import (
     start_same_devices,
 )
 from fedrecon.app.saved import SavedModel, save_model
-from fedrecon.app.stopping import divided, judgements_of, patience_of, rounds_of
+from fedrecon.app.stopping import divided, judgements_of, patience_of, rounds_of, say_stopped
 from fedrecon.app.tasks import Task, Users, task_of
 from fedrecon.app.tasks.task import Dataset
 from fedrecon.cluster.folders import first_writes
 from fedrecon.cluster.wire import agree, check_same, is_first
+from fedrecon.data import Ratings
 from fedrecon.data.errors import DataError
 from fedrecon.disk.runs import RunFolder
+from fedrecon.display.printing import how_many
 from fedrecon.display.progress import Progress, silent
 from fedrecon.engine import Layout
 from fedrecon.evaluation import Evaluation, Evaluator
@@ -122,6 +124,7 @@ def run_experiment(
         check_same({"the data's fingerprint": facts["data"]["fingerprint"]})
         check_fingerprint(folder, facts, earlier)
         users = task.divide(config, data, progress)
+        check_some_can_learn(config, task, users)
         prepared = task.prepare(config, data, users, task.legend(config, data))
         users = prepared.users
         protection = protect(prepared.config, prepared.model, len(users.train), earlier, prepared.releases)
@@ -177,7 +180,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
     """Train, save, measure, and say how it went."""
     config, folder, task, users, legend, algorithm, place, facts, described, ledger = ready
     evaluator = make_evaluator(config, algorithm, users, place)
-    watch = Watch(config, task, say)
+    watch = Watch(config, task, say, _look_like_counts(config, data))
 
     def watched(record: dict[str, Any]) -> None:
         watch(record)
@@ -201,6 +204,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         progress=progress,
         on_record=watched,
     )
+    run = dataclasses.replace(run, stopped=say_stopped(config, run.stopped, run.best))
     failed = why_failed(run.history, task)
     model = _save(folder, SavedModel(config, run.params, legend, failed))
     test: Evaluation | None = None
@@ -290,9 +294,38 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
     alone = int((users.train.sizes < 2).sum())
     if alone and config.split.train != "none":
         say(
-            f"{alone} of {len(users.train)} training {task.people} have a single example: nothing is learned from "
-            "them, since one example cannot be both support and query"
+            f"{alone} of {how_many(len(users.train), f'training {task.people}')} {'has' if alone == 1 else 'have'} a "
+            f"single example: nothing is learned from {'it' if alone == 1 else 'them'}, since one example cannot be "
+            "both support and query"
         )
+
+
+def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users) -> None:
+    """Check that something can be learned at all: from clients with both support and query.
+
+    Args:
+      config: the settings.
+      task: what is trained.
+      users: divided.
+
+    Raises:
+      DataError: no training client has two examples.
+    """
+    if config.split.train == "none" or (users.train.sizes >= 2).any():
+        return
+    examples = "sentences" if task.name == "text" else task.examples
+    columns = "" if task.name == "text" else f" If they have more, is --data.user the column of {task.people}?"
+    raise DataError(
+        f"{config.data.source} has {how_many(len(users.train), f'training {task.people}')}, none with 2 {examples} or "
+        f"more. Training needs 2 {examples} per {task.people[:-1]}, for at least some {task.people}: one to "
+        f"reconstruct from (support) and one to learn from (query).{columns}"
+    )
+
+
+def _look_like_counts(config: Config, data: Dataset) -> bool:
+    """Say whether these are counts that are learned as they are."""
+    as_they_are = isinstance(config, RatingsConfig) and config.data.transform == "none"
+    return as_they_are and isinstance(data, Ratings) and data.describe().looks_like_counts
 
 
 # ---- run.json ----

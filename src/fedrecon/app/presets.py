@@ -98,3 +98,18 @@ def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
     if preset is None:
         preset = "paper" if all(name in values for name in GROUPS) else "default"
     return PRESETS[preset]
+
+
+def is_default(config: Config) -> bool:
+    """Return whether a model is trained as the preset `default` says, whatever the data.
+
+    Args:
+      config: the settings, also with what was found in the data.
+    """
+    base = base_of("default", config.task, {})
+    names = ("split", "reconstruct", "update", "server", "aggregate", "privacy", "sampling", "rounds", "patience")
+    found: dict[str, Any] = {
+        name: getattr(base.model, name) for name in ("scale", "at_least") if hasattr(base.model, name)
+    }
+    same_model = dataclasses.replace(config.model, **found) == base.model
+    return same_model and all(getattr(config, name) == getattr(base, name) for name in names)

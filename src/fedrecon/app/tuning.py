@@ -19,9 +19,9 @@ import numpy as np
 from fedrecon.app.baselines import Table, beside
 from fedrecon.app.build import build_algorithm, build_layout
 from fedrecon.app.config import ClicksConfig, RatingsConfig, to_json
-from fedrecon.app.experiment import make_evaluator
+from fedrecon.app.experiment import check_some_can_learn, make_evaluator
 from fedrecon.app.plots import write_figure
-from fedrecon.app.presets import DEFAULT
+from fedrecon.app.presets import DEFAULT, is_default
 from fedrecon.app.stopping import divided, judgements_of, patience_of, rounds_of
 from fedrecon.app.tasks import Users, task_of
 from fedrecon.data import Ratings
@@ -102,12 +102,14 @@ class Tuned:
       trials: all that were tried; the first has the settings that tuning began with.
       baselines: how the baselines do on the same query of the validation users.
       interrupted: whether it was stopped before its time was over.
+      first: what the settings of the first trial are called.
     """
 
     config: Tunable
     trials: tuple[Trial, ...]
     baselines: Table
     interrupted: bool = False
+    first: str = "default settings"
 
     @property
     def failed(self) -> str | None:
@@ -150,7 +152,7 @@ def tune(
     believe the figure on test users, which `fedrecon train` reports for the settings found.
 
     Args:
-      config: ratings to train on, or all settings to begin with.
+      config: ratings to train on, or the settings of the first trial.
       budget: how long, as text or in seconds; at least one trial is finished.
       trials: at most this many trials.
       folder: where `config.json`, `trials.json`, `report.md` and a picture go; nothing is written by default.
@@ -173,6 +175,7 @@ def tune(
     bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
     if not len(bench.users.valid):
         raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
+    check_some_can_learn(config, task, bench.users)
     if folder is not None:
         with _held(folder):  # a folder that cannot be written to is noticed before anything is tried
             pass
@@ -180,7 +183,7 @@ def tune(
         say(remark)
     with _held(folder):
         found, interrupted = _tried(optuna, bench, length, trials, say)
-        tuned = Tuned(config, found, bench.baselines(), interrupted)
+        tuned = Tuned(config, found, bench.baselines(), interrupted, _called(config))
         tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is found[0] else tuned.best.values))
         if folder is not None:
             write_tuned(tuned, Path(folder))
@@ -214,7 +217,7 @@ def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: S
 
     def tell(study: Any, trial: Any) -> None:
         best = study.best_trial.number if _any_finished(study) else None
-        say(_told(_trial(trial, config), goal, trial.number, best))
+        say(_told(_trial(trial, config), goal, trial.number, best, _called(config)))
 
     interrupted = False
     try:
@@ -319,8 +322,12 @@ def _any_finished(study: Any) -> bool:
     return any(trial.state.name == "COMPLETE" for trial in study.trials)
 
 
-def _told(trial: Trial, goal: Goal, number: int, best: int | None) -> str:
-    what = in_words(trial.values) if number else "the settings to begin with"
+def _called(first: Tunable) -> str:
+    return "default settings" if is_default(first) else "settings as given"
+
+
+def _told(trial: Trial, goal: Goal, number: int, best: int | None, first: str) -> str:
+    what = in_words(trial.values) if number else first
     ending = ", the best so far" if number == best else "" if trial.finished else ", given up"
     return f"trial {number + 1}: {goal.title} {trial.value:.4f}{ending} ({what})"
 
@@ -408,8 +415,8 @@ def _or_none(value: float) -> float | None:
 
 
 def compared(tuned: Tuned) -> list[tuple[str, str]]:
-    """Return rows of a table: the best settings, those to begin with, the baselines."""
-    rows = {"the best settings": tuned.best.value, "the settings to begin with": tuned.trials[0].value}
+    """Return rows of a table: the best settings, those of the first trial, the baselines."""
+    rows = {"best settings": tuned.best.value, tuned.first: tuned.trials[0].value}
     rows |= {f"baseline: {name}": row[tuned.goal.metric] for name, row in tuned.baselines.items()}
     return [(name, f"{value:.4f}") for name, value in rows.items()]
 

@@ -1,9 +1,10 @@
-"""Text for the terminal: plain tables, and names from data without control sequences."""
+"""Text for people: plain tables, numbers and plurals, and names from data without control sequences."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # Sequences that a terminal executes: colours and cursor (CSI), titles and links (OSC and the like), other escapes.
 _COMMANDS = re.compile(
@@ -26,6 +27,41 @@ def plain(text: str) -> str:
       text: any text.
     """
     return _CONTROLS.sub("", _BREAKS.sub(" ", _COMMANDS.sub("", text)))
+
+
+def how_many(count: int, things: str) -> str:
+    """Return a count and what it counts, in the singular if it is one: `1 bad row`, `2,000 users`.
+
+    Args:
+      count: how many there are.
+      things: what they are called, in the plural; the first word that ends in s is the noun.
+    """
+    return f"{count:,} {re.sub(r's(?![a-z])', '', things, count=1) if count == 1 else things}"
+
+
+def listed_counts(counts: Mapping[str, int]) -> str:
+    """Return what was counted in words, such as `1 bad row, 3 duplicates`; nothing if all counts are 0.
+
+    Args:
+      counts: `{what was counted: how often}`, with underscores for blanks.
+    """
+    return ", ".join(how_many(count, what.replace("_", " ")) for what, count in counts.items() if count)
+
+
+def readable(value: float, digits: int = 4) -> str:
+    """Return a number as a person would write it: `0`, `3.3`, `0.9128`, `160`, `12,346`.
+
+    Args:
+      value: any number.
+      digits: how many significant digits there are at most; those before the point are always there.
+    """
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e15:  # tiny, huge or not finite
+        return f"{value:.{digits}g}"
+    before = math.floor(math.log10(abs(value))) + 1
+    text = f"{value:,.{max(0, digits - before)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def lay_out(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:

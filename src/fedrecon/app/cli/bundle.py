@@ -87,5 +87,5 @@ def run(args: Make | Check) -> int:
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 1e6:.2f} MB; ONNX Runtime reproduces all test vectors")
     if "web/index.html" in (manifest := read_manifest(folder))["files"] and not page_lacks(manifest):
-        print(f"next: {show.program()} page {shlex.quote(str(folder))}")
+        show.following(f"page {shlex.quote(str(folder))}")
     return 0

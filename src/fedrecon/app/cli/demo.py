@@ -81,9 +81,11 @@ def run(args: Demo) -> int:
     _compare(found, found.test)
     _recommend(found)
     print(f"learning curve: {curve}")
-    again, out = show.program(), shlex.quote(str(args.out))
-    print(f"next: {again} recommend {out} --ratings FILE   (columns user, item, rating)")
-    print(f"      {again} page {out}   (rate films in your browser; nothing leaves it)")
+    out = shlex.quote(str(args.out))
+    show.following(
+        f"recommend {out} --ratings FILE   (columns user, item, rating)",
+        f"page {out}   (rate films in your browser; nothing leaves it)",
+    )
     return 0
 
 
@@ -112,7 +114,7 @@ def _compare(found: Outcome, test: Evaluation) -> None:
         [(name, *(measure.text(row) for measure in RATINGS.measures)) for name, row in rows.items()],
     )
     print("accuracy: predictions within half a star of the rating")
-    print(f"{verdict(test, found.baselines) or ''}")
+    print(f"{verdict(test, found.baselines, config) or ''}")
 
 
 def _recommend(found: Outcome) -> None:

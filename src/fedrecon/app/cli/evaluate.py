@@ -51,6 +51,7 @@ def run(args: Evaluate) -> int:
     from fedrecon.app.experiment import make_evaluator, users_of_run
     from fedrecon.app.health import evaluation_failed
     from fedrecon.app.saved import open_model
+    from fedrecon.app.stopping import say_how_to_test_more
     from fedrecon.app.tasks import Users
     from fedrecon.disk.arrays import without_nan
     from fedrecon.display.progress import bars
@@ -78,7 +79,10 @@ def run(args: Evaluate) -> int:
     algorithm = model.algorithm
     evaluator = make_evaluator(config, algorithm, users, build_layout(config, algorithm.model), part)
     if evaluator is None:
-        raise ValueError(f"the run in {args.run} has no {part} {task.people}")
+        raise ValueError(
+            f"the run in {args.run} has no {part} {task.people}. {say_how_to_test_more(config)} "
+            f"To evaluate on others, give their data with --{task.name} FILE."
+        )
     found = evaluator(model.params, progress=bars)
     found = with_coverage(config, algorithm, model.params, getattr(users, part), found)
     failed = evaluation_failed(found, task.people)
@@ -87,7 +91,7 @@ def run(args: Evaluate) -> int:
     if args.json:
         print(json.dumps(without_nan({**with_baselines(found, table), **({"failed": failed} if failed else {})})))
     else:
-        show.evaluation(title, found, task, table)
+        show.evaluation(title, found, task, table, config, "" if file else say_how_to_test_more(config))
     if model.failed is not None:
         show.alarm(f"the training of {args.run} failed: {model.failed}")
     return 0 if failed is None and model.failed is None else FAILED

@@ -133,7 +133,7 @@ def run(args: MakePlan) -> int:
     plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
-    print(f"next: fedrecon server {shlex.quote(str(args.out))} --out RUN --keys KEYS")
+    show.following(f"server {shlex.quote(str(args.out))} --out RUN --keys KEYS")
     print(
         f"on every node: fedrecon node FILE --server HOST:8000 --ca ca.crt --key NODE.key --accept {plan.digest[:16]}"
     )

@@ -63,6 +63,7 @@ def run(args: Recommend) -> int:
     from fedrecon.app.tasks import CLICKS, RATINGS
     from fedrecon.app.tasks.ratings import with_titles
     from fedrecon.data import Ratings
+    from fedrecon.display.printing import how_many
     from fedrecon.display.progress import silent
 
     if args.top < 1:
@@ -97,14 +98,14 @@ def run(args: Recommend) -> int:
     if none := sum(not one["recommendations"] for one in everyone):
         least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
         show.remark(
-            f"no recommendations for {none} of {len(everyone)} users: no other item was rated by {least} training "
-            "users or more; try a lower --least-ratings"
+            f"no recommendations for {none} of {how_many(len(everyone), 'users')}: no other item was rated by {least} "
+            "training users or more; try a lower --least-ratings"
         )
     if args.json:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
         return 0
     for one in everyone:
-        show.recommendations(
-            f"for user {one['user']}, from {one['rated']} {model.task.examples}", one["recommendations"]
-        )
+        if one["recommendations"]:
+            title = f"for user {one['user']}, from {how_many(one['rated'], model.task.examples)}"
+            show.recommendations(title, one["recommendations"])
     return 0

@@ -138,7 +138,7 @@ def run(args: RunServer) -> int:
     if not args.json:
         print(f"saved: {args.out} (model/ is all that is needed to serve)")
         if isinstance(plan, SettingsPlan):
-            print(f"next:  fedrecon {task.serve.format(run=shlex.quote(str(args.out)))}")
+            show.following(task.serve.format(run=shlex.quote(str(args.out))))
     return 0
 
 

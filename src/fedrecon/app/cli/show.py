@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedrecon.display.printing import plain
+from fedrecon.display.printing import how_many, listed_counts, plain
 
 if TYPE_CHECKING:
     from fedrecon.app.baselines import Table
+    from fedrecon.app.config import Config
     from fedrecon.app.tasks import Measure, Task
     from fedrecon.evaluation import Evaluation
 
@@ -52,13 +49,27 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], tex
 
 
 def evaluation(
-    title: str, found: Evaluation, task: Task[Any, Any, Any], baselines: Table = MappingProxyType({})
+    title: str,
+    found: Evaluation,
+    task: Task[Any, Any, Any],
+    baselines: Table = MappingProxyType({}),
+    config: Config | None = None,
+    advice: str = "",
 ) -> None:
     """Print an evaluation: figures beside those of baselines, and of whom they are. No figures if too many others
-    diverged.
+    diverged, and no quantiles of few.
+
+    Args:
+      title: of the table.
+      found: what to print.
+      task: what was trained.
+      baselines: figures of theirs on the same query.
+      config: the settings of the model, for what to try if it loses.
+      advice: what to do if few were measured.
     """
     from fedrecon.app.baselines import verdict
     from fedrecon.app.health import evaluation_failed
+    from fedrecon.app.stopping import JUDGES, say_few
 
     measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
     if failed:
@@ -66,6 +77,16 @@ def evaluation(
         rest = f": figures of the other {measured} would say nothing about the model" if found.clients else ""
         alarm(f"{failed}{rest}")
         return
+    table(title, ("", *(measure.title for measure in task.measures)), _rows(found, task, baselines, measured >= JUDGES))
+    print(_whom(found, task))
+    if measured < JUDGES:
+        print(f"{say_few(measured, task.people)} {advice}".strip())
+    if loses := verdict(found, baselines, config):
+        print(loses)
+
+
+def _rows(found: Evaluation, task: Task[Any, Any, Any], baselines: Table, quantiles: bool) -> list[tuple[str, ...]]:
+    """Return the rows of an evaluation's table."""
 
     def figures(metrics: Mapping[str, float]) -> list[str]:
         return [measure.text(metrics) for measure in task.measures]
@@ -77,16 +98,22 @@ def evaluation(
     rows += [] if task.by_client else [(f"mean over {task.people} (macro)", *figures(found.macro))]
     rows += [
         (f"{float(q):.0%} of {task.people} are below", *figures({name: of[q] for name, of in found.quantiles.items()}))
-        for q in found.quantiles["loss"]
+        for q in (found.quantiles["loss"] if quantiles else ())
     ]
-    table(title, ("", *(measure.title for measure in task.measures)), rows)
-    of = f" of {found.clients}" if found.diverged else ""
-    told = [f"{found.diverged} others diverged and are excluded" if found.diverged else "none diverged"]
+    return rows
+
+
+def _whom(found: Evaluation, task: Task[Any, Any, Any]) -> str:
+    """Say how many were measured, on how much, and who was not."""
+    measured = found.clients - found.diverged
+    people = how_many(found.clients, task.people)
+    told = ["none diverged"]
+    if found.diverged:
+        people = f"{measured} of {people}"
+        told = [f"{how_many(found.diverged, 'others')} diverged and {'is' if found.diverged == 1 else 'are'} excluded"]
     if small := len(found.per_client.get("loss", ())) - found.clients:
-        told.append(f"{small} have too few {task.examples} to be measured")
-    print(f"{measured}{of} {task.people}, {found.examples} query {task.examples}, {'; '.join(told)}")
-    if loses := verdict(found, baselines):
-        print(loses)
+        told.append(f"{small} {'has' if small == 1 else 'have'} too few {task.examples} to be measured")
+    return f"{people}, {how_many(found.examples, f'query {task.examples}')}, {'; '.join(told)}"
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
@@ -113,18 +140,13 @@ def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
     table(title, ("title", "predicted"), rows)
 
 
-def program() -> str:
-    """Return how to call this program again: by its name where the shell finds it, else as it was called."""
-    called, found = Path(sys.argv[0]), shutil.which("fedrecon")
-    if called.name == "fedrecon" and (found is None or not called.exists() or not os.path.samefile(called, found)):
-        return shlex.quote(str(called))
-    if called.name == "__main__.py" and found is None:
-        return f"{shlex.quote(sys.executable)} -m fedrecon"
-    return "fedrecon"
+def following(*commands: str) -> None:
+    """Print what to do next: commands of this program, without its name."""
+    for number, command in enumerate(commands):
+        print(f"{'' if number else 'next:':<7}fedrecon {command}")
 
 
 def left_out(skipped: Mapping[str, int]) -> None:
     """Remark on what was not read of a file."""
-    counts = [f"{count} {what.replace('_', ' ')}" for what, count in skipped.items() if count]
-    if counts:
-        remark(f"left out of the data: {', '.join(counts)}")
+    if counts := listed_counts(skipped):
+        remark(f"left out of the data: {counts}")

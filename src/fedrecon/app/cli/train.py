@@ -172,10 +172,12 @@ def run(args: Train) -> int:
     from fedrecon.app.health import say_updates
     from fedrecon.app.logs import log_to
     from fedrecon.app.plots import learning_curve
+    from fedrecon.app.stopping import say_how_to_test_more
     from fedrecon.app.tasks import task_of
     from fedrecon.cluster.wire import is_first
     from fedrecon.disk.replacement import put_aside_in
     from fedrecon.disk.runs import RunFolder
+    from fedrecon.display.printing import how_many
     from fedrecon.display.progress import bars
     from fedrecon.privacy.ledger import NOT_COVERED
 
@@ -203,18 +205,19 @@ def run(args: Train) -> int:
     if found.failed is not None:
         show.alarm(f"training {'fails' if found.run.interrupted else 'failed'}: {found.failed}")
     if found.run.interrupted:
-        again = [word for word in args.typed if word not in ("--overwrite", "--resume")]
+        typed = [word for word in args.typed if word not in ("--overwrite", "--resume")]
         done = f"{found.run.rounds} of {found.most_rounds} rounds"
         show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
-        show.remark(f"to continue: {shlex.join(['fedrecon', 'train', *again, '--resume'])}")
+        show.remark(f"to continue: {shlex.join(['fedrecon', 'train', *typed, '--resume'])}")
         if args.overwrite and (aside := put_aside_in(args.out)):
             show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
         return 130
+    config = found.model.config
     if found.test is None:
-        show.remark(f"there are no test {task.people} to evaluate on")
+        show.remark(f"nothing was measured: there are no test {task.people}. {say_how_to_test_more(config)}")
     else:
-        title = f"{len(found.users.test)} test {task.people}, none seen in training"
-        show.evaluation(title, found.test, task, found.baselines)
+        title = f"{how_many(len(found.users.test), f'test {task.people}')}, none seen in training"
+        show.evaluation(title, found.test, task, found.baselines, config, say_how_to_test_more(config))
     if updates := say_updates(found.run.history):
         print(updates)
     if found.run.ledger is not None:
@@ -232,6 +235,6 @@ def run(args: Train) -> int:
         return FAILED
     out = shlex.quote(str(args.out))
     print(f"saved: {args.out} (model/ is all that is needed to serve; plots/learning_curve.png shows the training)")
-    print(f"next:  fedrecon evaluate {out} --json")
-    print(f"       fedrecon {task.serve.format(run=out)}")
+    again = [] if found.test is None else [f"evaluate {out} --json"]
+    show.following(*again, task.serve.format(run=out))
     return 0

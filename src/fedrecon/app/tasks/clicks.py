@@ -24,6 +24,7 @@ from fedrecon.app.tasks.task import Measure, Read, Ready, Task, Users
 from fedrecon.clients import Clients
 from fedrecon.data import Ratings
 from fedrecon.data.errors import DataError
+from fedrecon.display.printing import how_many, listed_counts
 from fedrecon.display.progress import Progress
 from fedrecon.model import Model
 from fedrecon.models import ranking_factorization
@@ -86,11 +87,12 @@ def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) 
 def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
     """Say what was read, who does what, and what is measured."""
     density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
-    left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in clicks.skipped.items() if count]
+    left_out = listed_counts(clicks.skipped)
     return [
-        f"{len(clicks):,} users have {clicks.num_examples:,} of {clicks.num_items:,} items: "
+        f"{how_many(len(clicks), 'users')} {'has' if len(clicks) == 1 else 'have'} {clicks.num_examples:,} of "
+        f"{how_many(clicks.num_items, 'items')}: "
         f"{clicks.num_examples / max(1, len(clicks)):.1f} items per user, {density:.3g} % of all pairs. "
-        + (f"Left out: {', '.join(left_out)}." if left_out else "Nothing was left out."),
+        + (f"Left out: {left_out}." if left_out else "Nothing was left out."),
         say_rounds(config, users),
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",

@@ -18,6 +18,7 @@ from fedrecon.app.stopping import say_rounds
 from fedrecon.app.tasks.task import Ready, Users
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings
+from fedrecon.display.printing import how_many, readable
 from fedrecon.model import Model
 from fedrecon.models import implicit_feedback, learned_default, matrix_factorization, standardized
 from fedrecon.preparation import DEFAULT, Plan, Preparation, Transform, advance, answer, prepare, start
@@ -271,13 +272,20 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Prepar
         undo = "; --data.transform none turns this off" if wanted == "auto" else ""
         said.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
     if model.round_zero:
-        mean, spread = f"{scale.mean:.4g}", f"{scale.deviation:.4g}"
-        text = f"From sums over the training users: mean {mean}, deviation {spread}, and a bias for every item. "
-        text += f"Predictions stay between {scale.low:.4g} and {scale.high:.4g}. "
-        said.append(text + f"The prior on a user's bias weighs as much as {scale.user_ridge:.2g} ratings.")
+        said.append(_say_scale(scale))
         if zero.outside:
+            far = f"{how_many(zero.outside, 'ratings of training users')} {'is' if zero.outside == 1 else 'are'} far"
             said.append(
-                f"{zero.outside:,} ratings of training users are far outside the usual range, and these sums ignore "
-                "them. If they are mistakes, remove them from the file."
+                f"{far} outside the usual range and left out of these sums. Remove from the file what is a mistake."
             )
     return said
+
+
+def _say_scale(scale: Scale) -> str:
+    """Say what round zero found."""
+    low, high, ridge = readable(scale.low), readable(scale.high), readable(scale.user_ridge, 2)
+    return (
+        f"From sums over the training users: mean {readable(scale.mean)}, deviation {readable(scale.deviation)}, and a "
+        f"bias for every item. Predictions stay between {low} and {high}. The prior on a user's bias is as strong as "
+        f"{ridge} {'rating' if ridge == '1' else 'ratings'}."
+    )

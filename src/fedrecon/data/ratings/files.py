@@ -15,6 +15,7 @@ from fedrecon.data.ratings.parquet import read_parquet_ratings
 from fedrecon.data.ratings.summary import Summary, summarize
 from fedrecon.data.ratings.text import RatingTable, parse_ratings
 from fedrecon.data.sources import is_readable, open_bytes, read_text
+from fedrecon.display.printing import listed_counts
 
 Duplicates = Literal["last", "first", "mean", "sum", "error"]
 PARQUET = b"PAR1"
@@ -146,7 +147,7 @@ def collect_ratings(
     skipped["users_below_minimum"] = int(((sizes > 0) & (sizes < min_ratings)).sum())
     table = _rows_of(table, (sizes >= min_ratings)[table.user.codes])
     if not len(table.rating):
-        reasons = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in skipped.items() if count)
+        reasons = listed_counts(skipped)
         raise DataError(f"{source} has no ratings{f' left after leaving out {reasons}' if reasons else ''}.")
     if item_ids is None:
         table = table._replace(item=_used(table.item))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedrecon.clients import rows_of
+from fedrecon.display.printing import how_many, listed_counts, readable
 
 COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above
 USERS = 1 << 13  # whose ratings are in memory at a time
@@ -54,14 +55,15 @@ class Summary:
         """
         per_user = self.ratings / max(1, self.users)
         text = (
-            f"{self.users:,} users rated {self.items:,} items {self.ratings:,} times: {per_user:.1f} ratings per user, "
-            f"{100 * self.density:.3g} % of all pairs. Ratings go from {self.least:g} to {self.greatest:g}, "
-            f"with mean {self.mean:.4g} and spread {self.spread:.4g}."
+            f"{how_many(self.users, 'users')} rated {how_many(self.items, 'items')} {how_many(self.ratings, 'times')}: "
+            f"{per_user:.1f} ratings per user, {100 * self.density:.3g} % of all pairs. "
+            f"Ratings go from {readable(self.least, 6)} to {readable(self.greatest, 6)}, "
+            f"with mean {readable(self.mean)} and spread {readable(self.spread)}."
         )
         if counts and self.looks_like_counts:
             text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
-        left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in self.skipped.items() if count]
-        return text + (f" Left out: {', '.join(left_out)}." if left_out else " Nothing was left out.")
+        left_out = listed_counts(self.skipped)
+        return text + (f" Left out: {left_out}." if left_out else " Nothing was left out.")
 
 
 def summarize(

@@ -23,6 +23,7 @@ from fedrecon.data.text.word_counts import most_used, number_words
 from fedrecon.disk.client_files import ArrayFile
 from fedrecon.disk.folders import whole_folder
 from fedrecon.disk.locks import hold
+from fedrecon.display.printing import listed_counts
 from fedrecon.display.progress import Progress, silent
 
 KEPT_WORDS = 50_000
@@ -94,7 +95,7 @@ def prepare_corpus(
                 writer.add(post)
         writer.close_run()
         if not writer.runs:
-            reasons = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in skipped.items() if count)
+            reasons = listed_counts(skipped)
             raise DataError(f"{source} has no sentences{f' left after leaving out {reasons}' if reasons else ''}.")
         keys = _all_clients(writer.runs)
         split_of = _divide(keys, plan)
