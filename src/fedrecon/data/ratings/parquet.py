@@ -7,9 +7,9 @@ from typing import IO, Any
 import numpy as np
 
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.columns import Column, Found, find_columns
 from fedrecon.data.ratings.fast import LARGEST
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id, code
-from fedrecon.data.ratings.layout import Column, find_columns
 from fedrecon.data.ratings.text import RatingTable
 from fedrecon.data.sources import ALWAYS_ALLOWED, MOST_EXPANSION, is_stream
 from fedrecon.disk.tabular import import_parquet
@@ -20,7 +20,12 @@ MOST_TIME = 9.2e18  # just within 64 bits
 
 
 def read_parquet_ratings(
-    path: str | Path, stream: IO[bytes], source: str, columns: Mapping[str, Column | None], bad_rows: BadRows
+    path: str | Path,
+    stream: IO[bytes],
+    source: str,
+    columns: Mapping[str, Column | None],
+    bad_rows: BadRows,
+    usual: Mapping[str, Column | None] | None = None,
 ) -> RatingTable:
     """Read the wanted columns of a Parquet file.
 
@@ -30,6 +35,7 @@ def read_parquet_ratings(
       source: its name, for messages.
       columns: where user, item, rating and time are; see `load_ratings`.
       bad_rows: whether rows with empty or non-finite entries are errors or are counted.
+      usual: see `load_ratings`.
 
     Raises:
       DataError: it cannot be read, or is not what it should be.
@@ -48,7 +54,8 @@ def read_parquet_ratings(
         size = Path(path).stat().st_size if data is None else len(data)
         if rows * BYTES_A_ROW > max(ALWAYS_ALLOWED, size * MOST_EXPANSION):
             raise DataError(f"{source} says that it has {rows:,} rows in {size:,} bytes, which no real data does.")
-        chosen = {role: names[k] for role, k in find_columns(names, len(names), source, columns).items()}
+        found = find_columns(names, len(names), source, columns, usual)
+        chosen = {role: names[k] for role, k in found.positions.items()}
         for role, name in chosen.items():
             if names.count(name) > 1:
                 raise DataError(f"{source} has several columns {name!r}; rename all but the one for {role}.")
@@ -56,7 +63,7 @@ def read_parquet_ratings(
         texts = [chosen[role] for role in ("user", "item") if _holds_text(schema.field(chosen[role]), source)]
         place = str(path) if data is None else pa.BufferReader(data)
         with parquet.ParquetFile(place, read_dictionary=texts) as file:
-            return _Reader(source, chosen, bad_rows).read(file)
+            return _Reader(source, chosen, bad_rows, found).read(file)
     except (pa.ArrowException, OSError, KeyError, IndexError, OverflowError, UnicodeError) as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
 
@@ -64,8 +71,8 @@ def read_parquet_ratings(
 class _Reader:
     """Reads batches of rows and collects their columns."""
 
-    def __init__(self, source: str, chosen: Mapping[str, str], bad_rows: BadRows) -> None:
-        self.source, self.chosen, self.bad_rows = source, chosen, bad_rows
+    def __init__(self, source: str, chosen: Mapping[str, str], bad_rows: BadRows, found: Found) -> None:
+        self.source, self.chosen, self.bad_rows, self.found = source, chosen, bad_rows, found
         self.bad = self.done = 0
         self.ids: dict[str, list[Any]] = {"user": [], "item": []}
         self.numbers: dict[str, list[np.ndarray]] = {role: [] for role in ("rating", "time") if role in chosen}
@@ -76,7 +83,7 @@ class _Reader:
         numbers = {role: np.concatenate([np.empty(0, np.int64), *parts]) for role, parts in self.numbers.items()}
         user, item = (self._coded(role) for role in ("user", "item"))
         rating = numbers["rating"].astype(np.float32) if "rating" in numbers else np.ones(len(user.codes), np.float32)
-        return RatingTable(user, item, rating, numbers.get("time"), None, self.bad)
+        return RatingTable(user, item, rating, numbers.get("time"), None, self.bad, self.found.recognised)
 
     def _add(self, columns: Mapping[str, Any], size: int) -> None:
         good = np.ones(size, bool)

@@ -9,20 +9,24 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.columns import Column
 from fedrecon.data.ratings.fast import LARGEST, Rows, fast_reader
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id
-from fedrecon.data.ratings.layout import Column, Layout, Pieces, csv_reader, find_layout, pass_over
+from fedrecon.data.ratings.layout import Layout, Pieces, csv_reader, find_layout, pass_over
 
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
 
 
 class RatingTable(NamedTuple):
-    """Ratings row by row, as read; `lines` says where each row stands, if that is known."""
+    """Ratings row by row, as read; `lines` says where each row stands, if that is known, and `recognised` which
+    columns were taken though nobody named them.
+    """
 
     user: Coded
     item: Coded
@@ -30,6 +34,7 @@ class RatingTable(NamedTuple):
     time: np.ndarray | None
     lines: np.ndarray | None = None
     bad_rows: int = 0
+    recognised: Mapping[str, str] = MappingProxyType({})
 
 
 def parse_ratings(
@@ -41,6 +46,7 @@ def parse_ratings(
     bad_rows: BadRows = "error",
     number_lines: bool = False,
     skip_lines: int = 0,
+    usual: Mapping[str, Column | None] | None = None,
 ) -> RatingTable:
     """Read the rows of a text file.
 
@@ -53,10 +59,11 @@ def parse_ratings(
       bad_rows: whether rows that cannot be read are errors or are counted.
       number_lines: read row by row in any case, to know the line of each row.
       skip_lines: how many lines at the beginning are passed over.
+      usual: see `load_ratings`.
     """
     pieces = Pieces(text)
     pass_over(pieces, skip_lines, source)
-    layout = find_layout(pieces, source, columns, delimiter, header)
+    layout = find_layout(pieces, source, columns, delimiter, header, usual)
     fast = None if number_lines else fast_reader()
     user, item = IdColumn(source, "user"), IdColumn(source, "item")
     rating, time, lines = [np.empty(0, np.float32)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -81,6 +88,7 @@ def parse_ratings(
         _joined(time) if "time" in layout.positions else None,
         _joined(lines) if number_lines else None,
         bad,
+        layout.recognised,
     )
 
 
