@@ -352,6 +352,44 @@ def test_column_names_are_options(trained, tmp_path, capsys):
     assert "for user me, from 2 ratings" in capsys.readouterr().out
 
 
+def write_odd(path, header, seed=0):
+    """Write ratings with a header of their own, and a column in front that is called as a default but is not one."""
+    lines = write_ratings(path, seed=seed).read_text().splitlines()[1:]
+    path.write_text("\n".join([header, *(f"x,{line}" for line in lines)]) + "\n")
+    return str(path)
+
+
+def test_the_columns_of_a_run_are_those_of_other_files_like_it(tmp_path, capsys):
+    odd = write_odd(tmp_path / "odd.csv", "user,Customer No,What,Mark")
+    run, columns = str(tmp_path / "run"), ["--data.user", "Customer No", "--data.item", "What", "--data.rating", "Mark"]
+    assert main(["train", odd, "--out", run, "--rounds", "1", *SMALL, *columns]) == 0
+    assert main(["recommend", run, "--ratings", odd, "--user", "u3", "-n", "1"]) == 0
+    assert "for user u3" in capsys.readouterr().out
+    assert main(["evaluate", run, "--ratings", odd, "--json"]) == 0
+    plain = str(write_ratings(tmp_path / "plain.csv"))
+    assert main(["recommend", run, "--ratings", plain, "--user", "u3", "-n", "1"]) == 0
+    assert main(["recommend", run, "--ratings", odd, "--data.user", "user", "--user", "x", "-n", "1"]) == 0
+    assert "for user x" in capsys.readouterr().out
+
+
+def test_common_column_names_need_no_options(tmp_path, capsys):
+    odd = write_odd(tmp_path / "odd.csv", "row,userId,movieId,Rating")
+    run = str(tmp_path / "run")
+    assert main(["train", odd, "--out", run, "--rounds", "1", *SMALL]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Columns taken: 'userId' for user, 'movieId' for item, 'Rating' for rating." in said
+    assert main(["recommend", run, "--ratings", odd, "--user", "u3", "-n", "1"]) == 0
+    assert main(["evaluate", run, "--ratings", odd, "--json"]) == 0
+
+
+def test_all_columns_that_are_missing_are_named_with_their_options(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("a,b,c\n1,2,3\n")
+    assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run")]) == 1
+    message = said(capsys)
+    assert "no columns 'user', 'item' and 'rating'; it has: a, b, c." in message
+    assert "Name them with --data.user, --data.item and --data.rating" in message
+
+
 # ---- demo ----
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon.app.config import Data, RatingsConfig, Reading
+from fedrecon.app.config import COLUMNS, Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
@@ -111,9 +111,18 @@ def name_items(ratings: Ratings, seen: Clients) -> Items:
     )
 
 
+def usual_columns(data: Data) -> dict[str, int | str | None]:
+    """Return what columns are called in the file that a model was trained on, where settings say so.
+
+    Args:
+      data: the settings of that file.
+    """
+    return {role: getattr(data, role) for role in changed(data, Reading) if role in COLUMNS}
+
+
 def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-    del config, progress
-    ratings = read_ratings(path, reading, item_ids=items.ids)
+    del progress
+    ratings = read_ratings(path, reading, item_ids=items.ids, usual=usual_columns(config.data))
     return Read(ratings, ratings.skipped)
 
 
