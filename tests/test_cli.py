@@ -382,6 +382,19 @@ def test_common_column_names_need_no_options(tmp_path, capsys):
     assert main(["evaluate", run, "--ratings", odd, "--json"]) == 0
 
 
+def test_a_time_that_cannot_be_read_can_be_turned_off(tmp_path, capsys):
+    file, out = tmp_path / "a.csv", ["--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]
+    write_ratings(file)
+    head, *lines = file.read_text().splitlines()
+    file.write_text("\n".join([f"{head},timestamp", *(f"{line},last week" for line in lines)]))
+    assert main(["train", str(file), *out]) == 1
+    assert (
+        "line 2: time 'last week' is not a number; nobody asked for this column: leave it out with --data.time None"
+        in (said(capsys))
+    )
+    assert main(["train", str(file), *out, "--data.time", "None"]) == 0
+
+
 def test_all_columns_that_are_missing_are_named_with_their_options(tmp_path, capsys):
     (tmp_path / "a.csv").write_text("a,b,c\n1,2,3\n")
     assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run")]) == 1

@@ -177,6 +177,15 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).casefold()
 
 
+def say_unwanted(role: str) -> str:
+    """Say what to do about a column that nobody asked for and that cannot be read.
+
+    Args:
+      role: what it was taken for.
+    """
+    return f"nobody asked for this column: leave it out with {role}=None"
+
+
 def say_recognised(recognised: Mapping[str, str]) -> str:
     """Say which columns were taken though nobody named them; "" if there are none.
 

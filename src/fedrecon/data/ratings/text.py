@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedrecon.data.dates import whole_seconds
 from fedrecon.data.errors import BadRows, DataError
-from fedrecon.data.ratings.columns import Column
+from fedrecon.data.ratings.columns import Column, say_unwanted
 from fedrecon.data.ratings.fast import LARGEST, Rows, fast_reader
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id
 from fedrecon.data.ratings.layout import Layout, Pieces, csv_reader, find_layout, pass_over
 
+SKIP = 'leave such rows out with bad_rows="skip"'
+
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+", re.ASCII)
+_LIKE_DATE = re.compile(r"[0-9]+[-/.][0-9]+[-/.]|[0-9]{4}-W?[0-9]", re.ASCII)  # no number begins like this
 
 
 class RatingTable(NamedTuple):
@@ -125,7 +130,7 @@ def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows
     try:
         for number, fields in _records(piece, pieces, layout.delimiter):
             try:
-                found = _parse_row(fields, layout.positions)
+                found = _parse_row(fields, layout)
             except ValueError as problem:
                 if bad_rows == "error":
                     raise DataError(f"{source} line {number}: {problem}") from None
@@ -191,32 +196,64 @@ class _Feed:
         return next(self.lines)
 
 
-def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, float, int]:
+def _parse_row(fields: list[str], layout: Layout) -> tuple[str, str, float, int]:
     """Return user, item, rating (1 if there is none) and time (0) of a row; ValueError says what is wrong with it."""
+    positions = layout.positions
     if len(fields) <= max(positions.values()):
         raise ValueError(f"expected at least {max(positions.values()) + 1} fields, but there are {len(fields)}")
     found = {role: fields[place] for role, place in positions.items()}
     for role in ("user", "item"):
         check_id(role, found[role])
-    rating = _number("rating", found["rating"]) if "rating" in found else 1.0
+    role = "rating"
+    try:
+        rating = _rating(found[role]) if role in found else 1.0
+        role = "time"
+        time = _time(found[role]) if role in found else 0
+    except ValueError as problem:
+        if role in layout.guessed:
+            raise ValueError(f"{problem}; {say_unwanted(role)}") from None
+        raise
+    return found["user"], found["item"], rating, time
+
+
+def _rating(text: str) -> float:
+    rating = _number("rating", text)
     if abs(rating) > LARGEST:
-        raise ValueError(f"rating {found['rating'][:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
-    return found["user"], found["item"], rating, _time(found["time"]) if "time" in found else 0
+        raise ValueError(f"rating {text[:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
+    return rating
 
 
 def _number(role: str, text: str) -> float:
     try:
         number = float(text.replace("_", "x"))  # 1_000 is a number to Python alone
     except ValueError:
-        raise ValueError(f"{role} {text[:50]!r} is not a number") from None
+        raise ValueError(f"{role} {text[:50]!r} is not a number{_advice(text)}") from None
     if not math.isfinite(number):
-        raise ValueError(f"{role} {text[:50]!r} is not finite")
+        raise ValueError(f"{role} {text[:50]!r} is not finite; {SKIP}")
     return number
 
 
+def _advice(text: str) -> str:
+    """Return what to do about a text that is not a number, if that is plain."""
+    if not text:
+        return f"; {SKIP}"
+    return ": decimals need a point, not a comma" if _DECIMAL_COMMA.fullmatch(text) else ""
+
+
 def _time(text: str) -> int:
+    if _LIKE_DATE.match(text):
+        return _date(text)
     whole = _WHOLE.fullmatch(text) and len(text) <= 400
     time = int(text) if whole else int(_number("time", text))
     if not -(1 << 63) <= time < 1 << 63:
         raise ValueError(f"time {text[:50]!r} is beyond the range of 64-bit integers: are these seconds?")
     return time
+
+
+def _date(text: str) -> int:
+    try:
+        return whole_seconds(text)
+    except ValueError:
+        raise ValueError(
+            f"time {text[:50]!r} is neither a number of seconds nor a date such as 2024-01-31 10:00"
+        ) from None
