@@ -403,6 +403,36 @@ def test_all_columns_that_are_missing_are_named_with_their_options(tmp_path, cap
     assert "Name them with --data.user, --data.item and --data.rating" in message
 
 
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (b"user,item\n1,2\n", [], "Name it with --data.rating; if it holds clicks, plays or purchases"),
+        (b"user,item\n1,2\n", [], "give --task clicks"),
+        (b"1,2\n3,4\n", [], "its first line has 2 fields; if it holds clicks"),
+        (b'{"client": "a", "text": "The cat sat."}\n', [], "if these are posts to learn text from, give --task text"),
+        (b'{"client": "a", "text": "The cat."}\n', ["--task", "clicks"], "give --task text"),
+        (b"user,item,rating\n1,2,3\n", ["--task", "text"], "leave such records out with --data.bad-rows skip."),
+        (b"user,item,rating\n1,2,3\n", ["--task", "text"], "for ratings give --task ratings"),
+        (b"user,item,rating\n1,2,\n", [], "leave such rows out with --data.bad-rows skip"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", [], "is not a text file"),
+    ],
+)
+def test_a_file_that_does_not_fit_says_what_would(content, options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.csv").write_bytes(content)
+    assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run"), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_splitting_by_time_says_what_to_add_and_that_works(tmp_path, capsys):
+    file, out = write_ratings(tmp_path / "a.csv"), ["--out", str(tmp_path / "run"), "--rounds", "1", "--model.dim", "2"]
+    head, *lines = file.read_text().splitlines()
+    file.write_text("\n".join([f"{head},time", *(f"{line},2024-01-{1 + k % 28:02}" for k, line in enumerate(lines))]))
+    assert main(["train", str(file), *out, "--split.by-time"]) == 2
+    assert "excludes --split.by-time: add --split.train half" in said(capsys)
+    assert main(["train", str(file), *out, "--split.by-time", "--split.train", "half"]) == 0
+
+
 # ---- demo ----
 
 

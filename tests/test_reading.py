@@ -175,6 +175,13 @@ def test_pieces_of_any_size_give_the_same(write, monkeypatch):
         ("user,item,rating\n1,2,3\n", {"skip_lines": -1}, "skip_lines is -1"),
         ("user,item,rating\n1,2,3\n", {"skip_lines": 9}, "is empty"),
         (b"user,item,rating\n1,2,3\n\xff", {}, "is not utf-8 text (invalid start byte at byte 23)"),
+        ("user,item,rating\n1,2,3\n".encode("utf-16"), {}, "at byte 0). Name its encoding with encoding=..."),
+        (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00", {}, "ratings.csv is not a text file"),
+        ("user;item;rating\n1;2;2,0\n", {}, "line 2: rating '2,0' is not a number: decimals need a point, not a comma"),
+        ("user,item,rating\n1,2,\n", {}, "rating '' is not a number; leave such rows out with bad_rows=\"skip\""),
+        ("user,item,rating\n1,2,NaN\n", {}, "rating 'NaN' is not finite; leave such rows out with bad_rows=\"skip\""),
+        ('{"client": "a", "text": "b c"}\n', {}, "holds JSON objects; expected rows of user, item and rating"),
+        ("user,item,count\n1,2,many\n", {"rating": "auto"}, "rating 'many' is not a number; nobody asked for this"),
     ],
 )  # fmt: skip
 def test_odd_files_are_refused_with_a_sentence_that_names_them(write, content, options, message):

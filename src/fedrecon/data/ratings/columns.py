@@ -150,7 +150,7 @@ class _Search:
         place = self.names.index(column) if isinstance(column, str) else column
         if not 0 <= place < self.width:
             raise MissingColumns(
-                f"{self.source}: no column {place} for {role}; its first line has {self.width} fields.", [role]
+                f"{self.source}: no column {place} for {role}; its first line has {self.width} fields", [role]
             )
         return place
 

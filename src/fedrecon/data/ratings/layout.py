@@ -1,6 +1,7 @@
 """How a ratings file of text is laid out: what separates fields, and where each column stands."""
 
 import csv
+import json
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -8,6 +9,10 @@ from typing import Any, NamedTuple
 
 from fedrecon.data.errors import DataError
 from fedrecon.data.ratings.columns import Column, find_columns
+
+
+class JsonLines(DataError):
+    """A file of JSON objects, where rows of ratings were expected."""
 
 
 class Layout(NamedTuple):
@@ -80,6 +85,8 @@ def find_layout(
     blank = re.match(r"(?:[^\S\n]*\n)*", piece).end()  # type: ignore[union-attr]
     end = piece.index("\n", blank) + 1
     first, rest = piece[blank : end - 1], piece[end:]
+    if _is_object(first):
+        raise JsonLines(f"{source} holds JSON objects; expected rows of user, item and rating, as in a CSV file")
     if delimiter is None:
         delimiter = max(("::", "\t", ",", ";"), key=lambda mark: first.count(mark) * len(mark))
         if delimiter not in first:
@@ -95,6 +102,16 @@ def find_layout(
     found = find_columns(fields if header else None, len(fields), source, columns, usual)
     pieces.give_back(rest if header else piece[blank:])
     return Layout(delimiter, found.positions, found.recognised, found.guessed)
+
+
+def _is_object(line: str) -> bool:
+    """Tell whether a line is a JSON object."""
+    if not (line.lstrip().startswith("{") and line.rstrip().endswith("}")):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_number(text: str) -> bool:
