@@ -1,4 +1,5 @@
 import gzip
+import json
 import re
 import sys
 
@@ -322,6 +323,16 @@ def test_ratings_survive_disk(write, tmp_path):
     opened = Ratings.open(tmp_path / "saved")
     assert triples(opened) == triples(ratings)
     assert (opened.skipped, opened.titles, opened.title(0)) == (ratings.skipped, None, "5")
+
+
+def test_what_was_recognised_survives_disk_and_folders_from_before_are_read(write, tmp_path):
+    load_ratings(write(CSV.replace("user", "userId"))).save(tmp_path / "saved")
+    assert Ratings.open(tmp_path / "saved").recognised == {"user": "userId"}
+    manifest = tmp_path / "saved" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    del values["fields"]["recognised"]
+    manifest.write_text(json.dumps(values))
+    assert Ratings.open(tmp_path / "saved").recognised == {}
 
 
 @pytest.fixture

@@ -232,7 +232,7 @@ def _without_duplicates(table: RatingTable, source: str, duplicates: Duplicates)
         user, item = (ids.values[ids.codes[row]] for ids in (table.user, table.item))
         raise DataError(
             f"{source} {where}: user {user} rates item {item} again. "
-            'Choose which rating counts with duplicates="last", "first", "mean" or "sum".'
+            "Choose which rating counts with duplicates=...: last, first, mean or sum."
         )
     if duplicates in ("mean", "sum"):
         starts = np.flatnonzero(first)
