@@ -395,6 +395,87 @@ def test_column_names_are_options(trained, tmp_path, capsys):
     assert "for user me, from 2 ratings" in capsys.readouterr().out
 
 
+def write_odd(path, header, seed=0):
+    """Write ratings with a header of their own, and a column in front that is called as a default but is not one."""
+    lines = write_ratings(path, seed=seed).read_text().splitlines()[1:]
+    path.write_text("\n".join([header, *(f"x,{line}" for line in lines)]) + "\n")
+    return str(path)
+
+
+def test_the_columns_of_a_run_are_those_of_other_files_like_it(tmp_path, capsys):
+    odd = write_odd(tmp_path / "odd.csv", "user,Customer No,What,Mark")
+    run, columns = str(tmp_path / "run"), ["--data.user", "Customer No", "--data.item", "What", "--data.rating", "Mark"]
+    assert main(["train", odd, "--out", run, "--rounds", "1", *SMALL, *columns]) == 0
+    assert main(["recommend", run, "--ratings", odd, "--user", "u3", "-n", "1"]) == 0
+    assert "for user u3" in capsys.readouterr().out
+    assert main(["evaluate", run, "--ratings", odd, "--json"]) == 0
+    plain = str(write_ratings(tmp_path / "plain.csv"))
+    assert main(["recommend", run, "--ratings", plain, "--user", "u3", "-n", "1"]) == 0
+    assert main(["recommend", run, "--ratings", odd, "--data.user", "user", "--user", "x", "-n", "1"]) == 0
+    assert "no recommendations for 1 of 1 user" in capsys.readouterr().err  # somebody who has rated every item
+
+
+def test_common_column_names_need_no_options(tmp_path, capsys):
+    odd = write_odd(tmp_path / "odd.csv", "row,userId,movieId,Rating")
+    run = str(tmp_path / "run")
+    assert main(["train", odd, "--out", run, "--rounds", "1", *SMALL]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Columns taken: 'userId' for user, 'movieId' for item, 'Rating' for rating." in said
+    assert main(["recommend", run, "--ratings", odd, "--user", "u3", "-n", "1"]) == 0
+    assert main(["evaluate", run, "--ratings", odd, "--json"]) == 0
+
+
+def test_a_time_that_cannot_be_read_can_be_turned_off(tmp_path, capsys):
+    file, out = tmp_path / "a.csv", ["--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]
+    write_ratings(file)
+    head, *lines = file.read_text().splitlines()
+    file.write_text("\n".join([f"{head},timestamp", *(f"{line},last week" for line in lines)]))
+    assert main(["train", str(file), *out]) == 1
+    assert (
+        "line 2: time 'last week' is not a number; nobody asked for this column: leave it out with --data.time None"
+        in (said(capsys))
+    )
+    assert main(["train", str(file), *out, "--data.time", "None"]) == 0
+
+
+def test_all_columns_that_are_missing_are_named_with_their_options(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("a,b,c\n1,2,3\n")
+    assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run")]) == 1
+    message = said(capsys)
+    assert "no columns 'user', 'item' and 'rating'; it has: a, b, c." in message
+    assert "Name them with --data.user, --data.item and --data.rating" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (b"user,item\n1,2\n", [], "Name it with --data.rating; if it holds clicks, plays or purchases"),
+        (b"user,item\n1,2\n", [], "give --task clicks"),
+        (b"1,2\n3,4\n", [], "its first line has 2 fields; if it holds clicks"),
+        (b'{"client": "a", "text": "The cat sat."}\n', [], "if these are posts to learn text from, give --task text"),
+        (b'{"client": "a", "text": "The cat."}\n', ["--task", "clicks"], "give --task text"),
+        (b"user,item,rating\n1,2,3\n", ["--task", "text"], "leave such records out with --data.bad-rows skip."),
+        (b"user,item,rating\n1,2,3\n", ["--task", "text"], "for ratings give --task ratings"),
+        (b"user,item,rating\n1,2,\n", [], "leave such rows out with --data.bad-rows skip"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", [], "is not a text file"),
+    ],
+)
+def test_a_file_that_does_not_fit_says_what_would(content, options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.csv").write_bytes(content)
+    assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run"), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_splitting_by_time_says_what_to_add_and_that_works(tmp_path, capsys):
+    file, out = write_ratings(tmp_path / "a.csv"), ["--out", str(tmp_path / "run"), "--rounds", "1", "--model.dim", "2"]
+    head, *lines = file.read_text().splitlines()
+    file.write_text("\n".join([f"{head},time", *(f"{line},2024-01-{1 + k % 28:02}" for k, line in enumerate(lines))]))
+    assert main(["train", str(file), *out, "--split.by-time"]) == 2
+    assert "cannot be used with --split.by-time: add --split.train half" in said(capsys)
+    assert main(["train", str(file), *out, "--split.by-time", "--split.train", "half"]) == 0
+
+
 # ---- demo ----
 
 

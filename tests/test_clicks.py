@@ -120,6 +120,28 @@ def test_files_need_no_counts(tmp_path):
     np.testing.assert_array_equal(load(tmp_path / "quoted.csv")[1].columns["rating"], [1, 1])
 
 
+def test_columns_of_clicks_are_recognised_and_said(tmp_path, capsys):
+    lines = [f"u{user},{item},{1 + user % 3}" for user in range(20) for item in range(8) if (user + item) % 3]
+    (tmp_path / "plays.csv").write_text("\n".join(["Listener,artist_id,plays", *lines]))
+    clicks = load(tmp_path / "plays.csv")[1]
+    assert clicks.columns["rating"].max() == 3
+    assert load(tmp_path / "plays.csv", rating=None)[1].columns["rating"].max() == 1
+    run, file = str(tmp_path / "run"), str(tmp_path / "plays.csv")
+    assert main(["train", file, "--task", "clicks", "--out", run, "--rounds", "1", "--model.dim", "2"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Columns taken: 'Listener' for user, 'artist_id' for item, 'plays' for rating." in said
+    assert main(["recommend", run, "--clicks", file, "--user", "u1", "-n", "1"]) == 0
+    assert main(["evaluate", run, "--clicks", file, "--json"]) == 0
+
+
+def test_two_columns_of_counts_are_an_error_that_names_the_option(tmp_path, capsys):
+    (tmp_path / "plays.csv").write_text("user,item,plays,weight\na,x,1,2\n")
+    assert main(["train", str(tmp_path / "plays.csv"), "--task", "clicks", "--out", str(tmp_path / "run")]) == 1
+    assert "'plays' and 'weight' could each be the one for rating; say which with --data.rating" in (
+        capsys.readouterr().err
+    )
+
+
 def test_parquet_files_need_no_counts(tmp_path):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -73,6 +73,14 @@ def prepared_simulation(files):
     return ready, run
 
 
+def test_a_node_recognises_common_names_of_columns(files, tmp_path):
+    plan, text = plan_of(ROUND_ZERO_CONFIG), files[0].read_text()
+    assert text.startswith("user,item,rating")
+    (tmp_path / "own.csv").write_text(text.replace("user,item,rating", "Member ID,film,Score", 1))
+    found, expected = (read_holding(plan, path).users.train for path in (tmp_path / "own.csv", files[0]))
+    assert found.fingerprint() == expected.fingerprint()
+
+
 @pytest.mark.parametrize(("secure", "tolerance"), [(False, 1e-6), pytest.param(True, 5e-6, marks=pytest.mark.slow)])
 def test_the_default_preset_on_nodes_gives_what_the_simulation_gives(
     secure, tolerance, files, prepared_simulation, tmp_path

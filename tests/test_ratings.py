@@ -1,3 +1,5 @@
+import gzip
+import json
 import re
 import sys
 
@@ -14,7 +16,7 @@ CSV = "user,item,rating,time\n3,10,4.0,100\n1,20,3.5,90\n3,5,1.0,80\n"
 @pytest.fixture
 def write(tmp_path):
     def write(text, name="ratings.csv", encoding="utf-8"):
-        (tmp_path / name).write_bytes(text.encode(encoding))
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode(encoding))
         return tmp_path / name
 
     return write
@@ -87,6 +89,72 @@ def test_columns_can_be_named_or_counted(write):
     assert triples(by_place) == [("2", "7", 4.0)]
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "userId,movieId,rating,timestamp",
+        "user_id,item_id,stars,time",
+        "User,Item,Rating,Time",
+        "uid,iid,r,Timestamp",
+        "Customer ID,Product-ID,SCORE,time",
+        "reader,ISBN,value,time",
+        "account,Artist,Play Count,time",
+    ],
+)
+def test_common_names_of_columns_are_recognised_in_all_forms(write, write_parquet, header):
+    text = CSV.replace("user,item,rating,time", header)
+    forms = [write(text), write(text.replace(",", "\t"), "a.tsv"), write(gzip.compress(text.encode()), "a.csv.gz")]
+    values = [[3, 1, 3], [10, 20, 5], [4.0, 3.5, 1.0], [100, 90, 80]]
+    forms.append(write_parquet(**dict(zip(header.split(","), values, strict=True))))
+    for path in forms:
+        ratings = load_ratings(path)
+        assert ratings.fingerprint() == load_ratings(write(CSV, "plain.csv")).fingerprint()
+        assert ratings.recognised["user"] == header.split(",")[0]
+
+
+def test_the_name_that_was_asked_for_comes_before_common_ones(write):
+    ratings = load_ratings(write("userId,user,movie,item,rating,stars\n1,2,3,4,5,6\n"))
+    assert triples(ratings) == [("2", "4", 5.0)]
+    assert ratings.recognised == {}
+
+
+def test_two_columns_that_could_be_meant_are_an_error_that_names_both(write):
+    path = write("user,movie,movieId,rating\n1,2,3,4\n")
+    with pytest.raises(DataError, match=r"'movie' and 'movieId' could each be the one for item; .* item=\.\.\."):
+        load_ratings(path)
+    assert triples(load_ratings(path, item="movieId")) == [("1", "3", 4.0)]
+
+
+def test_a_column_that_was_named_for_something_else_is_not_taken_twice(write):
+    ratings = load_ratings(write("user,item,score,value\n1,2,3,4\n"), time="value")
+    assert (triples(ratings), ratings.columns["time"].tolist()) == ([("1", "2", 3.0)], [4])
+
+
+def test_a_column_that_was_named_must_be_there(write):
+    with pytest.raises(DataError, match="no columns 'who' and 'what'; it has: userId, item, rating"):
+        load_ratings(write("userId,item,rating\n1,2,3\n"), user="who", item="what")
+
+
+@pytest.mark.parametrize(
+    ("text", "usual", "expected"),
+    [
+        ("who,user,item,rating\n1,2,3,4\n", {"user": "who"}, ("1", "3", 4.0)),
+        ("user,item,rating\n1,2,3\n", {"user": "who"}, ("1", "2", 3.0)),
+        ("userId,item,rating\n1,2,3\n", {"user": "who"}, ("1", "2", 3.0)),
+        ("1,2,3\n", {"user": 1, "item": 0}, ("2", "1", 3.0)),
+        ("user,item,rating\n1,2,3\n", {"user": 1, "item": 0}, ("1", "2", 3.0)),
+        ("a,b,rating\n1,2,3\n", {"user": 1, "item": 0}, ("2", "1", 3.0)),
+    ],
+)
+def test_usual_columns_are_taken_where_the_file_has_them(write, text, usual, expected):
+    assert triples(load_ratings(write(text), usual=usual)) == [expected]
+
+
+def test_a_named_column_comes_before_the_usual_one(write):
+    path = write("who,client,item,rating\n1,2,3,4\n")
+    assert triples(load_ratings(path, user="client", usual={"user": "who"})) == [("2", "3", 4.0)]
+
+
 def test_ids_may_be_text(write):
     ratings = load_ratings(write("user,item,rating\nbo,tt2,4\nanna,tt1,3\n"))
     assert ratings.names.tolist() == ["anna", "bo"]
@@ -126,11 +194,12 @@ def test_times_written_as_decimals_are_read(write):
         ("user,item,rating\n", "ratings.csv has no ratings."),
         (
             "a,b,c\n1,2,3\n",
-            "ratings.csv: no column 'user'; it has: a, b, c. Name it with user=...",
+            "ratings.csv: no columns 'user', 'item' and 'rating'; it has: a, b, c. "
+            "Name them with user=..., item=... and rating=...",
         ),
         (
-            "user,item,stars\n1,2,3\n",
-            "no column 'rating'; it has: user, item, stars. Name it with rating=...",
+            "user,item,liked\n1,2,3\n",
+            "no column 'rating'; it has: user, item, liked. Name it with rating=...",
         ),
         (
             "user item rating\n",
@@ -254,6 +323,16 @@ def test_ratings_survive_disk(write, tmp_path):
     opened = Ratings.open(tmp_path / "saved")
     assert triples(opened) == triples(ratings)
     assert (opened.skipped, opened.titles, opened.title(0)) == (ratings.skipped, None, "5")
+
+
+def test_what_was_recognised_survives_disk_and_folders_from_before_are_read(write, tmp_path):
+    load_ratings(write(CSV.replace("user", "userId"))).save(tmp_path / "saved")
+    assert Ratings.open(tmp_path / "saved").recognised == {"user": "userId"}
+    manifest = tmp_path / "saved" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    del values["fields"]["recognised"]
+    manifest.write_text(json.dumps(values))
+    assert Ratings.open(tmp_path / "saved").recognised == {}
 
 
 @pytest.fixture

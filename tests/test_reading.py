@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import tracemalloc
+from datetime import date
 
 import numpy as np
 import pytest
@@ -58,7 +59,19 @@ NUMBERS = [*listed("3 4.5 1e3 1e39 -1e39 1e400 nan inf -inf x 0x10 1_0 .5 5. +3 
 NUMBERS += [*listed("3.4028236e38 1e-50 -0.0 1e --1 1d2 1,5 true"), "1" * 400]
 TIMES = [*listed("0 978300760 9.78e8 -3 007 +4 -9007199254740993 0x1F nan 1_0 now 1e30"), "", " 5 "]
 TIMES += ["1" * 19, "9" * 19, "1" * 400]
-ids, numbers, times = map(st.sampled_from, (IDS, NUMBERS, TIMES))
+DATES = ["2024-01-11", "2024-01-11 10:00", "2024-01-11T10:00:00.999999", "1969-12-31 23:59:59.5", "2024-01-11T10:00Z"]
+DATES += ["2024-01-11 10", "2024-01-11T1000", "9999-12-31 23:59:59.999999", "0000-01-01", "0001-01-01", "2024-02-30"]
+DATES += ["2024-01-11T10:00+02:00", "2024-01-11T10:00:00.1234567", "20240111", "2024-W02-4", "2024-01-11 24:00"]
+DATES += [
+    "11.1.2024",
+    "2024-1-1",
+    "2024-01-11 10:60",
+    "2024-01-11 10:00:60",
+    "2024-01-11  10:00",
+    "2024-01-11T",
+    "2024-01-11Z",
+]
+ids, numbers, times = map(st.sampled_from, (IDS, NUMBERS, TIMES + DATES))
 rows = st.lists(st.tuples(ids, ids, numbers, times), min_size=1, max_size=8)
 
 
@@ -80,6 +93,36 @@ def test_all_readers_read_the_same(rows, delimiter, piece, clean, data):
     assert arrow == slow
 
 
+@pytest.mark.parametrize("other", DATES)
+@pytest.mark.parametrize("first", ["2024-01-11 10:00", "7"])
+def test_all_readers_read_the_same_dates(first, other, monkeypatch):
+    lines = ["user,item,rating,time\n", f"1,2,3,{first}\n", f"1,3,3,{other}\n"]
+    readers = (None, read_numbers, read_with_arrow)
+    slow, numpy, arrow = (outcome(lines, reader, monkeypatch, ",", 2) for reader in readers)
+    assert numpy == slow
+    assert arrow == slow
+
+
+def test_dates_are_seconds_of_utc(write):
+    dates = ["2024-01-11", "2024-01-11 10:00", "2024-01-11T10:00Z", "2024-01-11T10:00+02:00", "1969-12-31 23:59:59.5"]
+    lines = [f"1,{item},3,{when}" for item, when in enumerate(dates)]
+    ratings = load_ratings(write("\n".join(["user,item,rating,timestamp", *lines])))
+    assert ratings.columns["time"].tolist() == [1704931200, 1704967200, 1704967200, 1704960000, -1]
+
+
+@pytest.mark.parametrize(
+    ("time", "problem"), [("yesterday", "is not a number"), ("11.1.2024", "is neither a number of seconds nor a date")]
+)
+def test_a_time_that_nobody_asked_for_says_how_to_turn_it_off(write, time, problem):
+    path = write(f"user,item,rating,timestamp\n1,2,3,{time}\n1,3,4,5\n")
+    with pytest.raises(DataError, match=f"line 2: time '{time}' {problem}.*: leave it out with time=None"):
+        load_ratings(path)
+    with pytest.raises(DataError, match=f"line 2: time '{time}' {problem}") as error:
+        load_ratings(path, time="timestamp")
+    assert "time=None" not in str(error.value)
+    assert load_ratings(path, time=None).num_examples == 2
+
+
 def test_the_fast_readers_are_used_for_what_is_common(monkeypatch):
     from fedrecon.data.ratings.layout import Layout
 
@@ -92,6 +135,7 @@ def test_the_fast_readers_are_used_for_what_is_common(monkeypatch):
         assert read_with_arrow(text, layout) is not None, text
         assert read_numbers(text, layout) is None, text
     assert read_with_arrow("1::2::3::4\n", Layout("::", layout.positions)) is not None
+    assert read_with_arrow("1,2,3,2024-01-11\n1,3,3,2024-01-11 10:00:00.5\n", layout) is not None
 
 
 def test_pieces_of_any_size_give_the_same(write, monkeypatch):
@@ -131,6 +175,13 @@ def test_pieces_of_any_size_give_the_same(write, monkeypatch):
         ("user,item,rating\n1,2,3\n", {"skip_lines": -1}, "skip_lines is -1"),
         ("user,item,rating\n1,2,3\n", {"skip_lines": 9}, "is empty"),
         (b"user,item,rating\n1,2,3\n\xff", {}, "is not utf-8 text (invalid start byte at byte 23)"),
+        ("user,item,rating\n1,2,3\n".encode("utf-16"), {}, "at byte 0). Name its encoding with encoding=..."),
+        (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00", {}, "ratings.csv is not a text file"),
+        ("user;item;rating\n1;2;2,0\n", {}, "line 2: rating '2,0' is not a number: decimals need a point, not a comma"),
+        ("user,item,rating\n1,2,\n", {}, "rating '' is not a number; leave such rows out with bad_rows=\"skip\""),
+        ("user,item,rating\n1,2,NaN\n", {}, "rating 'NaN' is not finite; leave such rows out with bad_rows=\"skip\""),
+        ('{"client": "a", "text": "b c"}\n', {}, "holds JSON objects; expected rows of user, item and rating"),
+        ("user,item,count\n1,2,many\n", {"rating": "auto"}, "rating 'many' is not a number; nobody asked for this"),
     ],
 )  # fmt: skip
 def test_odd_files_are_refused_with_a_sentence_that_names_them(write, content, options, message):
@@ -254,6 +305,29 @@ def test_parquet_takes_dates_and_whole_numbers_that_pandas_made_floats(write_tab
     assert ratings.names.tolist() == [1, 2]
     assert ratings.item_ids.tolist() == ["a", "b"]
     assert ratings.columns["time"].tolist() == [1_000_000, 2_000_000]
+
+
+@pytest.mark.parametrize(
+    ("dates", "expected"),
+    [
+        (["2024-01-11 10:00", "2024-01-11"], [1704967200, 1704931200]),
+        (["2024-01-11T10:00Z", "2024-01-11T10:00+02:00"], [1704967200, 1704960000]),
+        ([date(2024, 1, 11), date(1970, 1, 1)], [1704931200, 0]),
+    ],
+)
+def test_parquet_takes_dates_of_text_and_days(write_table, dates, expected):
+    table = {"user": [1, 1], "item": [1, 2], "rating": [1.0, 2.0], "timestamp": dates}
+    assert load_ratings(write_table(table)).columns["time"].tolist() == expected
+
+
+def test_a_parquet_time_that_nobody_asked_for_says_how_to_turn_it_off(write_table):
+    path = write_table({"user": [1], "item": [1], "rating": [1.0], "time": ["yesterday"]})
+    with pytest.raises(DataError, match=r"column 'time' holds text that is not dates.*leave it out with time=None"):
+        load_ratings(path)
+    assert "time" not in load_ratings(path, time=None).columns
+    path = write_table({"user": [1, 1], "item": [1, 2], "rating": [1.0, 1.0], "time": [1, None]})
+    with pytest.raises(DataError, match=r"1 empty entries: drop them, .*bad_rows=\"skip\"; .*time=None"):
+        load_ratings(path)
 
 
 def test_parquet_with_a_column_twice_or_far_too_many_rows_is_refused(write_table):

@@ -27,6 +27,14 @@ def test_a_summary_by_hand(tmp_path):
     )
 
 
+def test_a_summary_says_which_columns_were_recognised(tmp_path):
+    (tmp_path / "a.csv").write_text("userId,item,stars\n1,1,1\n1,2,2\n")
+    ratings = load_ratings(tmp_path / "a.csv")
+    assert ratings.describe().sentence().endswith("Columns taken: 'userId' for user, 'stars' for rating.")
+    named = load_ratings(tmp_path / "a.csv", user="userId", rating="stars")
+    assert named.describe().sentence().endswith("Nothing was left out.")
+
+
 @pytest.mark.parametrize(
     ("values", "counts"),
     [

@@ -21,6 +21,11 @@ def test_titles_are_read_by_item(tmp_path):
     assert load_titles(other, item="id", title=1) == {"7": "Alien"}
 
 
+def test_items_may_have_another_common_name(tmp_path):
+    (tmp_path / "movies.csv").write_text("movieId,Title\n1,Alien\n")
+    assert load_titles(tmp_path / "movies.csv") == {"1": "Alien"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -293,9 +293,9 @@ class Clients:
         lengths = [totals.num_examples, *(len(values) for values in columns.values())]
         if len(set(lengths)) > 1 or len(offsets) != manifest["num_clients"] + 1:
             raise ValueError(f"{folder} is damaged: its arrays do not have the lengths that manifest.json records.")
-        if missing := set(_extra_fields(cls)) - set(fields):
+        if missing := set(_extra_fields(cls, needed=True)) - set(fields):
             raise ValueError(f"{folder} holds {manifest['kind']}, not {cls.__name__}: it has no {sorted(missing)}.")
-        extra = {name: fields[name] for name in _extra_fields(cls)}
+        extra = {name: fields[name] for name in _extra_fields(cls) if name in fields}
         offsets = np.asarray(offsets)
         return cls(columns=columns, starts=offsets[:-1], ends=offsets[1:], names=names, totals=totals, **extra)
 
@@ -462,6 +462,8 @@ def _edges(fractions: Sequence[float]) -> list[Fraction]:
     return [sum(exact[:k], Fraction(0)) for k in range(len(exact) + 1)]
 
 
-def _extra_fields(cls: type[Clients]) -> list[str]:
-    own = {field.name for field in dataclasses.fields(Clients)}
-    return [field.name for field in dataclasses.fields(cls) if field.name not in own]
+def _extra_fields(cls: type[Clients], needed: bool = False) -> list[str]:
+    """Name the fields that a kind of clients adds; with `needed`, those without a default."""
+    own, none = {field.name for field in dataclasses.fields(Clients)}, dataclasses.MISSING
+    added = [field for field in dataclasses.fields(cls) if field.name not in own]
+    return [f.name for f in added if not needed or (f.default is none and f.default_factory is none)]

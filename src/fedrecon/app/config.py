@@ -130,15 +130,20 @@ class Config:
 # ---- ratings ----
 
 
+COLUMNS = ("user", "item", "rating", "time")  # the settings of `Reading` that say where columns are
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """How a ratings file is read (MovieLens archives need none of this).
 
     Attributes:
-      user: header of the column with user ids, or its position counted from 0.
+      user: header of the column with user ids, or its position counted from 0. Common names such as userId or
+        'Customer ID' need not be given; the same for item and rating.
       item: the same for item ids; ids may be numbers or text.
-      rating: the same for ratings; 'auto' takes a column 'rating' or 'count' if there is one.
-      time: the same for timestamps; 'auto' takes a column 'time' or 'timestamp' if there is one.
+      rating: the same for ratings; 'auto' takes one if there is one, None takes none, and every row counts 1.
+      time: the same for times, in seconds or as ISO dates; 'auto' takes a column 'time' or 'timestamp' if there is one,
+        None takes none.
       delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
       header: whether the first line names the columns; by default a line without any number does.
       skip_lines: how many lines to skip before the header or the data.
@@ -149,7 +154,7 @@ class Reading:
 
     user: int | str = "user"
     item: int | str = "item"
-    rating: int | str = "rating"
+    rating: int | str | None = "rating"
     time: int | str | None = "auto"
     delimiter: str | None = None
     header: bool | None = None
@@ -313,13 +318,13 @@ class ClickData(Data):
     Attributes:
       source: what to train on: any file of user, item and maybe count and time (text or Parquet; - for standard input),
         or what --task ratings takes.
-      rating: header or position of the column with counts or ratings; 'auto' takes a column 'rating' or 'count', or the
-        third of a file without a header, if there is one. Without it all rows count alike.
+      rating: header or position of the column with counts or ratings; 'auto' takes one by its name, or the third of a
+        file without a header, if there is one. Without it (None) all rows count alike.
       at_least: rows with a smaller count or rating are left out: 4 keeps ratings of 4 and 5.
       max_examples: at most this many items of a training user are used, after shuffling; None for all.
     """
 
-    rating: int | str = "auto"
+    rating: int | str | None = "auto"
     duplicates: Literal["last", "first", "mean", "sum", "error"] = "sum"
     at_least: float | None = None
     max_examples: int | None = 500

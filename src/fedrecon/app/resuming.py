@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 from fedrecon._version import __version__
 from fedrecon.algorithm import Algorithm
 from fedrecon.app.build import build_layout
-from fedrecon.app.config import Config, ConfigError, config_from_json, differences, to_json
+from fedrecon.app.config import COLUMNS, Config, ConfigError, Data, config_from_json, differences, to_json
 from fedrecon.cluster.wire import wire
 from fedrecon.disk.errors import StorageError
 from fedrecon.disk.folders import standing
@@ -39,6 +40,24 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
     except (KeyError, TypeError, AttributeError) as problem:
         raise StorageError(f"{file} is damaged: {problem!r}") from None
     return config, facts
+
+
+def with_columns(config: Config, run: str | Path, given: Sequence[str] = ()) -> Config:
+    """Return the settings of a saved model, with what columns are called in the file that its run was trained on.
+
+    Args:
+      config: of the model.
+      run: the folder of the run; that of a model alone does not know.
+      given: columns that have been named already.
+    """
+    if not isinstance(config.data, Data) or not (Path(run) / RUN).exists():
+        return config
+    try:
+        data = read_run(run)[0].data
+    except StorageError:  # the model is all that is needed
+        return config
+    columns = {role: getattr(data, role) for role in COLUMNS if role not in given and hasattr(data, role)}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **columns))
 
 
 def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, Any] | None:

@@ -97,7 +97,11 @@ class Split:
     def __post_init__(self) -> None:
         """Check the settings."""
         if splits.named(self.train).redrawn and self.by_time:
-            raise ValueError(f"split.train is {self.train!r}, which shuffles; it cannot be used with split.by_time")
+            other = self.train.removeprefix("redrawn-")
+            raise ValueError(
+                f"split.train is {self.train!r}, which shuffles; it cannot be used with split.by_time: add split.train "
+                f"{other}"
+            )
         splits.named(self.evaluate)
         if self.evaluate == "none":
             raise ValueError("split.evaluate is 'none'; an error on the support examples says little: use 'half'")

@@ -236,6 +236,10 @@ def read_text(stream: IO[bytes], source: str, encoding: str, piece: int = PIECE)
             if not text.isascii():
                 text.encode()  # some encodings can spell halves of characters, which cannot be written again
         except (UnicodeError, ValueError, OverflowError) as problem:
+            if b"\0" in data and not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(
+                    f"{source} is not a text file: it holds bytes that no text has. Give another."
+                ) from None
             where = f" at byte {done + problem.start}" if isinstance(problem, UnicodeDecodeError) else ""
             reason = getattr(problem, "reason", problem)
             raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import os
@@ -118,8 +119,7 @@ def _sentence(problem: Exception) -> tuple[str, int]:
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, ValueError):
-        # Readers of ratings name their Python arguments; here these are options.
-        return re.sub(r"\bwith (\w+)=\.\.\.", r"with --data.\1", str(problem)), 1
+        return _with_options(str(problem)), 1
     if isinstance(problem, RecursionError):
         return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
@@ -129,6 +129,19 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         "the same command with --debug)",
         BUG,
     )
+
+
+def _with_options(sentence: str) -> str:
+    """Spell arguments of readers as options: `--data.user` for `user=...`, `--data.time None` for `time=None`."""
+    from fedrecon.app.config import ClickData, TextData
+
+    names = "|".join({field.name for kind in (ClickData, TextData) for field in dataclasses.fields(kind)})
+
+    def spelled(found: re.Match[str]) -> str:
+        value = "" if found[2] == "..." else " " + found[2].strip('"')
+        return f"--data.{found[1].replace('_', '-')}{value}"
+
+    return re.sub(rf'(?<![\w.`-])({names})=(\.\.\.|None\b|[0-9]+|"\w+")', spelled, sentence)
 
 
 def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from fedrecon.app.cli import FAILED, options, show
-from fedrecon.app.config import Reading
+from fedrecon.app.config import COLUMNS, Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,13 @@ class Evaluate:
     text: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     data: Reading = field(default_factory=Reading)
+    named: tyro.conf.Suppress[tuple[str, ...]] = ()  # the columns that options name
 
 
 def parse(argv: Sequence[str]) -> Evaluate:
     """Parse the options."""
-    return options.parse(Evaluate, "evaluate", argv)
+    found = options.parse(Evaluate, "evaluate", argv)
+    return dataclasses.replace(found, named=options.all_given("--data.", COLUMNS, argv))
 
 
 def run(args: Evaluate) -> int:
@@ -50,6 +53,7 @@ def run(args: Evaluate) -> int:
     from fedrecon.app.build import build_layout
     from fedrecon.app.experiment import make_evaluator, users_of_run
     from fedrecon.app.health import evaluation_failed
+    from fedrecon.app.resuming import with_columns
     from fedrecon.app.saved import open_model
     from fedrecon.app.stopping import say_how_to_test_more
     from fedrecon.app.tasks import Users
@@ -71,7 +75,7 @@ def run(args: Evaluate) -> int:
         config, users = users_of_run(args.run, bars)
         title, part = f"{args.split} {task.people} of {args.run}", args.split
     else:
-        others = task.read(model.config, model.legend, file, args.data, bars)
+        others = task.read(with_columns(model.config, args.run, args.named), model.legend, file, args.data, bars)
         show.left_out(others.skipped)
         config, users = model.config, Users(others.clients, others.clients, others.clients)
         title, part = f"{task.people} of {file}", "test"

@@ -48,6 +48,11 @@ def given(option: str, argv: Sequence[str]) -> str | None:
     return None
 
 
+def all_given(prefix: str, names: Sequence[str], argv: Sequence[str]) -> tuple[str, ...]:
+    """Return those names whose options are there, whatever their values."""
+    return tuple(name for name in names if given(prefix + name, argv) is not None)
+
+
 @contextlib.contextmanager
 def _one_sentence(kind: type, command: str) -> Iterator[None]:
     """Raise `UsageError` for whatever tyro rejects; if tyro has changed, its own message is shown instead."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon.app.cli import options, show
-from fedrecon.app.config import Reading
+from fedrecon.app.config import COLUMNS, Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Recommend:
     items: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     data: Reading = field(default_factory=Reading)
+    named: tyro.conf.Suppress[tuple[str, ...]] = ()  # the columns that options name
 
 
 def parse(argv: Sequence[str]) -> Recommend:
@@ -53,11 +54,12 @@ def parse(argv: Sequence[str]) -> Recommend:
         raise options.UsageError(
             "--ratings is missing, or --clicks for a model of clicks (see fedrecon recommend --help)"
         )
-    return found
+    return dataclasses.replace(found, named=options.all_given("--data.", COLUMNS, argv))
 
 
 def run(args: Recommend) -> int:
     """Recommend and print."""
+    from fedrecon.app.resuming import with_columns
     from fedrecon.app.saved import open_for
     from fedrecon.app.serving import recommend_items
     from fedrecon.app.tasks import CLICKS, RATINGS
@@ -77,7 +79,8 @@ def run(args: Recommend) -> int:
         )
     if args.items is not None:
         model = dataclasses.replace(model, legend=with_titles(model.legend, args.items))
-    ratings = model.task.read(model.config, model.legend, file, args.data, silent).clients
+    config = with_columns(model.config, args.run, args.named)
+    ratings = model.task.read(config, model.legend, file, args.data, silent).clients
     assert isinstance(ratings, Ratings)
     show.left_out(ratings.skipped)
     if args.user:

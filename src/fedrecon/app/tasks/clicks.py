@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from fedrecon.app.tasks.ratings import (
     name_items,
     read_ratings,
     recall_items,
+    usual_columns,
 )
 from fedrecon.app.tasks.task import Measure, Read, Ready, Task, Users
 from fedrecon.clients import Clients
 from fedrecon.data import Ratings
 from fedrecon.data.errors import DataError
+from fedrecon.data.ratings.columns import say_recognised
 from fedrecon.display.printing import how_many, listed_counts
 from fedrecon.display.progress import Progress
 from fedrecon.model import Model
@@ -92,7 +95,8 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
         f"{how_many(len(clicks), 'users')} {'has' if len(clicks) == 1 else 'have'} {clicks.num_examples:,} of "
         f"{how_many(clicks.num_items, 'items')}: "
         f"{clicks.num_examples / max(1, len(clicks)):.1f} items per user, {density:.3g} % of all pairs. "
-        + (f"Left out: {left_out}." if left_out else "Nothing was left out."),
+        + (f"Left out: {left_out}. " if left_out else "Nothing was left out. ")
+        + say_recognised(clicks.recognised),
         say_rounds(config, users),
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",
@@ -101,12 +105,18 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
 
 def _read(config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
     del progress
-    clicks = read_clicks(config, items, path, reading)
+    clicks = read_clicks(config, items, path, reading, usual_columns(config.data))
     # What is shown and what is hidden is drawn, in a file of any order.
     return Read(clicks.shuffle(config.data.shuffle_seed or 0), clicks.skipped)
 
 
-def read_clicks(config: ClicksConfig, items: Items, path: Path, reading: Reading) -> Ratings:
+def read_clicks(
+    config: ClicksConfig,
+    items: Items,
+    path: Path,
+    reading: Reading,
+    usual: Mapping[str, int | str | None] | None = None,
+) -> Ratings:
     """Read what people have from another file, with the numbers of these items.
 
     Args:
@@ -114,12 +124,13 @@ def read_clicks(config: ClicksConfig, items: Items, path: Path, reading: Reading
       items: what the model knows.
       path: the file.
       reading: how it is read; a column of counts or ratings need not be there.
+      usual: what columns are called where `reading` leaves it open, if the file has them.
     """
     if reading.rating == Reading.rating:
         reading = dataclasses.replace(reading, rating="auto")
     if reading.duplicates == Reading.duplicates:
         reading = dataclasses.replace(reading, duplicates="sum")
-    return read_ratings(path, reading, item_ids=items.ids, at_least=config.model.at_least)
+    return read_ratings(path, reading, item_ids=items.ids, at_least=config.model.at_least, usual=usual)
 
 
 CLICKS: Task[ClicksConfig, Ratings, Items] = Task(

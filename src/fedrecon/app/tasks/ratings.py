@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon.app.config import Data, RatingsConfig, Reading
+from fedrecon.app.config import COLUMNS, Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
 from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
 from fedrecon.data.errors import DataError
+from fedrecon.data.ratings.columns import MissingColumns
+from fedrecon.data.ratings.layout import JsonLines
 from fedrecon.data.ratings.movielens import NAMES
 from fedrecon.display.progress import Progress
 
@@ -70,7 +72,7 @@ def _load(settings: Data, at_least: float | None) -> Ratings:
         raise DataError("the name of the data is empty; give a known name or a path.")
     known = settings.source in (*NAMES, "synthetic")
     if not known and not path.is_dir() and path.suffix != ".zip":
-        return read_ratings(settings.source, settings, min_ratings=settings.min_ratings, at_least=at_least)
+        return _load_file(settings, at_least)
     own = [f"data.{name}" for name in changed(settings, Reading)]
     if own:
         raise DataError(f"{settings.source} is not a ratings file, so there is no use for {', '.join(own)}.")
@@ -79,6 +81,19 @@ def _load(settings: Data, at_least: float | None) -> Ratings:
             raise DataError("synthetic ratings are taken as they are, so there is no use for data.at_least.")
         return load(settings.source).at_least(settings.min_ratings)
     return load(settings.source, min_ratings=settings.min_ratings, at_least=at_least)
+
+
+def _load_file(settings: Data, at_least: float | None) -> Ratings:
+    """Load a ratings file; if it is for another task, say so."""
+    try:
+        return read_ratings(settings.source, settings, min_ratings=settings.min_ratings, at_least=at_least)
+    except MissingColumns as problem:
+        if problem.roles != ("rating",) or settings.rating != Reading.rating:
+            raise
+        advice = "if it holds clicks, plays or purchases, which have no ratings, give --task clicks"
+        raise DataError(f"{problem}; {advice}") from None
+    except JsonLines as problem:
+        raise DataError(f"{problem}; if these are posts to learn text from, give --task text") from None
 
 
 def divide_users(ratings: Ratings, settings: Data) -> Users:
@@ -111,9 +126,18 @@ def name_items(ratings: Ratings, seen: Clients) -> Items:
     )
 
 
+def usual_columns(data: Data) -> dict[str, int | str | None]:
+    """Return what columns are called in the file that a model was trained on, where settings say so.
+
+    Args:
+      data: the settings of that file.
+    """
+    return {role: getattr(data, role) for role in changed(data, Reading) if role in COLUMNS}
+
+
 def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-    del config, progress
-    ratings = read_ratings(path, reading, item_ids=items.ids)
+    del progress
+    ratings = read_ratings(path, reading, item_ids=items.ids, usual=usual_columns(config.data))
     return Read(ratings, ratings.skipped)
 
 

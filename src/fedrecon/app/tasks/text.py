@@ -14,6 +14,8 @@ from fedrecon.clients import Clients
 from fedrecon.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
 from fedrecon.data.cache import private_cache
 from fedrecon.data.errors import DataError
+from fedrecon.data.ratings.files import PARQUET
+from fedrecon.data.sources import is_stream, open_bytes
 from fedrecon.data.text.files import preparer
 from fedrecon.data.text.preparation import KEPT_WORDS
 from fedrecon.display.progress import Progress
@@ -60,7 +62,28 @@ def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
         options["clients"] = {"test": 0}  # its users are those of the training split
     if config.model.vocabulary > KEPT_WORDS and not path.is_dir():
         options["kept_words"] = config.model.vocabulary
-    return load_text(path, progress=progress, **options)
+    try:
+        return load_text(path, progress=progress, **options)
+    except DataError as problem:
+        if not _looks_like_table(path):
+            raise
+        advice = "This looks like a table: for ratings give --task ratings, for clicks --task clicks."
+        raise DataError(f"{problem} {advice}") from None
+
+
+def _looks_like_table(path: Path) -> bool:
+    """Tell whether a file begins as tables do: fields between delimiters, or Parquet."""
+    if is_stream(path) or not path.is_file():
+        return False
+    try:
+        with open_bytes(path) as stream:
+            first = stream.readline(1000)
+    except DataError:
+        return False
+    if first.startswith(PARQUET):
+        return True
+    other = b"\0" in first or first.lstrip().startswith((b"{", b"[", b"<"))
+    return not other and any(mark in first for mark in (b",", b";", b"\t", b"::"))
 
 
 def divide_corpus(config: TextConfig, corpus: Corpus, progress: Progress) -> Users:

@@ -15,6 +15,8 @@ from fedrecon.data.ratings.ids import LONGEST_ID
 from fedrecon.data.ratings.layout import Layout, split_line
 
 LARGEST = float(np.finfo(np.float32).max)
+FIRST_YEAR = -62_135_596_800  # in seconds: Python knows no dates before
+DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")  # how most dates begin
 SEPARATOR = "\x1f"  # stands for a delimiter of several characters
 SPACES = " \t\x0b\x0c\x1c\x1d\x1e\x1f"  # the ASCII characters that `str.strip` removes, except line ends
 
@@ -70,13 +72,14 @@ def read_with_arrow(piece: str, layout: Layout) -> Rows | None:
     if clean is None or ("time" in layout.positions and ("0x" in piece or "0X" in piece)):  # a number to pyarrow
         return None
     first = next(line for line in io.StringIO(clean.text) if line != "\n")
-    names = [
-        str(k) for k in range(len(split_line(first, clean.delimiter) if clean.quoted else first.split(clean.delimiter)))
-    ]
+    fields = split_line(first, clean.delimiter) if clean.quoted else first.split(clean.delimiter)
+    names = [str(k) for k in range(len(fields))]
     if max(layout.positions.values()) >= len(names):
         return None
     text = pa.dictionary(pa.int32(), pa.string())
-    kinds = {"user": text, "item": text, "rating": pa.float64(), "time": pa.int64()}
+    dates = "time" in layout.positions and DATE.match(fields[layout.positions["time"]]) is not None
+    time = pa.timestamp("us") if dates else pa.int64()
+    kinds = {"user": text, "item": text, "rating": pa.float64(), "time": time}
     data = clean.text.encode()
     try:
         table = arrow.read_csv(
@@ -99,7 +102,12 @@ def read_with_arrow(piece: str, layout: Layout) -> Rows | None:
     ids = [_arrow_ids(columns[role], spaces) for role in ("user", "item")]
     if ids[0] is None or ids[1] is None:
         return None
-    return Rows(ids[0], ids[1], rating.astype(np.float32), columns["time"].to_numpy() if "time" in columns else None)
+    times = columns["time"].cast(pa.int64()).to_numpy() if "time" in columns else None
+    if times is not None and dates:
+        times = times // 1_000_000
+        if not (times >= FIRST_YEAR).all():
+            return None
+    return Rows(ids[0], ids[1], rating.astype(np.float32), times)
 
 
 def _arrow_ids(ids: Any, spaces: bool) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 
 from fedrecon.clients import Clients
 from fedrecon.data.errors import BadRows, DataError, check_choice
+from fedrecon.data.ratings.columns import Column
 from fedrecon.data.ratings.ids import Coded
-from fedrecon.data.ratings.layout import Column
 from fedrecon.data.ratings.parquet import read_parquet_ratings
 from fedrecon.data.ratings.summary import Summary, summarize
 from fedrecon.data.ratings.text import RatingTable, parse_ratings
@@ -29,11 +29,13 @@ class Ratings(Clients):
       item_ids: original id of item k.
       titles: title of item k, or None.
       skipped: what loading left out: counts of bad_rows, unknown_items, duplicates, low_ratings, users_below_minimum.
+      recognised: the columns of the file that were taken by common names, by what they are for; see `load_ratings`.
     """
 
     item_ids: np.ndarray = field(kw_only=True)
     titles: np.ndarray | None = field(default=None, kw_only=True)
     skipped: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    recognised: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def num_items(self) -> int:
@@ -46,7 +48,7 @@ class Ratings(Clients):
 
     def describe(self) -> Summary:
         """Return what these ratings look like: how many, on which scale, how dense, what was left out."""
-        return summarize(self.columns["rating"], self.starts, self.ends, self.num_items, self.skipped)
+        return summarize(self.columns["rating"], self.starts, self.ends, self.num_items, self.skipped, self.recognised)
 
 
 def load_ratings(
@@ -64,18 +66,22 @@ def load_ratings(
     item_ids: np.ndarray | Sequence[Any] | None = None,
     skip_lines: int = 0,
     at_least: float | None = None,
+    usual: Mapping[str, Column | None] | None = None,
 ) -> Ratings:
     """Read ratings from a text file, plain or gzip, or a Parquet file (`.parquet`, `.pq`).
 
     A text file is read in pieces, so that only its ratings are in memory. pyarrow reads it if it is installed, a few
     times faster; the result is the same.
 
+    Columns `user`, `item` and `rating` may have other common names, such as `userId`, `Movie ID` or `stars`, in large
+    or small letters, with spaces, underscores or dashes. A column of exactly the name asked for comes first. If two
+    columns could be meant, that is an error.
+
     Args:
       path: the file, a pipe, or "-" for standard input.
       user: header of the column with user ids, or its position counted from 0.
       item: the same for item ids. Ids may be integers or text.
-      rating: the same for ratings. "auto" takes `rating` or `count` if there is one; None takes none, and every row
-        then counts 1.
+      rating: the same for ratings. "auto" takes one if there is one; None takes none, and every row then counts 1.
       time: the same for timestamps. "auto" takes `time` or `timestamp` if there is one; None takes none.
       delimiter: what separates fields; None looks for tab, comma, semicolon or `::` in the first line.
       header: whether the first line names the columns; None takes a line without any number for a header.
@@ -88,6 +94,8 @@ def load_ratings(
       item_ids: number the items as in this list, and leave out those that are not in it.
       skip_lines: how many lines to skip before the header or the data.
       at_least: ratings below this are left out; None keeps all.
+      usual: what `user`, `item`, `rating` and `time` are in files like this one. It counts where the argument has its
+        default, and the file has such a column.
 
     Returns:
       The ratings. Users and items are in ascending order of their ids; `skipped` counts what was left out.
@@ -103,11 +111,11 @@ def load_ratings(
         raise DataError(f"{path} is not a file; expected a ratings file (text or Parquet). Check the path.")
     with open_bytes(path) as stream:
         if Path(path).suffix in (".parquet", ".pq") or stream.peek(len(PARQUET))[: len(PARQUET)] == PARQUET:  # type: ignore[attr-defined]
-            table = read_parquet_ratings(path, stream, source, columns, bad_rows)
+            table = read_parquet_ratings(path, stream, source, columns, bad_rows, usual)
         else:
             text = read_text(stream, source, encoding)
             lines = duplicates == "error"
-            table = parse_ratings(text, source, columns, delimiter, header, bad_rows, lines, skip_lines)
+            table = parse_ratings(text, source, columns, delimiter, header, bad_rows, lines, skip_lines, usual)
     return collect_ratings(table, source, duplicates, min_ratings, item_ids, at_least=at_least)
 
 
@@ -158,10 +166,10 @@ def collect_ratings(
     columns = {"item": item.astype(np.int32, copy=False), "rating": table.rating.astype(np.float32, copy=False)}
     if table.time is not None:
         columns["time"] = table.time.astype(np.int64, copy=False)
-    user = _used(table.user)
+    user, recognised = _used(table.user), table.recognised
     del table, item  # so that ordering need not hold all columns twice
     texts = None if titles is None else np.array([titles.get(k, str(k)) for k in vocabulary.tolist()], dtype=str)
-    return _group(columns, user, item_ids=vocabulary, titles=texts, skipped=skipped)
+    return _group(columns, user, item_ids=vocabulary, titles=texts, skipped=skipped, recognised=dict(recognised))
 
 
 def _group(columns: dict[str, np.ndarray], user: Coded, **fields: Any) -> Ratings:
@@ -225,7 +233,7 @@ def _without_duplicates(table: RatingTable, source: str, duplicates: Duplicates)
         user, item = (ids.values[ids.codes[row]] for ids in (table.user, table.item))
         raise DataError(
             f"{source} {where}: user {user} rates item {item} again. "
-            'Choose which rating counts with duplicates="last", "first", "mean" or "sum".'
+            "Choose which rating counts with duplicates=...: last, first, mean or sum."
         )
     if duplicates in ("mean", "sum"):
         starts = np.flatnonzero(first)

@@ -1,21 +1,27 @@
 """How a ratings file of text is laid out: what separates fields, and where each column is."""
 
 import csv
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fedrecon.data.errors import DataError
+from fedrecon.data.ratings.columns import Column, find_columns
 
-Column = str | int
-AUTO = {"rating": ("rating", "count"), "time": ("time", "timestamp")}  # what "auto" looks for in a header
+
+class JsonLines(DataError):
+    """A file of JSON objects, where rows of ratings were expected."""
 
 
 class Layout(NamedTuple):
-    """How a text file is laid out: what separates fields, and where each column is."""
+    """How a text file is laid out: what separates fields, where each column is, and how it was found."""
 
     delimiter: str
     positions: dict[str, int]
+    recognised: Mapping[str, str] = MappingProxyType({})
+    guessed: tuple[str, ...] = ()
 
 
 class Pieces:
@@ -67,6 +73,7 @@ def find_layout(
     columns: Mapping[str, Column | None],
     delimiter: str | None,
     header: bool | None,
+    usual: Mapping[str, Column | None] | None = None,
 ) -> Layout:
     """Find the delimiter, the header and the columns from the first line that is not blank."""
     check_delimiter(delimiter)
@@ -78,6 +85,8 @@ def find_layout(
     blank = re.match(r"(?:[^\S\n]*\n)*", piece).end()  # type: ignore[union-attr]
     end = piece.index("\n", blank) + 1
     first, rest = piece[blank : end - 1], piece[end:]
+    if _is_object(first):
+        raise JsonLines(f"{source} holds JSON objects; expected rows of user, item and rating, as in a CSV file")
     if delimiter is None:
         delimiter = max(("::", "\t", ",", ";"), key=lambda mark: first.count(mark) * len(mark))
         if delimiter not in first:
@@ -90,42 +99,19 @@ def find_layout(
         raise DataError(f"{source} line {number} has only empty fields; expected the names of columns, or a rating.")
     if header is None:
         header = not any(_is_number(name) for name in fields)
-    positions = find_columns(fields if header else None, len(fields), source, columns)
+    found = find_columns(fields if header else None, len(fields), source, columns, usual)
     pieces.give_back(rest if header else piece[blank:])
-    return Layout(delimiter, positions)
+    return Layout(delimiter, found.positions, found.recognised, found.guessed)
 
 
-def find_columns(
-    header: Sequence[str] | None, width: int, source: str, columns: Mapping[str, Column | None]
-) -> dict[str, int]:
-    """Return where each wanted column is, by header or, without one, by position."""
-    positions = {}
-    for place, (role, column) in enumerate(columns.items()):
-        if column is None:
-            continue
-        if column == "auto":
-            found = [name for name in AUTO[role] if name in (header or ())]
-            column = found[0] if found else place if header is None and width > place else None
-            if column is None:
-                continue
-        if header is None and column == role:
-            column = place
-        if isinstance(column, str) and header is None:
-            raise DataError(f"{source} has no header line to find {column!r} in; give a position, as in {role}=0.")
-        names = list(header or ())
-        if isinstance(column, str) and column not in names:
-            there = ", ".join(name[:40] for name in names[:20])
-            raise DataError(f"{source}: no column {column!r}; it has: {there}. Name it with {role}=...")
-        if isinstance(column, str) and names.count(column) > 1:
-            places = " and ".join(str(k) for k, name in enumerate(names) if name == column)
-            raise DataError(
-                f"{source} has several columns {column!r}, at {places}: say which one by its position, as in "
-                f"{role}={names.index(column)}."
-            )
-        positions[role] = names.index(column) if isinstance(column, str) else column
-        if not 0 <= positions[role] < width:
-            raise DataError(f"{source}: no column {positions[role]} for {role}; its first line has {width} fields.")
-    return positions
+def _is_object(line: str) -> bool:
+    """Tell whether a line is a JSON object."""
+    if not (line.lstrip().startswith("{") and line.rstrip().endswith("}")):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_number(text: str) -> bool:

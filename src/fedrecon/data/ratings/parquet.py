@@ -7,10 +7,10 @@ from typing import IO, Any
 import numpy as np
 
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.columns import Column, Found, find_columns, say_unwanted
 from fedrecon.data.ratings.fast import LARGEST
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id, code
-from fedrecon.data.ratings.layout import Column, find_columns
-from fedrecon.data.ratings.text import RatingTable
+from fedrecon.data.ratings.text import SKIP, RatingTable
 from fedrecon.data.sources import ALWAYS_ALLOWED, MOST_EXPANSION, is_stream
 from fedrecon.disk.tabular import import_parquet
 
@@ -20,7 +20,12 @@ MOST_TIME = 9.2e18  # just within 64 bits
 
 
 def read_parquet_ratings(
-    path: str | Path, stream: IO[bytes], source: str, columns: Mapping[str, Column | None], bad_rows: BadRows
+    path: str | Path,
+    stream: IO[bytes],
+    source: str,
+    columns: Mapping[str, Column | None],
+    bad_rows: BadRows,
+    usual: Mapping[str, Column | None] | None = None,
 ) -> RatingTable:
     """Read the wanted columns of a Parquet file.
 
@@ -30,6 +35,7 @@ def read_parquet_ratings(
       source: its name, for messages.
       columns: where user, item, rating and time are; see `load_ratings`.
       bad_rows: whether rows with empty or non-finite entries are errors or are counted.
+      usual: see `load_ratings`.
 
     Raises:
       DataError: it cannot be read, or is not what it should be.
@@ -48,7 +54,8 @@ def read_parquet_ratings(
         size = Path(path).stat().st_size if data is None else len(data)
         if rows * BYTES_A_ROW > max(ALWAYS_ALLOWED, size * MOST_EXPANSION):
             raise DataError(f"{source} says that it has {rows:,} rows in {size:,} bytes, which no real data does.")
-        chosen = {role: names[k] for role, k in find_columns(names, len(names), source, columns).items()}
+        found = find_columns(names, len(names), source, columns, usual)
+        chosen = {role: names[k] for role, k in found.positions.items()}
         for role, name in chosen.items():
             if names.count(name) > 1:
                 raise DataError(f"{source} has several columns {name!r}; rename all but the one for {role}.")
@@ -56,7 +63,7 @@ def read_parquet_ratings(
         texts = [chosen[role] for role in ("user", "item") if _holds_text(schema.field(chosen[role]), source)]
         place = str(path) if data is None else pa.BufferReader(data)
         with parquet.ParquetFile(place, read_dictionary=texts) as file:
-            return _Reader(source, chosen, bad_rows).read(file)
+            return _Reader(source, chosen, bad_rows, found).read(file)
     except (pa.ArrowException, OSError, KeyError, IndexError, OverflowError, UnicodeError) as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
 
@@ -64,8 +71,8 @@ def read_parquet_ratings(
 class _Reader:
     """Reads batches of rows and collects their columns."""
 
-    def __init__(self, source: str, chosen: Mapping[str, str], bad_rows: BadRows) -> None:
-        self.source, self.chosen, self.bad_rows = source, chosen, bad_rows
+    def __init__(self, source: str, chosen: Mapping[str, str], bad_rows: BadRows, found: Found) -> None:
+        self.source, self.chosen, self.bad_rows, self.found = source, chosen, bad_rows, found
         self.bad = self.done = 0
         self.ids: dict[str, list[Any]] = {"user": [], "item": []}
         self.numbers: dict[str, list[np.ndarray]] = {role: [] for role in ("rating", "time") if role in chosen}
@@ -76,7 +83,7 @@ class _Reader:
         numbers = {role: np.concatenate([np.empty(0, np.int64), *parts]) for role, parts in self.numbers.items()}
         user, item = (self._coded(role) for role in ("user", "item"))
         rating = numbers["rating"].astype(np.float32) if "rating" in numbers else np.ones(len(user.codes), np.float32)
-        return RatingTable(user, item, rating, numbers.get("time"), None, self.bad)
+        return RatingTable(user, item, rating, numbers.get("time"), None, self.bad, self.found.recognised)
 
     def _add(self, columns: Mapping[str, Any], size: int) -> None:
         good = np.ones(size, bool)
@@ -84,15 +91,17 @@ class _Reader:
             empty = np.asarray(column.is_null())
             if empty.any() and self.bad_rows == "error":
                 count = int(empty.sum())
-                raise DataError(f"{self.source}: column {self.chosen[role]!r} has {count} empty entries: drop them.")
+                raise self._problem(
+                    role, f"column {self.chosen[role]!r} has {count} empty entries: drop them, or {SKIP}"
+                )
             good &= ~empty
-        arrays = {role: _numbers(columns[role], self.source, self.chosen[role]) for role in self.numbers}
+        arrays = {role: self._numbers(role, columns[role]) for role in self.numbers}
         for role, values in arrays.items():
             most = LARGEST if role == "rating" else MOST_TIME
             wrong = good & ~(np.abs(values.astype(np.float64)) <= most)
             if wrong.any() and self.bad_rows == "error":
                 row = int(np.argmax(wrong))
-                what = f"is beyond {most:.2g}" if np.isfinite(values[row]) else "is not finite"
+                what = f"is beyond {most:.2g}" if np.isfinite(values[row]) else f"is not finite; {SKIP}"
                 raise DataError(f"{self.source} row {self.done + row + 1}: {role} {str(values[row])!r} {what}")
             good &= ~wrong
         rows = np.flatnonzero(good)
@@ -102,6 +111,21 @@ class _Reader:
             self.numbers[role].append(values[rows].astype(np.int64 if role == "time" else np.float32))
         self.bad += size - len(rows)
         self.done += size
+
+    def _problem(self, role: str, what: str) -> DataError:
+        """Return an error about a column, with what to do if nobody asked for it."""
+        advice = f"; {say_unwanted(role)}" if role in self.found.guessed else ""
+        return DataError(f"{self.source}: {what}{advice}.")
+
+    def _numbers(self, role: str, column: Any) -> np.ndarray:
+        """Return a column of numbers; empty entries are 0."""
+        name = self.chosen[role]
+        if role == "time" and (column := _seconds(column)) is None:
+            raise self._problem(role, f"column {name!r} holds text that is not dates such as 2024-01-31 10:00")
+        if not _holds_numbers(column.type):
+            shown = "text" if _is_text(column.type) else str(column.type)
+            raise self._problem(role, f"column {name!r} holds {shown}, not numbers")
+        return np.asarray(column.fill_null(0))
 
     def _coded(self, role: str) -> Coded:
         """Number the ids of a column."""
@@ -144,14 +168,35 @@ def _holds_text(field: Any, source: str) -> bool:
     return text
 
 
-def _numbers(column: Any, source: str, name: str) -> np.ndarray:
-    """Return a column of numbers; empty entries are 0, and dates are seconds since 1970."""
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _holds_numbers(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_integer(kind) or types.is_floating(kind))
+
+
+def _seconds(column: Any) -> Any:
+    """Return dates as seconds since 1970, and other columns as they are; None for text that is not dates."""
     import pyarrow as pa
 
     kind = column.type
+    if pa.types.is_date(kind):
+        column, kind = column.cast(pa.timestamp("s"), safe=False), pa.timestamp("s")
     if pa.types.is_timestamp(kind):
-        column, kind = column.cast(pa.timestamp("s", kind.tz), safe=False).cast(pa.int64()), pa.int64()
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        shown = "text" if pa.types.is_dictionary(kind) or pa.types.is_string(kind) else str(kind)
-        raise DataError(f"{source}: column {name!r} holds {shown}, not numbers.")
-    return np.asarray(column.fill_null(0))
+        return column.cast(pa.timestamp("s", kind.tz), safe=False).cast(pa.int64())
+    if not _is_text(kind):
+        return column
+    text = column.cast(pa.string())
+    for zone in (None, "UTC"):
+        try:
+            exact = text.cast(pa.timestamp("us", zone)).cast(pa.int64())
+        except pa.ArrowInvalid:
+            continue
+        return pa.array(np.asarray(exact.fill_null(0)) // 1_000_000)
+    return None

@@ -1,11 +1,12 @@
 """What a data set of ratings looks like, in numbers and in one paragraph."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from fedrecon.clients import rows_of
+from fedrecon.data.ratings.columns import say_recognised
 from fedrecon.display.printing import how_many, listed_counts, readable
 
 COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above
@@ -28,6 +29,7 @@ class Summary:
       density: the share of all pairs of a user and an item that is rated.
       whole: whether all ratings are whole numbers.
       skipped: how many rows, items or users loading left out, by reason.
+      recognised: the columns that were taken by common names, by what they are for.
     """
 
     users: int
@@ -41,6 +43,7 @@ class Summary:
     density: float
     whole: bool
     skipped: Mapping[str, int]
+    recognised: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def looks_like_counts(self) -> bool:
@@ -63,7 +66,8 @@ class Summary:
         if counts and self.looks_like_counts:
             text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
         left_out = listed_counts(self.skipped)
-        return text + (f" Left out: {left_out}." if left_out else " Nothing was left out.")
+        text += f" Left out: {left_out}." if left_out else " Nothing was left out."
+        return " ".join(filter(None, (text, say_recognised(self.recognised))))
 
 
 def summarize(
@@ -72,6 +76,7 @@ def summarize(
     ends: np.ndarray,
     num_items: int,
     skipped: Mapping[str, int],
+    recognised: Mapping[str, str] | None = None,
 ) -> Summary:
     """Describe the ratings in ranges of rows, those of some users in memory at a time.
 
@@ -81,11 +86,14 @@ def summarize(
       ends: one past the last row of each user.
       num_items: how many items there are.
       skipped: what loading left out.
+      recognised: the columns that were taken by common names.
     """
     count = int((ends - starts).sum())
     if not count:
         nan = float("nan")
-        return Summary(len(starts), num_items, 0, nan, nan, nan, nan, nan, 0.0, True, dict(skipped))
+        return Summary(
+            len(starts), num_items, 0, nan, nan, nan, nan, nan, 0.0, True, dict(skipped), dict(recognised or {})
+        )
     least, greatest, total, whole = np.inf, -np.inf, 0.0, True
     for values in _pieces(rating, starts, ends):
         least, greatest = min(least, values.min()), max(greatest, values.max())
@@ -110,6 +118,7 @@ def summarize(
         density,
         whole,
         dict(skipped),
+        dict(recognised or {}),
     )
 
 

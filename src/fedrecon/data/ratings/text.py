@@ -9,20 +9,29 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedrecon.data.dates import whole_seconds
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.columns import Column, say_unwanted
 from fedrecon.data.ratings.fast import LARGEST, Rows, fast_reader
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id
-from fedrecon.data.ratings.layout import Column, Layout, Pieces, csv_reader, find_layout, pass_over
+from fedrecon.data.ratings.layout import Layout, Pieces, csv_reader, find_layout, pass_over
+
+SKIP = 'leave such rows out with bad_rows="skip"'
 
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+", re.ASCII)
+_LIKE_DATE = re.compile(r"[0-9]+[-/.][0-9]+[-/.]|[0-9]{4}-W?[0-9]", re.ASCII)  # no number begins like this
 
 
 class RatingTable(NamedTuple):
-    """Ratings row by row, as read; `lines` has the line number of each row, if known."""
+    """Ratings row by row, as read; `lines` has the line number of each row, if known, and `recognised` the columns that
+    were taken though nobody named them.
+    """
 
     user: Coded
     item: Coded
@@ -30,6 +39,7 @@ class RatingTable(NamedTuple):
     time: np.ndarray | None
     lines: np.ndarray | None = None
     bad_rows: int = 0
+    recognised: Mapping[str, str] = MappingProxyType({})
 
 
 def parse_ratings(
@@ -41,6 +51,7 @@ def parse_ratings(
     bad_rows: BadRows = "error",
     number_lines: bool = False,
     skip_lines: int = 0,
+    usual: Mapping[str, Column | None] | None = None,
 ) -> RatingTable:
     """Read the rows of a text file.
 
@@ -53,10 +64,11 @@ def parse_ratings(
       bad_rows: whether rows that cannot be read are errors or are counted.
       number_lines: always read row by row, to know the line of each row.
       skip_lines: how many lines to skip at the beginning.
+      usual: see `load_ratings`.
     """
     pieces = Pieces(text)
     pass_over(pieces, skip_lines, source)
-    layout = find_layout(pieces, source, columns, delimiter, header)
+    layout = find_layout(pieces, source, columns, delimiter, header, usual)
     fast = None if number_lines else fast_reader()
     user, item = IdColumn(source, "user"), IdColumn(source, "item")
     rating, time, lines = [np.empty(0, np.float32)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -81,6 +93,7 @@ def parse_ratings(
         _joined(time) if "time" in layout.positions else None,
         _joined(lines) if number_lines else None,
         bad,
+        layout.recognised,
     )
 
 
@@ -117,7 +130,7 @@ def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows
     try:
         for number, fields in _records(piece, pieces, layout.delimiter):
             try:
-                found = _parse_row(fields, layout.positions)
+                found = _parse_row(fields, layout)
             except ValueError as problem:
                 if bad_rows == "error":
                     raise DataError(f"{source} line {number}: {problem}") from None
@@ -183,32 +196,64 @@ class _Feed:
         return next(self.lines)
 
 
-def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, float, int]:
+def _parse_row(fields: list[str], layout: Layout) -> tuple[str, str, float, int]:
     """Return user, item, rating (1 if there is none) and time (0) of a row; ValueError says what is wrong with it."""
+    positions = layout.positions
     if len(fields) <= max(positions.values()):
         raise ValueError(f"expected at least {max(positions.values()) + 1} fields, but there are {len(fields)}")
     found = {role: fields[place] for role, place in positions.items()}
     for role in ("user", "item"):
         check_id(role, found[role])
-    rating = _number("rating", found["rating"]) if "rating" in found else 1.0
+    role = "rating"
+    try:
+        rating = _rating(found[role]) if role in found else 1.0
+        role = "time"
+        time = _time(found[role]) if role in found else 0
+    except ValueError as problem:
+        if role in layout.guessed:
+            raise ValueError(f"{problem}; {say_unwanted(role)}") from None
+        raise
+    return found["user"], found["item"], rating, time
+
+
+def _rating(text: str) -> float:
+    rating = _number("rating", text)
     if abs(rating) > LARGEST:
-        raise ValueError(f"rating {found['rating'][:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
-    return found["user"], found["item"], rating, _time(found["time"]) if "time" in found else 0
+        raise ValueError(f"rating {text[:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
+    return rating
 
 
 def _number(role: str, text: str) -> float:
     try:
         number = float(text.replace("_", "x"))  # only Python takes 1_000 for a number
     except ValueError:
-        raise ValueError(f"{role} {text[:50]!r} is not a number") from None
+        raise ValueError(f"{role} {text[:50]!r} is not a number{_advice(text)}") from None
     if not math.isfinite(number):
-        raise ValueError(f"{role} {text[:50]!r} is not finite")
+        raise ValueError(f"{role} {text[:50]!r} is not finite; {SKIP}")
     return number
 
 
+def _advice(text: str) -> str:
+    """Return what to do about a text that is not a number, if that is plain."""
+    if not text:
+        return f"; {SKIP}"
+    return ": decimals need a point, not a comma" if _DECIMAL_COMMA.fullmatch(text) else ""
+
+
 def _time(text: str) -> int:
+    if _LIKE_DATE.match(text):
+        return _date(text)
     whole = _WHOLE.fullmatch(text) and len(text) <= 400
     time = int(text) if whole else int(_number("time", text))
     if not -(1 << 63) <= time < 1 << 63:
         raise ValueError(f"time {text[:50]!r} is beyond the range of 64-bit integers: are these seconds?")
     return time
+
+
+def _date(text: str) -> int:
+    try:
+        return whole_seconds(text)
+    except ValueError:
+        raise ValueError(
+            f"time {text[:50]!r} is neither a number of seconds nor a date such as 2024-01-31 10:00"
+        ) from None

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon.data.errors import DataError
+from fedrecon.data.ratings.columns import Column, find_columns
 from fedrecon.data.ratings.ids import check_id
-from fedrecon.data.ratings.layout import Column, check_delimiter, find_columns
+from fedrecon.data.ratings.layout import check_delimiter
 from fedrecon.data.sources import is_readable, open_bytes, read_text
 
 LONGEST_TITLE = 500  # characters
@@ -53,7 +54,7 @@ def load_titles(
         try:
             header = first.split(mark) if len(mark) > 1 else next(csv.reader([first], delimiter=mark))
             names = [name.strip() for name in header]
-            places = find_columns(names, len(names), source, {"item": item, "title": title})
+            places = find_columns(names, len(names), source, {"item": item, "title": title}).positions
             for number, row in enumerate(rows, 2):
                 fields = [field.strip() for field in row]
                 if not any(fields):

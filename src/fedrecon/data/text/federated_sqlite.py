@@ -14,10 +14,11 @@ from urllib.parse import quote
 
 import numpy as np
 
+from fedrecon.data.dates import seconds
 from fedrecon.data.downloads import say_who
 from fedrecon.data.errors import DataError
 from fedrecon.data.sources import check_expansion
-from fedrecon.data.text.records import BadRecords, client_name, seconds
+from fedrecon.data.text.records import BadRecords, client_name
 from fedrecon.data.text.runs import Post
 from fedrecon.data.text.tf_example import decode_example
 from fedrecon.disk.locks import hold

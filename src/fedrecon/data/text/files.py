@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon.data.cache import private_cache
+from fedrecon.data.dates import seconds
 from fedrecon.data.downloads import say_who
 from fedrecon.data.errors import BadRows, DataError
 from fedrecon.data.sources import is_stream, open_bytes
 from fedrecon.data.text.corpus import VERSION, Corpus
 from fedrecon.data.text.federated_sqlite import COMPRESSED
 from fedrecon.data.text.preparation import FRACTIONS, KEPT_WORDS, MAX_SENTENCES, WORDS_IN_MEMORY, Plan, prepare_corpus
-from fedrecon.data.text.records import BadRecords, client_name, read_lines, seconds
+from fedrecon.data.text.records import BadRecords, client_name, read_lines
 from fedrecon.data.text.runs import Post
 from fedrecon.data.text.stackoverflow import prepare_posts, prepare_stackoverflow
 from fedrecon.data.text.words import split_text

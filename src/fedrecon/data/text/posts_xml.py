@@ -6,7 +6,8 @@ from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
-from fedrecon.data.text.records import BadRecords, client_name, read_lines, seconds
+from fedrecon.data.dates import seconds
+from fedrecon.data.text.records import BadRecords, client_name, read_lines
 from fedrecon.data.text.runs import Post
 from fedrecon.data.text.words import split_text
 from fedrecon.display.progress import Progress

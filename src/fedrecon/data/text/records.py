@@ -5,7 +5,6 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +88,3 @@ def client_name(value: Any) -> str:
     if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
         raise ValueError(f"client {name[:50]!r} is not 1 to {LONGEST_NAME} printable characters")
     return name
-
-
-def seconds(date: str) -> float:
-    """Return the time of a date such as 2008-08-10T08:28:52.1 in seconds since 1970; without a zone it is UTC."""
-    try:
-        when = datetime.fromisoformat(date)
-    except ValueError:
-        raise ValueError(f"{date[:50]!r} is not a date such as 2008-08-10T08:28:52") from None
-    try:
-        return (when.replace(tzinfo=UTC) if when.tzinfo is None else when).timestamp()
-    except OverflowError:
-        raise ValueError(f"{date[:50]!r} is outside the range of years that can be stored") from None
