@@ -428,6 +428,19 @@ class Clients:
         return digest.hexdigest()
 
 
+def check_clients(given: Any) -> None:
+    """Raise a TypeError that says how to make clients, unless these are some.
+
+    Args:
+      given: what somebody gave as clients.
+    """
+    if isinstance(given, Clients):
+        return
+    frame = hasattr(given, "columns") and hasattr(given, "__getitem__")
+    how = 'fr.Clients.from_dataframe(frame, client="user")' if frame else "fr.Clients.from_columns(columns, client=...)"
+    raise TypeError(f"`clients` is of type {type(given).__name__}; expected fr.Clients: make them with {how}")
+
+
 def _plain(name: str, values: Any) -> np.ndarray:
     """Return values as an array that can be mapped from disk: no Python objects, at least one dimension."""
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
