@@ -220,7 +220,9 @@ class Clients:
         """Group the rows of a data frame by client.
 
         Args:
-          frame: of pandas or polars, or a table of pyarrow. Dates become seconds since 1970.
+          frame: of pandas or polars, or a table of pyarrow. Dates become seconds since 1970. Client ids may be text;
+            what a model reads must be numbers, and ids of items must be numbered from 0:
+            `ids, frame["item"] = np.unique(frame["item"], return_inverse=True)`.
           client: name of the column with client ids.
           columns: names of the columns wanted; None takes all.
         """
