@@ -121,7 +121,7 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, ValueError):
         # Readers of ratings name their Python arguments; here these are options.
-        return re.sub(r"\bwith (\w+)=\.\.\.", r"with --data.\1", str(problem)), 1
+        return re.sub(r'\bwith (\w+)=(?:\.\.\.|"(\w+)"(?!,))', _as_option, str(problem)), 1
     if isinstance(problem, RecursionError):
         return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
@@ -131,6 +131,12 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         "the same command with --debug)",
         BUG,
     )
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    """Write a Python argument as an option, with its value if there is one."""
+    value = f" {argument[2]}" if argument[2] else ""
+    return f"with --data.{argument[1].replace('_', '-')}{value}"
 
 
 def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrecon.app.config import Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
-from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
+from fedrecon.app.tasks.factors import Items, Liking, accepted_ratings, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
@@ -112,8 +112,8 @@ def name_items(ratings: Ratings, seen: Clients) -> Items:
 
 
 def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-    del config, progress
-    ratings = read_ratings(path, reading, item_ids=items.ids)
+    del progress
+    ratings = read_ratings(path, reading, item_ids=items.ids, accepted=accepted_ratings(config, items))
     return Read(ratings, ratings.skipped)
 
 

@@ -7,6 +7,7 @@ from typing import IO, Any
 import numpy as np
 
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.accepted import Accepted
 from fedrecon.data.ratings.fast import LARGEST
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id, code
 from fedrecon.data.ratings.layout import Column, find_columns
@@ -20,7 +21,12 @@ MOST_TIME = 9.2e18  # just within 64 bits
 
 
 def read_parquet_ratings(
-    path: str | Path, stream: IO[bytes], source: str, columns: Mapping[str, Column | None], bad_rows: BadRows
+    path: str | Path,
+    stream: IO[bytes],
+    source: str,
+    columns: Mapping[str, Column | None],
+    bad_rows: BadRows,
+    accepted: Accepted | None = None,
 ) -> RatingTable:
     """Read the wanted columns of a Parquet file.
 
@@ -30,6 +36,7 @@ def read_parquet_ratings(
       source: its name, for messages.
       columns: where user, item, rating and time are; see `load_ratings`.
       bad_rows: whether rows with empty or non-finite entries are errors or are counted.
+      accepted: rows with other ratings are bad ones, too; None takes all.
 
     Raises:
       DataError: it cannot be read, or is not what it should be.
@@ -56,7 +63,7 @@ def read_parquet_ratings(
         texts = [chosen[role] for role in ("user", "item") if _holds_text(schema.field(chosen[role]), source)]
         place = str(path) if data is None else pa.BufferReader(data)
         with parquet.ParquetFile(place, read_dictionary=texts) as file:
-            return _Reader(source, chosen, bad_rows).read(file)
+            return _Reader(source, chosen, bad_rows, accepted).read(file)
     except (pa.ArrowException, OSError, KeyError, IndexError, OverflowError, UnicodeError) as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
 
@@ -64,8 +71,10 @@ def read_parquet_ratings(
 class _Reader:
     """Reads batches of rows and collects their columns."""
 
-    def __init__(self, source: str, chosen: Mapping[str, str], bad_rows: BadRows) -> None:
-        self.source, self.chosen, self.bad_rows = source, chosen, bad_rows
+    def __init__(
+        self, source: str, chosen: Mapping[str, str], bad_rows: BadRows, accepted: Accepted | None = None
+    ) -> None:
+        self.source, self.chosen, self.bad_rows, self.accepted = source, chosen, bad_rows, accepted
         self.bad = self.done = 0
         self.ids: dict[str, list[Any]] = {"user": [], "item": []}
         self.numbers: dict[str, list[np.ndarray]] = {role: [] for role in ("rating", "time") if role in chosen}
@@ -95,6 +104,8 @@ class _Reader:
                 what = f"is beyond {most:.2g}" if np.isfinite(values[row]) else "is not finite"
                 raise DataError(f"{self.source} row {self.done + row + 1}: {role} {str(values[row])!r} {what}")
             good &= ~wrong
+        if self.accepted is not None and "rating" in arrays:
+            good &= self._accepted(arrays["rating"].astype(np.float32), good)
         rows = np.flatnonzero(good)
         for role in self.ids:
             self.ids[role].append(columns[role].take(rows))
@@ -102,6 +113,19 @@ class _Reader:
             self.numbers[role].append(values[rows].astype(np.int64 if role == "time" else np.float32))
         self.bad += size - len(rows)
         self.done += size
+
+    def _accepted(self, rating: np.ndarray, good: np.ndarray) -> np.ndarray:
+        """Return which ratings a model takes; if bad rows are errors, name the first of the others."""
+        assert self.accepted is not None
+        taken = self.accepted.has(rating)
+        if self.bad_rows == "error" and (good & ~taken).any():
+            row = int(np.argmax(good & ~taken))
+            why = self.accepted.why_not(float(rating[row]))
+            raise DataError(
+                f"{self.source} row {self.done + row + 1}: {why}. Correct it, or leave such rows out with "
+                'bad_rows="skip"'
+            )
+        return taken
 
     def _coded(self, role: str) -> Coded:
         """Number the ids of a column."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.accepted import Accepted
 from fedrecon.data.ratings.fast import LARGEST, Rows, fast_reader
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id
 from fedrecon.data.ratings.layout import Column, Layout, Pieces, csv_reader, find_layout, pass_over
@@ -41,6 +42,7 @@ def parse_ratings(
     bad_rows: BadRows = "error",
     number_lines: bool = False,
     skip_lines: int = 0,
+    accepted: Accepted | None = None,
 ) -> RatingTable:
     """Read the rows of a text file.
 
@@ -53,6 +55,7 @@ def parse_ratings(
       bad_rows: whether rows that cannot be read are errors or are counted.
       number_lines: read row by row in any case, to know the line of each row.
       skip_lines: how many lines at the beginning are passed over.
+      accepted: rows with other ratings cannot be read; None takes all.
     """
     pieces = Pieces(text)
     pass_over(pieces, skip_lines, source)
@@ -65,8 +68,8 @@ def parse_ratings(
         if piece.isspace():
             continue
         rows = None if fast is None else fast(piece, layout)
-        if rows is None:
-            rows = _read_rows(piece, pieces, source, layout, bad_rows, number_lines)
+        if rows is None or (accepted is not None and not accepted.has(rows.rating).all()):
+            rows = _read_rows(piece, pieces, source, layout, bad_rows, number_lines, accepted)
         _add_ids(user, rows.user)
         _add_ids(item, rows.item)
         bad += rows.bad
@@ -106,7 +109,15 @@ def _add_ids(column: IdColumn, ids: Any) -> None:
 # ---- rows one by one ----
 
 
-def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows: BadRows, number_lines: bool) -> Rows:
+def _read_rows(
+    piece: str,
+    pieces: Pieces,
+    source: str,
+    layout: Layout,
+    bad_rows: BadRows,
+    number_lines: bool,
+    accepted: Accepted | None,
+) -> Rows:
     """Read a piece row by row; name the first bad row or count them all."""
     user: list[str] = []
     item: list[str] = []
@@ -118,6 +129,7 @@ def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows
         for number, fields in _records(piece, pieces, layout.delimiter):
             try:
                 found = _parse_row(fields, layout.positions)
+                _check_accepted(found[2], accepted)
             except ValueError as problem:
                 if bad_rows == "error":
                     raise DataError(f"{source} line {number}: {problem}") from None
@@ -194,6 +206,11 @@ def _parse_row(fields: list[str], positions: dict[str, int]) -> tuple[str, str, 
     if abs(rating) > LARGEST:
         raise ValueError(f"rating {found['rating'][:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
     return found["user"], found["item"], rating, _time(found["time"]) if "time" in found else 0
+
+
+def _check_accepted(rating: float, accepted: Accepted | None) -> None:
+    if accepted is not None and not accepted.has(rating):
+        raise ValueError(f'{accepted.why_not(rating)}. Correct it, or leave such rows out with bad_rows="skip"')
 
 
 def _number(role: str, text: str) -> float:
