@@ -1,5 +1,6 @@
 """The commands, end to end on small files: results, files, and one sentence for every error."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import fedrecon as fr
 from fedrecon.app.cli import COMMANDS, main
+from fedrecon.app.config import Factorization, Scale
+from fedrecon.app.tasks.factors import scale_ends
 from fedrecon.disk.sealed import write_sealed
 
 SMALL = [
@@ -383,6 +387,93 @@ def test_recommendations_are_for_everybody_in_the_file(trained, capsys):
     assert main(["recommend", str(run / "model"), "--ratings", str(ratings), "--top", "1"]) == 0
     out = capsys.readouterr().out
     assert out.count("for user u") == 20
+
+
+@pytest.mark.parametrize("bad", ["3000", "-20", "5.5"])
+def test_a_rating_far_outside_of_the_scale_is_a_bad_row(bad, trained, tmp_path, capsys):
+    mine = tmp_path / "mine.csv"
+    mine.write_text(f"user,item,rating\nme,100,5\nme,101,{bad}\nme,102,5.3\n")
+    argv = ["recommend", str(trained[1]), "--ratings", str(mine), "--json"]
+    assert main(argv) == 1
+    told = (
+        f"mine.csv line 3: rating {bad} is outside of the scale that the model was trained on, 1 to 5. Correct it, or "
+    )
+    assert told + "leave such rows out with --data.bad-rows skip" in said(capsys)
+    assert main([*argv, "--data.bad-rows", "skip"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["users"][0]["rated"] == 2
+    assert found["left_out"]["bad_rows"] == 1
+
+
+def test_a_rating_far_outside_of_the_scale_is_a_bad_row_of_a_parquet_file(trained, tmp_path, capsys):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pa.table({"user": ["me", "me"], "item": [100, 101], "rating": [5.0, 3000.0]})
+    parquet.write_table(table, tmp_path / "mine.parquet")
+    argv = ["recommend", str(trained[1]), "--ratings", str(tmp_path / "mine.parquet"), "--json"]
+    assert main(argv) == 1
+    assert "mine.parquet row 2: rating 3000 is outside of the scale" in said(capsys)
+    assert main([*argv, "--data.bad-rows", "skip"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"]["bad_rows"] == 1
+
+
+# ---- in Python ----
+
+
+@pytest.fixture(scope="module")
+def model(trained):
+    return fr.load(trained[1])
+
+
+def test_people_of_whom_no_item_is_known_are_refused(model):
+    with pytest.raises(ValueError, match=r"the model knows none of the items: 99999999. .* such as 100, 101, 102"):
+        model.recommend({99999999: 5.0})
+    with pytest.raises(ValueError, match=r"none of the items of person 1: 1, 2, 3, 4, 5 and 2 more. "):
+        model.recommend([{100: 5.0}, dict.fromkeys(range(1, 8), 3.0)])
+    assert len(model.recommend({}, 3)) == 3
+
+
+def test_items_that_are_not_known_are_left_out_with_a_warning(model):
+    match = "does not know 1 of 3 items, which are left out: 99999999"
+    with pytest.warns(UserWarning, match=match) as told:
+        found = model.recommend([{100: 5.0, 99999999: 1.0}, {101: 2.0}])
+    assert found == model.recommend([{100: 5.0}, {101: 2.0}])
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("rating", [3000, -20, 5.5, 50000])
+def test_python_refuses_ratings_far_outside_of_the_scale(rating, model):
+    match = f"rating {rating} is outside of the scale that the model was trained on, 1 to 5; give ratings on that scale"
+    clients = fr.Clients({"item": np.array([0]), "rating": np.array([rating], np.float32)}, [0], [1])
+    for people in ({100: 4.0, 101: rating}, [{}, {100: rating}], clients):
+        with pytest.raises(ValueError, match=match):
+            model.predict(people)
+
+
+def test_predictions_end_exactly_where_the_scale_does(model):
+    found = model.predict([dict.fromkeys(range(100, 108), rating) for rating in (5.4, 0.6)])
+    assert found.min() >= 1
+    assert found.max() <= 5
+
+
+def test_the_ends_of_the_scale_are_those_of_the_data_whatever_was_rounded(model):
+    scale = Scale(low=1 - 4e-13, high=5.000000000000313)
+    assert scale_ends(Factorization(scale=scale), model.items) == (1.0, 5.0)
+    logarithms = Scale(low=0.6931471, high=1.7917595, transform="log1p")
+    assert scale_ends(Factorization(scale=logarithms), model.items) == (1.0, 5.0)
+    nobody_knows = dataclasses.replace(model.items, scale=None)
+    assert scale_ends(Factorization(scale=scale), nobody_knows) == (1.0, 5.0)
+
+
+@pytest.mark.parametrize("people", [[1, 2, 3], {100, 101}, np.array([100]), [[100]], "100", 100, None])
+def test_a_model_of_ratings_asks_for_dicts(people, model):
+    with pytest.raises(TypeError, match=r"expected a dict {item: rating}, such as {1: 5.0, 7: 2.0}, or a list of such"):
+        model.recommend(people)
+
+
+def test_a_model_says_in_one_line_what_it_is(model):
+    assert repr(model) == "Recommender(12 items, trained on ratings from 1 to 5)"
 
 
 def test_column_names_are_options(trained, tmp_path, capsys):

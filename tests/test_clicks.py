@@ -89,6 +89,34 @@ def test_recommendations_are_of_what_a_person_does_not_have(folder, capsys):
     assert [one.item for one in in_python] == items
 
 
+@pytest.mark.parametrize("kind", [list, tuple, set, np.array, iter], ids=lambda kind: kind.__name__)
+def test_items_alone_are_a_person(folder, kind):
+    model, mine = fr.load(folder / "run"), ["i1", "i2", "i3"]
+    expected = model.recommend(dict.fromkeys(mine, 1), 4)
+    assert model.recommend(kind(mine), 4) == expected
+    first, second = model.recommend([kind(mine), kind(["i11"])], 4)
+    assert [one.item for one in first] == [one.item for one in expected]
+    assert len(second) == 4
+
+
+def test_nobody_gets_nothing_and_a_person_without_items_something(folder):
+    model = fr.load(folder / "run")
+    assert model.recommend([]) == []
+    assert model.predict([]).shape == (0, len(model.items))
+    assert len(model.recommend(set(), 4)) == len(model.recommend({}, 4)) == 4
+
+
+@pytest.mark.parametrize("given", [["i1", {"i2": 1}], [["i1"], "i2"], "i1", 7], ids=str)
+def test_people_that_are_neither_items_nor_lists_of_them_are_refused(folder, given):
+    with pytest.raises(TypeError, match=r"expected items, such as \[1, 7\], a dict {item: count}, or a list"):
+        fr.load(folder / "run").recommend(given)
+
+
+def test_a_model_of_clicks_says_in_one_line_what_it_is(folder):
+    model = fr.load(folder / "run")
+    assert repr(model) == "Recommender(20 items, trained on clicks)"
+
+
 @pytest.mark.parametrize("given", [["--ratings", "mine.csv"], []])
 def test_a_model_of_clicks_asks_for_clicks(folder, capsys, given):
     given = [str(folder / word) if word.endswith("csv") else word for word in given]

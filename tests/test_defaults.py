@@ -21,6 +21,7 @@ from fedrecon.app.config import (
     to_json,
 )
 from fedrecon.app.presets import DEFAULT, PRESETS
+from fedrecon.app.recommender import shown_scale
 from fedrecon.app.saved import open_model
 from fedrecon.evaluation import Evaluation
 
@@ -234,12 +235,21 @@ def with_rmse(value, clients=10):
 
 def test_recommendations_stay_in_the_scale_and_need_ratings(trained):
     model = fr.load(trained[1])
-    person = {0: 3, 1: 900000, 2: 2, "unheard of": 1}
-    found = model.recommend(person, 15)
+    person = {0: 3, 1: 90, 2: 2}
+    with pytest.warns(UserWarning, match="does not know 1 of 4 items, which are left out: unheard of"):
+        found = model.recommend(person | {"unheard of": 1}, 15)
     assert {one.item for one in found} == set(range(3, 14))  # item 14 has a single rating
-    high = np.expm1(model.saved.config.model.scale.high)
-    assert all(0 <= one.rating <= high * 1.0001 for one in found)
+    low, high = shown_scale(model.saved)
+    assert all(low <= one.rating <= high for one in found)
     assert 14 in {one.item for one in model.recommend(person, 15, least_ratings=0)}
+
+
+def test_counts_may_be_above_those_of_training_as_far_as_logarithms_allow(trained):
+    model = fr.load(trained[1])
+    high = max(shown_scale(model.saved)[1], model.items.scale[1])
+    assert model.predict({0: high**2}).max() <= high
+    with pytest.raises(ValueError, match="rating 900000 is outside of the scale that the model was trained on"):
+        model.predict({0: 3, 1: 900000})
 
 
 def test_many_people_get_what_each_gets_alone(trained):

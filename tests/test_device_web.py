@@ -208,7 +208,10 @@ def test_a_folder_without_a_page_is_refused_in_a_sentence(tmp_path, capsys):
 
 def test_bundle_check_says_what_is_wrong(tmp_path, capsys):
     assert main(["bundle", "check", str(tmp_path)]) == 1
-    assert "manifest.json is missing" in capsys.readouterr().err
+    told = (
+        f"{tmp_path} is not a bundle: manifest.json is missing. Make a bundle of a run with fedrecon bundle RUN --out"
+    )
+    assert told in capsys.readouterr().err
     assert main(["bundle", "check"]) == 2
 
 

@@ -92,9 +92,27 @@ def test_clients_are_not_diverged_because_most_are_perfect():
     assert found.macro["loss"] == pytest.approx(1)
 
 
+def test_a_warning_says_if_more_than_half_of_the_clients_diverged():
+    good, bad = ([0, 0], [0, 1]), ([0, 0], [0, math.nan])
+    evaluator = fr.Evaluator(recon(0.0), xy(good, bad, bad), layout=one_by_one())
+    with pytest.warns(
+        fr.DivergenceWarning, match="2 of 3 .* the other 1 alone.*smaller learning rates.*clip_norm"
+    ) as told:
+        evaluator({"w": np.float32(0)})
+    assert [one.filename for one in told] == [__file__]
+    assert evaluator.on(xy(good, bad))({"w": np.float32(0)}).diverged == 1  # half: no warning, which would be an error
+    assert evaluator.measure({"w": np.float32(0)}).diverged == 2
+
+
+def test_a_data_frame_is_not_taken_for_clients():
+    with pytest.raises(TypeError, match=r"of type list; expected fr.Clients: make them with fr.Clients.from_columns"):
+        fr.evaluate(recon(), W, [1, 2])
+
+
 def test_when_all_diverged_the_means_are_nan():
     clients = xy(([0, 0], [0, math.nan]), ([0, 0], [0, math.inf]))
-    found = evaluate(clients, 0.0, 0.0, fr.split.half())
+    with pytest.warns(fr.DivergenceWarning, match="2 of 2 evaluated clients diverged: no metric has a value"):
+        found = evaluate(clients, 0.0, 0.0, fr.split.half())
     assert (found.clients, found.diverged, found.examples) == (2, 2, 0)
     assert math.isnan(found.micro["loss"])
     assert math.isnan(found.macro["loss"])

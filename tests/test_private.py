@@ -1,5 +1,6 @@
 """Aggregators that protect clients, or the model from clients: by hand, and by their distributions."""
 
+import contextlib
 import math
 
 import jax
@@ -331,8 +332,10 @@ def test_one_poisoned_client_of_61_spoils_a_mean_and_no_clipped_one(adaptive):
         server=optax.sgd(1.0),
         aggregate=fr.aggregate.chain(*stages) if adaptive else fr.aggregate.mean(),
     )
-    run = fr.train(algorithm, clients, rounds=30, clients_per_round=61)
-    found = fr.evaluate(algorithm, run.params, others)
+    with contextlib.nullcontext() if adaptive else pytest.warns(fr.DivergenceWarning):
+        run = fr.train(algorithm, clients, rounds=30, clients_per_round=61)
+    with contextlib.nullcontext() if adaptive else pytest.warns(fr.DivergenceWarning):
+        found = fr.evaluate(algorithm, run.params, others)
     if adaptive:
         assert found.diverged == 0
         assert found.micro["rmse"] < 3.0

@@ -2,6 +2,7 @@ import importlib
 import importlib.util
 
 import numpy as np
+import optax
 import pytest
 
 import fedrecon as fr
@@ -33,6 +34,26 @@ def test_data_frames_of_all_kinds_become_the_same_clients(frame):
     assert some.names.tolist() == [3, 4, 5]
     with pytest.raises(ValueError, match="has no column 'who'; it has: user, item, rating"):
         fr.Clients.from_dataframe(frame, client="who", columns=[])
+
+
+def test_items_that_are_text_must_be_numbered_and_the_error_says_how():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"user": [1, 1, 2, 2], "item": list("xyxz"), "rating": [1.0, 2.0, 3.0, 4.0]})
+    descent = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
+
+    def train(frame, model):
+        algorithm = fr.federated_reconstruction(model, reconstruct=descent, update=descent, server=optax.sgd(1.0))
+        return fr.train(algorithm, fr.Clients.from_dataframe(frame), rounds=1)
+
+    model = fr.models.matrix_factorization(3, dim=2)
+    for one in (model, model._replace(lookups={})):
+        with pytest.raises(
+            ValueError, match=r"'item', which holds text, not .* Number them from 0 first: ids, numbers"
+        ):
+            train(frame, one)
+    ids, frame["item"] = np.unique(frame["item"], return_inverse=True)
+    assert ids.tolist() == ["x", "y", "z"]
+    assert train(frame, model).rounds == 1
 
 
 def test_dates_become_seconds_and_lists_rows():

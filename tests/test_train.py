@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -262,6 +263,58 @@ def test_a_round_in_which_nobody_answers_changes_nothing():
     assert_same_bits(found.params, start.params)
     assert [entry["skipped"] for entry in found.history] == [True, True]
     assert np.isnan(found.history[0]["loss"])
+
+
+def exploding(**options):
+    return fr.federated_reconstruction(
+        fr.models.matrix_factorization(ITEMS, dim=2),
+        reconstruct=descend(50.0, 2),
+        update=descend(50.0, 2),
+        server=optax.sgd(50.0),
+        **options,
+    )
+
+
+def test_training_that_diverges_warns_once_and_says_what_to_try():
+    match = r"rounds \d+ to \d+ learned nothing.* updates of clients are not finite.*smaller learning rates.*clip_norm"
+    with pytest.warns(fr.DivergenceWarning, match=match) as told:
+        found = fr.train(exploding(), ratings(), rounds=20, valid=ratings(), layout=one_by_one())
+    assert [one.filename for one in told] == [__file__]
+    assert [entry["skipped"] for entry in found.history[-4:-1]] == [True] * 3
+    assert found.history[-1]["diverged"] == found.history[-1]["clients"]
+
+
+def test_evaluations_that_diverge_are_warned_of_once_in_a_training():
+    algorithm = recon_with(None, optax.sgd(0.0))
+    never = clients_of(*({"item": np.zeros(4, np.int32), "rating": np.full(4, np.nan, np.float32)} for _ in "ab"))
+    with pytest.warns(fr.DivergenceWarning, match="the evaluation after round 1: 2 of 2 evaluated clients") as told:
+        fr.train(algorithm, ratings(), rounds=3, valid=never, evaluate_every=1, layout=one_by_one())
+    assert len(told) == 1
+
+
+def test_updates_that_are_all_too_long_are_warned_of():
+    short = fr.aggregate.mean(zero_norm=1e-9)
+    with pytest.warns(fr.DivergenceWarning, match="rounds 1 to 3 .* longer than `zero_norm`"):
+        fr.train(exploding(aggregate=short), ratings(), rounds=4, layout=one_by_one())
+
+
+def test_rounds_without_anybody_are_warned_of():
+    sampling = fr.Sampling(2, min_examples=99)
+    with pytest.warns(fr.DivergenceWarning, match="nobody sent an update that counts"):
+        fr.train(momentum(), ratings(), rounds=3, sampling=sampling, layout=one_by_one())
+
+
+def test_a_data_frame_must_be_made_into_clients():
+    pd = pytest.importorskip("pandas")
+    with pytest.raises(TypeError, match=r"`clients` is of type DataFrame; .* fr.Clients.from_dataframe\(frame"):
+        fr.train(momentum(), pd.DataFrame({"user": [1], "item": [1], "rating": [1.0]}), rounds=1)
+
+
+def test_a_run_is_shown_in_one_line():
+    found = run(momentum(), valid=None, rounds=2)
+    assert re.fullmatch(r"Run\(2 rounds, 24 global parameters, last training loss [0-9.]+\)", repr(found))
+    best = fr.Run({}, [], 3, best=1, stopped="enough", interrupted=True)
+    assert repr(best) == "Run(3 rounds, 0 global parameters, kept from round 1, interrupted, stopped: enough)"
 
 
 def test_rounds_come_out_the_same_however_they_are_grouped():

@@ -42,6 +42,7 @@ from fedrecon.engine import Layout as Layout
 from fedrecon.engine import layout as layout
 from fedrecon.engine import start_devices as start_devices
 from fedrecon.engine import start_hosts as start_hosts
+from fedrecon.evaluation import DivergenceWarning as DivergenceWarning
 from fedrecon.evaluation import Evaluation as Evaluation
 from fedrecon.evaluation import Evaluator as Evaluator
 from fedrecon.evaluation import evaluate as evaluate

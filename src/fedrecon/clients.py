@@ -220,7 +220,9 @@ class Clients:
         """Group the rows of a data frame by client.
 
         Args:
-          frame: of pandas or polars, or a table of pyarrow. Dates become seconds since 1970.
+          frame: of pandas or polars, or a table of pyarrow. Dates become seconds since 1970. Client ids may be text;
+            what a model reads must be numbers, and ids of items must be numbered from 0:
+            `ids, frame["item"] = np.unique(frame["item"], return_inverse=True)`.
           client: name of the column with client ids.
           columns: names of the columns wanted; None takes all.
         """
@@ -426,6 +428,19 @@ class Clients:
             digest.update(f"{label} {values.dtype.str} {values.shape}".encode())
             digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
+
+
+def check_clients(given: Any) -> None:
+    """Raise a TypeError that says how to make clients, unless these are some.
+
+    Args:
+      given: what somebody gave as clients.
+    """
+    if isinstance(given, Clients):
+        return
+    frame = hasattr(given, "columns") and hasattr(given, "__getitem__")
+    how = 'fr.Clients.from_dataframe(frame, client="user")' if frame else "fr.Clients.from_columns(columns, client=...)"
+    raise TypeError(f"`clients` is of type {type(given).__name__}; expected fr.Clients: make them with {how}")
 
 
 def _plain(name: str, values: Any) -> np.ndarray:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon.algorithm import Algorithm
-from fedrecon.clients import Clients
+from fedrecon.clients import Clients, check_clients
 from fedrecon.cohort import ABSENT, Cohort, Needs, Packer
 from fedrecon.display.progress import Progress, silent
+from fedrecon.display.warned import warn_caller
 from fedrecon.engine import Layout, compile_each, everywhere
 from fedrecon.engine import layout as choose_layout
 from fedrecon.fitting import check_reconstruction, features_of
@@ -29,6 +30,14 @@ CLIENTS_AT_ONCE = 600
 NUMBERS_AT_ONCE = 1000  # about how many numbers a client's batch of features has
 DIVERGED_ABOVE = 1000.0
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+REMEDY = (
+    "Try smaller learning rates, in reconstruction, update and server, or limit updates with "
+    "aggregate=fr.aggregate.mean(clip_norm=...)."
+)
+
+
+class DivergenceWarning(UserWarning):
+    """Training learns nothing for several rounds in a row, or most clients of an evaluation diverged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +99,7 @@ class Evaluator:
         """
         if protocol not in ("recon", "standard"):
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
+        check_clients(clients)
         if len(clients) == 0:
             raise ValueError("there are no clients to evaluate on")
         if protocol == "recon":
@@ -135,11 +145,24 @@ class Evaluator:
         return jnp.concatenate([sums, _of_clients(model.client_metrics, params, local, cohort)], 1)
 
     def __call__(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
-        """Evaluate global parameters.
+        """Evaluate global parameters; a `DivergenceWarning` says if more than half of the clients diverged.
 
         Args:
           params: global parameters.
           kept: what each client kept from training, clients first, if the protocol or the algorithm uses it.
+          progress: a progress display.
+        """
+        found = self.measure(params, kept, progress=progress)
+        if problem := why_diverged(found.clients, found.diverged):
+            warn_caller(problem, DivergenceWarning)
+        return found
+
+    def measure(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
+        """Evaluate global parameters, and leave it to the caller to say how many clients diverged.
+
+        Args:
+          params: global parameters.
+          kept: as for an evaluation.
           progress: a progress display.
         """
         return summarize(self.algorithm.model, self.protocol, self.sums(params, kept, progress=progress))
@@ -207,10 +230,24 @@ def evaluate(
       progress: a progress display.
 
     Returns:
-      An `Evaluation`: means over examples and over clients, quantiles over clients, and the metrics of each client.
+      An `Evaluation`: means over examples and over clients, quantiles over clients, and the metrics of each client. A
+      `DivergenceWarning` says if more than half of the clients diverged.
     """
     evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, layout=layout)
     return evaluator(params, kept, progress=progress)
+
+
+def why_diverged(clients: int, diverged: int) -> str | None:
+    """Say that most clients diverged and what to try; None if they did not.
+
+    Args:
+      clients: how many were measured.
+      diverged: how many of them diverged.
+    """
+    if not 2 * diverged > clients:
+        return None
+    rest = "no metric has a value" if diverged == clients else f"metrics are of the other {clients - diverged} alone"
+    return f"{diverged} of {clients} evaluated clients diverged: {rest}. {REMEDY}"
 
 
 def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:

@@ -15,14 +15,15 @@ from jax import Array
 
 from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, ServerState
-from fedrecon.clients import Clients
+from fedrecon.clients import Clients, check_clients
 from fedrecon.cluster.folders import first_writes
 from fedrecon.cluster.wire import check_same, interruptible
 from fedrecon.disk.runs import RunFolder
 from fedrecon.display.progress import Advance, Progress, silent
+from fedrecon.display.warned import warn_caller
 from fedrecon.engine import Layout, compile_rounds, everywhere
 from fedrecon.engine import layout as choose_layout
-from fedrecon.evaluation import Evaluation, Evaluator, kept_at_first
+from fedrecon.evaluation import REMEDY, DivergenceWarning, Evaluation, Evaluator, kept_at_first, why_diverged
 from fedrecon.fitting import check_fit, decide_lookups
 from fedrecon.keys import run_keys
 from fedrecon.model import finish, metric_names
@@ -31,12 +32,13 @@ from fedrecon.privacy.spending import Spending, spending
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
 
+LOST_IN_A_ROW = 3  # rounds that learn nothing, one after another, before somebody is told
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
 OnRecord = Callable[[dict[str, Any]], None]
 Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Run:
     """The result of training.
 
@@ -60,6 +62,17 @@ class Run:
     ledger: Ledger | None = None
     stopped: str | None = None
     best: int | None = None
+
+    def __repr__(self) -> str:
+        """Describe the run in one line, without its parameters."""
+        size = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
+        told = [f"{self.rounds} rounds", f"{size:,} global parameters"]
+        losses = [entry["loss"] for entry in self.history if entry["kind"] == "round" and "loss" in entry]
+        told += [f"last training loss {losses[-1]:.4g}"] if losses else []
+        told += [f"kept from round {self.best}"] if self.best is not None else []
+        told += ["interrupted"] if self.interrupted else []
+        told += [f"stopped: {self.stopped}"] if self.stopped else []
+        return f"Run({', '.join(told)})"
 
 
 def train(
@@ -110,8 +123,10 @@ def train(
       on_record: called with every record of the history.
 
     Returns:
-      A `Run`. Ctrl-C ends training early and keeps what was learned until then.
+      A `Run`. Ctrl-C ends training early and keeps what was learned until then. A `DivergenceWarning` says, once, if
+      nothing is learned for several rounds in a row, or if more than half of the clients of an evaluation diverge.
     """
+    check_clients(clients)
     if sampling is not None and clients_per_round is not None:
         raise ValueError("give `clients_per_round` or `sampling`, not both")
     if sampling is None:
@@ -205,6 +220,7 @@ class _Log:
     folder: RunFolder | None
     on_record: OnRecord | None
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    watch: _Watch = dataclasses.field(default_factory=lambda: _Watch())
 
     def record(self, entry: dict[str, Any]) -> None:
         self.history.append(entry)
@@ -212,6 +228,51 @@ class _Log:
             self.folder.record(entry)
         if self.on_record:
             self.on_record(entry)
+        self.watch.look(entry)
+
+
+class _Watch:
+    """Looks at the records of a training, and warns once if it goes nowhere."""
+
+    def __init__(self) -> None:
+        self._lost: list[dict[str, Any]] = []  # the last rounds, as long as they learned nothing
+        self._warned = False
+
+    def look(self, entry: dict[str, Any]) -> None:
+        problem = self._in_round(entry) if entry["kind"] == "round" else _in_evaluation(entry)
+        if problem and not self._warned:
+            self._warned = True
+            warn_caller(problem, DivergenceWarning)
+
+    def _in_round(self, entry: dict[str, Any]) -> str | None:
+        excluded = entry.get("non_finite", 0) + entry.get("zeroed", 0)
+        lost = entry["skipped"] or (excluded and not entry.get("clients", 1))
+        self._lost = [*self._lost, entry] if lost else []
+        return _why_lost(self._lost) if len(self._lost) == LOST_IN_A_ROW else None
+
+
+def _in_evaluation(entry: dict[str, Any]) -> str | None:
+    problem = why_diverged(entry["clients"], entry["diverged"])
+    return problem and f"the evaluation after round {entry['round']}: {problem}"
+
+
+def _why_lost(rounds: list[dict[str, Any]]) -> str:
+    """Say why rounds learned nothing, and what to try."""
+    first, last = rounds[0]["round"], rounds[-1]["round"]
+    learned = f"rounds {first} to {last} learned nothing, and the global parameters stay as they were"
+    sums = {name: sum(entry.get(name, 0) for entry in rounds) for name in ("non_finite", "zeroed", "clients")}
+    if sums["non_finite"]:
+        return f"{learned}: {sums['non_finite']} updates of clients are not finite and were left out. {REMEDY}"
+    if sums["zeroed"]:
+        why = f"{sums['zeroed']} updates of clients are longer than `zero_norm` and were left out"
+        return f"{learned}: {why}. Raise `zero_norm`, or: {REMEDY}"
+    if sums["clients"]:
+        return f"{learned}: the mean of the updates is not finite. {REMEDY}"
+    return (
+        f"{learned}: nobody sent an update that counts. Are there clients with enough examples for support and query, "
+        "and does `sampling` let them take part? If they do take part, their updates are not finite: try smaller "
+        "learning rates."
+    )
 
 
 class _Evaluations:
@@ -231,7 +292,9 @@ class _Evaluations:
         reconstructs = isinstance(self._evaluate, Evaluator) and self._evaluate.protocol == "recon"
         kept = () if reconstructs else loop.now.kept
         cost = {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
-        entry = {"kind": "evaluation", "round": now, **self._evaluate(loop.params(), kept).summary(), **cost}
+        # The log warns of clients that diverged, once.
+        measure = self._evaluate.measure if isinstance(self._evaluate, Evaluator) else self._evaluate
+        entry = {"kind": "evaluation", "round": now, **measure(loop.params(), kept).summary(), **cost}
         loop.judge(entry)
         self._log.record(entry)
         self._last = now

@@ -39,6 +39,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise BundleError(f"{folder} is not a folder; expected a bundle that fedrecon bundle made")
+    if not os.path.lexists(folder / MANIFEST):
+        raise BundleError(
+            f"{folder} is not a bundle: {MANIFEST} is missing. Make a bundle of a run with "
+            "fedrecon bundle RUN --out DIR"
+        )
     data = read_file(folder, MANIFEST, MOST_MANIFEST)
     manifest = parsed(str(folder / MANIFEST), data)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

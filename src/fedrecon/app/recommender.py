@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon.algorithm import Algorithm
+from fedrecon.app.config import RatingsConfig
+from fedrecon.app.people import as_people, known_items
 from fedrecon.app.saved import SavedModel, open_for
 from fedrecon.app.tasks import CLICKS, RATINGS, Items
+from fedrecon.app.tasks.factors import accepted_ratings, scale_ends
 from fedrecon.clients import Clients, rows_of
 from fedrecon.model import Model, Step, predict_in
 from fedrecon.personalize import Recommendation, reconstruct
@@ -23,7 +26,8 @@ from fedrecon.travel.portable import load as load_portable
 LEAST_AT_ONCE = 16
 PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together
 
-Person = Mapping[Any, float]  # {item id as in the training data: rating, or count of clicks}
+# {item id as in the training data: rating, or count of clicks}; of clicks, the ids alone will do
+Person = Mapping[Any, float] | Collection[Any]
 
 
 class Recommended(NamedTuple):
@@ -59,16 +63,27 @@ class Recommender:
 
         self._scores = jax.jit(scores)
 
+    def __repr__(self) -> str:
+        """Describe the recommender in one line."""
+        ends = shown_scale(self.saved) if self.saved.task is RATINGS else None
+        of = self.saved.task.name + (f" from {ends[0]:.6g} to {ends[1]:.6g}" if ends else "")
+        return f"Recommender({len(self.items):,} items, trained on {of})"
+
     def reconstruct(self, people: Person | Sequence[Person] | Clients) -> Any:
         """Reconstruct the local parameters of one person, or of many with the people first in every leaf.
 
         Args:
           people: `{item id: rating}` of one person, a list of them, or `Clients` with columns `item` (numbers of this
-            model's items) and `rating`. Items that the model does not know are left out. For a model of clicks, give
-            counts instead of ratings, or 1 if there are none.
+            model's items) and `rating`. Items that the model does not know are left out with a warning. For a model of
+            clicks, give counts instead of ratings, or 1 if there are none; a list, set or array of item ids is one
+            person, too.
+
+        Raises:
+          ValueError: the model knows no item of a person, or a rating is far outside the scale of training.
         """
-        local = reconstruct(self._algorithm, self._params, self._clients(people), seed=self.saved.config.seed)
-        return jax.tree.map(lambda leaf: leaf[0], local) if isinstance(people, Mapping) else local
+        clients, alone = self._clients(people)
+        local = reconstruct(self._algorithm, self._params, clients, seed=self.saved.config.seed)
+        return jax.tree.map(lambda leaf: leaf[0], local) if alone else local
 
     def predict(self, people: Person | Sequence[Person] | Clients, items: Sequence[Any] | None = None) -> np.ndarray:
         """Predict ratings, within the scale: `(items,)` for one person, `(people, items)` for many.
@@ -78,9 +93,10 @@ class Recommender:
           items: ids of items; all that the model knows, in the order of `items.ids`, by default.
         """
         which = slice(None) if items is None else np.array([self._number(item) for item in items], np.int64)
-        clients = self._clients(people)
-        found = np.concatenate([self._shown(part)[:, which] for _, part in self._every_score(clients)])
-        return found[0] if isinstance(people, Mapping) else found
+        clients, alone = self._clients(people)
+        nobody = np.zeros((0, len(self.items)))
+        found = np.concatenate([part[:, which] for part in (nobody, *map(self._shown, self._scores_of(clients)))])
+        return found[0] if alone else found
 
     def recommend(
         self, people: Person | Sequence[Person] | Clients, n: int = 10, *, least_ratings: int | None = None
@@ -92,14 +108,15 @@ class Recommender:
           n: how many items; fewer come back if fewer are left.
           least_ratings: only items with at least this many ratings by training users; by default the model's setting.
         """
+        clients, alone = self._clients(people)
         everyone = [
             [
                 Recommended(self.items.ids[k].item(), self.items.title(k), float(score))
                 for k, score in zip(found.items, found.scores, strict=True)
             ]
-            for found in self.recommend_numbers(self._clients(people), n, least_ratings)
+            for found in self.recommend_numbers(clients, n, least_ratings)
         ]
-        return everyone[0] if isinstance(people, Mapping) else everyone
+        return everyone[0] if alone else everyone
 
     def recommend_numbers(
         self, clients: Clients, n: int = 10, least_ratings: int | None = None
@@ -130,21 +147,30 @@ class Recommender:
 
     # ---- inside ----
 
-    def _clients(self, people: Person | Sequence[Person] | Clients) -> Clients:
-        """Return people as clients that the model understands."""
+    def _clients(self, people: Person | Sequence[Person] | Clients) -> tuple[Clients, bool]:
+        """Return people as clients that the model understands, and whether one person was given."""
         if isinstance(people, Clients):
-            clients = people
+            clients, alone = people, False
         else:
-            many = [people] if isinstance(people, Mapping) else list(people)
-            known = [{self._numbers[str(i)]: r for i, r in one.items() if str(i) in self._numbers} for one in many]
+            many, alone = as_people(people, clicks=self.saved.task is CLICKS)
+            known = known_items(many, self._numbers)
             sizes = np.array([len(one) for one in known], np.int64)
             ends = np.cumsum(sizes)
             item = np.array([item for one in known for item in one], np.int32)
             rating = np.array([rating for one in known for rating in one.values()], np.float32)
             clients = Clients({"item": item, "rating": rating}, ends - sizes, ends)
-        if not np.isfinite(clients.columns["rating"]).all():
+        self._check_ratings(clients)
+        return self.saved.task.view(self.saved.config, clients), alone
+
+    def _check_ratings(self, clients: Clients) -> None:
+        """Refuse ratings that are no numbers, or that the scale of training is far from."""
+        rating = np.asarray(clients.columns["rating"])[rows_of(clients.starts, clients.ends)]
+        if not np.isfinite(rating).all():
             raise ValueError("some ratings are not finite numbers")
-        return self.saved.task.view(self.saved.config, clients)
+        config = self.saved.config
+        accepted = accepted_ratings(config, self.items) if isinstance(config, RatingsConfig) else None
+        if accepted is not None and len(wrong := rating[~accepted.has(rating)]):
+            raise ValueError(f"{accepted.why_not(float(wrong[0]))}; give ratings on that scale")
 
     def _number(self, item: Any) -> int:
         if str(item) not in self._numbers:
@@ -159,6 +185,9 @@ class Recommender:
             room = max(LEAST_AT_ONCE, 1 << (len(part) - 1).bit_length())  # few sizes are compiled
             padded = jax.tree.map(lambda x, room=room: np.concatenate([x, np.repeat(x[:1], room - len(x), 0)]), local)
             yield part, np.array(self._scores(self._params, padded), np.float64)[: len(part)]
+
+    def _scores_of(self, clients: Clients) -> Iterator[np.ndarray]:
+        return (scores for _, scores in self._every_score(clients))
 
     def _shown(self, scores: np.ndarray) -> np.ndarray:
         """Return predictions within the scale, and as counts if the model has learned their logarithms."""
@@ -177,11 +206,7 @@ class Recommender:
 
 def shown_scale(saved: SavedModel[Items]) -> tuple[float, float] | None:
     """Return the lowest and the highest rating that is shown, in the data's own scale; None if they are not known."""
-    scale = saved.config.model.scale
-    if scale is None:  # a model of an earlier version
-        return saved.legend.scale
-    low, high = np.expm1([scale.low, scale.high]) if scale.transform == "log1p" else (scale.low, scale.high)
-    return float(low), float(high)
+    return scale_ends(saved.config.model, saved.legend)
 
 
 def _best(scores: np.ndarray, shown: np.ndarray, n: int) -> Recommendation:

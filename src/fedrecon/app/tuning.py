@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from fedrecon.disk.errors import StorageError
 from fedrecon.disk.parts import held_study
 from fedrecon.display.printing import lay_out
 from fedrecon.display.progress import silent
+from fedrecon.evaluation import DivergenceWarning
 from fedrecon.training import train
 
 Say = Callable[[str], None]
@@ -213,7 +215,9 @@ def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: S
 
     def objective(trial: Any) -> float:
         values = {path: _suggest(trial, path, space) for path, space in goal.space.items()}
-        return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DivergenceWarning)  # settings are tried to find out which diverge
+            return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
 
     def tell(study: Any, trial: Any) -> None:
         best = study.best_trial.number if _any_finished(study) else None

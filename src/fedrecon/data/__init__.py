@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon.data.errors import DataError
+from fedrecon.data.ratings.accepted import Accepted
 from fedrecon.data.ratings.files import Ratings, load_ratings
 from fedrecon.data.ratings.movielens import NAMES, movielens
 from fedrecon.data.ratings.summary import Summary
@@ -19,6 +20,7 @@ from fedrecon.data.text.vocabulary import Vocabulary
 from fedrecon.data.text.words import split_text
 
 __all__ = [
+    "Accepted",
     "Corpus",
     "DataError",
     "PersonalText",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +19,18 @@ RANGE_CHECKED = 2**26  # at most this many ids of a feature have their range che
 PROBED = 8  # examples of the batch that a model is traced with
 
 
+NUMBERED = "Number them from 0 first: ids, numbers = numpy.unique(column, return_inverse=True)."
+
+
 class _Recorder(Mapping[str, Any]):
     """A batch that records which of its features are read."""
 
-    def __init__(self, columns: Mapping[str, Any], asked: set[str]):
-        self._columns, self._asked = columns, asked
+    def __init__(self, columns: Mapping[str, Any], asked: set[str], there: Collection[str]):
+        self._columns, self._asked, self._there = columns, asked, there
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._columns and name in self._there:
+            raise ValueError(f"the model reads the feature {name!r}, which holds text, not numbers. {NUMBERED}")
         if name not in self._columns:
             raise ValueError(f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}")
         self._asked.add(name)
@@ -58,7 +63,7 @@ def features_used(model: Model, clients: Clients) -> list[str]:
     key = jax.random.key(0)
 
     def ask(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
-        recorder = _Recorder(columns, asked)
+        recorder = _Recorder(columns, asked, clients.columns)
         predictions = model.predict(params, local, recorder)
         predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
         if model.evidence is not None:
@@ -81,7 +86,8 @@ def _check_ids(model: Model, clients: Clients) -> None:
         for feature in features:
             kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
             if not np.issubdtype(kind, np.integer):
-                raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {kind}, not ids")
+                holds = "text" if kind.kind in "SU" else str(kind)
+                raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {holds}, not ids. {NUMBERED}")
 
 
 def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrecon.display.progress import silent
+from fedrecon.evaluation import DivergenceWarning
 from fedrecon.studies.runner import Runner, Say, Task, keep_compiled, start
 from fedrecon.studies.study import Kind
 
@@ -87,6 +89,7 @@ def _begin(assignment: Assignment, told: Any) -> None:
     """Make a process ready. An interruption ends it at once; results are written whole or not at all."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    warnings.simplefilter("ignore", DivergenceWarning)  # the study's tables count who diverged
     os.environ["NPROC"] = "1"  # threads of XLA: as many as there are cores for this process
     start(1, quick=assignment.quick)
     keep_compiled(assignment.folder, quick=assignment.quick)

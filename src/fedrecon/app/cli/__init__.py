@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedrecon._version import __version__
+from fedrecon.evaluation import DivergenceWarning
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
     "train": "train a model of ratings, clicks or text whose local parameters never leave the clients",
@@ -100,6 +101,7 @@ def _run(args: Sequence[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
+            warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
             return command.run(command.parse(args[1:]))
     except SystemExit as leaving:  # how a help text ends, and some errors of use
         return _fail(leaving.code, 1) if isinstance(leaving.code, str) else leaving.code or 0

@@ -18,6 +18,7 @@ from fedrecon.app.stopping import say_rounds
 from fedrecon.app.tasks.task import Ready, Users
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings
+from fedrecon.data.ratings.accepted import Accepted
 from fedrecon.display.printing import how_many, readable
 from fedrecon.model import Model
 from fedrecon.models import implicit_feedback, learned_default, matrix_factorization, standardized
@@ -29,6 +30,9 @@ from fedrecon.solvers.priors import Strength, keep_constant, with_prior
 FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the server leaves it as it is
 SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
 RELAXED = 0.25  # what a relaxation leaves of the prior
+BESIDE = 0.1  # of the scale's width: so far beside it ratings are still taken
+FAR_BESIDE = 1.0  # the same for counts, which have no end, and for ends found with noise, which hides rare ratings
+SAME = 1e-5  # of two numbers that differ by rounding alone
 DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
 
 
@@ -93,6 +97,51 @@ class Items:
     def title(self, k: int) -> str:
         """Return the title of item `k`, or its original id where there is none."""
         return str(self.ids[k] if self.titles is None else self.titles[k])
+
+
+# ---- the scale ----
+
+
+def scale_ends(settings: Factorization, items: Items) -> tuple[float, float] | None:
+    """Return the ends of the scale, as ratings are in the data; None if nothing is known.
+
+    Round zero finds the ends as means of equal ratings, with rounding errors. Here they are those of the data again.
+
+    Args:
+      settings: those of the model.
+      items: of the model.
+    """
+    scale = settings.scale
+    if scale is None:  # a model of an earlier version
+        return items.scale
+    low, high = np.expm1([scale.low, scale.high]) if scale.transform == "log1p" else (scale.low, scale.high)
+    seen = items.scale or (low, high)
+    return _settled(low, seen[0]), _settled(high, seen[1])
+
+
+def _settled(end: float, seen: float) -> float:
+    """Return an end of the scale without rounding errors: ratings have single precision."""
+    single = float(np.float32(end))
+    return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
+
+
+def accepted_ratings(config: RatingsConfig, items: Items) -> Accepted | None:
+    """Return which ratings of new users a model takes: all that training had, and what is near its scale.
+
+    Args:
+      config: settings of the model.
+      items: of the model.
+    """
+    ends = scale_ends(config.model, items)
+    if ends is None or not ends[0] < ends[1]:
+        return None
+    logarithms = config.model.scale is not None and config.model.scale.transform == "log1p"
+    low, high = np.log1p(np.maximum(ends, 0)) if logarithms else ends
+    noised = config.privacy.on and config.privacy.rating_range is None
+    room = (FAR_BESIDE if noised or logarithms else BESIDE) * (high - low) * (1 + SAME)
+    least, most = (0.0, np.expm1(high + room)) if logarithms else (low - room, high + room)
+    seen = items.scale or ends
+    return Accepted(float(min(least, seen[0])), float(max(most, seen[1])), min(ends[0], seen[0]), max(ends[1], seen[1]))
 
 
 # ---- the model ----

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrecon.app.config import COLUMNS, Data, RatingsConfig, Reading
 from fedrecon.app.config_files import changed
-from fedrecon.app.tasks.factors import Items, Liking, build_model, prepare_ratings, transformed
+from fedrecon.app.tasks.factors import Items, Liking, accepted_ratings, build_model, prepare_ratings, transformed
 from fedrecon.app.tasks.task import ACCURACY, Measure, Read, Task, Users
 from fedrecon.clients import Clients, rows_of
 from fedrecon.data import Ratings, load, load_titles, unique_labels
@@ -137,7 +137,8 @@ def usual_columns(data: Data) -> dict[str, int | str | None]:
 
 def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
     del progress
-    ratings = read_ratings(path, reading, item_ids=items.ids, usual=usual_columns(config.data))
+    known = {"usual": usual_columns(config.data), "accepted": accepted_ratings(config, items)}
+    ratings = read_ratings(path, reading, item_ids=items.ids, **known)
     return Read(ratings, ratings.skipped)
 
 

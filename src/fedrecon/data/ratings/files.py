@@ -9,6 +9,7 @@ import numpy as np
 
 from fedrecon.clients import Clients
 from fedrecon.data.errors import BadRows, DataError, check_choice
+from fedrecon.data.ratings.accepted import Accepted
 from fedrecon.data.ratings.columns import Column
 from fedrecon.data.ratings.ids import Coded
 from fedrecon.data.ratings.parquet import read_parquet_ratings
@@ -67,6 +68,7 @@ def load_ratings(
     skip_lines: int = 0,
     at_least: float | None = None,
     usual: Mapping[str, Column | None] | None = None,
+    accepted: Accepted | None = None,
 ) -> Ratings:
     """Read ratings from a text file, plain or gzip, or a Parquet file (`.parquet`, `.pq`).
 
@@ -96,6 +98,7 @@ def load_ratings(
       at_least: ratings below this are left out; None keeps all.
       usual: what `user`, `item`, `rating` and `time` are in files like this one. It counts where the argument has its
         default, and the file has such a column.
+      accepted: the ratings that a trained model takes; rows with others cannot be read. None takes all.
 
     Returns:
       The ratings. Users and items are in ascending order of their ids; `skipped` counts what was left out.
@@ -111,11 +114,13 @@ def load_ratings(
         raise DataError(f"{path} is not a file; expected a ratings file (text or Parquet). Check the path.")
     with open_bytes(path) as stream:
         if Path(path).suffix in (".parquet", ".pq") or stream.peek(len(PARQUET))[: len(PARQUET)] == PARQUET:  # type: ignore[attr-defined]
-            table = read_parquet_ratings(path, stream, source, columns, bad_rows, usual)
+            table = read_parquet_ratings(path, stream, source, columns, bad_rows, usual, accepted)
         else:
             text = read_text(stream, source, encoding)
             lines = duplicates == "error"
-            table = parse_ratings(text, source, columns, delimiter, header, bad_rows, lines, skip_lines, usual)
+            table = parse_ratings(
+                text, source, columns, delimiter, header, bad_rows, lines, skip_lines, usual, accepted
+            )
     return collect_ratings(table, source, duplicates, min_ratings, item_ids, at_least=at_least)
 
 

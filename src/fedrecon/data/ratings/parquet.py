@@ -7,6 +7,7 @@ from typing import IO, Any
 import numpy as np
 
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.accepted import Accepted
 from fedrecon.data.ratings.columns import Column, Found, find_columns, say_unwanted
 from fedrecon.data.ratings.fast import LARGEST
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id, code
@@ -26,6 +27,7 @@ def read_parquet_ratings(
     columns: Mapping[str, Column | None],
     bad_rows: BadRows,
     usual: Mapping[str, Column | None] | None = None,
+    accepted: Accepted | None = None,
 ) -> RatingTable:
     """Read the wanted columns of a Parquet file.
 
@@ -36,6 +38,7 @@ def read_parquet_ratings(
       columns: where user, item, rating and time are; see `load_ratings`.
       bad_rows: whether rows with empty or non-finite entries are errors or are counted.
       usual: see `load_ratings`.
+      accepted: rows with other ratings are bad ones, too; None takes all.
 
     Raises:
       DataError: it cannot be read, or is not what it should be.
@@ -63,7 +66,7 @@ def read_parquet_ratings(
         texts = [chosen[role] for role in ("user", "item") if _holds_text(schema.field(chosen[role]), source)]
         place = str(path) if data is None else pa.BufferReader(data)
         with parquet.ParquetFile(place, read_dictionary=texts) as file:
-            return _Reader(source, chosen, bad_rows, found).read(file)
+            return _Reader(source, chosen, bad_rows, found, accepted).read(file)
     except (pa.ArrowException, OSError, KeyError, IndexError, OverflowError, UnicodeError) as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
 
@@ -71,8 +74,16 @@ def read_parquet_ratings(
 class _Reader:
     """Reads batches of rows and collects their columns."""
 
-    def __init__(self, source: str, chosen: Mapping[str, str], bad_rows: BadRows, found: Found) -> None:
-        self.source, self.chosen, self.bad_rows, self.found = source, chosen, bad_rows, found
+    def __init__(
+        self,
+        source: str,
+        chosen: Mapping[str, str],
+        bad_rows: BadRows,
+        found: Found,
+        accepted: Accepted | None = None,
+    ) -> None:
+        self.source, self.chosen, self.bad_rows = source, chosen, bad_rows
+        self.found, self.accepted = found, accepted
         self.bad = self.done = 0
         self.ids: dict[str, list[Any]] = {"user": [], "item": []}
         self.numbers: dict[str, list[np.ndarray]] = {role: [] for role in ("rating", "time") if role in chosen}
@@ -104,6 +115,8 @@ class _Reader:
                 what = f"is beyond {most:.2g}" if np.isfinite(values[row]) else f"is not finite; {SKIP}"
                 raise DataError(f"{self.source} row {self.done + row + 1}: {role} {str(values[row])!r} {what}")
             good &= ~wrong
+        if self.accepted is not None and "rating" in arrays:
+            good &= self._accepted(arrays["rating"].astype(np.float32), good)
         rows = np.flatnonzero(good)
         for role in self.ids:
             self.ids[role].append(columns[role].take(rows))
@@ -126,6 +139,19 @@ class _Reader:
             shown = "text" if _is_text(column.type) else str(column.type)
             raise self._problem(role, f"column {name!r} holds {shown}, not numbers")
         return np.asarray(column.fill_null(0))
+
+    def _accepted(self, rating: np.ndarray, good: np.ndarray) -> np.ndarray:
+        """Return which ratings a model takes; if bad rows are errors, name the first of the others."""
+        assert self.accepted is not None
+        taken = self.accepted.has(rating)
+        if self.bad_rows == "error" and (good & ~taken).any():
+            row = int(np.argmax(good & ~taken))
+            why = self.accepted.why_not(float(rating[row]))
+            raise DataError(
+                f"{self.source} row {self.done + row + 1}: {why}. Correct it, or leave such rows out with "
+                'bad_rows="skip"'
+            )
+        return taken
 
     def _coded(self, role: str) -> Coded:
         """Number the ids of a column."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedrecon.data.dates import whole_seconds
 from fedrecon.data.errors import BadRows, DataError
+from fedrecon.data.ratings.accepted import Accepted
 from fedrecon.data.ratings.columns import Column, say_unwanted
 from fedrecon.data.ratings.fast import LARGEST, Rows, fast_reader
 from fedrecon.data.ratings.ids import Coded, IdColumn, check_id
@@ -52,6 +53,7 @@ def parse_ratings(
     number_lines: bool = False,
     skip_lines: int = 0,
     usual: Mapping[str, Column | None] | None = None,
+    accepted: Accepted | None = None,
 ) -> RatingTable:
     """Read the rows of a text file.
 
@@ -65,6 +67,7 @@ def parse_ratings(
       number_lines: always read row by row, to know the line of each row.
       skip_lines: how many lines to skip at the beginning.
       usual: see `load_ratings`.
+      accepted: rows with other ratings cannot be read; None takes all.
     """
     pieces = Pieces(text)
     pass_over(pieces, skip_lines, source)
@@ -77,8 +80,8 @@ def parse_ratings(
         if piece.isspace():
             continue
         rows = None if fast is None else fast(piece, layout)
-        if rows is None:
-            rows = _read_rows(piece, pieces, source, layout, bad_rows, number_lines)
+        if rows is None or (accepted is not None and not accepted.has(rows.rating).all()):
+            rows = _read_rows(piece, pieces, source, layout, bad_rows, number_lines, accepted)
         _add_ids(user, rows.user)
         _add_ids(item, rows.item)
         bad += rows.bad
@@ -119,7 +122,15 @@ def _add_ids(column: IdColumn, ids: Any) -> None:
 # ---- rows one by one ----
 
 
-def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows: BadRows, number_lines: bool) -> Rows:
+def _read_rows(
+    piece: str,
+    pieces: Pieces,
+    source: str,
+    layout: Layout,
+    bad_rows: BadRows,
+    number_lines: bool,
+    accepted: Accepted | None,
+) -> Rows:
     """Read a piece row by row; name the first bad row or count them all."""
     user: list[str] = []
     item: list[str] = []
@@ -131,6 +142,7 @@ def _read_rows(piece: str, pieces: Pieces, source: str, layout: Layout, bad_rows
         for number, fields in _records(piece, pieces, layout.delimiter):
             try:
                 found = _parse_row(fields, layout)
+                _check_accepted(found[2], accepted)
             except ValueError as problem:
                 if bad_rows == "error":
                     raise DataError(f"{source} line {number}: {problem}") from None
@@ -221,6 +233,11 @@ def _rating(text: str) -> float:
     if abs(rating) > LARGEST:
         raise ValueError(f"rating {text[:50]!r} is beyond {LARGEST:.2g}, the largest that can be stored")
     return rating
+
+
+def _check_accepted(rating: float, accepted: Accepted | None) -> None:
+    if accepted is not None and not accepted.has(rating):
+        raise ValueError(f'{accepted.why_not(rating)}. Correct it, or leave such rows out with bad_rows="skip"')
 
 
 def _number(role: str, text: str) -> float:
