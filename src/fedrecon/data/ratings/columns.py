@@ -10,8 +10,11 @@ Column = str | int
 AUTO = {"rating": ("rating", "count"), "time": ("time", "timestamp")}  # what "auto" looks for before all else
 
 _PEOPLE = "user customer member person reader reviewer client account visitor listener viewer subscriber buyer"
-_THINGS = "item movie film product book artist song track album game article video recipe anime"
-_RATINGS = "rating ratings score scores star stars value count counts plays playcount listens weight r"
+_THINGS = (
+    "item movie film product book artist song track album game article video recipe anime business restaurant joke "
+    "beer wine place venue hotel course podcast app"
+)
+_RATINGS = "rating ratings score scores star stars value overall count counts plays playcount listens weight r"
 
 
 def _with_ids(nouns: str) -> frozenset[str]:
@@ -22,7 +25,7 @@ def _with_ids(nouns: str) -> frozenset[str]:
 COMMON: dict[str, frozenset[str]] = {
     "user": _with_ids(_PEOPLE) | {"uid"},
     "item": _with_ids(_THINGS) | {"iid", "isbn", "asin", "sku"},
-    "rating": frozenset(_RATINGS.split()),
+    "rating": frozenset([*_RATINGS.split(), *(noun + "rating" for noun in f"{_PEOPLE} {_THINGS}".split())]),
     "time": frozenset(AUTO["time"]),
     "title": frozenset(("title",)),
 }
