@@ -244,7 +244,7 @@ def test_correlated_noise_in_a_run_counts_turns(tmp_path):
         ({"privacy": {"epsilon": 1.0, "round_zero": 1.0}}, "round_zero"),
         ({"privacy": {"epsilon": 1.0, "rating_range": [5.0, 1.0]}}, "lowest and the highest"),
         ({"privacy": {"epsilon": 1.0, "correlated": 0}}, "correlated"),
-        ({"privacy": {"epsilon": 1.0, "correlated": 2}, "sampling": {"poisson": True}}, "chance cannot be promised"),
+        ({"privacy": {"epsilon": 1.0, "correlated": 2}, "sampling": {"poisson": True}}, "nor with sampling.poisson"),
         ({"privacy": {"epsilon": 1.0, "correlated": 2, "clip_quantile": 0.5}}, "one clipping norm"),
     ],
 )
