@@ -31,7 +31,7 @@ FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the se
 SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
 RELAXED = 0.25  # what a relaxation leaves of the prior
 BESIDE = 0.1  # of the scale's width: so far beside it ratings are still taken
-FAR_BESIDE = 1.0  # the same for counts, which have no end, and for ends found with noise, which hides rare ratings
+FAR_BESIDE = 1.0  # the same for ends found with noise, which hides rare ratings
 SAME = 1e-5  # of two numbers that differ by rounding alone
 DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
 
@@ -126,7 +126,8 @@ def _settled(end: float, seen: float) -> float:
 
 
 def accepted_ratings(config: RatingsConfig, items: Items) -> Accepted | None:
-    """Return which ratings of new users a model takes: all that training had, and what is near its scale.
+    """Return which ratings of new users a model takes: all that training had, and what is near its scale. Counts have
+    no largest one: somebody may well play a song more often than anybody before.
 
     Args:
       config: settings of the model.
@@ -135,12 +136,12 @@ def accepted_ratings(config: RatingsConfig, items: Items) -> Accepted | None:
     ends = scale_ends(config.model, items)
     if ends is None or not ends[0] < ends[1]:
         return None
-    logarithms = config.model.scale is not None and config.model.scale.transform == "log1p"
-    low, high = np.log1p(np.maximum(ends, 0)) if logarithms else ends
+    seen, (low, high) = items.scale or ends, ends
+    if config.model.scale is not None and config.model.scale.transform == "log1p":
+        return Accepted(0.0, math.inf, 0.0, math.inf)
     noised = config.privacy.on and config.privacy.rating_range is None
-    room = (FAR_BESIDE if noised or logarithms else BESIDE) * (high - low) * (1 + SAME)
-    least, most = (0.0, np.expm1(high + room)) if logarithms else (low - room, high + room)
-    seen = items.scale or ends
+    room = (FAR_BESIDE if noised else BESIDE) * (high - low) * (1 + SAME)
+    least, most = low - room, high + room
     return Accepted(float(min(least, seen[0])), float(max(most, seen[1])), min(ends[0], seen[0]), max(ends[1], seen[1]))
 
 

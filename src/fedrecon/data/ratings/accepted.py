@@ -37,5 +37,5 @@ class Accepted(NamedTuple):
         Args:
           rating: a number.
         """
-        ends = f"{self.low:.6g} to {self.high:.6g}"
+        ends = f"{self.low:.6g} to {self.high:.6g}" if np.isfinite(self.high) else f"{self.low:.6g} or more"
         return f"rating {rating:.9g} is outside of the scale that the model was trained on, {ends}"
