@@ -36,7 +36,7 @@ LONG = ["next_word", "from_keras", "train", "lookups", "engine", "cli", "cli_tex
 # tests of a file by the beginning of their names, parameters included.
 SLOW = {
     "ranking_study": ["test_the_federated_job"],
-    "clicks": ["test_tuning_tries", "test_a_training_on_clicks_that_fails"],
+    "clicks": ["test_tuning_tries", "test_a_training_on_clicks_that_fails", "test_columns_of_clicks"],
     "federated_ials": ["test_training_ranks", "test_by_rows_and_by_whole"],
     "examples": [""],
     "studies": [""],
@@ -51,6 +51,8 @@ SLOW = {
         "test_a_model_with_biases",
         "test_few_users_train",
         "test_a_run_is_not_resumed_on_other_data",
+        "test_one_test_user_says_little",
+        "test_splitting_by_time_says",
     ],
     "cli_text": [""],
     "next_word": [
@@ -72,12 +74,17 @@ SLOW = {
         "test_declared_lookups_change_nothing_in_joint",
         "test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables[several",
         "test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables[ratings-adam",
+        "test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables[ratings-adagrad",
+        "test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables[several features-adagrad",
+        "test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables[ratings-sgd-2",
     ],
     "engine": [
         "test_neither_block_size_nor_device_count",
         "test_neither_the_order",
         "test_the_number_of_devices",
         "test_padding_never_changes_a_result[3",
+        "test_the_type_of_ids_does_not_change_what_is_learned[uint16",
+        "test_clients_packed_once_train_to_the_bits_of_clients_packed_in_every_round[one",
     ],
     "from_flax": [
         "test_a_round_of_linen",
@@ -150,8 +157,14 @@ SLOW = {
         "test_nodes_count",
         "test_a_run_that_goes_on",
         "test_a_plan_with_less",
+        "test_the_plan_says_what",
     ],
-    "deploy_plans": ["test_the_default_preset", "test_an_operator_names", "test_clicks_on_nodes"],
+    "deploy_plans": [
+        "test_the_default_preset",
+        "test_an_operator_names",
+        "test_clicks_on_nodes",
+        "test_a_keras_model_on_nodes",
+    ],
     "deploy_faults": [
         "test_a_secure_sum_survives",
         "test_bad_replies",
