@@ -87,7 +87,7 @@ class TrainRatings(Train):
     users have. With --task text: a model of the next word.
 
     Ends with an evaluation on test users, who took no part in training, next to baselines. The defaults follow from
-    the data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine --data.user userId
+    the data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine
     """
 
     settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
