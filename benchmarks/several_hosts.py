@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-CLIENTS = (100, 1_000, 10_000)  # a round
-REPEATS = 3  # starts of each kind, in turn
+CALLS = {100: 3, 1_000: 2, 10_000: 3}  # clients a round: calls that a turn measures
+TURNS = 30  # of each kind; the figure is the median of their ratios, so a noisy minute does not count for one of them
 POPULATION = 24_000  # at least: users are repeated
 AIM = {1_000: 1.15}
 
@@ -63,46 +63,75 @@ def sent_on_loopback():
     return int(line.split(":")[1].split()[8])
 
 
-def measure(source):
-    """Print the seconds a round, and the bytes that a process sends in one, for every size of a cohort."""
+def take_turns(source):
+    """Run rounds whenever somebody asks on standard input; print what a turn took and sent."""
     from w1 import algorithm
 
     clients, num_items = population(source)
-    found = {}
-    for number in CLIENTS:
-        rounds = Rounds(clients, algorithm(num_items), number)
-        rounds.call()
-        calls = {100: 30, 1_000: 20}.get(number, 5)
+    rounds = {}
+    for line in sys.stdin:
+        number, calls = json.loads(line)
+        if number not in rounds:
+            rounds[number] = Rounds(clients, algorithm(num_items), number)
+        rounds[number].call()  # whoever had the turn before has filled the caches
         before = sent_on_loopback()
-        seconds = [rounds.call() for _ in range(calls)]
-        sent = (sent_on_loopback() - before) / calls / rounds.at_once
-        found[number] = {"seconds": statistics.median(seconds), "bytes": sent / 2}
-    print(json.dumps(found), flush=True)
+        seconds = statistics.mean(rounds[number].call() for _ in range(calls))
+        sent = (sent_on_loopback() - before) / calls / rounds[number].at_once
+        print(json.dumps({"seconds": seconds, "bytes": sent / 2}), flush=True)
 
 
-def start(source, *where):
-    command = [sys.executable, __file__, "--data", source, "--measure", *where]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+class Group:
+    """Processes that run rounds together, when it is their turn."""
 
+    def __init__(self, source, *places):
+        """Start a process for each place: `["alone"]`, or the coordinator and which process it is."""
+        command = [sys.executable, __file__, "--data", source, "--place"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.processes = [subprocess.Popen([*command, *place], **pipes) for place in places]
 
-def figures_of(processes):
-    """Return what the first of some processes printed; end all if one fails."""
-    try:
-        outputs = [process.communicate(timeout=1200)[0] for process in processes]
-        if any(process.returncode for process in processes):
+    def turn(self, number, calls):
+        """Run some calls of rounds with so many clients; return what the first process measured."""
+        for process in self.processes:
+            process.stdin.write(f"{json.dumps([number, calls])}\n")
+            process.stdin.flush()
+        told = [process.stdout.readline() for process in self.processes]
+        if not all(told):
             raise SystemExit("a process failed; its error is above")
-    finally:
-        for process in processes:
-            process.kill()
-    return {int(number): figures for number, figures in json.loads(outputs[0].splitlines()[-1]).items()}
+        return json.loads(told[0])
+
+    def end(self):
+        """Let the processes end; kill those that do not."""
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def one_and_two(source):
-    """Start one process with two devices, then two with one device; return the figures of both."""
+def compare(source):
+    """Let one process with two devices and two with one take turns; return the figures for every size of a cohort."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1]}"
-    one = figures_of([start(source, "alone")])
-    return one, figures_of([start(source, where, str(k)) for k in range(2)])
+    one, two = Group(source, ["alone"]), Group(source, [where, "0"], [where, "1"])
+    try:
+        found = {}
+        for number, calls in CALLS.items():
+            one.turn(number, 1), two.turn(number, 1)  # compile
+            turns = [(one.turn(number, calls), two.turn(number, calls)) for _ in range(TURNS)]
+            seconds = [[turn[k]["seconds"] for turn in turns] for k in range(2)]
+            found[number] = {
+                "one": statistics.median(seconds[0]),
+                "two": statistics.median(seconds[1]),
+                "ratio": statistics.median(b / a for a, b in zip(*seconds, strict=True)),
+                "bytes": min(turn[1]["bytes"] for turn in turns),
+            }
+        return found
+    finally:
+        one.end()
+        two.end()
 
 
 def rows_of(found):
@@ -118,22 +147,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="synthetic")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", nargs="+", metavar="WHERE")
+    parser.add_argument("--place", nargs="+")
     arguments = parser.parse_args()
-    if arguments.measure:
+    if arguments.place:
         import fedrecon as fr
 
-        if arguments.measure == ["alone"]:
+        if arguments.place == ["alone"]:
             fr.start_devices(2)
         else:
-            fr.start_hosts(arguments.measure[0], 2, int(arguments.measure[1]), devices=2)
-        return measure(arguments.data)
-    pairs = [one_and_two(arguments.data) for _ in range(REPEATS)]
-    found = {}
-    for number in CLIENTS:
-        one, two = (min(pair[k][number]["seconds"] for pair in pairs) for k in range(2))
-        sent = min(pair[1][number]["bytes"] for pair in pairs)
-        found[number] = {"one": one, "two": two, "ratio": two / one, "bytes": sent}
+            fr.start_hosts(arguments.place[0], 2, int(arguments.place[1]), devices=2)
+        return take_turns(arguments.data)
+    found = compare(arguments.data)
     arguments.json.write_text(json.dumps({"rows": list(rows_of(found)), "figures": found}))
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -102,11 +103,26 @@ def test_two_processes_give_the_bits_of_one_with_two_devices(tmp_path):
     assert len(results[1][1].splitlines()) == 1, "only the first shows what it does"
     assert not results[1][2]
     assert "Gloo" not in results[0][1] + results[0][2]
+    if hasattr(os, "SCHED_BATCH"):
+        assert expected["patient"] == 0
+        assert all(json.loads(out.splitlines()[-1])["patient"] for _, out, _ in results)
     for name in ("kept/metrics.jsonl", "text/metrics.jsonl", "text/model/global.safetensors"):
         assert (together / name).read_bytes() == (alone / name).read_bytes(), name
     tests = [json.loads((folder / "text" / "run.json").read_text())["test"] for folder in (alone, together)]
     assert tests[0] == tests[1]
     assert tests[0]["clients"]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has a policy for batch jobs")
+def test_only_threads_that_are_started_while_joining_let_others_finish():
+    def policy_of_a_new_thread():
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(os.sched_getscheduler, 0).result()
+
+    with meeting._patient_threads():
+        assert policy_of_a_new_thread() == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert policy_of_a_new_thread() == os.SCHED_OTHER
 
 
 # ---- who dies ----
