@@ -184,7 +184,14 @@ SLOW = {
     "compare": [""],
     "local": ["test_descent_goes_through"],
     "kill": [""],
-    "several_hosts": ["test_two_processes", "test_a_killed", "test_a_folder", "test_a_process_that_hangs"],
+    "several_hosts": [
+        "test_two_processes",
+        "test_two_hosts",
+        "test_hosts_that_meet",
+        "test_a_killed",
+        "test_a_folder",
+        "test_a_process_that_hangs",
+    ],
     "hosts": [
         *(
             f"test_one_client_at_a_time_gives_what_the_simulator_gives[{case}"

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from safetensors.numpy import load_file
 
 import fedrecon as fr
 from fedrecon.app.cli import train
-from fedrecon.cluster import arrays, meeting, wire
+from fedrecon.cluster import arrays, joining, meeting, wire
 from fedrecon.cluster.wire import Peer, Wire
 from fedrecon.engine import MOST_IN_BLOCK, MOST_ON_ACCELERATOR, MOST_SHARING, blocks_for
 
@@ -37,18 +38,19 @@ def free_port():
 
 
 @contextlib.contextmanager
-def started(*commands, **environment):
-    """Start processes in groups of their own, and leave none behind."""
+def started(*commands, hosts=None, **environment):
+    """Start processes in groups of their own, on this machine or each on one of the `hosts`; leave none behind."""
+    prefixes = [["ip", "netns", "exec", host] for host in hosts or ()] or [[]] * len(commands)
     processes = [
         subprocess.Popen(
-            [sys.executable, *map(str, command)],
+            [*prefix, sys.executable, *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
             env={**os.environ, **environment},
         )
-        for command in commands
+        for prefix, command in zip(prefixes, commands, strict=True)
     ]
     try:
         yield processes
@@ -65,9 +67,9 @@ def ended(process, within=LONG):
     return process.returncode, out, err
 
 
-def two(command, *, wait=60):
+def two(command, *, wait=60, first="127.0.0.1"):
     """Return a training command for each of two processes."""
-    where = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", "2"]
+    where = ["--distributed.coordinator", f"{first}:{free_port()}", "--distributed.processes", "2"]
     where += ["--distributed.wait", str(wait)]
     return [["-m", "fedrecon", *command, *where, "--distributed.process-id", str(k)] for k in range(2)]
 
@@ -113,13 +115,66 @@ def test_two_processes_give_the_bits_of_one_with_two_devices(tmp_path):
     assert tests[0]["clients"]
 
 
+ADDRESSES = ("192.0.2.1", "192.0.2.2")  # a range for examples
+
+
+@pytest.fixture
+def hosts():
+    """Make two hosts with a cable between them: Linux's network namespaces, each with a loopback of its own."""
+    if not shutil.which("ip") or os.getuid():
+        pytest.skip("network namespaces need Linux's command ip, and root")
+    names = [f"fedrecon-{os.getpid()}-{k}" for k in range(2)]
+    ends = [f"fr{os.getpid() % 10**6}{k}" for k in "ab"]
+
+    def ip(*arguments):
+        return subprocess.run(["ip", *arguments], capture_output=True, text=True)
+
+    made = [ip("netns", "add", name) for name in names]
+    made.append(
+        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+    )
+    try:
+        if failed := [result.stderr.strip() for result in made if result.returncode]:
+            pytest.skip(f"this machine makes no network namespaces: {failed[0]}")
+        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
+            for arguments in (["addr", "add", f"{address}/24", "dev", end], ["link", "set", end, "up"]):
+                assert ip("-n", name, *arguments).returncode == 0
+            assert ip("-n", name, "link", "set", "lo", "up").returncode == 0
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+def test_two_hosts_whose_names_stand_for_their_loopbacks_give_the_same_bits(tmp_path, hosts):
+    ratings, run, alone = write_ratings(tmp_path / "ratings.csv"), tmp_path / "run", tmp_path / "alone"
+    with started(*two(["train", str(ratings), "--out", str(run), *SMALL], first=ADDRESSES[0]), hosts=hosts) as both:
+        results = [ended(process) for process in both]
+    assert [code for code, _, _ in results] == [0, 0], results
+    with started(["-m", "fedrecon", "train", ratings, "--out", alone, *SMALL]) as (one,):
+        assert ended(one)[0] == 0
+    for name in ("metrics.jsonl", "model/global.safetensors"):
+        assert (run / name).read_bytes() == (alone / name).read_bytes(), name
+
+
+def test_hosts_that_meet_but_cannot_exchange_arrays_say_so(tmp_path, hosts):
+    program = "import sys, fedrecon as fr\nfrom fedrecon.cluster import meeting\n"
+    program += "meeting.is_loopback = lambda address: True\n"  # all announce the loopback that the first process names
+    program += "fr.start_hosts(sys.argv[1], 2, int(sys.argv[2]), devices=2)\n"
+    where = f"{ADDRESSES[0]}:{free_port()}"
+    with started(*(["-c", program, where, k] for k in range(2)), hosts=hosts) as both:
+        results = [ended(process) for process in both]
+    assert [code for code, _, _ in results] == [1, 1], results
+    assert any("have met, but cannot exchange arrays" in err and "firewall" in err for _, _, err in results), results
+
+
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has a policy for batch jobs")
 def test_only_threads_that_are_started_while_joining_let_others_finish():
     def policy_of_a_new_thread():
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(os.sched_getscheduler, 0).result()
 
-    with meeting._patient_threads():
+    with joining._patient_threads():
         assert policy_of_a_new_thread() == os.SCHED_BATCH
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     assert policy_of_a_new_thread() == os.SCHED_OTHER
@@ -390,6 +445,6 @@ def test_blocks_follow_the_cache_on_a_cpu_and_the_memory_of_an_accelerator():
 
 
 def test_devices_are_divided_evenly_among_processes(monkeypatch):
-    monkeypatch.setattr(meeting, "_met", meeting._Met(meeting.Place("node1", 8476, 2, 0), 1))
+    monkeypatch.setattr(meeting, "_met", meeting.Met(meeting.Place("node1", 8476, 2, 0), 1, "127.0.0.1"))
     with pytest.raises(ValueError, match="devices is 3; 2 processes have equally many each"):
         fr.start_devices(3)

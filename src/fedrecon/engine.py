@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedrecon.aggregate.aggregator import Report
 from fedrecon.algorithm import Algorithm, Client, Message, ServerState, encode, finish_round, shapes_of, summand_shapes
 from fedrecon.cluster.arrays import AXIS, all_devices, gather, replicate, share, spread
-from fedrecon.cluster.meeting import WAIT, join, meet, processes
+from fedrecon.cluster.joining import join
+from fedrecon.cluster.meeting import WAIT, meet, processes
 from fedrecon.cluster.sums import Exchange
 from fedrecon.cohort import Cohort, Drawn, arrange
 from fedrecon.keys import client_keys

@@ -1,24 +1,20 @@
-"""How processes meet: the first waits at an address, the others call, and JAX joins their devices."""
+"""How processes meet: the first waits at an address, and the others call."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import ipaddress
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
-import jax
-import numpy as np
-
 from fedrecon._version import __version__
 from fedrecon.cluster import wire as wires
-from fedrecon.cluster.arrays import gather, spread
 from fedrecon.cluster.wire import LONGEST_HELLO, HostError, Peer, Wire
 
 WAIT = 50.0  # seconds for all processes to arrive: with what follows, less than a minute
@@ -44,15 +40,21 @@ class Place(NamedTuple):
     local_devices: Sequence[int] | None = None
 
 
-class _Met(NamedTuple):
-    """What joining the devices needs to know."""
+class Met(NamedTuple):
+    """What joining the devices needs to know.
+
+    Attributes:
+      place: this process's.
+      jax_port: the port that the first process has found for JAX.
+      address: of this process, where the others reach it.
+    """
 
     place: Place
     jax_port: int
+    address: str
 
 
-_met: _Met | None = None
-_joined = False
+_met: Met | None = None
 
 
 def meet(
@@ -75,12 +77,15 @@ def meet(
     place = find_place(coordinator, processes, process)
     if place.process == 0:
         port, peers = _free_port(), _receive(place, wait)
+        address = next((peer.seen_from for peer in peers.values() if not is_loopback(peer.seen_from)), LOOPBACK[1])
         for peer in peers.values():
-            peer.send(welcome=port)
+            peer.send(welcome=port, address=address)
     else:
-        peer, port = _call(place, wait)
+        peer, port, address = _call(place, wait)
         peers = {0: peer}
-    _met = _Met(place, port)
+        if not is_loopback(peer.seen_from):
+            address = peer.seen_from  # else the first process is on this host, and has been seen by others
+    _met = Met(place, port, address)
     wire = Wire(place.process, place.processes, peers)
     wires.use(wire)
     wire.handle_interrupts()
@@ -193,8 +198,8 @@ def _greeted(connection: socket.socket, place: Place, peers: dict[int, Peer]) ->
     return peer
 
 
-def _call(place: Place, wait: float) -> tuple[Peer, int]:
-    """Call the first process until it answers; return it, and the port that it has found for JAX."""
+def _call(place: Place, wait: float) -> tuple[Peer, int, str]:
+    """Call the first process until it answers; return it, the port that it has found for JAX, and its address."""
     until, where = time.monotonic() + wait, f"{place.host}:{place.port}"
     while True:
         try:
@@ -220,7 +225,7 @@ def _call(place: Place, wait: float) -> tuple[Peer, int]:
     if "refused" in answer:
         peer.close()
         raise HostError(str(answer["refused"]))
-    return peer, int(answer["welcome"])
+    return peer, int(answer["welcome"]), str(answer["address"])
 
 
 def _proxies() -> str:
@@ -228,9 +233,24 @@ def _proxies() -> str:
     return f"; {', '.join(found)} may be why: unset it if hosts reach each other directly" if found else ""
 
 
+def is_loopback(address: str) -> bool:
+    """Say whether only processes of the same host reach an address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
 def _free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def met() -> Met | None:
+    """Return how this process met the others; None where it is alone."""
+    return _met
+
+
+def processes() -> int:
+    """Return how many processes run the simulation."""
+    return 1 if _met is None else _met.place.processes
 
 
 # ---- how it ends ----
@@ -247,84 +267,3 @@ def _end_together(wire: Wire) -> None:
 
     sys.excepthook = hook
     atexit.register(wire.finish)
-
-
-# ---- devices ----
-
-
-def processes() -> int:
-    """Return how many processes run the simulation."""
-    return 1 if _met is None else _met.place.processes
-
-
-def join() -> None:
-    """Join the devices of all processes, once they are started; do nothing where a process is alone."""
-    global _joined
-    if _met is None or _joined:
-        return
-    place, port = _met
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.config.update("jax_check_proxy_envs", False)  # proxies are named if somebody does not answer
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    try:
-        jax.distributed.initialize(
-            f"{host}:{port}",
-            place.processes,
-            place.process,
-            local_device_ids=place.local_devices,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=f"{host}:{port}" if place.host in LOOPBACK else None,
-        )
-    except RuntimeError as problem:
-        raise HostError(f"processes must meet before anything else uses JAX: {problem}") from None
-    _joined = True
-    _first_sum()
-    if jax.default_backend() == "cpu":
-        # JAX's service connected the processes. From here on it would only abort this one, without saying which other
-        # one died: the wire does that. Accelerators may need it to connect again.
-        jax.distributed.shutdown()
-
-
-def _first_sum() -> None:
-    """Add up something, so that processes connect while all are here: later, one may be busy for long."""
-    with _quiet(), _patient_threads():
-        mine = np.ones(len(jax.local_devices()), np.int32)
-        found = gather(spread(mine))
-    if found.sum() != jax.device_count():
-        raise HostError(f"a sum over {jax.device_count()} devices is {found.sum()}")
-
-
-@contextlib.contextmanager
-def _patient_threads() -> Iterator[None]:
-    """Start threads that, when they wake, let a running thread finish what it does (Linux's policy for batch jobs).
-
-    The thread with which gloo receives does not sleep until it can have its lock: it tries again and again. If it
-    interrupts the thread that holds the lock, because that is sending, it keeps the core from it for as long as Linux
-    lets it: between .6 and 4 ms in most rounds.
-    """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield  # not Linux, or somebody has chosen a policy
-        return
-    nothing = os.sched_param(0)
-    with contextlib.suppress(PermissionError):  # as some containers answer
-        os.sched_setscheduler(0, os.SCHED_BATCH, nothing)
-    try:
-        yield  # threads take over the policy of the thread that starts them
-    finally:
-        with contextlib.suppress(PermissionError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, nothing)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep gloo from telling standard output, where results go, that it has connected."""
-    sys.stdout.flush()
-    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nothing)

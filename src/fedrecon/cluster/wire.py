@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import queue
@@ -41,6 +42,12 @@ class Peer:
     def __str__(self) -> str:
         """Name the process in words."""
         return f"process {self.process} on {self.host}"
+
+    @property
+    def seen_from(self) -> str:
+        """The address at which that process sees this one."""
+        own = ipaddress.ip_address(self._connection.getsockname()[0])
+        return str(getattr(own, "ipv4_mapped", None) or own)
 
     def send(self, **message: Any) -> None:
         """Send a message; if nobody takes it, that is noticed where the answer is awaited."""

@@ -1,0 +1,115 @@
+"""How JAX joins the devices of processes that have met."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed  # JAX has no setting for the address; its own functions take one
+from jax._src.lib import _jax
+from jax._src.xla_bridge import make_cpu_client
+from jax.extend.backend import register_backend_factory
+
+from fedrecon.cluster import wire as wires
+from fedrecon.cluster.arrays import gather, spread
+from fedrecon.cluster.meeting import LOOPBACK, met
+from fedrecon.cluster.wire import HostError
+
+_joined = False
+
+
+def join() -> None:
+    """Join the devices of all processes, once they are started; do nothing where a process is alone."""
+    global _joined
+    found = met()
+    if found is None or _joined:
+        return
+    place, port, address = found
+    register_backend_factory("cpu", lambda: _reached_at(address), fail_quietly=False)
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_check_proxy_envs", False)  # proxies are named if somebody does not answer
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    try:
+        jax.distributed.initialize(
+            f"{host}:{port}",
+            place.processes,
+            place.process,
+            local_device_ids=place.local_devices,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=f"{host}:{port}" if place.host in LOOPBACK else None,
+        )
+    except RuntimeError as problem:
+        raise HostError(f"processes must meet before anything else uses JAX: {problem}") from None
+    _joined = True
+    _first_sum()
+    if jax.default_backend() == "cpu":
+        # JAX's service connected the processes. From here on it would only abort this one, without saying which other
+        # one died: the wire does that. Accelerators may need it to connect again.
+        jax.distributed.shutdown()
+
+
+def _reached_at(address: str) -> Any:
+    """Start JAX on a CPU with sums over processes that reach this one at an address.
+
+    By itself JAX takes the address that this host's name stands for. On many hosts that is their loopback.
+    """
+    collectives = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=address)
+    return make_cpu_client(collectives)
+
+
+def _first_sum() -> None:
+    """Add up something, so that processes connect while all are here: later, one may be busy for long."""
+    try:
+        with _quiet(), _patient_threads():
+            mine = np.ones(len(jax.local_devices()), np.int32)
+            found = gather(spread(mine))
+    except jax.errors.JaxRuntimeError as problem:
+        wire = wires.wire()
+        if wire is not None:
+            wire.wait_for_verdict(problem)
+        raise HostError(
+            f"the processes have met, but cannot exchange arrays: {problem}. They connect to each other on ports that "
+            "the system chooses; is there a firewall between them?"
+        ) from None
+    if found.sum() != jax.device_count():
+        raise HostError(f"a sum over {jax.device_count()} devices is {found.sum()}")
+
+
+@contextlib.contextmanager
+def _patient_threads() -> Iterator[None]:
+    """Start threads that, when they wake, let a running thread finish what it does (Linux's policy for batch jobs).
+
+    The thread with which gloo receives does not sleep until it can have its lock: it tries again and again. If it
+    interrupts the thread that holds the lock, because that is sending, it keeps the core from it for as long as Linux
+    lets it: between .6 and 4 ms in most rounds.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield  # not Linux, or somebody has chosen a policy
+        return
+    nothing = os.sched_param(0)
+    with contextlib.suppress(PermissionError):  # as some containers answer
+        os.sched_setscheduler(0, os.SCHED_BATCH, nothing)
+    try:
+        yield  # threads take over the policy of the thread that starts them
+    finally:
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, nothing)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep gloo from telling standard output, where results go, that it has connected."""
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)
