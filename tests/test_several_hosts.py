@@ -115,7 +115,7 @@ def test_two_processes_give_the_bits_of_one_with_two_devices(tmp_path):
     assert tests[0]["clients"]
 
 
-ADDRESSES = ("192.0.2.1", "192.0.2.2")  # a range for examples
+ADDRESSES = ("198.51.100.1", "198.51.100.2")  # a range for examples
 
 
 @pytest.fixture
