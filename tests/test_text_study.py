@@ -67,6 +67,20 @@ def test_what_is_sent_is_counted_from_the_arrays(results):
         assert result["sent_bytes"] == 4 * result["sent"]
 
 
+def test_a_job_that_counts_words_is_measured_like_a_training_and_sends_nothing(results, data, tmp_path):
+    study = text.make(TINY, text.TWO_CORES_GRIDS, (25,), ())
+    job = next(job for job in study.jobs if job.name == "counting-25")
+    found = run_job(job.setting, data, 0)
+    assert found["evaluations"][-1]["round"] == job.setting.rounds
+    assert found["sent"] == 0
+    assert found.keys() == results["recon"].keys()
+    accuracy = 100 * found["evaluations"][-1]["most frequent next word"]["micro"]["accuracy"]
+    assert 0 < accuracy < 100
+    rows = {"counting-25": [found | {"setting": dataclasses.asdict(job.setting)}]}
+    report = to_markdown(compose(study, rows, [], tmp_path), tmp_path)
+    assert f"| Baseline: most frequent next word | {accuracy:.2f} |  | none |" in report
+
+
 def test_a_job_of_text_is_shortened_to_few_rounds():
     quick = [shortened(job) for job in text.STUDY.jobs]
     assert all(job.setting.rounds == job.setting.every <= 4 for job in quick)

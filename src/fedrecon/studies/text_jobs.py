@@ -13,13 +13,22 @@ import jax
 import numpy as np
 
 import fedrecon as fr
+from fedrecon.app import word_baselines
 from fedrecon.app.build import build_reconstruction, build_server, build_update
 from fedrecon.app.config import Reconstruct, Server, Update
 from fedrecon.data import Corpus, Sentences, load_text
 from fedrecon.display.progress import Progress, silent
 from fedrecon.studies.study import Job
 
-Measure = Literal["plain", "recon", "recon-finetune", "oov-finetune", "full-finetune"]
+Measure = Literal[
+    "plain",
+    "recon",
+    "recon-finetune",
+    "oov-finetune",
+    "full-finetune",
+    "most used word",
+    "most frequent next word",
+]
 PUBLISHED = 16  # sentences per batch
 
 
@@ -28,7 +37,9 @@ class Setting:
     """How a language model is trained and what is measured of it.
 
     Attributes:
-      train: `fedrecon`, whose embeddings of words outside the vocabulary are local; `fedyogi`, averaging of everything.
+      train: `fedrecon`, whose embeddings of words outside the vocabulary are local; `fedyogi`, averaging of everything;
+        `counting`, no model: words of the training clients are counted (`fedrecon.app.word_baselines`), and each
+        baseline is a measure.
       measures: the first is taken at every evaluation, all of them after the last round. Each works on the support
         sentences of an unseen client and is measured on its query sentences: `plain` does nothing; `recon` reconstructs
         the local embeddings; `recon-finetune` then finetunes everything else too; `oov-finetune` and `full-finetune`
@@ -46,7 +57,7 @@ class Setting:
       every: evaluate every n rounds; n divides `rounds`.
     """
 
-    train: Literal["fedrecon", "fedyogi"] = "fedrecon"
+    train: Literal["fedrecon", "fedyogi", "counting"] = "fedrecon"
     measures: tuple[Measure, ...] = ("recon",)
     vocabulary: int = 1000
     buckets: int = 500
@@ -189,6 +200,8 @@ def run_job(
     train, unseen = (
         data.examples(name, setting.vocabulary, setting.buckets).cap(setting.max_sentences) for name in ("train", part)
     )
+    if setting.train == "counting":
+        return _count_words(setting, train, unseen, began)
     trainer = make_trainer(setting)
     observer = Observer(setting, trainer, unseen, seed)
     run = fr.train(
@@ -212,6 +225,22 @@ def run_job(
         "sent_bytes": 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
         "global": sum(leaf.size for leaf in leaves),
         "local": sum(leaf.size for leaf in local),
+        "trained_on": len(train),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def _count_words(setting: Setting, train: Sentences, unseen: Sentences, began: float) -> dict[str, Any]:
+    """Measure baselines as `run_job` measures a training, on the same query sentences."""
+    found = word_baselines.measure(train, unseen, fr.split.half())
+    measured = {name: {"micro": found[name], "clients": len(unseen), "diverged": 0} for name in setting.measures}
+    return {
+        "evaluations": [{"round": setting.rounds, **measured}],
+        "losses": [],
+        "sent": 0,
+        "sent_bytes": 0,
+        "global": 0,
+        "local": 0,
         "trained_on": len(train),
         "seconds": round(time.perf_counter() - began, 2),
     }

@@ -49,8 +49,8 @@ def accuracy_section(rows: Sequence[Row], title: str, metric: str = "accuracy", 
                     write_spread(accuracy(results[there[size]], row.measure, metric), 2) if size in there else ""
                 )
                 cells.append("" if paper is None else f"{paper:.1f}")
-            sent = [f"{results[there[size]][0]['sent_bytes'] / 1e6:.2f} MB" for size in sizes if size in there]
-            lines.append((*cells, " / ".join(sent)))
+            sent = [results[there[size]][0]["sent_bytes"] / 1e6 for size in sizes if size in there]
+            lines.append((*cells, " / ".join(f"{megabytes:.2f} MB" for megabytes in sent) if any(sent) else "none"))
         parts: list[Part] = [Table(head, lines)]
         parts += [note] if note else []
         parts += [f"Not run at this scale: {'; '.join(gone)}."] if gone else []
@@ -108,6 +108,12 @@ def _of(results: Results, job: str, measure: str = "recon") -> float:
 
 def describe(setting: Setting) -> tuple[str, ...]:
     """Write a setting in words, one cell under each of the heads of `TEXT`."""
+    if setting.train == "counting":
+        return (
+            f"counts of at most {setting.max_sentences} sentences a client",
+            f"V {setting.vocabulary}",
+            *["none"] * 4,
+        )
     rebuild = setting.reconstruct
     joint = ", joint" if setting.update.joint else ""
     steps = f"sgd {rebuild.learning_rate:g}, {rebuild.steps} steps" if setting.train == "fedrecon" else "none"
@@ -124,7 +130,8 @@ def describe(setting: Setting) -> tuple[str, ...]:
 
 
 def _tell(micro: Mapping[str, Any]) -> str:
-    return f"loss {number(micro['loss']):.4f}, accuracy {100 * number(micro['accuracy']):.2f} %"
+    loss = f"loss {number(micro['loss']):.4f}, " if "loss" in micro else ""
+    return f"{loss}accuracy {100 * number(micro['accuracy']):.2f} %"
 
 
 def _loss(micro: Mapping[str, Any]) -> float:
