@@ -53,6 +53,26 @@ def test_training_ends_with_ranking_beside_baselines(folder, capsys):
     assert test["micro"]["ndcg@100"] > test["baselines"]["popularity"]["ndcg@100"]
 
 
+def test_popularity_is_kept_where_no_round_improves_on_it(tmp_path, capsys):
+    """What people have is drawn by popularity alone, so there is nothing else to learn."""
+    rng = np.random.default_rng(0)
+    share = 1 / np.arange(2, 102)
+    lines = [f"u{u},i{i}" for u in range(200) for i in rng.choice(100, 3, replace=False, p=share / share.sum())]
+    (tmp_path / "clicks.csv").write_text("\n".join(["user,item", *lines]) + "\n")
+    command = ["train", str(tmp_path / "clicks.csv"), "--task", "clicks", "--out", str(tmp_path / "run"), *OPTIONS]
+    assert main(command) == 0
+    out = capsys.readouterr()
+    assert "kept popularity, which no round improved on" in out.out + out.err
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["best_round"] == 0
+    test, popularity = facts["test"]["micro"], facts["test"]["baselines"]["popularity"]
+    assert test["ndcg@100"] == pytest.approx(popularity["ndcg@100"], abs=0.01), "but for the order of ties"
+    model = fr.load(tmp_path / "run")
+    counts = dict(zip(model.saved.legend.ids, model.saved.legend.counts, strict=True))
+    found = [counts[one.item] for one in model.recommend(["i3"], 5)]
+    assert found == sorted((count for item, count in counts.items() if item != "i3"), reverse=True)[:5]
+
+
 def test_evaluation_of_a_run_gives_what_training_gave(folder, capsys):
     assert main(["evaluate", str(folder / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon import ranking
 from fedrecon.clients import Clients
+from fedrecon.models.item_ranking import popularity_factors
 from toy_models import assert_close, one_by_one
 
 ITEMS, DIM, UNOBSERVED, RIDGE = 12, 3, 0.3, 0.7
@@ -191,6 +194,21 @@ def test_a_client_measures_itself_as_ranking_defines_it():
         assert found.micro[name] == pytest.approx(expected.metrics[name], abs=1e-6)
         assert found.macro[name] == found.micro[name]
     assert found.clients == expected.users == 5
+
+
+@given(st.lists(st.integers(0, 50), min_size=3, max_size=20), st.integers(0, 2**16))
+def test_factors_of_popularity_rank_everybodys_items_by_popularity(counts, seed):
+    counts = np.array(counts)
+    params = popularity_factors(counts, 4)
+    assert np.allclose(params["gram"], params["item_embedding"].T @ params["item_embedding"])
+    mine = np.random.default_rng(seed).permutation(len(counts))[:2]
+    rows = params["item_embedding"][mine]
+    own = np.linalg.solve(rows.T @ rows + 0.4 * params["gram"] + np.eye(4), rows.sum(0))
+    scores = params["item_embedding"] @ own
+    if counts[mine].any():
+        assert (np.sign(np.subtract.outer(scores, scores)) == np.sign(np.subtract.outer(counts, counts))).all()
+    else:
+        assert not scores.any()
 
 
 def test_settings_that_make_no_sense_are_errors():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon.evaluation import Evaluation
-from fedrecon.training import _next_stop, _rank
+from fedrecon.training import _Judging, _next_stop, loss_of
 from toy_models import (
     a_and_b,
     assert_same_bits,
@@ -440,7 +440,10 @@ def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():
     def evaluation(diverged, loss):
         return {"diverged": diverged, "micro": {"loss": loss}}
 
-    ranks = [_rank(evaluation(*of)) for of in [(0, 0.5), (0, 0.7), (0, np.inf), (0, np.nan), (1, 0.1)]]
+    judging = _Judging(1, frozenset(), loss_of, None)
+    ranks = [
+        judging.rank(evaluation(*of)) for of in [(0, 0.5), (0, 0.7), (0, np.inf), (0, None), (0, np.nan), (1, 0.1)]
+    ]
     assert ranks == sorted(ranks)
 
 
@@ -450,6 +453,27 @@ def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_ro
     assert found.stopped == "2 evaluations in a row were no better than the one before the first round"
     assert_same_bits(found.params, run(momentum(), rounds=0).params)
     assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 2, 4]
+
+
+def test_something_simple_is_kept_if_no_round_is_better(norms, tmp_path):
+    start = run(momentum(), rounds=0).params
+    simple = {name: 2 * norms[-1] * leaf / norm_of(start) for name, leaf in start.items()}
+    options = {"valid": judged_by(norm_of(simple)), "evaluate_every": 2, "patience": 2, "fallback": simple}
+    found = run(momentum(), **options)
+    assert (found.rounds, found.best) == (4, 0)
+    assert_same_bits(found.params, simple)
+    assert run(momentum(), folder=tmp_path, on_record=Stop("round", 3), **options).interrupted
+    assert_same_bits(run(momentum(), folder=tmp_path, **options).params, simple)
+    better = run(momentum(), **options | {"valid": judged_by(norms[-1])})
+    assert better.best is None
+    assert_same_bits(better.params, run(momentum()).params)
+    with pytest.raises(ValueError, match=r"`fallback` has \{'x': \(3,\)\}; the algorithm's global parameters are \{"):
+        run(momentum(), **options | {"fallback": {"x": np.zeros(3)}})
+
+
+def test_what_evaluations_are_judged_by_can_be_chosen(norms):
+    found = run(momentum(), valid=judged_by(0.0), evaluate_every=2, patience=2, judge_by=lambda m: -m["loss"])
+    assert (found.rounds, found.best) == (12, None), "the loss grows, and that is wanted here"
 
 
 def test_only_evaluations_after_the_rounds_that_are_named_decide(norms, tmp_path):

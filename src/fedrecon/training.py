@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -31,11 +31,22 @@ from fedrecon.privacy.ledger import Ledger
 from fedrecon.privacy.spending import Spending, spending
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
+from fedrecon.trees import flatten
 
 LOST_IN_A_ROW = 3  # rounds that learn nothing, one after another, before somebody is told
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
+JudgeBy = Callable[[Mapping[str, float]], float]  # metrics over all examples -> less is better
 OnRecord = Callable[[dict[str, Any]], None]
 Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
+
+
+def loss_of(metrics: Mapping[str, float]) -> float:
+    """Return the loss of an evaluation.
+
+    Args:
+      metrics: over all examples.
+    """
+    return metrics.get("loss", np.nan)
 
 
 @dataclasses.dataclass(repr=False)
@@ -87,6 +98,8 @@ def train(
     evaluate_split: Split | None = None,
     patience: int | None = None,
     judge_after: Collection[int] = (),
+    judge_by: JudgeBy = loss_of,
+    fallback: Any = None,
     seed: int = 0,
     ledger: Ledger | None = None,
     folder: RunFolder | None = None,
@@ -108,11 +121,15 @@ def train(
       evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
       evaluate_split: support and query in evaluation; half and half by default.
       patience: evaluate before the first round, too, and keep the parameters of the best evaluation: fewest diverged
-        clients, then the least loss. Stop when this many evaluations in a row were no better than the best before
+        clients, then what `judge_by` says. Stop when this many evaluations in a row were no better than the best before
         them. None runs all rounds and returns the last parameters. For methods whose clients keep nothing between
         rounds.
       judge_after: rounds after which to evaluate for `patience`. Evaluations after others then decide nothing, but for
         the one before the first round: while the learning rate is high, they are mostly chance. Empty for all.
+      judge_by: what evaluations are compared by for `patience`, from the metrics over all examples; less is better. By
+        default the loss.
+      fallback: global parameters of something simple, to keep if no others are better. With `patience`, the evaluation
+        before the first round is of these; by default it is of the initial parameters.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -151,7 +168,7 @@ def train(
     if isinstance(valid, Clients):
         valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, layout=loop.layout)
     if patience is not None:
-        loop.keep_best(patience, judge_after, valid is not None)
+        loop.keep_best(_Judging(patience, frozenset(judge_after), judge_by, fallback), valid is not None)
     log = _Log(folder, on_record)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
@@ -294,16 +311,32 @@ class _Evaluations:
         cost = {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
         # The log warns of clients that diverged, once.
         measure = self._evaluate.measure if isinstance(self._evaluate, Evaluator) else self._evaluate
-        entry = {"kind": "evaluation", "round": now, **measure(loop.params(), kept).summary(), **cost}
+        entry = {"kind": "evaluation", "round": now, **measure(loop.evaluated(), kept).summary(), **cost}
         loop.judge(entry)
         self._log.record(entry)
         self._last = now
 
 
-def _rank(evaluation: dict[str, Any]) -> tuple[float, float]:
-    """Return what an evaluation is judged by, less is better: diverged clients, then the loss."""
-    loss = evaluation["micro"].get("loss")
-    return evaluation["diverged"], loss if loss is not None and np.isfinite(loss) else np.inf
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    return {path: np.shape(leaf) for path, leaf in flatten(params)[0].items()}
+
+
+class _Judging(NamedTuple):
+    """How evaluations decide what is kept, as `train` documents it."""
+
+    patience: int
+    after: frozenset[int]
+    by: JudgeBy
+    fallback: Any
+
+    def rank(self, evaluation: dict[str, Any]) -> tuple[float, float]:
+        """Return what an evaluation is judged by, less is better: diverged clients, then what judges."""
+        value = self.by({name: np.nan if one is None else one for name, one in evaluation["micro"].items()})
+        return evaluation["diverged"], value if np.isfinite(value) else np.inf
+
+    def counts(self, record: dict[str, Any]) -> bool:
+        """Say whether a record is of an evaluation that decides."""
+        return record["kind"] == "evaluation" and (not self.after or record["round"] in self.after | {0})
 
 
 class _Best(NamedTuple):
@@ -344,11 +377,10 @@ class _Loop:
         at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, layout, keys, at_once)
         self._ahead: Future[Prepared] | None = None
-        self._patience: int | None = None
+        self._judging: _Judging | None = None
         self.best: _Best | None = None
         self._worse = 0  # evaluations in a row, up to the last, that are a reason to stop
         self._judged = 0
-        self.judge_after: frozenset[int] = frozenset()
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
 
@@ -358,35 +390,45 @@ class _Loop:
     @property
     def judges(self) -> bool:
         """Whether evaluations decide what is kept."""
-        return self._patience is not None
+        return self._judging is not None
 
-    def keep_best(self, patience: int, judge_after: Collection[int], evaluates: bool) -> None:
+    @property
+    def judge_after(self) -> frozenset[int]:
+        """The rounds after which evaluations decide; none if all do."""
+        return frozenset() if self._judging is None else self._judging.after
+
+    def evaluated(self) -> Any:
+        """Return the global parameters that an evaluation is of: before the first round, what to fall back on."""
+        judging = self._judging
+        if self.now.round == 0 and judging is not None and judging.fallback is not None:
+            return judging.fallback
+        return self.params()
+
+    def keep_best(self, judging: _Judging, evaluates: bool) -> None:
         """Judge evaluations from now on."""
-        if patience < 1 or not evaluates:
+        if judging.patience < 1 or not evaluates:
             raise ValueError(
-                f"`patience` is {patience} with{'' if evaluates else 'out'} `valid`: it must be at least 1, and needs "
-                "clients to evaluate on"
+                f"`patience` is {judging.patience} with{'' if evaluates else 'out'} `valid`: it must be 1 or more, and "
+                "needs clients to evaluate on"
             )
         if jax.tree.leaves(self.now.kept):
             raise ValueError("`patience` keeps only global parameters, but the clients of this method keep state, too")
-        self._patience, self.judge_after = patience, frozenset(judge_after)
+        given, expected = (None if tree is None else _shapes(tree) for tree in (judging.fallback, self.params()))
+        if given not in (None, expected):
+            raise ValueError(f"`fallback` has {given}; the algorithm's global parameters are {expected}")
+        self._judging = judging
 
     def judge(self, evaluation: dict[str, Any]) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
-        if not self._counts(evaluation):
+        if self._judging is None or not self._judging.counts(evaluation):
             return
-        self._judged = evaluation["round"]
-        if self.best is None or _rank(evaluation) < self.best.rank:
+        self._judged, rank = evaluation["round"], self._judging.rank(evaluation)
+        if self.best is None or rank < self.best.rank:
             # A copy, since the next call may write to these buffers.
-            self.best = _Best(evaluation["round"], _rank(evaluation), jax.tree.map(np.array, self.params()))
+            self.best = _Best(evaluation["round"], rank, jax.tree.map(np.array, self.evaluated()))
             self._worse = 0
         else:
             self._worse += 1
-
-    def _counts(self, record: dict[str, Any]) -> bool:
-        """Say whether a record is of an evaluation that decides what is kept."""
-        asked = not self.judge_after or record["round"] in self.judge_after | {0}
-        return self._patience is not None and record["kind"] == "evaluation" and asked
 
     def better_than_last(self) -> _Best | None:
         """Return the best evaluation if it is not the last one."""
@@ -394,11 +436,11 @@ class _Loop:
 
     def patience_is_over(self) -> bool:
         """Say whether enough evaluations in a row were no better than the best one."""
-        return self._patience is not None and self._worse >= self._patience
+        return self._judging is not None and self._worse >= self._judging.patience
 
     def everything(self) -> Any:
         state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
-        if self._patience is None:
+        if self._judging is None:
             return state
         best = _Best(-1, (np.inf, np.inf), self.params()) if self.best is None else self.best
         numbers = np.array([best.round, *best.rank], np.float64)
@@ -411,10 +453,10 @@ class _Loop:
         done, saved, records = found
         self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.layout), saved["kept"])
         history.extend(records)
-        if self._patience and saved["best"]["numbers"][0] >= 0:
-            best, diverged, loss = map(float, saved["best"]["numbers"])
-            self.best = _Best(int(best), (diverged, loss), saved["best"]["params"])
-            judged = [record["round"] for record in records if self._counts(record)]
+        if self._judging and saved["best"]["numbers"][0] >= 0:
+            best, diverged, value = map(float, saved["best"]["numbers"])
+            self.best = _Best(int(best), (diverged, value), saved["best"]["params"])
+            judged = [record["round"] for record in records if self._judging.counts(record)]
             self._judged, self._worse = max(judged), sum(number > self.best.round for number in judged)
         return done
 

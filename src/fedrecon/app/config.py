@@ -72,7 +72,8 @@ class Config:
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every n rounds and at the end; 0 for the end alone.
       patience: of the models before the first round, after the last, and after each relaxation of a prior, keep the one
-        with the lowest loss on validation clients, of which there must be 10. Stop training after this many evaluations
+        that is best on validation clients, of which there must be 10: lowest loss, or for clicks highest NDCG, where
+        the model before the first round is popularity. Stop training after this many evaluations
         in a row without improvement. None keeps the model of the last round.
       checkpoint_every: save the state every n rounds: the most that is lost if the process is killed.
       seed: seed of the parameters and of who takes part when.
@@ -348,6 +349,7 @@ class ClicksConfig(Config):
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
     rounds: int = 200
     evaluate_every: int = 50
+    patience: int | None = 1
 
     def __post_init__(self) -> None:
         """Check that the groups fit together."""

@@ -153,6 +153,7 @@ def run_experiment(
                 facts,
                 bool(prepared.remarks),
                 protection.ledger,
+                prepared.fallback,
             ),
             data,
             progress,
@@ -174,11 +175,12 @@ class _Started(NamedTuple):
     facts: dict[str, Any]
     described: bool
     ledger: Ledger | None
+    fallback: Any
 
 
 def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
-    config, folder, task, users, legend, algorithm, place, facts, described, ledger = ready
+    config, folder, task, users, legend, algorithm, place, facts, described, ledger, fallback = ready
     evaluator = make_evaluator(config, algorithm, users, place)
     watch = Watch(config, task, say, _look_like_counts(config, data))
 
@@ -196,6 +198,8 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         evaluate_every=config.evaluate_every,
         patience=patience_of(config, users),
         judge_after=judgements_of(config),
+        judge_by=task.judge_by,
+        fallback=fallback,
         seed=config.seed,
         ledger=ledger,
         folder=folder,

@@ -98,7 +98,8 @@ def say_rounds(config: Config, users: Users) -> str:
     else:
         if more := rounds_of(config, users) - config.rounds:
             said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
-        said += " The best model for validation users is kept, even if it is the one before the first round."
+        simple = "popularity" if config.task == "clicks" and not config.privacy.on else "the one before the first round"
+        said += f" The best model for validation users is kept, even if it is {simple}."
     return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test))
 
 
@@ -143,6 +144,20 @@ def say_how_to_test_more(config: Config) -> str:
         return "It takes data of more people to say more."
     option = " ".join(f"{share:.1g}".removeprefix("0") for share in TESTED)
     return f"Train with --data.fractions {option} to test on about a fifth of all."
+
+
+def say_kept(config: Config, best: int) -> str:
+    """Name the model that is kept.
+
+    Args:
+      config: the settings.
+      best: the round after which it was the model; 0 for what there was before the first.
+    """
+    if best:
+        return f"the model after round {best}"
+    if config.task == "clicks" and not config.privacy.on:
+        return "popularity, which no round improved on"
+    return "the model from before the first round"
 
 
 def say_stopped(config: Config, stopped: str | None, best: int | None) -> str | None:

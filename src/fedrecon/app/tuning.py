@@ -292,6 +292,7 @@ class _Bench:
             evaluate_every=max(1, config.rounds // CHECKS),
             patience=patience_of(config, ready.users),
             judge_after=judgements_of(config),
+            judge_by=self._task.judge_by,
             seed=config.seed,
             layout=place,
             on_record=watch,

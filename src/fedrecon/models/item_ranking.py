@@ -65,6 +65,21 @@ def ranking_factorization(
     )
 
 
+def popularity_factors(counts: np.ndarray, dim: int) -> Params:
+    """Return global parameters of `ranking_factorization` with which everybody's items are ranked by popularity.
+
+    Embeddings have one number that is not zero, and it grows with the count. Least squares gives whoever has an item
+    of some popularity a positive number there.
+
+    Args:
+      counts: `(items,)` how many people have each item.
+      dim: length of the embeddings.
+    """
+    items = np.zeros((len(counts), dim), np.float32)
+    items[:, 0] = counts / max(np.max(counts, initial=0), 1)
+    return {"gram": items.T @ items, "item_embedding": items}
+
+
 def ranking_metrics(
     scores: Any,
     *,

@@ -93,7 +93,8 @@ def run(args: Evaluate) -> int:
     exact = file is None and not config.privacy.on  # baselines of training users are exact sums of theirs
     table = beside(config, users, part, model.legend) if exact else beside_saved(model, getattr(users, part))
     if args.json:
-        print(json.dumps(without_nan({**with_baselines(found, table), **({"failed": failed} if failed else {})})))
+        why = failed or model.failed
+        print(json.dumps(without_nan({**with_baselines(found, table), **({"failed": why} if why else {})})))
     else:
         show.evaluation(title, found, task, table, config, "" if file else say_how_to_test_more(config))
     if model.failed is not None:

@@ -172,7 +172,7 @@ def run(args: Train) -> int:
     from fedrecon.app.health import say_updates
     from fedrecon.app.logs import log_to
     from fedrecon.app.plots import learning_curve
-    from fedrecon.app.stopping import say_how_to_test_more
+    from fedrecon.app.stopping import say_how_to_test_more, say_kept
     from fedrecon.app.tasks import task_of
     from fedrecon.cluster.wire import is_first
     from fedrecon.disk.replacement import put_aside_in
@@ -224,8 +224,7 @@ def run(args: Train) -> int:
         print(f"privacy: {found.run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
     if found.run.best is not None:
-        when = f"after round {found.run.best}" if found.run.best else "from before the first round"
-        show.remark(f"kept the model {when}, the best on validation {task.people}")
+        show.remark(f"kept {say_kept(config, found.run.best)}, the best on validation {task.people}")
     if found.run.stopped is not None:
         show.remark(f"stopped after {found.run.rounds} of {found.most_rounds} rounds: {found.run.stopped}")
     if found.failed is not None:

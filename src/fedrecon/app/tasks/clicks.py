@@ -31,6 +31,7 @@ from fedrecon.display.printing import how_many, listed_counts
 from fedrecon.display.progress import Progress
 from fedrecon.model import Model
 from fedrecon.models import ranking_factorization
+from fedrecon.models.item_ranking import popularity_factors
 
 NDCG, RECALL = Measure("ndcg@100", "NDCG@100"), Measure("recall@20", "recall@20")
 MEASURES = (
@@ -84,7 +85,8 @@ def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) 
     if config.privacy.on:
         items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
     model = build_ranking(config, len(items))
-    return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
+    fallback = None if items.counts is None else popularity_factors(items.counts, config.model.dim)
+    return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)), fallback=fallback)
 
 
 def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
@@ -153,4 +155,5 @@ CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
     recall=recall_items,
     serve="recommend {run} --clicks FILE",
     by_client=True,
+    judge_by=lambda metrics: -metrics.get(NDCG.name, np.nan),
 )

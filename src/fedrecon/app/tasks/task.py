@@ -12,6 +12,7 @@ from fedrecon.clients import Clients
 from fedrecon.display.progress import Progress
 from fedrecon.model import Model
 from fedrecon.privacy.accounting import Release
+from fedrecon.training import JudgeBy, loss_of
 
 
 class Measure(NamedTuple):
@@ -58,6 +59,7 @@ class Ready(NamedTuple):
       model: as it starts.
       remarks: what was read and what was decided from it, for people.
       releases: what that look gave away about the training clients, with noise; for the ledger of a private run.
+      fallback: global parameters of something simple that validation clients may prefer; None if there are none.
     """
 
     config: Any
@@ -66,6 +68,7 @@ class Ready(NamedTuple):
     model: Model
     remarks: tuple[str, ...] = ()
     releases: tuple[Release, ...] = ()
+    fallback: Any = None
 
 
 class Dataset(Protocol):
@@ -115,6 +118,7 @@ class Task(Generic[C, D, L]):
       recall: `JSON -> legend`; raises KeyError, TypeError or ValueError if it is not one.
       serve: the command that a trained model is for, with its options.
       by_client: whether metrics are of clients as a whole, so that there is one mean only.
+      judge_by: what validation clients compare models by, from metrics over all examples; less is better.
     """
 
     name: str
@@ -136,3 +140,4 @@ class Task(Generic[C, D, L]):
     recall: Callable[[Mapping[str, Any]], L]
     serve: str
     by_client: bool = False
+    judge_by: JudgeBy = loss_of
