@@ -79,6 +79,7 @@ def test_a_job_that_counts_words_is_measured_like_a_training_and_sends_nothing(r
     rows = {"counting-25": [found | {"setting": dataclasses.asdict(job.setting)}]}
     report = to_markdown(compose(study, rows, [], tmp_path), tmp_path)
     assert f"| Baseline: most frequent next word | {accuracy:.2f} |  | none |" in report
+    assert "| FedRecon, 500 OOV |  |  |  |" in report, "what was not run has no figures"
 
 
 def test_a_job_of_text_is_shortened_to_few_rounds():

@@ -50,7 +50,8 @@ def accuracy_section(rows: Sequence[Row], title: str, metric: str = "accuracy", 
                 )
                 cells.append("" if paper is None else f"{paper:.1f}")
             sent = [results[there[size]][0]["sent_bytes"] / 1e6 for size in sizes if size in there]
-            lines.append((*cells, " / ".join(f"{megabytes:.2f} MB" for megabytes in sent) if any(sent) else "none"))
+            nothing = bool(sent) and not any(sent)
+            lines.append((*cells, "none" if nothing else " / ".join(f"{megabytes:.2f} MB" for megabytes in sent)))
         parts: list[Part] = [Table(head, lines)]
         parts += [note] if note else []
         parts += [f"Not run at this scale: {'; '.join(gone)}."] if gone else []
