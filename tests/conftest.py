@@ -36,7 +36,12 @@ LONG = ["next_word", "from_keras", "train", "lookups", "engine", "cli", "cli_tex
 # tests of a file by the beginning of their names, parameters included.
 SLOW = {
     "ranking_study": ["test_the_federated_job"],
-    "clicks": ["test_tuning_tries", "test_a_training_on_clicks_that_fails", "test_columns_of_clicks"],
+    "clicks": [
+        "test_tuning_tries",
+        "test_a_training_on_clicks_that_fails",
+        "test_columns_of_clicks",
+        "test_popularity_is_kept",
+    ],
     "federated_ials": ["test_training_ranks", "test_by_rows_and_by_whole"],
     "examples": [""],
     "studies": [""],
