@@ -86,7 +86,7 @@ def _patient_threads() -> Iterator[None]:
 
     The thread with which gloo receives does not sleep until it can have its lock: it tries again and again. If it
     interrupts the thread that holds the lock, because that is sending, it keeps the core from it for as long as Linux
-    lets it: between .6 and 4 ms in most rounds.
+    lets it, often between .6 and 4 ms.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield  # not Linux, or somebody has chosen a policy
