@@ -313,6 +313,17 @@ def test_an_error_of_the_first_process_is_raised_in_the_others(wires, monkeypatc
         second.agree(lambda: None)
 
 
+def test_processes_that_have_used_jax_before_are_refused():
+    program = (
+        "import sys, jax, fedrecon as fr\njax.devices()\nfr.start_hosts(sys.argv[1], 2, int(sys.argv[2]), devices=2)"
+    )
+    where = f"127.0.0.1:{free_port()}"
+    with started(*(["-c", program, where, k] for k in range(2))) as both:
+        results = [ended(process) for process in both]
+    assert [code for code, _, _ in results] == [1, 1]
+    assert any("processes must meet before anything else uses JAX" in err for _, _, err in results), results
+
+
 # ---- who does not come ----
 
 

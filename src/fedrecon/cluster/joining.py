@@ -30,11 +30,11 @@ def join() -> None:
     if found is None or _joined:
         return
     place, port, address = found
-    register_backend_factory("cpu", lambda: _reached_at(address), fail_quietly=False)
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)  # proxies are named if somebody does not answer
     host = f"[{place.host}]" if ":" in place.host else place.host
     try:
+        register_backend_factory("cpu", lambda: _reached_at(address), fail_quietly=False)
         jax.distributed.initialize(
             f"{host}:{port}",
             place.processes,
