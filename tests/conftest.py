@@ -193,6 +193,7 @@ SLOW = {
         "test_two_processes",
         "test_two_hosts",
         "test_hosts_that_meet",
+        "test_a_process_on_the_first",
         "test_processes_that_have_used",
         "test_a_killed",
         "test_a_folder",

@@ -62,7 +62,8 @@ def test_popularity_is_kept_where_no_round_improves_on_it(tmp_path, capsys):
     command = ["train", str(tmp_path / "clicks.csv"), "--task", "clicks", "--out", str(tmp_path / "run"), *OPTIONS]
     assert main(command) == 0
     out = capsys.readouterr()
-    assert "kept popularity, which no round improved on" in out.out + out.err
+    assert "kept popularity: the trained model does not rank better for validation users" in out.out + out.err
+    assert "popularity: validation NDCG@100" in out.out + out.err
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["best_round"] == 0
     test, popularity = facts["test"]["micro"], facts["test"]["baselines"]["popularity"]

@@ -13,6 +13,8 @@ from fedrecon.app.cli import main
 from fedrecon.app.config import config_from_json
 from fedrecon.app.experiment import run_experiment
 from fedrecon.app.presets import DEFAULT
+from fedrecon.app.tasks import CLICKS
+from fedrecon.display.progress import silent
 from fedrecon.privacy.accounting import Release, epsilon_of
 from fedrecon.privacy.ledger import Ledger
 from fedrecon.sampling import Sampling
@@ -224,10 +226,17 @@ def test_a_private_run_of_clicks_saves_no_counts(tmp_path):
     settings = {"task": "clicks", "data": data, "model": {"dim": 2}, "rounds": 1, "devices": 1}
     noise = {"privacy": {"noise_multiplier": 1.0, "clip_norm": 1.0}}
     config = config_from_json({**settings, **noise, "sampling": {"clients_per_round": 50}}, "test")
-    run_experiment(config, fr.RunFolder(tmp_path / "run"))
+    found = run_experiment(config, fr.RunFolder(tmp_path / "run"))
     model = json.loads((tmp_path / "run" / "model" / "model.json").read_text())
     assert model["counts"] is None
     assert model["scale"] is None
+    data = CLICKS.load(config, silent)
+    users, legend = CLICKS.divide(config, data, silent), CLICKS.legend(config, data)
+    assert legend.counts is not None
+    ready = CLICKS.prepare(config, data, users, legend)
+    assert ready.fallback is None, "popularity is made of exact counts"
+    assert not any("popularity" in remark for remark in ready.remarks)
+    assert found.model.params["item_embedding"][:, 1].any()
 
 
 def test_correlated_noise_in_a_run_counts_turns(tmp_path):

@@ -157,15 +157,31 @@ def test_two_hosts_whose_names_stand_for_their_loopbacks_give_the_same_bits(tmp_
         assert (run / name).read_bytes() == (alone / name).read_bytes(), name
 
 
-def test_hosts_that_meet_but_cannot_exchange_arrays_say_so(tmp_path, hosts):
-    program = "import sys, fedrecon as fr\nfrom fedrecon.cluster import meeting\n"
-    program += "meeting.is_loopback = lambda address: True\n"  # all announce the loopback that the first process names
-    program += "fr.start_hosts(sys.argv[1], 2, int(sys.argv[2]), devices=2)\n"
-    where = f"{ADDRESSES[0]}:{free_port()}"
-    with started(*(["-c", program, where, k] for k in range(2)), hosts=hosts) as both:
-        results = [ended(process) for process in both]
+START = "import sys, jax, fedrecon as fr\nfr.start_hosts(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), wait=10)\n"
+
+
+def test_a_process_on_the_first_ones_host_is_found_by_those_on_others(hosts):
+    """It calls the first process over the loopback, where nobody else could reach it."""
+    calls = [ADDRESSES[0], "127.0.0.1", ADDRESSES[0]]
+    program = START.replace("wait=", "devices=3, wait=") + "print(jax.device_count())"
+    with started(
+        *(["-c", program, f"{address}:7001", 3, k] for k, address in enumerate(calls)), hosts=[hosts[0], *hosts]
+    ) as all_three:
+        results = [ended(process) for process in all_three]
+    assert [(code, out) for code, out, _ in results] == [(0, "3\n")] * 3, results
+
+
+def test_hosts_that_meet_but_have_a_firewall_between_them_say_so(hosts):
+    """Only the port of the coordinator is open: the others, which the system chooses, are not."""
+    closed = ["rule", "add", "to", ADDRESSES[0], "ipproto", "tcp", "dport", "10000-65534", "prohibit"]
+    if subprocess.run(["ip", "-n", hosts[1], *closed], capture_output=True).returncode:
+        pytest.skip("this machine's ip has no rules for ports")
+    with started(*(["-c", START, f"{ADDRESSES[0]}:7001", 2, k] for k in range(2)), hosts=hosts) as both:
+        results = [ended(process, within=60) for process in both]
     assert [code for code, _, _ in results] == [1, 1], results
-    assert any("have met, but cannot exchange arrays" in err and "firewall" in err for _, _, err in results), results
+    for _, _, err in results:
+        assert re.search(rf"met the first one at {ADDRESSES[0]}, but cannot connect to port \d+ there", err), results
+        assert "Is there a firewall between the hosts?" in err
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has a policy for batch jobs")
@@ -314,11 +330,8 @@ def test_an_error_of_the_first_process_is_raised_in_the_others(wires, monkeypatc
 
 
 def test_processes_that_have_used_jax_before_are_refused():
-    program = (
-        "import sys, jax, fedrecon as fr\njax.devices()\nfr.start_hosts(sys.argv[1], 2, int(sys.argv[2]), devices=2)"
-    )
-    where = f"127.0.0.1:{free_port()}"
-    with started(*(["-c", program, where, k] for k in range(2))) as both:
+    program, where = START.replace("\n", "\njax.devices()\n", 1), f"127.0.0.1:{free_port()}"
+    with started(*(["-c", program, where, 2, k] for k in range(2))) as both:
         results = [ended(process) for process in both]
     assert [code for code, _, _ in results] == [1, 1]
     assert any("processes must meet before anything else uses JAX" in err for _, _, err in results), results

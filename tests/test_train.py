@@ -462,8 +462,12 @@ def test_something_simple_is_kept_if_no_round_is_better(norms, tmp_path):
     found = run(momentum(), **options)
     assert (found.rounds, found.best) == (4, 0)
     assert_same_bits(found.params, simple)
-    assert run(momentum(), folder=tmp_path, on_record=Stop("round", 3), **options).interrupted
-    assert_same_bits(run(momentum(), folder=tmp_path, **options).params, simple)
+    wide = options | {"fallback": {name: np.asarray(leaf, np.float64) for name, leaf in simple.items()}}
+    assert run(momentum(), folder=tmp_path, on_record=Stop("round", 3), **wide).interrupted
+    assert_same_bits(run(momentum(), folder=tmp_path, **wide).params, simple)
+    at_once = run(momentum(), rounds=0, **options)
+    assert at_once.best == 0
+    assert_same_bits(at_once.params, simple)
     better = run(momentum(), **options | {"valid": judged_by(norms[-1])})
     assert better.best is None
     assert_same_bits(better.params, run(momentum()).params)

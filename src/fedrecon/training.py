@@ -31,7 +31,7 @@ from fedrecon.privacy.ledger import Ledger
 from fedrecon.privacy.spending import Spending, spending
 from fedrecon.sampling import Cohorts, Prepared, Sampling
 from fedrecon.split import Split
-from fedrecon.trees import flatten
+from fedrecon.trees import flatten, unflatten
 
 LOST_IN_A_ROW = 3  # rounds that learn nothing, one after another, before somebody is told
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
@@ -62,7 +62,7 @@ class Run:
       ledger: the privacy spent; None if `train` got no ledger.
       stopped: why training ended before the last round by itself; None if it did not.
       best: with `patience`, the round whose parameters these are, if not the last; None if they are the last. 0 is
-        before the first round.
+        before the first round: the initial parameters, or the `fallback`.
     """
 
     params: Any
@@ -98,7 +98,7 @@ def train(
     evaluate_split: Split | None = None,
     patience: int | None = None,
     judge_after: Collection[int] = (),
-    judge_by: JudgeBy = loss_of,
+    judge_by: JudgeBy | None = None,
     fallback: Any = None,
     seed: int = 0,
     ledger: Ledger | None = None,
@@ -126,10 +126,10 @@ def train(
         rounds.
       judge_after: rounds after which to evaluate for `patience`. Evaluations after others then decide nothing, but for
         the one before the first round: while the learning rate is high, they are mostly chance. Empty for all.
-      judge_by: what evaluations are compared by for `patience`, from the metrics over all examples; less is better. By
-        default the loss.
-      fallback: global parameters of something simple, to keep if no others are better. With `patience`, the evaluation
-        before the first round is of these; by default it is of the initial parameters.
+      judge_by: for `patience`: a function of the metrics over all examples, by which evaluations are compared; less is
+        better. None for the loss.
+      fallback: for `patience`: global parameters of something simple, which the evaluation before the first round
+        measures instead of the initial ones. They are kept if no others are better.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.ledger.Ledger`), for an aggregator that
         adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
@@ -168,7 +168,7 @@ def train(
     if isinstance(valid, Clients):
         valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, layout=loop.layout)
     if patience is not None:
-        loop.keep_best(_Judging(patience, frozenset(judge_after), judge_by, fallback), valid is not None)
+        loop.keep_best(_Judging(patience, frozenset(judge_after), judge_by or loss_of, fallback), valid is not None)
     log = _Log(folder, on_record)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
@@ -311,14 +311,20 @@ class _Evaluations:
         cost = {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
         # The log warns of clients that diverged, once.
         measure = self._evaluate.measure if isinstance(self._evaluate, Evaluator) else self._evaluate
-        entry = {"kind": "evaluation", "round": now, **measure(loop.evaluated(), kept).summary(), **cost}
+        what = {"fallback": True} if loop.falls_back() else {}
+        entry = {"kind": "evaluation", "round": now, **what, **measure(loop.evaluated(), kept).summary(), **cost}
         loop.judge(entry)
         self._log.record(entry)
         self._last = now
 
 
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    return {path: np.shape(leaf) for path, leaf in flatten(params)[0].items()}
+def _like(params: Any, fallback: Any) -> Any:
+    """Return what to fall back on in the types and containers of global parameters."""
+    (expected, structure), (given, _) = flatten(params), flatten(fallback)
+    shapes = [{path: np.shape(leaf) for path, leaf in leaves.items()} for leaves in (given, expected)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"`fallback` has {shapes[0]}; the algorithm's global parameters are {shapes[1]}")
+    return unflatten(structure, {path: np.asarray(given[path], leaf.dtype) for path, leaf in expected.items()})
 
 
 class _Judging(NamedTuple):
@@ -399,10 +405,11 @@ class _Loop:
 
     def evaluated(self) -> Any:
         """Return the global parameters that an evaluation is of: before the first round, what to fall back on."""
-        judging = self._judging
-        if self.now.round == 0 and judging is not None and judging.fallback is not None:
-            return judging.fallback
-        return self.params()
+        return self._judging.fallback if self._judging and self.falls_back() else self.params()
+
+    def falls_back(self) -> bool:
+        """Say whether no round was run, and there is something to fall back on."""
+        return self.now.round == 0 and self._judging is not None and self._judging.fallback is not None
 
     def keep_best(self, judging: _Judging, evaluates: bool) -> None:
         """Judge evaluations from now on."""
@@ -413,10 +420,8 @@ class _Loop:
             )
         if jax.tree.leaves(self.now.kept):
             raise ValueError("`patience` keeps only global parameters, but the clients of this method keep state, too")
-        given, expected = (None if tree is None else _shapes(tree) for tree in (judging.fallback, self.params()))
-        if given not in (None, expected):
-            raise ValueError(f"`fallback` has {given}; the algorithm's global parameters are {expected}")
-        self._judging = judging
+        fallback = None if judging.fallback is None else _like(self.params(), judging.fallback)
+        self._judging = judging._replace(fallback=fallback)
 
     def judge(self, evaluation: dict[str, Any]) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
@@ -431,8 +436,9 @@ class _Loop:
             self._worse += 1
 
     def better_than_last(self) -> _Best | None:
-        """Return the best evaluation if it is not the last one."""
-        return None if self.best is None or self.best.round == self._judged else self.best
+        """Return the best evaluation if its parameters are not those of the last one."""
+        last = self.best is not None and self.best.round == self._judged
+        return None if last and not self.falls_back() else self.best
 
     def patience_is_over(self) -> bool:
         """Say whether enough evaluations in a row were no better than the best one."""

@@ -72,9 +72,9 @@ class Config:
       rounds: rounds of training, those before --resume included.
       evaluate_every: evaluate the validation clients every n rounds and at the end; 0 for the end alone.
       patience: of the models before the first round, after the last, and after each relaxation of a prior, keep the one
-        that is best on validation clients, of which there must be 10: lowest loss, or for clicks highest NDCG, where
-        the model before the first round is popularity. Stop training after this many evaluations
-        in a row without improvement. None keeps the model of the last round.
+        that is best on validation clients, of which there must be 10. The best has the lowest loss, or for clicks the
+        highest NDCG. For clicks, the model before the first round is popularity, unless the run is private. Stop
+        training after this many evaluations in a row without improvement. None keeps the model of the last round.
       checkpoint_every: save the state every n rounds: the most that is lost if the process is killed.
       seed: seed of the parameters and of who takes part when.
       devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.

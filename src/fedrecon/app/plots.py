@@ -34,7 +34,7 @@ def learning_curve(
     from matplotlib.figure import Figure
 
     rounds = [record for record in records if record["kind"] == "round"]
-    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    evaluations = [record for record in records if record["kind"] == "evaluation" and not record.get("fallback")]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)

@@ -98,7 +98,7 @@ def say_rounds(config: Config, users: Users) -> str:
     else:
         if more := rounds_of(config, users) - config.rounds:
             said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
-        simple = "popularity" if config.task == "clicks" and not config.privacy.on else "the one before the first round"
+        simple = "popularity" if falls_back_on_popularity(config) else "the one before the first round"
         said += f" The best model for validation users is kept, even if it is {simple}."
     return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test))
 
@@ -146,18 +146,23 @@ def say_how_to_test_more(config: Config) -> str:
     return f"Train with --data.fractions {option} to test on about a fifth of all."
 
 
-def say_kept(config: Config, best: int) -> str:
-    """Name the model that is kept.
+def say_kept(config: Config, best: int, people: str) -> str:
+    """Say which model is kept, where it is not the last.
 
     Args:
       config: the settings.
       best: the round after which it was the model; 0 for what there was before the first.
+      people: what clients are called.
     """
-    if best:
-        return f"the model after round {best}"
-    if config.task == "clicks" and not config.privacy.on:
-        return "popularity, which no round improved on"
-    return "the model from before the first round"
+    if best == 0 and falls_back_on_popularity(config):
+        return f"kept popularity: the trained model does not rank better for validation {people}"
+    when = f"after round {best}" if best else "from before the first round"
+    return f"kept the model {when}, the best on validation {people}"
+
+
+def falls_back_on_popularity(config: Config) -> bool:
+    """Say whether the model before the first round is popularity, which a private run must not know."""
+    return config.task == "clicks" and not config.privacy.on
 
 
 def say_stopped(config: Config, stopped: str | None, best: int | None) -> str | None:

@@ -293,6 +293,7 @@ class _Bench:
             patience=patience_of(config, ready.users),
             judge_after=judgements_of(config),
             judge_by=self._task.judge_by,
+            fallback=ready.fallback,
             seed=config.seed,
             layout=place,
             on_record=watch,

@@ -15,10 +15,11 @@ from jax._src.lib import _jax
 from jax._src.xla_bridge import make_cpu_client
 from jax.extend.backend import register_backend_factory
 
-from fedrecon.cluster import wire as wires
 from fedrecon.cluster.arrays import gather, spread
-from fedrecon.cluster.meeting import LOOPBACK, met
+from fedrecon.cluster.meeting import LOOPBACK, connect, met
 from fedrecon.cluster.wire import HostError
+
+FIREWALL = "Processes connect to each other on ports that the system chooses. Is there a firewall between the hosts?"
 
 _joined = False
 
@@ -29,10 +30,12 @@ def join() -> None:
     found = met()
     if found is None or _joined:
         return
-    place, port, address = found
+    place, port, address, wait = found
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)  # proxies are named if somebody does not answer
     host = f"[{place.host}]" if ":" in place.host else place.host
+    if place.process > 0:
+        _check_reachable(place.host, port, wait)
     try:
         register_backend_factory("cpu", lambda: _reached_at(address), fail_quietly=False)
         jax.distributed.initialize(
@@ -53,6 +56,17 @@ def join() -> None:
         jax.distributed.shutdown()
 
 
+def _check_reachable(host: str, port: int, wait: float) -> None:
+    """Check that JAX will find the first process: if it does not, it aborts this process after five minutes."""
+    try:
+        connect(host, port, wait).close()
+    except OSError as problem:
+        raise HostError(
+            f"this process has met the first one at {host}, but cannot connect to port {port} there "
+            f"({problem.strerror or problem}). {FIREWALL}"
+        ) from None
+
+
 def _reached_at(address: str) -> Any:
     """Start JAX on a CPU with sums over processes that reach this one at an address.
 
@@ -68,14 +82,8 @@ def _first_sum() -> None:
         with _quiet(), _patient_threads():
             mine = np.ones(len(jax.local_devices()), np.int32)
             found = gather(spread(mine))
-    except jax.errors.JaxRuntimeError as problem:
-        wire = wires.wire()
-        if wire is not None:
-            wire.wait_for_verdict(problem)
-        raise HostError(
-            f"the processes have met, but cannot exchange arrays: {problem}. They connect to each other on ports that "
-            "the system chooses; is there a firewall between them?"
-        ) from None
+    except RuntimeError as problem:
+        raise HostError(f"the processes have met, but cannot exchange arrays: {problem}. {FIREWALL}") from None
     if found.sum() != jax.device_count():
         raise HostError(f"a sum over {jax.device_count()} devices is {found.sum()}")
 
@@ -88,17 +96,16 @@ def _patient_threads() -> Iterator[None]:
     interrupts the thread that holds the lock, because that is sending, it keeps the core from it for as long as Linux
     lets it, often between .6 and 4 ms.
     """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield  # not Linux, or somebody has chosen a policy
-        return
-    nothing = os.sched_param(0)
-    with contextlib.suppress(PermissionError):  # as some containers answer
-        os.sched_setscheduler(0, os.SCHED_BATCH, nothing)
+    changed = False
+    with contextlib.suppress(AttributeError, OSError):  # there is no such policy, or a container does not allow it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # nobody has chosen another one
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
     try:
         yield  # threads take over the policy of the thread that starts them
     finally:
-        with contextlib.suppress(PermissionError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, nothing)
+        if changed:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @contextlib.contextmanager

@@ -47,11 +47,13 @@ class Met(NamedTuple):
       place: this process's.
       jax_port: the port that the first process has found for JAX.
       address: of this process, where the others reach it.
+      wait: how many seconds to wait for the others.
     """
 
     place: Place
     jax_port: int
     address: str
+    wait: float = WAIT
 
 
 _met: Met | None = None
@@ -77,7 +79,8 @@ def meet(
     place = find_place(coordinator, processes, process)
     if place.process == 0:
         port, peers = _free_port(), _receive(place, wait)
-        address = next((peer.seen_from for peer in peers.values() if not is_loopback(peer.seen_from)), LOOPBACK[1])
+        seen = [peers[number].seen_from for number in sorted(peers)]
+        address = next((one for one in seen if not is_loopback(one)), LOOPBACK[1])
         for peer in peers.values():
             peer.send(welcome=port, address=address)
     else:
@@ -85,7 +88,7 @@ def meet(
         peers = {0: peer}
         if not is_loopback(peer.seen_from):
             address = peer.seen_from  # else the first process is on this host, and has been seen by others
-    _met = Met(place, port, address)
+    _met = Met(place, port, address, wait)
     wire = Wire(place.process, place.processes, peers)
     wires.use(wire)
     wire.handle_interrupts()
@@ -200,18 +203,14 @@ def _greeted(connection: socket.socket, place: Place, peers: dict[int, Peer]) ->
 
 def _call(place: Place, wait: float) -> tuple[Peer, int, str]:
     """Call the first process until it answers; return it, the port that it has found for JAX, and its address."""
-    until, where = time.monotonic() + wait, f"{place.host}:{place.port}"
-    while True:
-        try:
-            connection = socket.create_connection((place.host, place.port), max(until - time.monotonic(), 0.01))
-            break
-        except OSError as problem:
-            if time.monotonic() >= until:
-                raise HostError(
-                    f"the first process did not answer at {where} within {wait:.0f} seconds "
-                    f"({problem.strerror or problem}){_proxies()}"
-                ) from None
-            time.sleep(BETWEEN_CALLS)
+    where = f"{place.host}:{place.port}"
+    try:
+        connection = connect(place.host, place.port, wait)
+    except OSError as problem:
+        raise HostError(
+            f"the first process did not answer at {where} within {wait:.0f} seconds "
+            f"({problem.strerror or problem}){_proxies()}"
+        ) from None
     hello = {"fedrecon": __version__, "processes": place.processes, "process": place.process}
     peer = Peer(connection, 0, place.host)
     peer.send(**hello, host=socket.gethostname())
@@ -226,6 +225,18 @@ def _call(place: Place, wait: float) -> tuple[Peer, int, str]:
         peer.close()
         raise HostError(str(answer["refused"]))
     return peer, int(answer["welcome"]), str(answer["address"])
+
+
+def connect(host: str, port: int, wait: float) -> socket.socket:
+    """Connect to an address, again and again until somebody answers; after so many seconds raise the last error."""
+    until = time.monotonic() + wait
+    while True:
+        try:
+            return socket.create_connection((host, port), max(until - time.monotonic(), 0.01))
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(BETWEEN_CALLS)
 
 
 def _proxies() -> str:

@@ -46,7 +46,8 @@ class Peer:
     @property
     def seen_from(self) -> str:
         """The address at which that process sees this one."""
-        own = ipaddress.ip_address(self._connection.getsockname()[0])
+        numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+        own = ipaddress.ip_address(socket.getnameinfo(self._connection.getsockname(), numeric)[0])
         return str(getattr(own, "ipv4_mapped", None) or own)
 
     def send(self, **message: Any) -> None:

@@ -7,6 +7,7 @@ from fedrecon.models.adapters.keras import from_keras as from_keras
 from fedrecon.models.adapters.selection import rows as rows
 from fedrecon.models.factorization import matrix_factorization as matrix_factorization
 from fedrecon.models.feedback import implicit_feedback as implicit_feedback
+from fedrecon.models.item_ranking import popularity_factors as popularity_factors
 from fedrecon.models.item_ranking import ranking_factorization as ranking_factorization
 from fedrecon.models.item_ranking import ranking_metrics as ranking_metrics
 from fedrecon.models.owners import client_table as client_table

@@ -66,10 +66,10 @@ def ranking_factorization(
 
 
 def popularity_factors(counts: np.ndarray, dim: int) -> Params:
-    """Return global parameters of `ranking_factorization` with which everybody's items are ranked by popularity.
+    """Return global parameters of `ranking_factorization` that rank items by popularity.
 
-    Embeddings have one number that is not zero, and it grows with the count. Least squares gives whoever has an item
-    of some popularity a positive number there.
+    Each embedding has one number that is not zero, and it grows with the count. Reconstruction gives a positive number
+    there to everybody who has an item that is counted; for all others, all items score 0.
 
     Args:
       counts: `(items,)` how many people have each item.

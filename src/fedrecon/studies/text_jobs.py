@@ -233,7 +233,9 @@ def run_job(
 def _count_words(setting: Setting, train: Sentences, unseen: Sentences, began: float) -> dict[str, Any]:
     """Measure baselines as `run_job` measures a training, on the same query sentences."""
     found = word_baselines.measure(train, unseen, fr.split.half())
-    measured = {name: {"micro": found[name], "clients": len(unseen), "diverged": 0} for name in setting.measures}
+    nothing = {"accuracy": float("nan")}  # of clients without a word of the vocabulary
+    micro = {name: found.get(name, nothing) for name in setting.measures}
+    measured = {name: {"micro": row, "clients": len(unseen), "diverged": 0} for name, row in micro.items()}
     return {
         "evaluations": [{"round": setting.rounds, **measured}],
         "losses": [],

@@ -130,7 +130,8 @@ def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
     elif diverged:
         figures += f" (of {clients - diverged}; {diverged} diverged)"
     spent = f", epsilon {record['epsilon']:.3g}" if "epsilon" in record else ""
-    when = f"round {record['round']}" if record["round"] else "before the first round"
+    simple = "popularity" if record.get("fallback") else "before the first round"
+    when = f"round {record['round']}" if record["round"] else simple
     remark(f"{when}: validation {figures}{spent}")
 
 

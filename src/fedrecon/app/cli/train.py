@@ -224,7 +224,7 @@ def run(args: Train) -> int:
         print(f"privacy: {found.run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
     if found.run.best is not None:
-        show.remark(f"kept {say_kept(config, found.run.best)}, the best on validation {task.people}")
+        show.remark(say_kept(config, found.run.best, task.people))
     if found.run.stopped is not None:
         show.remark(f"stopped after {found.run.rounds} of {found.most_rounds} rounds: {found.run.stopped}")
     if found.failed is not None:
