@@ -86,6 +86,7 @@ SLOW = {
     "engine": [
         "test_neither_block_size_nor_device_count",
         "test_neither_the_order",
+        "test_clients_that_keep_state_find",
         "test_the_number_of_devices",
         "test_padding_never_changes_a_result[3",
         "test_the_type_of_ids_does_not_change_what_is_learned[uint16",
@@ -99,6 +100,8 @@ SLOW = {
         "test_attention",
     ],
     "from_keras": [
+        "test_a_round_of_a_functional",
+        "test_averaged_statistics_travel",
         "test_an_embedding_that_masks",
         "test_a_round_of_a_sequential",
         "test_a_round_of_a_subclassed",
@@ -143,7 +146,12 @@ SLOW = {
     "cli_privacy": [""],
     "private_runs": [""],
     "private_study": ["test_a_job_measures"],
-    "private": ["test_simulation_equals_the_protocol", "test_one_poisoned_client"],
+    "private": [
+        "test_simulation_equals_the_protocol",
+        "test_one_poisoned_client",
+        "test_every_row_of_a_table_is_noised",
+    ],
+    "deploy_stock": ["test_a_client_app_gives"],
     "leakage": [""],
     "build": ["test_a_gradient_longer"],
     "federated_averaging": ["test_lookups_change", "test_kept_parameters_change"],
