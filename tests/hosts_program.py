@@ -77,6 +77,17 @@ def reads(folder):
     assert main(["train", str(source), "--out", str(folder / "text"), *TEXT]) == 0
 
 
+def ranks():
+    """Train on clicks, with products of matrices that XLA divides among its threads."""
+    rng = np.random.default_rng(0)
+    columns = {"item": rng.integers(0, 1000, 400).astype(np.int32)}
+    clicks = fr.Clients.from_columns(columns, client=np.repeat(np.arange(40), 10))
+    algorithm = fr.federated_ials(
+        fr.models.ranking_factorization(1000, 64), unobserved=0.4, ridge=1.0, server=optax.adam(0.1)
+    )
+    return digest(fr.train(algorithm, clicks, rounds=4, clients_per_round=20, seed=1).params)
+
+
 def serves():
     """Reconstruct for a single client, in one process only: nobody waits for the others."""
     algorithm = fr.federated_reconstruction(
@@ -99,10 +110,10 @@ def patient():
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if len(sys.argv) > 2:
-        fr.start_hosts(sys.argv[2], 2, int(sys.argv[3]), devices=2)
+        fr.start_hosts(sys.argv[2], 2, int(sys.argv[3]), devices=2, large_products=True)
     else:
         fr.start_devices(2)
-    found = {"patient": patient(), "reconstruction": reconstructs(), "averaging": keeps(folder)}
+    found = {"patient": patient(), "reconstruction": reconstructs(), "averaging": keeps(folder), "ranking": ranks()}
     if jax.process_index() == 0:
         found["served"] = serves()
     reads(folder)

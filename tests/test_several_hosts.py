@@ -101,6 +101,7 @@ def test_two_processes_give_the_bits_of_one_with_two_devices(tmp_path):
         found = json.loads(out.splitlines()[-1])
         assert found["reconstruction"] == expected["reconstruction"]
         assert found["averaging"] == expected["averaging"]
+        assert found["ranking"] == expected["ranking"]
     assert json.loads(results[0][1].splitlines()[-1])["served"] == expected["served"]
     assert len(results[1][1].splitlines()) == 1, "only the first shows what it does"
     assert not results[1][2]

@@ -38,7 +38,7 @@ SMALL_LOOP = 2**20  # bytes that a step may read and write for its loop to be co
 MOST_DEVICES = 64  # on a CPU, unless it has more cores
 
 
-def start_devices(devices: int | None = None) -> None:
+def start_devices(devices: int | None = None, *, large_products: bool = False) -> None:
     """Start JAX with several devices on a CPU.
 
     The number is fixed at the first use of JAX in a process, so call this before anything else. If JAX has already
@@ -46,6 +46,9 @@ def start_devices(devices: int | None = None) -> None:
 
     Args:
       devices: how many, of all processes together if there are several (`start_hosts`); None for one per core.
+      large_products: whether the model multiplies large matrices. XLA divides such products among its threads, and the
+        last digits depend on their number. So each of several processes then has as many threads as one alone would.
+        By default it has one per device, which is faster.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     hosts = processes()
@@ -54,7 +57,7 @@ def start_devices(devices: int | None = None) -> None:
     number = cores if devices is None else devices // hosts
     if not 1 <= number <= max(MOST_DEVICES, cores):
         raise ValueError(f"`devices` is {number}; it must be between 1 and {max(MOST_DEVICES, cores)} on this machine")
-    if hosts > 1:
+    if hosts > 1 and not large_products:
         # Threads of XLA, by default one a core. Processes that share a host's cores would spend half of their time on
         # handing each other's threads small pieces of work.
         os.environ.setdefault("NPROC", str(number))
@@ -87,6 +90,7 @@ def start_hosts(
     process: int | None = None,
     *,
     devices: int | None = None,
+    large_products: bool = False,
     wait: float = WAIT,
 ) -> None:
     """Run one simulation in several processes, on one host or on many.
@@ -104,6 +108,8 @@ def start_hosts(
       processes: how many there are.
       process: which this is, from 0.
       devices: how many devices on CPUs all processes have together; None for one a core in each.
+      large_products: whether the model multiplies large matrices (see `start_devices`). If it does, only True gives the
+        bits of one process with as many devices.
       wait: how many seconds to wait for the others.
 
     Raises:
@@ -111,7 +117,7 @@ def start_hosts(
     """
     _compile_small_loops()  # before JAX reads its flags, which meeting the others makes it do
     meet(coordinator, processes, process, wait=wait)
-    start_devices(devices)
+    start_devices(devices, large_products=large_products)
 
 
 class Layout(NamedTuple):

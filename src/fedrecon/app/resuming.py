@@ -126,12 +126,13 @@ def layout_facts(place: Layout) -> dict[str, Any]:
 
 def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any] | None, say: Say) -> None:
     """Start as many devices as the run began with, whatever this machine has: the last bits depend on their number."""
+    large = config.task != "ratings"  # products of matrices
     if earlier is None or config.devices is not None:
-        start_devices(config.devices)
+        start_devices(config.devices, large_products=large)
         return
     began = earlier["layout"]["devices"]
     try:
-        start_devices(began)
+        start_devices(began, large_products=large)
     except ValueError:
         raise _other_machine(folder, earlier) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
