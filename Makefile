@@ -12,7 +12,7 @@ demo: .venv/demo.stamp
 
 # A server and four nodes on this machine, with TLS and keys made for it; one node is killed on the way.
 deploy-demo: .venv/deploy.stamp
-	$(BIN)/python -m fedrecon.deploy.demo --out deploy-demo
+	$(BIN)/python -m fedrecon._src.deploy.demo --out deploy-demo
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
@@ -106,16 +106,16 @@ clean:
 	$(PYTHON) -c 'import sys; sys.exit("fedrecon needs Python 3.11 or later, not " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e '.[datasets]'
+.venv/demo.stamp: pyproject.toml src-device/pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e ./src-device -e '.[datasets]'
 	touch $@
 
-.venv/deploy.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e '.[deploy,datasets]'
+.venv/deploy.stamp: pyproject.toml src-device/pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e ./src-device -e '.[deploy,datasets]'
 	touch $@
 
-.venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e '.[dev]'
+.venv/dev.stamp: pyproject.toml src-device/pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e ./src-device -e '.[dev]'
 	touch $@ .venv/demo.stamp .venv/deploy.stamp
 
 # What cannot be installed is said, and the tests that need it are skipped with a reason.
@@ -128,6 +128,6 @@ build/web.stamp: tests/web/package.json
 	elif (cd tests/web && npm install --no-audit --no-fund --silent); then touch $@; \
 	else echo 'the packages of tests/web could not be installed'; fi
 
-.venv/docs.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e '.[docs]'
+.venv/docs.stamp: pyproject.toml src-device/pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e ./src-device -e '.[docs]'
 	touch $@

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.app.experiment import run_experiment
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.tasks import Users, task_of
-from fedrecon.disk.runs import RunFolder
-from fedrecon.display.progress import silent
+from fedrecon._src.app.experiment import run_experiment
+from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.app.tasks import Users, task_of
+from fedrecon._src.core.progress import silent
+from fedrecon._src.storage.run_folders import RunFolder
 
 DAMPING = (0.3, 1, 3, 10, 30)
 RANKS = (1, 2, 4, 8, 16)

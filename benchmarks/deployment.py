@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from fedrecon._src.deploy.demo import free_port
+from fedrecon._src.deploy.plan import Plan
 from fedrecon.data import synthetic_ratings
-from fedrecon.deploy.demo import free_port
-from fedrecon.deploy.plan import Plan
 
 NODES, USERS, ITEMS = 4, 200, 2000
 KINDS = {"resident": 30, "resident, secure": 10, "stock": 3}  # rounds
@@ -167,10 +167,10 @@ def costs_of(looks):
 
 def requests(count=500):
     """Ask a SuperLink over TLS for messages that are not there; return its CPU seconds and the seconds of a request."""
-    from fedrecon.deploy import certificates
-    from fedrecon.deploy.flower import private_key, quiet_flower
-    from fedrecon.deploy.flower_server import flower_grid
-    from fedrecon.deploy.superlink import Tls
+    from fedrecon._src.deploy import certificates
+    from fedrecon._src.deploy.flower import private_key, quiet_flower
+    from fedrecon._src.deploy.flower_server import flower_grid
+    from fedrecon._src.deploy.superlink import Tls
 
     quiet_flower()
     from flwr.supernode.fleet_http_connection import http_request_response

@@ -19,14 +19,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fedrecon.app.cli.demo import SETTINGS
-from fedrecon.app.config import Factorization, RatingsConfig, Reconstruct, Scale
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.saved import SavedModel
-from fedrecon.app.tasks import CLICKS, RATINGS, Items
-from fedrecon.app.tasks.ratings import load_ratings
+from fedrecon._src.app.cli.demo import SETTINGS
+from fedrecon._src.app.config import Factorization, RatingsConfig, Reconstruct, Scale
+from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.app.saved import SavedModel
+from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.app.tasks.ratings import load_ratings
+from fedrecon._src.device.saved import bundle_model
 from fedrecon.data import unique_labels
-from fedrecon.device.saved import bundle_model
 from fedrecon_device import Bundle
 from fedrecon_device.bundle import ITEMS, TABLES
 from fedrecon_device.files import MANIFEST
@@ -112,7 +112,7 @@ def in_chromium(folder):
         return None
     if chromium is None:
         return None
-    from fedrecon.device.page import serve
+    from fedrecon._src.device.page import serve
 
     server = serve(folder)
     threading.Thread(target=server.serve_forever, daemon=True).start()

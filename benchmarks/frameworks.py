@@ -66,7 +66,7 @@ def main():
 
     start_devices()
     ratings = setup(arguments.data)
-    from fedrecon.lookups.fit import with_lookups
+    from fedrecon._src.client.lookups.validation import with_lookups
 
     runners = {"ours": Rounds(ratings, algorithm(ratings.num_items)).call}
     for name, make in {"Keras": in_keras, "Flax": in_flax}.items():

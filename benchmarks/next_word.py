@@ -46,7 +46,7 @@ class Step:
         import optax
 
         import fedrecon as fr
-        from fedrecon.cohort import Packer
+        from fedrecon._src.core.cohort import Packer
 
         model = fr.models.next_word(VOCABULARY, 1, local_oov=False)
         descent = fr.gradient_descent(optax.sgd(0.3), batch_size=BATCH)
@@ -145,8 +145,8 @@ class Reconstruction:
         import optax
 
         import fedrecon as fr
-        from fedrecon.cohort import Needs, Packer
-        from fedrecon.engine import compile_each, everywhere
+        from fedrecon._src.core.cohort import Needs, Packer
+        from fedrecon._src.simulation.engine import compile_each, everywhere
 
         model = fr.models.next_word(VOCABULARY, BUCKETS)
         descent = fr.gradient_descent(optax.sgd(0.1), batch_size=BATCH)

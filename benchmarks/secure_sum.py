@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrecon.privacy import secure_sum as ss
+from fedrecon._src.privacy import secure_sum as ss
 
 LEAVING = 20  # one client in so many, before each message but the first
 

@@ -22,14 +22,15 @@ class Rounds:
         import jax
 
         import fedrecon as fr
-        from fedrecon.sampling import Cohorts, Sampling
+from fedrecon._src.simulation import engine
+        from fedrecon._src.simulation.sampling import Cohorts, Sampling
 
         self.at_once = max(1, min(10, 10_000 // number))
         place, keys = fr.layout(model=algorithm.model), fr.run_keys(0)
         self.cohorts = Cohorts(algorithm, clients, Sampling(number), place, keys, self.at_once)
-        self.run_rounds = fr.engine.compile_rounds(algorithm, place)
-        self.state = fr.engine.everywhere(algorithm.init(jax.random.key(1)), place)
-        self.key = fr.engine.everywhere(jax.random.key(2), place)
+        self.run_rounds = engine.compile_rounds(algorithm, place)
+        self.state = engine.everywhere(algorithm.init(jax.random.key(1)), place)
+        self.key = engine.everywhere(jax.random.key(2), place)
         self.ready = self.cohorts.prepare(0, self.at_once)
         self.call()
 

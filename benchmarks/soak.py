@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from deployment import NODES, child_of, fedrecon, launch, memory_of, rounds_done, stop, write_files
-from fedrecon.deploy.demo import free_port
-from fedrecon.deploy.plan import Plan
+from fedrecon._src.deploy.demo import free_port
+from fedrecon._src.deploy.plan import Plan
 
 SETTLED = 20  # rounds after which nothing may grow any more
 MEMORY, LEAST, FILES = 1.1, 16, 0.05  # times, MB, MB: what may be between two looks
@@ -27,11 +27,12 @@ SETTINGS = "--preset paper --model.dim 8 --reconstruct.solver least-squares --da
 
 def serve(folder, address, database):
     """Be the server: what `fedrecon server` does, with the SuperLink's state where we are told."""
-    from fedrecon.deploy import Pace, flower_server
+    from fedrecon._src.deploy import flower_server
+    from fedrecon._src.deploy.asked import largest_message
+    from fedrecon._src.deploy.superlink import Tls
+    from fedrecon._src.storage.run_folders import RunFolder
+    from fedrecon.deploy import Pace
     from fedrecon.deploy import serve as train
-    from fedrecon.deploy.asked import largest_message
-    from fedrecon.deploy.superlink import Tls
-    from fedrecon.disk.runs import RunFolder
 
     plan, keys = Plan.open(folder / "plan"), folder / "keys"
     tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")

@@ -15,6 +15,7 @@ ROUNDS_AT_ONCE = 10
 def setup(source):
     """Return the ratings, each user's shuffled once."""
     import fedrecon as fr
+from fedrecon._src.simulation import engine
 
     return fr.data.load(source).shuffle(0)
 
@@ -39,14 +40,14 @@ class Rounds:
 
     def __init__(self, ratings, algorithm, *, clients=CLIENTS, devices=None, block=None, calls=2):
         import fedrecon as fr
-        from fedrecon.sampling import Cohorts, Sampling
+        from fedrecon._src.simulation.sampling import Cohorts, Sampling
 
         self.place = fr.layout(block, devices, model=algorithm.model)
         self.cohorts = Cohorts(algorithm, ratings, Sampling(clients), self.place, fr.run_keys(0), ROUNDS_AT_ONCE)
         self.prepared = [self.cohorts.prepare(k * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE) for k in range(calls)]
-        self.run_rounds = fr.engine.compile_rounds(algorithm, self.place)
-        self.state = fr.engine.everywhere(algorithm.init(jax.random.key(1)), self.place)
-        self.key = fr.engine.everywhere(jax.random.key(2), self.place)
+        self.run_rounds = engine.compile_rounds(algorithm, self.place)
+        self.state = engine.everywhere(algorithm.init(jax.random.key(1)), self.place)
+        self.key = engine.everywhere(jax.random.key(2), self.place)
         self.call(0)
 
     def call(self, k):

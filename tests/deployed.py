@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 import fedrecon as fr
-from fedrecon.app.config import (
+from fedrecon._src.app.config import (
     Aggregate,
     Data,
     Factorization,
@@ -20,12 +20,12 @@ from fedrecon.app.config import (
     Split,
     Update,
 )
-from fedrecon.app.tasks import Items
+from fedrecon._src.app.tasks import Items
+from fedrecon._src.deploy.holding import read_holding
+from fedrecon._src.deploy.memory import Memory
+from fedrecon._src.deploy.settings_plan import make_plan
+from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon.deploy import InProcess, Node, Pace, Plan, serve
-from fedrecon.deploy.holding import read_holding
-from fedrecon.deploy.memory import Memory
-from fedrecon.deploy.settings_plan import make_plan
-from fedrecon.disk.runs import RunFolder
 
 ITEMS, NODES = 12, 3
 

@@ -8,13 +8,13 @@ import numpy as np
 import optax
 
 import fedrecon as fr
-from fedrecon.app.click_settings import Ranking
-from fedrecon.app.config import Scale
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.saved import SavedModel
-from fedrecon.app.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.app.click_settings import Ranking
+from fedrecon._src.app.config import Scale
+from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.app.saved import SavedModel
+from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.device.vectors import made_up_ratings
 from fedrecon.device import Legend, bundle
-from fedrecon.device.vectors import made_up_ratings
 
 ITEMS, MOST = 200, 12
 OPTIMIZERS = {
@@ -52,7 +52,7 @@ def trained(model, seed=0):
 
 
 def roles_of(params):
-    from fedrecon.trees import flatten
+    from fedrecon._src.core.pytrees import flatten
 
     return {"/".join(part for part in path.split("/") if part != "shared"): path for path in flatten(params)[0]}
 
@@ -131,9 +131,9 @@ def text_algorithm(most_steps=6):
 
 def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
     """Bundle a small model of text; return its algorithm, parameters and vocabulary."""
+    from fedrecon._src.data.text.sentences import prompt_columns
+    from fedrecon._src.device.page import page_files
     from fedrecon.data import Vocabulary, personal_text
-    from fedrecon.data.text.sentences import prompt_columns
-    from fedrecon.device.page import page_files
 
     algorithm, settings = text_algorithm()
     params, vocabulary = trained(algorithm.model), Vocabulary(tuple(WORDS), 5)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedrecon._src.data.text.stackoverflow import read_word_count
+from fedrecon._src.storage.storage_errors import StorageError
 from fedrecon.data import (
     Corpus,
     DataError,
@@ -27,8 +29,6 @@ from fedrecon.data import (
     prepare_stackoverflow,
     prepare_text,
 )
-from fedrecon.data.text.stackoverflow import read_word_count
-from fedrecon.disk.errors import StorageError
 from stackoverflow_files import write_database
 
 SECONDS = 30  # a case that takes longer fails

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import fedrecon as fr
-from fedrecon.app.cli import main
+from fedrecon._src.app.cli import main
 
 ITEMS = 30
 STEPS = fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=3)

@@ -27,11 +27,11 @@ import numpy as np
 import optax
 
 import fedrecon as fr
-from fedrecon.app.cli import main
-from fedrecon.app.resuming import read_run
-from fedrecon.app.saved import open_model
-from fedrecon.disk.errors import StorageError
-from fedrecon.disk.replacement import put_aside_in
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.resuming import read_run
+from fedrecon._src.app.saved import open_model
+from fedrecon._src.storage.replacement import put_aside_in
+from fedrecon._src.storage.storage_errors import StorageError
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 OPTIONS = ["--rounds", "24", "--checkpoint-every", "3", "--evaluate-every", "5", "--model.dim", "2"]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedrecon.privacy import accounting, renyi
-from fedrecon.privacy.accounting import Release, epsilon_after, epsilon_of, noise_for
-from fedrecon.privacy.ledger import BudgetError, Ledger
+from fedrecon._src.privacy import accounting, renyi
+from fedrecon._src.privacy.accounting import Release, epsilon_after, epsilon_of, noise_for
+from fedrecon._src.privacy.ledger import BudgetError, Ledger
 
 
 def analytic_delta(epsilon, noise):

@@ -5,8 +5,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.aggregate.averaging import all_finite
-from fedrecon.engine import compile_rounds, everywhere
+from fedrecon._src.server.averaging import all_finite
+from fedrecon._src.simulation.engine import compile_rounds, everywhere
 from toy_models import assert_same_bits, descend, linear, one_by_one, one_round, run_cohort, xy
 
 A = ([1, 2, 3], [5, 6, 8])  # delta 1.44, loss 12.96, one query example
@@ -30,7 +30,7 @@ def recon(aggregate=None, server=None):
 
 
 def result(*clients, **options):
-    run = one_round(recon(fr.aggregate.mean(**options)), xy(*clients))
+    run = one_round(recon(fr.aggregators.mean(**options)), xy(*clients))
     return float(run.params["w"]), run.history[0]
 
 
@@ -78,7 +78,7 @@ def test_a_weight_that_is_not_finite_counts_as_a_client_that_is_not():
     ids=["none is finite", "none has query data", "no weight", "all zeroed", "the mean is not finite"],
 )
 def test_a_round_without_a_mean_leaves_model_and_optimizer_as_they_were(clients, options, counts):
-    algorithm = recon(fr.aggregate.mean(**options), server=optax.adam(0.1))
+    algorithm = recon(fr.aggregators.mean(**options), server=optax.adam(0.1))
     good, bad = xy(A, B), xy(*clients)
     place = one_by_one()
     rounds = compile_rounds(algorithm, place)
@@ -139,7 +139,7 @@ def test_the_norm_is_over_all_parameters_of_a_client():
         loss=lambda p, batch: ((p - batch["y"]) ** 2, batch["x"]),
     )
     algorithm = fr.federated_averaging(
-        model, update=descend(0.1), server=optax.sgd(1.0), aggregate=fr.aggregate.mean(clip_norm=0.5)
+        model, update=descend(0.1), server=optax.sgd(1.0), aggregate=fr.aggregators.mean(clip_norm=0.5)
     )
     run = one_round(algorithm, xy(([1], [1])))
     np.testing.assert_allclose([run.params["a"][0], run.params["b"]["c"]], [0.3, 0.4], 1e-5)
@@ -169,7 +169,7 @@ def test_a_client_without_query_data_has_no_weight_however_clients_are_weighed(w
 )
 def test_impossible_aggregations_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        fr.aggregate.mean(**options)
+        fr.aggregators.mean(**options)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 
-from fedrecon.app.baselines import without_reconstruction
-from fedrecon.app.config import Data, RatingsConfig
-from fedrecon.clients import Clients
-from fedrecon.personalize import reconstruct
+from fedrecon._src.app.baselines import without_reconstruction
+from fedrecon._src.app.config import Data, RatingsConfig
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.simulation.personalization import reconstruct
 
 CLIENTS = Clients.from_columns(
     {

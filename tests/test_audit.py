@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fedrecon.privacy import audit as auditing
-from fedrecon.privacy.accounting import Release, epsilon_of
-from fedrecon.privacy.canaries import audit_run
+from fedrecon._src.privacy import audit as auditing
+from fedrecon._src.privacy.accounting import Release, epsilon_of
+from fedrecon._src.privacy.canaries import audit_run
 
 CANARIES, LENGTH, ROUNDS, NOISE, CLIP, DELTA = 1200, 6000, 4, 2.0, 5.0, 1e-5
 

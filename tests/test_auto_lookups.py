@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.lookups.tables import Rows, fetch_rows, noise_like, renumber
-from fedrecon.lookups.tracing import by_rows, find_reads
+from fedrecon._src.client.lookups.tables import Rows, fetch_rows, noise_like, renumber
+from fedrecon._src.client.lookups.tracing import by_rows, find_reads
 from toy_models import (
     assert_close,
     assert_same_history,

@@ -5,9 +5,10 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon import baselines, preparation
-from fedrecon.clients import Clients
-from fedrecon.model import Model
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.model import Model
+from fedrecon._src.recommend import baselines
+from fedrecon._src.recommend import round_zero as preparation
 from fedrecon.models import matrix_factorization
 
 TRAIN = Clients.from_columns(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrecon.cohort import Examples
-from fedrecon.solvers.batches import Batches, fold_batches
+from fedrecon._src.client.batches import Batches, fold_batches
+from fedrecon._src.core.cohort import Examples
 
 quick = settings(max_examples=12, deadline=None)
 LENGTH = 8  # always the same, as are the number of clients and some sizes of batches: every shape is compiled by itself

@@ -6,10 +6,10 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.app.build import build_server, build_update
-from fedrecon.app.config import Privacy, Server, Split, Update
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.stopping import (
+from fedrecon._src.app.build import build_server, build_update
+from fedrecon._src.app.config import Privacy, Server, Split, Update
+from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.app.stopping import (
     Divided,
     divided,
     divisions_of,
@@ -20,8 +20,8 @@ from fedrecon.app.stopping import (
     say_rounds,
     say_stopped,
 )
-from fedrecon.app.tasks import Users
-from fedrecon.app.tasks.factors import relaxed_prior
+from fedrecon._src.app.tasks import Users
+from fedrecon._src.app.tasks.factors import relaxed_prior
 from toy_models import descend, linear, one_by_one, one_round, xy
 
 

@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedrecon as fr
-from fedrecon.app.cli import COMMANDS, main
-from fedrecon.app.config import Factorization, Scale
-from fedrecon.app.tasks.factors import scale_ends
-from fedrecon.disk.sealed import write_sealed
+from fedrecon._src.app.cli import COMMANDS, main
+from fedrecon._src.app.config import Factorization, Scale
+from fedrecon._src.app.tasks.factors import scale_ends
+from fedrecon._src.storage.sealed import write_sealed
 
 SMALL = [
     "--preset",
@@ -83,7 +83,7 @@ def test_the_top_lists_every_command(capsys):
 
 
 def test_help_starts_no_device():
-    check = "import fedrecon.app.cli, jax; fedrecon.app.cli.main(['train', '--help']);"
+    check = "import fedrecon._src.app.cli, jax; fedrecon._src.app.cli.main(['train', '--help']);"
     check += "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
     subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
 
@@ -251,7 +251,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path, capsys):
 
 def test_ctrl_c_saves_what_was_learned_and_says_how_to_go_on(trained, tmp_path, monkeypatch, capsys):
     ratings, run = trained
-    from fedrecon.app.cli import show
+    from fedrecon._src.app.cli import show
 
     def stop(record, measures):
         if record["round"] == 4:

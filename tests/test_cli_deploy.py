@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from deployed import files_of, grid_of, node_of
-from fedrecon.app.cli import FAILED, main, node, server
+from fedrecon._src.app.cli import FAILED, main, node, server
+from fedrecon._src.deploy.certificates import KeyExists, make_node
+from fedrecon._src.deploy.messages import Envelope, pack, unpack
+from fedrecon._src.deploy.plan import Plan, names
+from fedrecon._src.storage.locks import hold
+from fedrecon._src.storage.storage_errors import StorageError
 from fedrecon.deploy import Memory
-from fedrecon.deploy.certificates import KeyExists, make_node
-from fedrecon.deploy.messages import Envelope, pack, unpack
-from fedrecon.deploy.plan import Plan, names
-from fedrecon.disk.errors import StorageError
-from fedrecon.disk.locks import hold
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "deploy"
 
@@ -258,7 +258,7 @@ def serving(words, grid, monkeypatch, capsys):
     def within(*args, **options):
         yield grid
 
-    monkeypatch.setattr("fedrecon.deploy.flower_server.flower_grid", within)
+    monkeypatch.setattr("fedrecon._src.deploy.flower_server.flower_grid", within)
     code = main(["server", *map(str, words), "--insecure", "--min-nodes", "3"])
     return code, capsys.readouterr().out
 

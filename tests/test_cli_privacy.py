@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fedrecon.app.cli import main
+from fedrecon._src.app.cli import main
 
 PLAN = ["privacy", "plan", "--clients", "5000", "--per-round", "50", "--rounds", "20"]
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedrecon.app.cli import main, show
-from fedrecon.app.config import Data, RatingsConfig
-from fedrecon.app.saved import save_model
-from fedrecon.app.tasks import Items
+from fedrecon._src.app.cli import main, show
+from fedrecon._src.app.config import Data, RatingsConfig
+from fedrecon._src.app.saved import save_model
+from fedrecon._src.app.tasks import Items
+from fedrecon._src.storage.sealed import write_sealed
 from fedrecon.data import load_text
-from fedrecon.disk.sealed import write_sealed
 
 SMALL = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "8", "--model.max-words", "5"]
 SMALL += ["--model.hidden", "16", "--model.embedding", "8", "--model.projection", "8", "--devices", "1"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrecon.clients import Clients, Totals
+from fedrecon._src.core.clients import Clients, Totals
 
 quick = settings(max_examples=40, deadline=None)
 

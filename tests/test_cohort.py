@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon import cohort as cohort_module
-from fedrecon.cohort import ABSENT, Drawn, Needs, Packer, arrange
-from fedrecon.engine import everywhere
-from fedrecon.lookups.tables import rows_in_order, slots_in_order
+from fedrecon._src.client.lookups.tables import rows_in_order, slots_in_order
+from fedrecon._src.core import cohort as cohort_module
+from fedrecon._src.core.cohort import ABSENT, Drawn, Needs, Packer, arrange
+from fedrecon._src.simulation.engine import everywhere
 from toy_models import ITEMS, TAGS, lookup_clients
 
 quick = settings(max_examples=40, deadline=None)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fedrecon.app.completion import Suggestion, suggest
+from fedrecon._src.app.completion import Suggestion, suggest
+from fedrecon._src.core.model import Model
 from fedrecon.data import Vocabulary, personal_text
-from fedrecon.model import Model
 
 VOCABULARY = Vocabulary(("the", "a"), 2)  # ids: 0 padding, 1 the, 2 a, 3 begins, 4 ends, 5 and 6 buckets
 SHARES = np.array([0.05, 0.1, 0.2, 0.05, 0.2, 0.3, 0.1])

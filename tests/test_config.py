@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from fedrecon.app.cli.train import parse
-from fedrecon.app.config import (
+from fedrecon._src.app.cli.train import parse
+from fedrecon._src.app.config import (
     ConfigError,
     Data,
     Factorization,

@@ -9,13 +9,13 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.aggregate.noised import draw_noise
-from fedrecon.clients import Clients
-from fedrecon.privacy.accounting import Release, epsilon_of
-from fedrecon.privacy.correlated import coefficients, correlate, nothing_yet
-from fedrecon.privacy.ledger import Ledger
-from fedrecon.sampling import Sampling, sample
-from fedrecon.upload import Total
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.upload import Total
+from fedrecon._src.privacy.accounting import Release, epsilon_of
+from fedrecon._src.privacy.correlated import coefficients, correlate, nothing_yet
+from fedrecon._src.privacy.ledger import Ledger
+from fedrecon._src.server.noised import draw_noise
+from fedrecon._src.simulation.sampling import Sampling, sample
 from toy_models import descend, linear, one_by_one, xy
 
 BANDS, ROUNDS = 3, 7
@@ -56,7 +56,7 @@ def test_correlated_noise_adds_up_to_less(bands):
 
 
 def test_the_aggregator_adds_the_matrix_form_of_its_own_draws(bands):
-    aggregate = fr.aggregate.private(2.0, 0.5, per_round=4, correlated=BANDS, rounds=ROUNDS)
+    aggregate = fr.aggregators.private(2.0, 0.5, per_round=4, correlated=BANDS, rounds=ROUNDS)
     parts = {"delta": {"w": jnp.zeros(5)}}
     state, found, drawn = aggregate.init(parts), [], []
     for number in range(ROUNDS):
@@ -93,7 +93,7 @@ def test_clients_take_turns():
 
 def train(sampling, rounds=6, folder=None, on_record=None):
     clients = xy(*[([1, 2, 3], [5, 6, 8])] * 12)
-    aggregate = fr.aggregate.private(1.0, 2.0, per_round=4, correlated=BANDS, rounds=6)
+    aggregate = fr.aggregators.private(1.0, 2.0, per_round=4, correlated=BANDS, rounds=6)
     algorithm = fr.federated_reconstruction(
         linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0), aggregate=aggregate
     )
@@ -137,4 +137,4 @@ def test_a_run_that_goes_on_has_the_noise_of_one_that_was_never_stopped(tmp_path
 )
 def test_correlated_noise_that_makes_no_sense_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
-        fr.aggregate.private(1.0, 1.0, per_round=4, **options)
+        fr.aggregators.private(1.0, 1.0, per_round=4, **options)

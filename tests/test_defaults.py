@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon.app.baselines import beside_saved, verdict
-from fedrecon.app.cli import main
-from fedrecon.app.cli.train import parse
-from fedrecon.app.config import (
+from fedrecon._src.app.baselines import beside_saved, verdict
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.cli.train import parse
+from fedrecon._src.app.config import (
     Aggregate,
     Data,
     Factorization,
@@ -20,10 +20,10 @@ from fedrecon.app.config import (
     config_from_json,
     to_json,
 )
-from fedrecon.app.presets import DEFAULT, PRESETS
-from fedrecon.app.recommender import shown_scale
-from fedrecon.app.saved import open_model
-from fedrecon.evaluation import Evaluation
+from fedrecon._src.app.presets import DEFAULT, PRESETS
+from fedrecon._src.app.recommender import shown_scale
+from fedrecon._src.app.saved import open_model
+from fedrecon._src.simulation.evaluation import Evaluation
 
 SMALL = ["--model.dim", "2", "--rounds", "4", "--evaluate-every", "0", "--devices", "1"]
 
@@ -294,7 +294,7 @@ def test_items_have_the_titles_of_a_file(trained, tmp_path, capsys):
 
 
 def test_reconstruction_is_compiled_once_for_lengths_alike(trained):
-    from fedrecon import personalize
+    from fedrecon._src.simulation import personalization as personalize
 
     saved = open_model(trained[1])
     algorithm, params = saved.algorithm, saved.params

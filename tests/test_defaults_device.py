@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 import fedrecon as fr
 from device_models import NUMBER, clicks_model, default_model
 from device_page import Page
-from fedrecon.app.cli import main
-from fedrecon.app.recommender import Recommender
-from fedrecon.app.saved import open_model, save_model
-from fedrecon.app.tasks import RATINGS
-from fedrecon.device.saved import bundle_model
-from fedrecon.device.tables import packed, unpacked
-from fedrecon.trees import flatten, unflatten
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.recommender import Recommender
+from fedrecon._src.app.saved import open_model, save_model
+from fedrecon._src.app.tasks import RATINGS
+from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.device.saved import bundle_model
+from fedrecon._src.device.tables import packed, unpacked
 
 pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
 pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")
@@ -198,7 +198,8 @@ def test_a_bundle_recommends_what_the_settings_of_its_model_allow(tmp_path):
 def test_another_process_folder_and_hash_seed_give_the_same_bytes(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from device_models import default_model; "
-        "from fedrecon.device.saved import bundle_model; bundle_model(default_model(), 'b', most=4, quantise='int8')"
+        "from fedrecon._src.device.saved import bundle_model; "
+        "bundle_model(default_model(), 'b', most=4, quantise='int8')"
     )
     for name, seed, zone in (("one", "1", "UTC"), ("a deeper/two", "77", "Asia/Tokyo")):
         (tmp_path / name).mkdir(parents=True)

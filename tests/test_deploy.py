@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deployed import config_of, deployed, files_of, grid_of, plan_of, simulated
-from fedrecon.app.config import (
+from fedrecon._src.app.config import (
     Aggregate,
     Factorization,
     NextWord,
@@ -17,10 +17,10 @@ from fedrecon.app.config import (
     TextData,
     Update,
 )
-from fedrecon.app.experiment import make_evaluator
+from fedrecon._src.app.experiment import make_evaluator
+from fedrecon._src.deploy.settings_plan import make_plan
 from fedrecon.data import Vocabulary
 from fedrecon.deploy import Plan
-from fedrecon.deploy.settings_plan import make_plan
 
 CASES = {
     "by rows": config_of(),

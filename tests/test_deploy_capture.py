@@ -10,16 +10,17 @@ import pytest
 
 import fedrecon as fr
 from deployed import Processes, config_of, write_ratings
-from fedrecon.app.config import Data, Reconstruct
-from fedrecon.app.tasks import Items
-from fedrecon.deploy import Pace, Plan, certificates, flower_server, make_plan, serve
-from fedrecon.deploy.asked import two_of
-from fedrecon.deploy.demo import free_port
-from fedrecon.deploy.holding import read_holding
-from fedrecon.deploy.messages import MAGIC, unpack
-from fedrecon.deploy.superlink import SuperLink, Tls
-from fedrecon.disk.runs import RunFolder
-from fedrecon.travel.wire import WireError, from_bytes
+from fedrecon._src.app.config import Data, Reconstruct
+from fedrecon._src.app.tasks import Items
+from fedrecon._src.core.wire import WireError, from_bytes
+from fedrecon._src.deploy import certificates, flower_server
+from fedrecon._src.deploy.asked import two_of
+from fedrecon._src.deploy.demo import free_port
+from fedrecon._src.deploy.holding import read_holding
+from fedrecon._src.deploy.messages import MAGIC, unpack
+from fedrecon._src.deploy.superlink import SuperLink, Tls
+from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon.deploy import Pace, Plan, make_plan, serve
 from recorder import Recorder, bodies_of
 
 with warnings.catch_warnings():

@@ -25,21 +25,22 @@ from deployed import (
     simulated,
     write_ratings,
 )
-from fedrecon.app.config import Aggregate, Data, Reconstruct, Update
-from fedrecon.app.saved import open_model
+from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.app.config import Aggregate, Data, Reconstruct, Update
+from fedrecon._src.app.saved import open_model
+from fedrecon._src.core.model import metric_names
+from fedrecon._src.core.wire import to_bytes
+from fedrecon._src.deploy.asking import read_tree
+from fedrecon._src.deploy.holding import read_holding, taking_part
+from fedrecon._src.deploy.measure import evaluation_of, measured
+from fedrecon._src.deploy.messages import Envelope, Failure, pack, unpack
+from fedrecon._src.deploy.plan import Plan, digest_of, names
+from fedrecon._src.deploy.secret import from_integers, to_integers
+from fedrecon._src.deploy.secret import grid_of as ring_of
+from fedrecon._src.deploy.superlink_process import Bounded
+from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.storage_errors import StorageError
 from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, PlanError, Promises, serve, weaker
-from fedrecon.deploy.asking import read_tree
-from fedrecon.deploy.holding import read_holding, taking_part
-from fedrecon.deploy.measure import evaluation_of, measured
-from fedrecon.deploy.messages import Envelope, Failure, pack, unpack
-from fedrecon.deploy.plan import Plan, digest_of, names
-from fedrecon.deploy.secret import from_integers, to_integers
-from fedrecon.deploy.secret import grid_of as ring_of
-from fedrecon.deploy.superlink_process import Bounded
-from fedrecon.disk.errors import StorageError
-from fedrecon.disk.runs import RunFolder
-from fedrecon.hosts import total_shapes
-from fedrecon.travel.wire import to_bytes
 
 # Least squares, and nobody to evaluate on: quick to compile.
 CONFIG = config_of(
@@ -475,7 +476,7 @@ def test_a_node_with_too_few_users_sends_zeros(files):
 @given(st.lists(st.floats(1e-3, 1e4), min_size=1, max_size=60))
 def test_quantiles_of_histograms_are_near_the_true_ones(values):
     model = PLAN.algorithm.model
-    count = len(fr.model.metric_names(model))
+    count = len(metric_names(model))
     sums = np.stack([np.stack([np.full(count, value), np.ones(count)], -1) for value in values])
     found = evaluation_of(model, measured(model, sums))
     kept = found.clients - found.diverged

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import fedrecon.deploy.flower as flower
-import fedrecon.deploy.flower_server as flower_server
-import fedrecon.deploy.superlink_process as superlink_process
+import fedrecon._src.deploy.flower as flower
+import fedrecon._src.deploy.flower_server as flower_server
+import fedrecon._src.deploy.superlink_process as superlink_process
 
 pytest.importorskip("cryptography")
 with warnings.catch_warnings():

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from deployed import ITEMS, Processes, files_of, simulated
-from fedrecon.app.saved import open_model
-from fedrecon.deploy import flower, flower_server
-from fedrecon.deploy.demo import free_port
-from fedrecon.deploy.plan import Plan
+from fedrecon._src.app.saved import open_model
+from fedrecon._src.deploy import flower, flower_server
+from fedrecon._src.deploy.demo import free_port
+from fedrecon._src.deploy.plan import Plan
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Flower's own command line uses what click deprecates

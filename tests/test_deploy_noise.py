@@ -10,14 +10,14 @@ import pytest
 
 import fedrecon as fr
 from deployed import Waiting, config_of, deployed, files_of, grid_of, node_of, plan_of
-from fedrecon.aggregate import noised, ring_sums
-from fedrecon.app.config import Privacy
+from fedrecon._src.app.config import Privacy
+from fedrecon._src.core.upload import Total
+from fedrecon._src.deploy import noise as deployed_noise
+from fedrecon._src.deploy.algorithm_plan import plan_for
+from fedrecon._src.deploy.plan import Plan, PlanError, describe, weaker
+from fedrecon._src.privacy.accounting import epsilon_of
+from fedrecon._src.server import noised, ring_sums
 from fedrecon.deploy import InProcess, NotEnoughNodes
-from fedrecon.deploy import noise as deployed_noise
-from fedrecon.deploy.algorithm_plan import plan_for
-from fedrecon.deploy.plan import Plan, PlanError, describe, weaker
-from fedrecon.privacy.accounting import epsilon_of
-from fedrecon.upload import Total
 from toy_models import descend, linear, xy
 
 
@@ -148,7 +148,7 @@ def test_plans_whose_promise_cannot_be_kept_are_refused(privacy, options, says):
 def test_round_zero_without_noise_is_no_part_of_a_plan_with_noise():
     import dataclasses
 
-    from fedrecon.app.presets import DEFAULT
+    from fedrecon._src.app.presets import DEFAULT
 
     config = dataclasses.replace(
         DEFAULT, privacy=Privacy(epsilon=4.0), data=dataclasses.replace(DEFAULT.data, max_examples=9)
@@ -172,8 +172,8 @@ def made_in_python(aggregate, **options):
 
 
 def test_algorithms_of_ones_own_are_held_to_the_same():
-    simulated = fr.aggregate.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3)
-    own = fr.aggregate.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3, simulated_noise=False)
+    simulated = fr.aggregators.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3)
+    own = fr.aggregators.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3, simulated_noise=False)
     with pytest.raises(PlanError, match="would be simulated"):
         made_in_python(simulated, secure=True, least_nodes=3, users=9)
     with pytest.raises(PlanError, match="use secure sums"):
@@ -183,7 +183,7 @@ def test_algorithms_of_ones_own_are_held_to_the_same():
     plan = made_in_python(own, secure=True, least_nodes=3, users=9)
     assert plan.promises.epsilon == pytest.approx(epsilon_of([plan.release._replace(rounds=3)], plan.promises.delta))
     with pytest.raises(PlanError, match="the number of users of all nodes together"):
-        made_in_python(fr.aggregate.private(1.0, 1.0, per_round=9))
+        made_in_python(fr.aggregators.private(1.0, 1.0, per_round=9))
 
 
 def test_a_plan_of_an_older_format_is_refused():

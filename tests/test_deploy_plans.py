@@ -12,15 +12,24 @@ import pytest
 
 import fedrecon as fr
 from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
-from fedrecon.app.build import build_algorithm
-from fedrecon.app.cli import main
-from fedrecon.app.click_settings import Ranking
-from fedrecon.app.config import ClickData, ClicksConfig, Data, Reconstruct
-from fedrecon.app.experiment import make_evaluator
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.saved import open_model
-from fedrecon.app.tasks import CLICKS, Items
-from fedrecon.app.tasks.factors import prepare_ratings
+from fedrecon._src.app.build import build_algorithm
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.click_settings import Ranking
+from fedrecon._src.app.config import ClickData, ClicksConfig, Data, Reconstruct
+from fedrecon._src.app.experiment import make_evaluator
+from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.app.saved import open_model
+from fedrecon._src.app.tasks import CLICKS, Items
+from fedrecon._src.app.tasks.factors import prepare_ratings
+from fedrecon._src.core.progress import silent
+from fedrecon._src.deploy import signing
+from fedrecon._src.deploy.asked import largest_message, shapes_of
+from fedrecon._src.deploy.holding import read_holding
+from fedrecon._src.deploy.messages import Envelope, pack, unpack
+from fedrecon._src.deploy.operating import Operator
+from fedrecon._src.deploy.secret import length_of
+from fedrecon._src.deploy.server import ROUND_ZERO
+from fedrecon._src.privacy import secure_sum
 from fedrecon.deploy import (
     InProcess,
     Memory,
@@ -30,17 +39,8 @@ from fedrecon.deploy import (
     hold,
     make_plan,
     plan_for,
-    signing,
     weaker,
 )
-from fedrecon.deploy.asked import largest_message, shapes_of
-from fedrecon.deploy.holding import read_holding
-from fedrecon.deploy.messages import Envelope, pack, unpack
-from fedrecon.deploy.operating import Operator
-from fedrecon.deploy.secret import length_of
-from fedrecon.deploy.server import ROUND_ZERO
-from fedrecon.display.progress import silent
-from fedrecon.privacy import secure_sum
 
 ROUND_ZERO_CONFIG = dataclasses.replace(
     DEFAULT,

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from deployed import Processes, config_of, deployed, files_of, grid_of, node_of, plan_of
-from fedrecon.app.config import Data, Reconstruct
-from fedrecon.deploy import InProcess, Pace, certificates, flower, serve
-from fedrecon.deploy.demo import free_port
-from fedrecon.deploy.messages import Envelope, pack, unpack
+from fedrecon._src.app.config import Data, Reconstruct
+from fedrecon._src.deploy import certificates, flower
+from fedrecon._src.deploy.demo import free_port
+from fedrecon._src.deploy.messages import Envelope, pack, unpack
+from fedrecon.deploy import InProcess, Pace, serve
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Flower's own command line uses what click deprecates
@@ -25,11 +26,11 @@ with warnings.catch_warnings():
     from flwr.app import ConfigRecord, Context, Message, RecordDict
     from flwr.supercore.task_identity import TaskIdentity
 
-from fedrecon.deploy.app import app
-from fedrecon.deploy.flower import FIELD, RECORD, TYPE
-from fedrecon.deploy.flower_server import flower_grid
-from fedrecon.deploy.superlink import OFFLINE, FlowerError, Tls
-from fedrecon.disk.runs import RunFolder
+from fedrecon._src.deploy.app import app
+from fedrecon._src.deploy.flower import FIELD, RECORD, TYPE
+from fedrecon._src.deploy.flower_server import flower_grid
+from fedrecon._src.deploy.superlink import OFFLINE, FlowerError, Tls
+from fedrecon._src.storage.run_folders import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower uses
 CONFIG = config_of(

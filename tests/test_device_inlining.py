@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedrecon.device.inlining import eliminated, inlined, used_inputs
-from fedrecon.solvers.least_squares import solve_positive
+from fedrecon._src.client.least_squares import solve_positive
+from fedrecon._src.device.inlining import eliminated, inlined, used_inputs
 
 DRAW = np.random.default_rng(0)
 TABLE = DRAW.normal(size=(7, 3)).astype(np.float32)

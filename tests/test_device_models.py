@@ -82,7 +82,7 @@ def test_a_model_of_another_framework_does_on_a_device_what_it_does_in_jax(tmp_p
     person.add(like)
     local = person.refresh()
     expected = fr.reconstruct(algorithm, params, like, seed=0)
-    from fedrecon.trees import flatten
+    from fedrecon._src.core.pytrees import flatten
 
     for path, leaf in flatten(expected)[0].items():
         assert local[path] == pytest.approx(leaf, abs=1e-5)

@@ -20,8 +20,8 @@ import shutil
 
 import fedrecon_device
 from device_models import ITEMS, MOST, factorization, ratings_bundle, trained
-from fedrecon.device.page import page_files
-from fedrecon.personalize import recommend
+from fedrecon._src.device.page import page_files
+from fedrecon._src.simulation.personalization import recommend
 from fedrecon_device import Bundle, BundleError, Personal, StoreError, check
 from fedrecon_device.__main__ import main
 from fedrecon_device.contents import MOST_JSON, content_of

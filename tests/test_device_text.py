@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
+from fedrecon._src.data.text import words as training_words
+from fedrecon._src.data.text.sentences import prompt_columns
 from fedrecon.data import Vocabulary, personal_text
-from fedrecon.data.text import words as training_words
-from fedrecon.data.text.sentences import prompt_columns
 from fedrecon_device import words as device_words
 
 KNOWN = ["the", "a", "i", "you", "we", "my", "it", "is", "so", "at", "to", "in", "met"]
@@ -60,7 +60,7 @@ def made(tmp_path_factory):
 
 def reconstructed(algorithm, params, columns, most=10):
     """Reconstruct with JAX from the newest examples, padded to one shape so that it is compiled once."""
-    from fedrecon.device.export_form import export_form
+    from fedrecon._src.device.export_form import export_form
 
     if "run" not in MADE:
         MADE["form"] = export_form(algorithm, params, 0)
@@ -121,9 +121,9 @@ def test_a_text_bundle_says_what_it_needs(made, tmp_path):
 def test_a_saved_model_of_text_becomes_a_bundle_that_suggests(tmp_path):
     pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
     from device_models import WORDS, trained
-    from fedrecon.app.saved import SavedModel
-    from fedrecon.app.tasks import TEXT
-    from fedrecon.device.saved import bundle_model
+    from fedrecon._src.app.saved import SavedModel
+    from fedrecon._src.app.tasks import TEXT
+    from fedrecon._src.device.saved import bundle_model
     from fedrecon_device import Personal, check
 
     sizes = {"embedding": 6, "hidden": 8, "projection": 7, "max_words": 7, "oov_buckets": 5}

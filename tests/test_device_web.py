@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import device_vectors
-from fedrecon.app.cli import main, show
-from fedrecon.app.config import Data, Factorization, RatingsConfig
-from fedrecon.app.saved import SavedModel, open_model, save_model
-from fedrecon.app.tasks import RATINGS, Items
-from fedrecon.device.page import page_files, policy, serve
-from fedrecon.device.saved import items_legend
-from fedrecon.disk.locks import hold
+from fedrecon._src.app.cli import main, show
+from fedrecon._src.app.config import Data, Factorization, RatingsConfig
+from fedrecon._src.app.saved import SavedModel, open_model, save_model
+from fedrecon._src.app.tasks import RATINGS, Items
+from fedrecon._src.device.page import page_files, policy, serve
+from fedrecon._src.device.saved import items_legend
+from fedrecon._src.storage.locks import hold
 from fedrecon_device import BundleError
 from fedrecon_device.contents import content_of
 from fedrecon_device.files import FORMAT, VERSION, manifest_bytes
@@ -37,7 +37,7 @@ def fake_bundle(folder, task="ratings"):
     for name, data in pages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-    from fedrecon.device.making import _entries
+    from fedrecon._src.device.making import _entries
 
     (folder / "manifest.json").write_bytes(manifest_bytes({**manifest, "files": _entries(pages)}))
     return pages
@@ -156,7 +156,7 @@ def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path
     code = (
         "import signal, sys; sys.modules['jax2onnx'] = sys.modules['onnxruntime'] = None; "  # as if not installed
         "signal.signal(signal.SIGINT, signal.default_int_handler); "  # whoever runs tests in the background ignores it
-        "from fedrecon.app.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from fedrecon._src.app.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-u", "-c", code, "page", str(a_run(tmp_path / "run")), "--no-open"]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
@@ -289,8 +289,8 @@ def test_a_saved_model_knows_how_often_items_were_rated_and_the_scale(tmp_path):
 
 
 def test_counts_are_of_the_people_who_train_alone():
-    from fedrecon.app.config import Data, RatingsConfig
-    from fedrecon.app.tasks.ratings import divide_users, load_ratings
+    from fedrecon._src.app.config import Data, RatingsConfig
+    from fedrecon._src.app.tasks.ratings import divide_users, load_ratings
 
     config = RatingsConfig(data=Data(source="synthetic"))
     ratings = load_ratings(config.data)

@@ -1,6 +1,6 @@
 import pytest
 
-from fedrecon.disk.digests import DamagedError, describe_files, file_digest, verify, verify_files
+from fedrecon._src.storage.digests import DamagedError, describe_files, file_digest, verify, verify_files
 
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # from FIPS 180-2
 

@@ -11,14 +11,13 @@ import inspect
 import io
 import re
 import shlex
-import types
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import fedrecon as fr
-from fedrecon.app.cli import COMMANDS, main
+from fedrecon._src.app.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,7 +135,7 @@ def test_every_command_in_a_block_is_understood(page, tmp_path, monkeypatch):
     commands = [command for block in blocks if block.language == "sh" for command in commands_of(block.text)]
     commands += [shlex.split(line, comments=True) for line in INDENTED.findall(page.read_text(encoding="utf-8"))]
     for _, command, *arguments in commands:
-        importlib.import_module(f"fedrecon.app.cli.{command}").parse(arguments)
+        importlib.import_module(f"fedrecon._src.app.cli.{command}").parse(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -178,17 +177,17 @@ def test_every_link_to_a_file_leads_to_one(page):
 
 
 def public_names():
-    """Return what users may use, by the path that it is defined at."""
-    found = {}
-    of_their_own = (fr.split, fr.aggregate, fr.baselines, fr.preparation, fr.ranking)
-    for module in (fr, fr.models, fr.data, *of_their_own):
-        own = module in of_their_own  # modules whose other names are imported for their own use
+    """Return what users may use, by its public path."""
+    names = {}
+    for module in (fr, fr.models, fr.data, fr.split, fr.aggregators, fr.baselines, fr.preparation, fr.ranking):
+        private = "_src" in module.__name__
         for name, value in vars(module).items():
-            if name.startswith("_") or isinstance(value, types.ModuleType) or not hasattr(value, "__qualname__"):
+            defined = getattr(value, "__module__", None) or ""
+            if name.startswith("_") or not hasattr(value, "__qualname__") or not defined.startswith("fedrecon"):
                 continue
-            if value.__module__.startswith("fedrecon") and (value.__module__ == module.__name__ or not own):
-                found[f"{value.__module__}.{value.__qualname__}"] = value
-    return found
+            if not private or defined == module.__name__:
+                names[f"{module.__name__}.{name}"] = value
+    return names
 
 
 def test_every_public_name_is_in_the_reference_once():

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon import engine
-from fedrecon import sampling as sampling_module
-from fedrecon.cohort import ABSENT
-from fedrecon.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, everywhere
-from fedrecon.sampling import Cohorts
+from fedrecon._src.core.cohort import ABSENT
+from fedrecon._src.simulation import engine
+from fedrecon._src.simulation import sampling as sampling_module
+from fedrecon._src.simulation.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, everywhere
+from fedrecon._src.simulation.sampling import Cohorts
 from toy_models import (
     assert_close,
     descend,
@@ -37,7 +37,7 @@ ALGORITHM = fr.federated_reconstruction(
     reconstruct=descend(0.1, 2),
     update=descend(0.1, 2, epochs=2),
     server=optax.sgd(1.0),
-    aggregate=fr.aggregate.mean(clip_norm=0.4),
+    aggregate=fr.aggregators.mean(clip_norm=0.4),
 )
 
 

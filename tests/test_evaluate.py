@@ -174,7 +174,7 @@ def test_evaluation_splits_even_where_training_does_not():
 
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 def test_every_client_is_evaluated_however_many_run_at_once(monkeypatch, at_once):
-    monkeypatch.setattr(importlib.import_module("fedrecon.evaluation"), "CLIENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(importlib.import_module("fedrecon._src.simulation.evaluation"), "CLIENTS_AT_ONCE", at_once)
     found = losses(1, 2, 3, 4, 5, 6, 7)
     np.testing.assert_allclose(found.per_client["loss"], [1, 2, 3, 4, 5, 6, 7], 1e-5)
 

@@ -4,8 +4,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.fitting import check_fit
-from fedrecon.lookups.fit import features_used
+from fedrecon._src.algorithms.fitting import check_fit
+from fedrecon._src.client.lookups.validation import features_used
 from toy_models import a_and_b, descend, linear, lookup_clients, lookup_model, squared_error
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.cohort import Packer
+from fedrecon._src.core.cohort import Packer
 from toy_models import a_and_b, assert_same_bits, descend, linear, one_round, squared_error, xy
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from fedrecon.disk.folders import whole_folder
+from fedrecon._src.storage.folders import whole_folder
 
 
 def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.model import Step
+from fedrecon._src.core.model import Step
 from toy_frameworks import DIM, ITEMS, RATINGS, assert_a_round_equals_ours, batch_of, features, rating_clients, recon
 from toy_models import clients_of, descend, one_round
 

@@ -13,17 +13,26 @@ import warnings
 import numpy as np
 import pytest
 
-from fedrecon.app.cli.options import UsageError
-from fedrecon.app.cli.train import parse
-from fedrecon.app.config import ConfigError, Data, Factorization, NextWord, RatingsConfig, TextConfig, TextData, to_json
-from fedrecon.app.experiment import users_of_run
-from fedrecon.app.resuming import run_to_resume
-from fedrecon.app.saved import open_model, save_model
-from fedrecon.app.tasks import TASKS, Items
+from fedrecon._src.app.cli.options import UsageError
+from fedrecon._src.app.cli.train import parse
+from fedrecon._src.app.config import (
+    ConfigError,
+    Data,
+    Factorization,
+    NextWord,
+    RatingsConfig,
+    TextConfig,
+    TextData,
+    to_json,
+)
+from fedrecon._src.app.experiment import users_of_run
+from fedrecon._src.app.resuming import run_to_resume
+from fedrecon._src.app.saved import open_model, save_model
+from fedrecon._src.app.tasks import TASKS, Items
+from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.sealed import seal_folder
+from fedrecon._src.storage.storage_errors import StorageError
 from fedrecon.data import DataError, Vocabulary
-from fedrecon.disk.errors import StorageError
-from fedrecon.disk.runs import RunFolder
-from fedrecon.disk.sealed import seal_folder
 from toy_models import assert_same_bits
 
 CASES = int(os.environ.get("FEDRECON_FUZZ_CASES", "60"))

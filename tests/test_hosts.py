@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.hosts import total_shapes, upload_shapes
+from fedrecon._src.algorithms.rounds import total_shapes, upload_shapes
 from toy_models import assert_close, descend, lookup_clients, lookup_model, one_by_one, squared_error
 
 SEED, ROUNDS = 3, 2
@@ -103,7 +103,7 @@ CASES = {
     ),
     "random steps": (recon(noisy()), NAMED),
     "statistics": (recon(with_statistics()), CLIENTS),
-    "clipped": (recon(aggregate=fr.aggregate.mean("uniform", clip_norm=0.1, zero_norm=2.0)), CLIENTS),
+    "clipped": (recon(aggregate=fr.aggregators.mean("uniform", clip_norm=0.1, zero_norm=2.0)), CLIENTS),
     "averaging": (fr.federated_averaging(all_global(), update=descend(0.1, 2), server=optax.sgd(1.0)), CLIENTS),
     "averaging with local parts": (
         fr.federated_averaging(
@@ -226,7 +226,7 @@ def test_hosts_run_one_program_whatever_their_clients(monkeypatch):
     algorithm, clients = recon(), CLIENTS
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     fr.client_update(algorithm, message, clients[0], fr.round_key(0, 0), lengths=fr.Lengths(8, 8))
-    from fedrecon.hosts import _compiled_client
+    from fedrecon._src.algorithms.rounds import _compiled_client
 
     before = _compiled_client(algorithm)._cache_size()
     for i in range(1, len(clients)):

@@ -5,9 +5,9 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.cohort import Examples
-from fedrecon.solvers.least_squares import MOST_SOLVED_FOR
-from fedrecon.solvers.problem import Objective, Problem
+from fedrecon._src.client.least_squares import MOST_SOLVED_FOR
+from fedrecon._src.client.objectives import Objective, Problem
+from fedrecon._src.core.cohort import Examples
 from toy_models import a_and_b, clients_of, descend, linear, squared_error, xy
 
 ITEMS, DIM = 10, 3

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from fedrecon.disk.errors import StorageError
-from fedrecon.disk.locks import LockedError, held_by, hold
+from fedrecon._src.storage.locks import LockedError, held_by, hold
+from fedrecon._src.storage.storage_errors import StorageError
 
 HOLD_FOREVER = """
 import sys, time
-from fedrecon.disk.locks import hold
+from fedrecon._src.storage.locks import hold
 with hold(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

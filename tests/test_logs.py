@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import fedrecon as fr
-from fedrecon.app.cli.train import parse
-from fedrecon.app.logs import numbers_of
+from fedrecon._src.app.cli.train import parse
+from fedrecon._src.app.logs import numbers_of
 
 
 def a_round(number, loss):

@@ -5,10 +5,10 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon import cohort
-from fedrecon.cohort import Packer
-from fedrecon.lookups.reach import reach
-from fedrecon.lookups.tables import check_lookups, lookup_groups, merge_repeats
+from fedrecon._src.client.lookups.reach import reach
+from fedrecon._src.client.lookups.tables import check_lookups, lookup_groups, merge_repeats
+from fedrecon._src.core import cohort
+from fedrecon._src.core.cohort import Packer
 from toy_models import (
     DIM,
     ITEMS,
@@ -137,7 +137,7 @@ def test_declared_lookups_change_nothing_but_the_time(name):
 
 
 def test_declared_lookups_change_nothing_in_joint_training_or_clipping():
-    options = {"joint": True, "aggregate": fr.aggregate.mean(clip_norm=0.5)}
+    options = {"joint": True, "aggregate": fr.aggregators.mean(clip_norm=0.5)}
     sparse, dense = (one_round(algorithm(lookups, optax.sgd(0.1), **options), CLIENTS) for lookups in (True, False))
     assert sparse.history[0]["clipped"] > 0
     assert_close(sparse.params, dense.params)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrecon.models.text import lstm as lstm_module
-from fedrecon.models.text.lstm import lstm as lstm_in_two
-from fedrecon.models.text.merging import merging
+from fedrecon._src.models.text import lstm as lstm_module
+from fedrecon._src.models.text.lstm import lstm as lstm_in_two
+from fedrecon._src.models.text.merging import merging
 from toy_models import plain_lstm
 
 BATCH, TIME, FEATURES, HIDDEN, CLIENTS = 3, 4, 2, 5, 3

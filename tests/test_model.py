@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.model import finish, measure, metric_names
-from fedrecon.trees import flatten, unflatten
+from fedrecon._src.core.model import finish, measure, metric_names
+from fedrecon._src.core.pytrees import flatten, unflatten
 from toy_models import assert_same_bits
 
 PARAMS = {

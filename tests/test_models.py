@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.model import finish, measure
+from fedrecon._src.core.model import finish, measure
 from toy_models import a_and_b, assert_close, assert_same_bits, clients_of, descend, linear, one_by_one, one_round, xy
 
 ITEMS = np.array([2, 0, 2])

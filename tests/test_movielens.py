@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedrecon._src.data.downloads import cached, download
+from fedrecon._src.data.ratings.movielens import PUBLISHED, check_md5
 from fedrecon.data import DataError, load, movielens
-from fedrecon.data.downloads import cached, download
-from fedrecon.data.ratings.movielens import PUBLISHED, check_md5
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ml-1m.zip"
 

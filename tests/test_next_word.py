@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.model import measure
-from fedrecon.models.text import lstm as lstm_module
-from fedrecon.models.text import softmax
+from fedrecon._src.core.model import finish, measure
+from fedrecon._src.models.text import lstm as lstm_module
+from fedrecon._src.models.text import softmax
 from toy_models import assert_close, assert_same_history, descend, one_round, plain_lstm
 
 WORDS, BUCKETS, LENGTH = 6, 3, 5
@@ -154,7 +154,7 @@ def test_metrics_are_those_of_the_definitions():
     word, end, oov = (target > 0) & (target <= WORDS), target == END, target >= FIRST_BUCKET
     assert all(kind.any() for kind in (word, end, oov))
     (mean, sums), _ = differentiated()(params, local, batch)
-    found = fr.model.finish(small(), sums)
+    found = finish(small(), sums)
     expected = {
         "loss": losses[target > 0].mean(),
         "accuracy": hit[word].mean(),
@@ -323,7 +323,7 @@ def one_round_of(*, sharing=None, second_order=False):
         update=descend(0.5, 2),
         server=optax.sgd(1.0),
         second_order=second_order,
-        aggregate=fr.aggregate.mean(fr.aggregate.weight_of(model, "perplexity")),
+        aggregate=fr.aggregators.mean(fr.aggregators.weight_of(model, "perplexity")),
     )
     clients = people([5, 3, 4], [2, 5, 5, 1, 3], [4, 4], [5, 5, 2, 3])
     return one_round(algorithm, clients, layout=fr.layout(1, 1, sharing=sharing))
@@ -339,7 +339,7 @@ def test_clients_can_weigh_as_many_tokens_as_they_have():
     # The query is the second half: of three sentences one, of five two, of two one, of four two.
     assert one_round_of().history[0]["weight"] == 4 + (1 + 3) + 4 + (2 + 3)
     with pytest.raises(ValueError, match="`metric` is 'tokens'; the model has: loss, accuracy"):
-        fr.aggregate.weight_of(small(), "tokens")
+        fr.aggregators.weight_of(small(), "tokens")
 
 
 def test_second_order_differentiates_through_reconstruction():

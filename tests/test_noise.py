@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedrecon.privacy import renyi, ring
-from fedrecon.privacy import secure_sum as ss
-from fedrecon.privacy.accounting import Release, epsilon_of, noise_for
-from fedrecon.privacy.noise import ShareOfNoise, draw, share_of_noise, system_generator
-from fedrecon.privacy.secure_sum import Dropouts
+from fedrecon._src.privacy import renyi, ring
+from fedrecon._src.privacy import secure_sum as ss
+from fedrecon._src.privacy.accounting import Release, epsilon_of, noise_for
+from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise, system_generator
+from fedrecon._src.privacy.secure_sum import Dropouts
 
 
 def signed(integers):

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.disk.errors import StorageError
-from fedrecon.recipes import follow, recipe_of
+from fedrecon._src.core.factories import follow, recipe_of
+from fedrecon._src.storage.storage_errors import StorageError
 from toy_models import assert_same_bits, descend, lookup_model, one_round
 
 RATED = fr.data.synthetic_ratings(num_users=8, num_items=9, mean_ratings=6, seed=0)
@@ -28,7 +28,7 @@ def algorithm(model=None, **options):
         "update": fr.gradient_descent(sgd, batch_size=2),
         "server": fr.optimizers.adam(0.1),
         "split": fr.split.redrawn(fr.split.half()),
-        "aggregate": fr.aggregate.mean("uniform", clip_norm=1.0),
+        "aggregate": fr.aggregators.mean("uniform", clip_norm=1.0),
         **options,
     }
     return fr.federated_reconstruction(factorization() if model is None else model, **settings)
@@ -48,7 +48,7 @@ MADE = {
         fr.models.matrix_factorization(9, dim=2),
         update=fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=2),
         server=fr.optimizers.sgd(1.0),
-        aggregate=fr.aggregate.chain(fr.aggregate.finite(), fr.aggregate.by_weight()),
+        aggregate=fr.aggregators.chain(fr.aggregators.finite(), fr.aggregators.by_weight()),
     ),
     "finetuning": lambda: fr.then_finetune(
         algorithm(), fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=2), which="*item*"

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedrecon import preparation
-from fedrecon.clients import Clients
-from fedrecon.preparation import Plan
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.recommend import round_zero as preparation
+from fedrecon._src.recommend.round_zero import Plan
 
 
 def generated(users=200, items=30, noise=0.5, item=0.6, user=0.4, seed=0):

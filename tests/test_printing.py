@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedrecon.app.cli import main, show
-from fedrecon.display.printing import how_many, lay_out, listed_counts, plain, readable
+from fedrecon._src.app.cli import main, show
+from fedrecon._src.core.formatting import how_many, lay_out, listed_counts, plain, readable
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.aggregate.adaptive import BINS, quantile_of
-from fedrecon.algorithm import encode
-from fedrecon.hosts import total_shapes
-from fedrecon.privacy.accounting import epsilon_after, epsilon_of
-from fedrecon.privacy.ledger import Ledger
-from fedrecon.privacy.spending import spending
-from fedrecon.sampling import OVERFLOW, sample
-from fedrecon.upload import RowChanges, Upload, add, no_total, summand_of
+from fedrecon._src.algorithms.algorithm import encode
+from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.core.upload import RowChanges, Upload, add, no_total, summand_of
+from fedrecon._src.privacy.accounting import epsilon_after, epsilon_of
+from fedrecon._src.privacy.ledger import Ledger
+from fedrecon._src.privacy.spending import spending
+from fedrecon._src.server.adaptive_clipping import BINS, quantile_of
+from fedrecon._src.simulation.sampling import OVERFLOW, sample
 from toy_models import descend, linear, lookup_clients, lookup_model, one_round, xy
 
 A = ([1, 2, 3], [5, 6, 8])  # delta 1.44
@@ -56,15 +56,15 @@ def through(aggregator, upload, state=None, key=0):
 
 
 def test_uploads_are_clipped_weighed_alike_and_divided_by_the_expected_number():
-    aggregator = fr.aggregate.private(5.0, 1e-9, per_round=10)
+    aggregator = fr.aggregators.private(5.0, 1e-9, per_round=10)
     mean, *_ = through(aggregator, uploads([3, 4], [30, 40], [0, 1], examples=[1, 100, 0]))
     assert mean.parts["delta"]["w"] == pytest.approx(np.array([0.6, 0.8]), rel=1e-4)
 
 
 def test_nothing_leaves_but_the_clipped_change():
-    *_, total = through(fr.aggregate.private(1.0, 1.0, per_round=2), uploads([3, 4], [np.inf, 0]))
+    *_, total = through(fr.aggregators.private(1.0, 1.0, per_round=2), uploads([3, 4], [np.inf, 0]))
     assert total.scalars == {}
-    run = one_round(recon(fr.aggregate.private(1.0, 1.0, per_round=2)), xy(A, B, BAD))
+    run = one_round(recon(fr.aggregators.private(1.0, 1.0, per_round=2)), xy(A, B, BAD))
     entry = run.history[0]
     assert math.isnan(entry["loss"])
     assert not {"clients", "non_finite", "clipped"} & set(entry)
@@ -72,14 +72,14 @@ def test_nothing_leaves_but_the_clipped_change():
 
 def test_no_client_moves_the_sum_by_more_than_the_norm():
     rng = np.random.default_rng(0)
-    aggregator = fr.aggregate.private(2.0, 1e-12, per_round=1)
+    aggregator = fr.aggregators.private(2.0, 1e-12, per_round=1)
     for scale in (1e-3, 1.0, 1e6, 1e12):
         mean, *_ = through(aggregator, uploads(scale * rng.standard_normal(20_000)))
         assert np.linalg.norm(np.asarray(mean.parts["delta"]["w"], np.float64)) <= 2.0
 
 
 def test_noise_has_the_deviation_that_was_asked_for_and_goes_on_every_entry():
-    aggregator = fr.aggregate.private(2.0, 1.5, per_round=10)
+    aggregator = fr.aggregators.private(2.0, 1.5, per_round=10)
     mean, *_ = through(aggregator, uploads(np.zeros(40_000)))
     noise = np.asarray(mean.parts["delta"]["w"])
     assert noise.std() == pytest.approx(2.0 * 1.5 / 10, rel=0.02)
@@ -88,7 +88,7 @@ def test_noise_has_the_deviation_that_was_asked_for_and_goes_on_every_entry():
 
 
 def test_every_row_of_a_table_is_noised_and_rounds_differ():
-    algorithm = recon(fr.aggregate.private(1.0, 1.0, per_round=2), lookup_model())
+    algorithm = recon(fr.aggregators.private(1.0, 1.0, per_round=2), lookup_model())
     state = algorithm.init(jax.random.key(0))
     clients = lookup_clients([4, 5])
     message = algorithm.message(state)
@@ -106,8 +106,8 @@ def test_every_row_of_a_table_is_noised_and_rounds_differ():
 
 def test_an_explanation_says_what_whole_uploads_cost():
     clients = lookup_clients([4, 5])  # of a model with 9 x 2 + 9 + 6 x 2 + 2 = 41 global parameters
-    plain = fr.explain(recon(fr.aggregate.mean(), lookup_model()), clients)
-    noised = fr.explain(recon(fr.aggregate.private(1.0, 1.0, per_round=2), lookup_model()), clients)
+    plain = fr.explain(recon(fr.aggregators.mean(), lookup_model()), clients)
+    noised = fr.explain(recon(fr.aggregators.private(1.0, 1.0, per_round=2), lookup_model()), clients)
     assert (plain.noised, noised.noised) == (False, True)
     assert "a client sends all" not in str(plain)
     assert "a client sends all 164 B, not 94 B of rows" in str(noised)
@@ -115,21 +115,21 @@ def test_an_explanation_says_what_whole_uploads_cost():
 
 def test_a_budget_is_met_by_the_planned_rounds():
     sizes = {"clients": 5000, "per_round": 100, "rounds": 50}
-    aggregator = fr.aggregate.private(1.0, epsilon=2.0, delta=1e-5, **sizes)
+    aggregator = fr.aggregators.private(1.0, epsilon=2.0, delta=1e-5, **sizes)
     release = aggregator.release({})
     assert epsilon_of([release._replace(rate=0.02, rounds=50)], 1e-5) == pytest.approx(2.0, rel=0.01)
     assert epsilon_after(release.noise_multiplier, delta=1e-5, **sizes) <= 2.0
 
 
 def test_the_count_of_adaptive_clipping_is_paid_for():
-    fixed = fr.aggregate.private(1.0, 1.0, per_round=40).release({})
-    adaptive = fr.aggregate.private(1.0, 1.0, per_round=40, quantile=0.5).release({})
+    fixed = fr.aggregators.private(1.0, 1.0, per_round=40).release({})
+    adaptive = fr.aggregators.private(1.0, 1.0, per_round=40, quantile=0.5).release({})
     assert adaptive.noise_multiplier > fixed.noise_multiplier
     assert adaptive.effective() == pytest.approx(fixed.effective())
 
 
 def test_the_norm_follows_the_quantile_in_private():
-    aggregator = fr.aggregate.private(100.0, 0.01, per_round=200, quantile=0.5, count_noise=1.0)
+    aggregator = fr.aggregators.private(100.0, 0.01, per_round=200, quantile=0.5, count_noise=1.0)
     lengths = np.linspace(1, 3, 200)  # median 2
     upload = uploads(*(np.array([length, 0.0]) for length in lengths))
     state = None
@@ -155,7 +155,7 @@ def test_the_norm_follows_the_quantile_in_private():
 )
 def test_settings_that_promise_nothing_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
-        fr.aggregate.private(**options)
+        fr.aggregators.private(**options)
 
 
 # ---- adaptive_clip ----
@@ -163,7 +163,7 @@ def test_settings_that_promise_nothing_are_refused(options, says):
 
 def test_a_quantile_is_found_from_a_histogram():
     norms = np.exp(np.random.default_rng(0).normal(1.0, 1.5, 4000))
-    aggregator = fr.aggregate.adaptive_clip(0.7, memory=0.0)
+    aggregator = fr.aggregators.adaptive_clip(0.7, memory=0.0)
     _, state, _, _ = through(aggregator, uploads(*norms[:, None]))
     assert float(state.limit) == pytest.approx(np.quantile(norms, 0.7), rel=0.05)
     assert quantile_of(jnp.zeros(BINS).at[10].set(4.0), 0.5) == pytest.approx(2.0 ** (-40 + 10.5 / 4))
@@ -171,15 +171,15 @@ def test_a_quantile_is_found_from_a_histogram():
 
 def test_the_limit_is_a_multiple_of_the_quantile():
     norms = uploads(*np.arange(1.0, 10.0)[:, None])
-    one, three = (through(fr.aggregate.adaptive_clip(times=times), norms)[1] for times in (1.0, 3.0))
+    one, three = (through(fr.aggregators.adaptive_clip(times=times), norms)[1] for times in (1.0, 3.0))
     assert float(three.limit) == pytest.approx(3 * float(one.limit))
     with pytest.raises(ValueError, match="`times` is 0"):
-        fr.aggregate.adaptive_clip(times=0)
+        fr.aggregators.adaptive_clip(times=0)
 
 
 def test_the_first_round_gives_all_updates_the_median_norm_and_the_next_clips_to_it():
-    aggregate = fr.aggregate.chain(
-        fr.aggregate.finite(), fr.aggregate.adaptive_clip(), fr.aggregate.by_weight("uniform")
+    aggregate = fr.aggregators.chain(
+        fr.aggregators.finite(), fr.aggregators.adaptive_clip(), fr.aggregators.by_weight("uniform")
     )
     run = one_round(recon(aggregate), xy(A, A, ([1, 2, 3], [5, 1e6, 8])), rounds=2)
     first, second = run.history
@@ -192,7 +192,7 @@ def test_the_first_round_gives_all_updates_the_median_norm_and_the_next_clips_to
 
 
 def test_a_first_round_is_the_mean_of_directions_times_the_median_norm():
-    aggregator = fr.aggregate.adaptive_clip()
+    aggregator = fr.aggregators.adaptive_clip()
     mean, state, report, _ = through(aggregator, uploads([1e9, 0.0], [0.0, 2.0], [0.0, 0.0], [3.0, 4.0], [0.0, -2.0]))
     assert mean.parts["delta"]["w"] == pytest.approx(float(report["clip_norm"]) * np.array([1.6, 0.8]), rel=1e-5)
     assert 2 / 2**0.25 <= float(report["clip_norm"]) <= 2 * 2**0.25
@@ -200,7 +200,7 @@ def test_a_first_round_is_the_mean_of_directions_times_the_median_norm():
 
 
 def test_hostile_clients_cannot_raise_the_limit_of_their_own_round():
-    aggregator = fr.aggregate.adaptive_clip(start=1.0)
+    aggregator = fr.aggregators.adaptive_clip(start=1.0)
     mean, state, _, _ = through(aggregator, uploads([1e9, 0.0], [0.5, 0.0], [0.4, 0.0]))
     assert float(mean.parts["delta"]["w"][0]) == pytest.approx(1.9)
     assert float(state.limit) < 1.0
@@ -212,9 +212,9 @@ def test_hostile_clients_cannot_raise_the_limit_of_their_own_round():
 def test_the_sum_of_integers_is_the_mean_of_floats_to_the_rounding():
     deltas = np.random.default_rng(1).normal(0, 0.3, (7, 50))
     examples = np.array([1, 5, 3, 9, 2, 8, 4])
-    exact, *_ = through(fr.aggregate.mean(clip_norm=2.0), uploads(*deltas, examples=examples))
+    exact, *_ = through(fr.aggregators.mean(clip_norm=2.0), uploads(*deltas, examples=examples))
     mean, _, report, total = through(
-        fr.aggregate.secure(2.0, clients=7, max_weight=10), uploads(*deltas, examples=examples)
+        fr.aggregators.secure(2.0, clients=7, max_weight=10), uploads(*deltas, examples=examples)
     )
     assert mean.parts["delta"]["w"] == pytest.approx(np.asarray(exact.parts["delta"]["w"]), abs=1e-6)
     assert (float(report["weight"]), float(report["clients"])) == (32, 7)
@@ -225,11 +225,11 @@ def test_the_sum_of_integers_is_the_mean_of_floats_to_the_rounding():
 def test_simulation_equals_the_protocol_bit_for_bit(noise):
     """What the simulator adds up is what the server of a secure sum gets, and it decodes it to the same model."""
     pytest.importorskip("cryptography")
-    from fedrecon.aggregate.ring_sums import from_vector, to_vectors
-    from fedrecon.privacy.secure_sum import Dropouts, plan, rehearse, seeded
+    from fedrecon._src.privacy.secure_sum import Dropouts, plan, rehearse, seeded
+    from fedrecon._src.server.ring_sums import from_vector, to_vectors
 
     options = {} if noise is None else {"noise_multiplier": noise, "per_round": 4, "least": 3}
-    algorithm = recon(fr.aggregate.secure(1.0, clients=8, **options), lookup_model())
+    algorithm = recon(fr.aggregators.secure(1.0, clients=8, **options), lookup_model())
     state = algorithm.init(jax.random.key(0))
     message, key = algorithm.message(state), fr.round_key(0, 0)
     upload = fr.client_update(algorithm, message, lookup_clients([4, 5, 6, 1, 3]), key)
@@ -252,7 +252,7 @@ def test_simulation_equals_the_protocol_bit_for_bit(noise):
 def test_noise_of_the_clients_adds_up_to_what_was_asked_for():
     zeros = uploads(*np.zeros((5, 20_000)))
     mean, _, _, total = through(
-        fr.aggregate.secure(2.0, clients=10, noise_multiplier=1.5, per_round=10, least=5), zeros
+        fr.aggregators.secure(2.0, clients=10, noise_multiplier=1.5, per_round=10, least=5), zeros
     )
     assert total.scalars == {}
     assert np.asarray(mean.parts["delta"]["w"]).std() == pytest.approx(2.0 * 1.5 / 10, rel=0.05)
@@ -296,7 +296,7 @@ def test_noise_of_clients_counts_on_as_few_as_are_all_but_certain(clients, per_r
 
 def test_what_too_many_or_too_few_clients_cost_is_taken_off_delta_beforehand():
     clients = xy(*[A] * 40)
-    algorithm, sampling = recon(fr.aggregate.private(1.0, 2.0, per_round=8)), fr.Sampling(8, poisson=True)
+    algorithm, sampling = recon(fr.aggregators.private(1.0, 2.0, per_round=8)), fr.Sampling(8, poisson=True)
     spent = spending(algorithm, len(clients), sampling, 10, Ledger(40, 1e-4))
     assert spent.before.delta == 1e-4 - 2e6 * OVERFLOW * (1 + math.exp(13)) < 1e-4
     assert spending(algorithm, 40, fr.Sampling(8), 10, Ledger(40, 1e-4)).before.delta == 1e-4
@@ -324,13 +324,13 @@ def poisoned_ratings():
 @pytest.mark.parametrize("adaptive", [False, True], ids=["mean", "adaptive_clip"])
 def test_one_poisoned_client_of_61_spoils_a_mean_and_no_clipped_one(adaptive):
     clients, others = poisoned_ratings()
-    stages = (fr.aggregate.finite(), fr.aggregate.adaptive_clip(), fr.aggregate.by_weight())
+    stages = (fr.aggregators.finite(), fr.aggregators.adaptive_clip(), fr.aggregators.by_weight())
     algorithm = fr.federated_reconstruction(
         fr.models.matrix_factorization(60, dim=4),
         reconstruct=fr.gradient_descent(optax.sgd(0.1), batch_size=5, epochs=5, steps=50),
         update=fr.gradient_descent(optax.sgd(0.2), batch_size=5, steps=50),
         server=optax.sgd(1.0),
-        aggregate=fr.aggregate.chain(*stages) if adaptive else fr.aggregate.mean(),
+        aggregate=fr.aggregators.chain(*stages) if adaptive else fr.aggregators.mean(),
     )
     with contextlib.nullcontext() if adaptive else pytest.warns(fr.DivergenceWarning):
         run = fr.train(algorithm, clients, rounds=30, clients_per_round=61)

@@ -8,16 +8,16 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.app.baselines import beside
-from fedrecon.app.cli import main
-from fedrecon.app.config import config_from_json
-from fedrecon.app.experiment import run_experiment
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.tasks import CLICKS
-from fedrecon.display.progress import silent
-from fedrecon.privacy.accounting import Release, epsilon_of
-from fedrecon.privacy.ledger import Ledger
-from fedrecon.sampling import Sampling
+from fedrecon._src.app.baselines import beside
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.config import config_from_json
+from fedrecon._src.app.experiment import run_experiment
+from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.app.tasks import CLICKS
+from fedrecon._src.core.progress import silent
+from fedrecon._src.privacy.accounting import Release, epsilon_of
+from fedrecon._src.privacy.ledger import Ledger
+from fedrecon._src.simulation.sampling import Sampling
 from toy_models import descend, linear, one_by_one, xy
 
 SETTINGS = {
@@ -45,7 +45,7 @@ def toy(aggregate):
 
 def train_toy(ledger, rounds=6, noise=2.0, poisson=True, **options):
     clients = xy(*[([1, 2, 3], [5, 6, 8])] * 20)
-    aggregate = fr.aggregate.private(1.0, noise, per_round=4)
+    aggregate = fr.aggregators.private(1.0, noise, per_round=4)
     return fr.train(
         toy(aggregate),
         clients,

@@ -1,12 +1,12 @@
 """The study of privacy: its jobs run, and noise is that of the population it names."""
 
 import pytest
+from studies.privacy import JOBS, STUDY
+from studies.privacy_jobs import Setting, _prepared, run_job
+from studies.rating_jobs import Divided
 
 import fedrecon as fr
-from fedrecon.privacy.accounting import epsilon_of
-from fedrecon.studies.privacy import JOBS, STUDY
-from fedrecon.studies.privacy_jobs import Setting, _prepared, run_job
-from fedrecon.studies.rating_jobs import Divided
+from fedrecon._src.privacy.accounting import epsilon_of
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedrecon import ranking
-from fedrecon.clients import Clients
-from fedrecon.ranking import Division, Sets
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.recommend import ranking
+from fedrecon._src.recommend.ranking import Division, Sets
 
 
 def sets(*items):

@@ -4,14 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from studies.ranking import JOBS, STUDY
+from studies.ranking_jobs import Divided, Setting, by_embeddings, ials, run_job, shortened
+from studies.report import compose, to_markdown
 
-from fedrecon import ranking
-from fedrecon.app.config import ClickData, ClicksConfig, Ranking
+from fedrecon._src.app.config import ClickData, ClicksConfig, Ranking
+from fedrecon._src.recommend import ranking
+from fedrecon._src.recommend.ranking import Sets
 from fedrecon.data import synthetic_ratings
-from fedrecon.ranking import Sets
-from fedrecon.studies.ranking import JOBS, STUDY
-from fedrecon.studies.ranking_jobs import Divided, Setting, by_embeddings, ials, run_job, shortened
-from fedrecon.studies.report import compose, to_markdown
 
 SMALL = Setting(method="federated", model=Ranking(dim=4), rounds=3, every=3)
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrecon.app.cli import main
+from fedrecon._src.app.cli import main
+from fedrecon._src.data import sources as sources_module
+from fedrecon._src.data.ratings import text as text_module
+from fedrecon._src.data.ratings.fast import read_numbers, read_with_arrow
+from fedrecon._src.data.ratings.text import parse_ratings
 from fedrecon.data import DataError, load, load_ratings
-from fedrecon.data import sources as sources_module
-from fedrecon.data.ratings import text as text_module
-from fedrecon.data.ratings.fast import read_numbers, read_with_arrow
-from fedrecon.data.ratings.text import parse_ratings
 
 COLUMNS = {"user": "user", "item": "item", "rating": "rating", "time": "auto"}
 
@@ -124,7 +124,7 @@ def test_a_time_that_nobody_asked_for_says_how_to_turn_it_off(write, time, probl
 
 
 def test_the_fast_readers_are_used_for_what_is_common(monkeypatch):
-    from fedrecon.data.ratings.layout import Layout
+    from fedrecon._src.data.ratings.layout import Layout
 
     layout = Layout(",", {"user": 0, "item": 1, "rating": 2, "time": 3})
     plain = "1,20,3.5,978300760\n2,20,0.5,978300761\n"
@@ -230,7 +230,7 @@ def test_one_long_id_costs_its_own_length(write):
 
 
 def test_too_much_text_in_ids_is_refused_before_it_is_made(write, monkeypatch):
-    monkeypatch.setattr("fedrecon.data.ratings.ids.MOST_BYTES", 10_000)
+    monkeypatch.setattr("fedrecon._src.data.ratings.ids.MOST_BYTES", 10_000)
     rows = "".join(f"u{k},1,3\n" for k in range(100))
     assert len(load_ratings(write("user,item,rating\n" + rows))) == 100
     with pytest.raises(DataError, match="101 different user ids, the longest of 150 characters"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrecon.privacy import ring
+from fedrecon._src.privacy import ring
 
 limits = st.floats(1e-3, 1e6)
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedrecon import preparation
-from fedrecon.clients import Clients
-from fedrecon.preparation import Plan
-from fedrecon.privacy import round_zero
-from fedrecon.privacy.accounting import Release, epsilon_of
-from fedrecon.privacy.round_zero import Message, answer, gaussian, integers, prepare, start
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.privacy.accounting import Release, epsilon_of
+from fedrecon._src.recommend import private_round_zero as round_zero
+from fedrecon._src.recommend import round_zero as preparation
+from fedrecon._src.recommend.private_round_zero import Message, answer, gaussian, integers, prepare, start
+from fedrecon._src.recommend.round_zero import Plan
 from test_preparation import generated
 
 ITEMS = 30

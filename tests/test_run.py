@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fedrecon.disk.errors import StorageError
-from fedrecon.disk.metrics import StorageWarning
-from fedrecon.disk.parts import read_description, standing_part
-from fedrecon.disk.replacement import put_aside_in
-from fedrecon.disk.runs import RunFolder
+from fedrecon._src.storage.metrics import StorageWarning
+from fedrecon._src.storage.parts import read_description, standing_part
+from fedrecon._src.storage.replacement import put_aside_in
+from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.storage_errors import StorageError
 from toy_models import assert_same_bits
 
 

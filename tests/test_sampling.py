@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.cohort import ABSENT
-from fedrecon.sampling import sample
+from fedrecon._src.core.cohort import ABSENT
+from fedrecon._src.simulation.sampling import sample
 
 
 def words(seed):

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon import deploy
-from fedrecon.aggregate.ring_sums import to_vectors
-from fedrecon.privacy import ring
-from fedrecon.privacy import secure_sum as ss
-from fedrecon.privacy.noise import share_of_noise
-from fedrecon.privacy.secure_sum import keys, messages, sharing
-from fedrecon.privacy.secure_sum.masks import add_mask
+from fedrecon._src import deploy
+from fedrecon._src.privacy import ring
+from fedrecon._src.privacy import secure_sum as ss
+from fedrecon._src.privacy.noise import share_of_noise
+from fedrecon._src.privacy.secure_sum import keys, messages, sharing
+from fedrecon._src.privacy.secure_sum.masks import add_mask
+from fedrecon._src.server.ring_sums import to_vectors
 from test_private import through, uploads
 from test_secure_sum import MARGIN, Host, exact, until_request
 
@@ -171,7 +171,7 @@ def test_everybody_at_the_largest_norm_and_weight_is_no_overflow(clients, clip, 
 @pytest.mark.parametrize("noise", [None, 1e-3], ids=["plain", "noise of the clients"])
 def test_uploads_that_are_no_numbers_leave_the_sum_of_the_others(poison, noise):
     options = {} if noise is None else {"noise_multiplier": noise, "per_round": 3, "least": 3}
-    aggregator = fr.aggregate.secure(1.0, clients=3, weigh="uniform", **options)
+    aggregator = fr.aggregators.secure(1.0, clients=3, weigh="uniform", **options)
     mean, *_ = through(aggregator, uploads([0.5, 0.25], [poison, 0.1], [-0.25, 0.5]))
     found = np.asarray(mean.parts["delta"]["w"])
     assert np.isfinite(found).all()
@@ -183,7 +183,7 @@ def test_uploads_that_are_no_numbers_leave_the_sum_of_the_others(poison, noise):
 
 @pytest.mark.parametrize("examples", [[1e30, 1, 1], [np.inf, 1, 1], [-5, 1, 1], [0, 1, 1]])
 def test_extreme_weights_are_bounded_or_left_out(examples):
-    aggregator = fr.aggregate.secure(1.0, clients=3, max_weight=10)
+    aggregator = fr.aggregators.secure(1.0, clients=3, max_weight=10)
     mean, _, report, _ = through(aggregator, uploads([1.0, 0.0], [0.0, 0.5], [0.0, 0.5], examples=examples))
     weight = float(report["weight"])
     assert weight == (12 if examples[0] == 1e30 else 2)
@@ -196,7 +196,9 @@ def test_what_a_client_sends_is_never_longer_than_its_share_of_noise_counts_on(s
     """Clipping in single precision and rounding to integers included, for uploads of many entries."""
     length = 200_000
     rng = np.random.default_rng(0)
-    aggregator = fr.aggregate.secure(2.0, clients=4, noise_multiplier=1.0, per_round=4, least=4, simulated_noise=False)
+    aggregator = fr.aggregators.secure(
+        2.0, clients=4, noise_multiplier=1.0, per_round=4, least=4, simulated_noise=False
+    )
     deltas = [scale * rng.standard_normal(length), np.full(length, scale), np.eye(1, length)[0] * scale]
     parts = {"delta": {"w": np.zeros(length, np.float32)}}
     share = aggregator.share(parts)
@@ -208,7 +210,7 @@ def test_what_a_client_sends_is_never_longer_than_its_share_of_noise_counts_on(s
 def encoded(aggregator, upload, parts):
     import jax
 
-    from fedrecon.upload import summand_of
+    from fedrecon._src.core.upload import summand_of
 
     message = aggregator.message(aggregator.init(parts))
     return aggregator.encode(message, summand_of(upload), jax.random.split(jax.random.key(0), len(upload.examples)))
@@ -220,7 +222,9 @@ def test_the_mean_of_a_secure_sum_is_within_its_stated_error(seed, clients, clip
     rng = np.random.default_rng(seed)
     deltas = rng.normal(0, clip / 3, (clients, 6)).astype(np.float32)
     weights = rng.integers(1, most + 1, clients)
-    secure = through(fr.aggregate.secure(clip, clients=clients, max_weight=most), uploads(*deltas, examples=weights))[0]
+    secure = through(fr.aggregators.secure(clip, clients=clients, max_weight=most), uploads(*deltas, examples=weights))[
+        0
+    ]
     norms = np.linalg.norm(deltas.astype(np.float64), axis=1, keepdims=True)
     clipped = deltas * np.minimum(1, clip / np.maximum(norms, 1e-30))
     expected = np.average(clipped, axis=0, weights=weights)

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrecon.privacy import secure_sum as ss
-from fedrecon.privacy.secure_sum import keys, messages, sharing
-from fedrecon.privacy.secure_sum.masks import add_mask
+from fedrecon._src.privacy import secure_sum as ss
+from fedrecon._src.privacy.secure_sum import keys, messages, sharing
+from fedrecon._src.privacy.secure_sum.masks import add_mask
 
 MARGIN = len(messages._header("masked", ss.plan(3, 1), 0))
 

@@ -3,10 +3,10 @@ import re
 import numpy as np
 import pytest
 
+from fedrecon._src.data.text.sentences import next_word_columns
+from fedrecon._src.data.text.words import word_hash
+from fedrecon._src.storage.arrays import StorageError
 from fedrecon.data import Sentences, Vocabulary, input_ids, personal_text, prompt_columns
-from fedrecon.data.text.sentences import next_word_columns
-from fedrecon.data.text.words import word_hash
-from fedrecon.disk.arrays import StorageError
 
 # V = 3: ids 1 to 3, 4 begins, 5 ends, 6 and 7 are buckets
 SMALL = Vocabulary(("the", "a", "."), 2)

@@ -21,10 +21,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedrecon as fr
-from fedrecon.app.cli import train
-from fedrecon.cluster import arrays, joining, meeting, wire
-from fedrecon.cluster.wire import Peer, Wire
-from fedrecon.engine import MOST_IN_BLOCK, MOST_ON_ACCELERATOR, MOST_SHARING, blocks_for
+from fedrecon._src.app.cli import train
+from fedrecon._src.simulation.engine import MOST_IN_BLOCK, MOST_ON_ACCELERATOR, MOST_SHARING, blocks_for
+from fedrecon._src.simulation.multihost import channel as wire
+from fedrecon._src.simulation.multihost import host_arrays as arrays
+from fedrecon._src.simulation.multihost import joining, meeting
+from fedrecon._src.simulation.multihost.channel import Peer, Wire
 
 HERE = Path(__file__).parent
 LONG = 240  # seconds after which a process that should have ended is killed
@@ -264,7 +266,8 @@ def test_a_folder_that_the_first_process_refuses_ends_the_other_with_the_same_se
 
 SILENT = """
 import os, signal, sys, time
-from fedrecon.cluster import meeting, wire
+from fedrecon._src.simulation.multihost import meeting
+from fedrecon._src.simulation.multihost import channel as wire
 wire.SILENCE, wire.BEAT = 2.0, 0.2
 meeting.meet(sys.argv[1], 2, int(sys.argv[2]))
 if sys.argv[2] == "1":

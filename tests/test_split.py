@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.cohort import Needs, Packer
+from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon.split import named, query_only, support_only
 
 quick = settings(max_examples=60, deadline=None)

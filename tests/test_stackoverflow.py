@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedrecon._src.data.text.posts_xml import plain_text
+from fedrecon._src.data.text.stackoverflow import read_word_count
+from fedrecon._src.data.text.tf_example import decode_example
 from fedrecon.data import DataError, load_text, prepare_posts, prepare_stackoverflow
-from fedrecon.data.text.posts_xml import plain_text
-from fedrecon.data.text.stackoverflow import read_word_count
-from fedrecon.data.text.tf_example import decode_example
 from stackoverflow_files import blob, example, nested, varint, write_database
 
 # ---- tf.train.Example ----

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrecon.disk.arrays import (
+from fedrecon._src.storage.arrays import (
     StorageError,
     load_arrays,
     read_json,

@@ -9,18 +9,18 @@ import jax
 import numpy as np
 import optax
 import pytest
+from studies import claims, figures, movielens
+from studies.numbers import Measured, Spread, measured, spread
+from studies.rating_jobs import Divided, Setting, run_job, shortened
+from studies.rating_tables import RATINGS, Row, beyond_section, few_section, paper_section
+from studies.report import compose, to_html, to_markdown
+from studies.reproduce import Plan, reproduce
+from studies.runner import Runner
+from studies.study import Claim, Figure, Job, Study, Table, digest
 
 import fedrecon as fr
-from fedrecon.app.cli import main
-from fedrecon.app.config import Factorization, Reconstruct, Update
-from fedrecon.studies import claims, figures, movielens
-from fedrecon.studies.numbers import Measured, Spread, measured, spread
-from fedrecon.studies.rating_jobs import Divided, Setting, run_job, shortened
-from fedrecon.studies.rating_tables import RATINGS, Row, beyond_section, few_section, paper_section
-from fedrecon.studies.report import compose, to_html, to_markdown
-from fedrecon.studies.reproduce import Plan, reproduce
-from fedrecon.studies.runner import Runner
-from fedrecon.studies.study import Claim, Figure, Job, Study, Table, digest
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.config import Factorization, Reconstruct, Update
 
 TINY = Setting(
     model=Factorization(dim=2, biases=True, init_mean=3.5),

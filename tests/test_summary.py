@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
+from fedrecon._src.data.ratings import summary as summary_module
 from fedrecon.data import Ratings, load_ratings
-from fedrecon.data.ratings import summary as summary_module
 
 
 def ratings_of(values, users=None):

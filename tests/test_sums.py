@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import fedrecon as fr
-from fedrecon.cluster.arrays import AXIS
-from fedrecon.cluster.sums import SMALL, Exchange
-from fedrecon.upload import RowChanges, Summand, Total, add
+from fedrecon._src.core.upload import RowChanges, Summand, Total, add
+from fedrecon._src.simulation.multihost.host_arrays import AXIS
+from fedrecon._src.simulation.multihost.host_sums import SMALL, Exchange
 
 DEVICES = 4
 shapes = st.sampled_from([(), (3,), (2, 2), (SMALL + 1,), (SMALL, 2), (40, 9, 3), (1, SMALL + 5)])

@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.disk import tabular
-from fedrecon.disk.tabular import frame_columns, read_csv_column
+from fedrecon._src.core import tabular
+from fedrecon._src.core.tabular import frame_columns, read_csv_column
 
 COLUMNS = {"user": ["b", "a", "b"], "item": [3, 4, 5], "rating": [1.5, 2.0, 3.0]}
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon.app.build import build_algorithm
-from fedrecon.app.config import NextWord, Reading, TextConfig, TextData
-from fedrecon.app.tasks import TASKS, TEXT, Measure
-from fedrecon.app.tasks import text as text_task
-from fedrecon.app.tasks.text import build_next_word
+from fedrecon._src.app.build import build_algorithm
+from fedrecon._src.app.config import NextWord, Reading, TextConfig, TextData
+from fedrecon._src.app.tasks import TASKS, TEXT, Measure
+from fedrecon._src.app.tasks import text as text_task
+from fedrecon._src.app.tasks.text import build_next_word
+from fedrecon._src.core.model import evaluated_names
+from fedrecon._src.core.progress import silent
+from fedrecon._src.core.upload import summand_of
 from fedrecon.data import Corpus, DataError, Vocabulary, input_ids, load_text, prepare_text
-from fedrecon.display.progress import silent
-from fedrecon.model import evaluated_names
-from fedrecon.upload import summand_of
 from stackoverflow_files import write_database
 
 
@@ -222,8 +222,8 @@ def test_a_fingerprint_is_of_the_content(tmp_path, monkeypatch):
 
 def test_of_much_text_a_fingerprint_looks_at_a_sample(tmp_path, monkeypatch):
     corpus = prepare_text(write_posts(tmp_path / "posts.jsonl"), tmp_path / "corpus")
-    monkeypatch.setattr("fedrecon.data.text.corpus.HASHED_TOKENS", 4)
-    monkeypatch.setattr("fedrecon.data.text.corpus.HASHED_BLOCKS", 3)
+    monkeypatch.setattr("fedrecon._src.data.text.corpus.HASHED_TOKENS", 4)
+    monkeypatch.setattr("fedrecon._src.data.text.corpus.HASHED_BLOCKS", 3)
     first = corpus.fingerprint()
     tokens = np.array(corpus.tokens)
     tokens[-1] += 1  # in the last block

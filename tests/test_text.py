@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
+from fedrecon._src.data.text.preparation import Plan, prepare_corpus
+from fedrecon._src.data.text.runs import Post
+from fedrecon._src.data.text.words import word_hash
 from fedrecon.data import Corpus, DataError, Sentences, input_ids, load_text, prepare_text, split_text, synthetic_text
-from fedrecon.data.text.preparation import Plan, prepare_corpus
-from fedrecon.data.text.runs import Post
-from fedrecon.data.text.words import word_hash
 
 POSTS = [
     {"client": "b", "time": 30, "text": "The cat sat. The dog ran!"},
@@ -225,7 +225,7 @@ def test_a_corpus_holds_what_a_plain_program_finds(
 
 
 def test_streamed_examples_are_those_in_memory_for_more_than_one_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedrecon.data.text.corpus.SENTENCES_PER_BLOCK", 7)
+    monkeypatch.setattr("fedrecon._src.data.text.corpus.SENTENCES_PER_BLOCK", 7)
     corpus = synthetic_text(20, sentences=5)
     some = corpus.train.take([3, 0, 7, 7, 1])
     streamed = corpus.next_words(some, 10, 3, folder=tmp_path / "a")
@@ -250,7 +250,7 @@ def test_a_source_is_prepared_once_and_then_opened(write, monkeypatch, tmp_path)
     path = write(POSTS)
     first = load_text(path, fractions=(1, 0, 0))
     folders = list((tmp_path / "cache" / "text").iterdir())
-    monkeypatch.setattr("fedrecon.data.text.files.prepare_text", None)
+    monkeypatch.setattr("fedrecon._src.data.text.files.prepare_text", None)
     assert content(load_text(path, fractions=(1, 0, 0))) == content(first)
     assert content(load_text(folders[0])) == content(first)
     monkeypatch.undo()
@@ -313,7 +313,7 @@ def test_truncated_gzip_is_an_error_that_names_the_line_or_ends_the_file(write):
 
 
 def test_a_line_without_end_is_refused_without_reading_it_whole(write, monkeypatch):
-    monkeypatch.setattr("fedrecon.data.text.records.LONGEST_LINE", 100)
+    monkeypatch.setattr("fedrecon._src.data.text.records.LONGEST_LINE", 100)
     path = write([POSTS[0], b'{"client": "a", "text": "' + b"x" * 1000 + b'"}', POSTS[2]])
     with pytest.raises(DataError, match="line 2: longer than 100 bytes"):
         prepare(path)

@@ -11,11 +11,11 @@ import threading
 import numpy as np
 import pytest
 
+from fedrecon._src.data import sources as sources_module
+from fedrecon._src.data.text import corpus as corpus_module
+from fedrecon._src.data.text.posts_xml import plain_text
+from fedrecon._src.storage.locks import LockedError, hold
 from fedrecon.data import Corpus, DataError, load_text, prepare_posts, prepare_stackoverflow, prepare_text
-from fedrecon.data import sources as sources_module
-from fedrecon.data.text import corpus as corpus_module
-from fedrecon.data.text.posts_xml import plain_text
-from fedrecon.disk.locks import LockedError, hold
 from fuzz_loaders import bounded
 from stackoverflow_files import write_database
 

@@ -2,14 +2,14 @@ import dataclasses
 import json
 
 import pytest
+from studies import text
+from studies.report import compose, to_markdown
+from studies.text_jobs import Setting, TextData, run_job, shortened
+from studies.text_tables import comes_close, keeps_most, order_by_size, raises
 
 import fedrecon as fr
-from fedrecon.app.cli import main
-from fedrecon.app.config import Reconstruct, Update
-from fedrecon.studies import text
-from fedrecon.studies.report import compose, to_markdown
-from fedrecon.studies.text_jobs import Setting, TextData, run_job, shortened
-from fedrecon.studies.text_tables import comes_close, keeps_most, order_by_size, raises
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.config import Reconstruct, Update
 
 TINY = Setting(
     vocabulary=25,

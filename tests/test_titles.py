@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedrecon.app.cli import main
+from fedrecon._src.app.cli import main
 from fedrecon.data import DataError, load_titles, unique_labels
 
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.evaluation import Evaluation
-from fedrecon.training import _Judging, _next_stop, loss_of
+from fedrecon._src.simulation.evaluation import Evaluation
+from fedrecon._src.simulation.training import _Judging, _next_stop, loss_of
 from toy_models import (
     a_and_b,
     assert_same_bits,
@@ -293,7 +293,7 @@ def test_evaluations_that_diverge_are_warned_of_once_in_a_training():
 
 
 def test_updates_that_are_all_too_long_are_warned_of():
-    short = fr.aggregate.mean(zero_norm=1e-9)
+    short = fr.aggregators.mean(zero_norm=1e-9)
     with pytest.warns(fr.DivergenceWarning, match="rounds 1 to 3 .* longer than `zero_norm`"):
         fr.train(exploding(aggregate=short), ratings(), rounds=4, layout=one_by_one())
 

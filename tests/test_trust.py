@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedrecon.app.cli import main, show
-from fedrecon.app.config import Data, RatingsConfig, TextConfig, from_json
-from fedrecon.app.config_files import ConfigError, read_config
-from fedrecon.app.health import Watch, remedy, why_failed
-from fedrecon.app.presets import DEFAULT
-from fedrecon.app.tasks import RATINGS
+from fedrecon._src.app.cli import main, show
+from fedrecon._src.app.config import Data, RatingsConfig, TextConfig, from_json
+from fedrecon._src.app.config_files import ConfigError, read_config
+from fedrecon._src.app.health import Watch, remedy, why_failed
+from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.app.tasks import RATINGS
+from fedrecon._src.data.cache import cache_folder
+from fedrecon._src.simulation.evaluation import Evaluation
+from fedrecon._src.storage.arrays import StorageError, read_json, save_arrays, write_json
+from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.sealed import write_sealed
 from fedrecon.data import DataError, load_text
-from fedrecon.data.cache import cache_folder
-from fedrecon.disk.arrays import StorageError, read_json, save_arrays, write_json
-from fedrecon.disk.runs import RunFolder
-from fedrecon.disk.sealed import write_sealed
-from fedrecon.evaluation import Evaluation
 from test_cli import SMALL, said, write_ratings
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_is_overwritten_is_gone_when_the_new_one_is_complete(trained,
 
 
 def test_the_old_run_is_there_until_an_interrupted_new_one_is_complete(trained, run, monkeypatch, capsys):
-    from fedrecon.app.cli import show
+    from fedrecon._src.app.cli import show
 
     def stop(record, measures):
         if record["round"] == 1:
@@ -552,7 +552,7 @@ def test_what_ends_with_words_has_failed(monkeypatch, capsys):
     def leave(options):
         raise SystemExit("it cannot be done")
 
-    monkeypatch.setattr("fedrecon.app.cli.keys.run", leave)
+    monkeypatch.setattr("fedrecon._src.app.cli.keys.run", leave)
     assert main(["keys", "folder"]) == 1
     assert said(capsys) == "fedrecon: it cannot be done\n"
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon.app.cli import main
-from fedrecon.app.cli.train import parse
-from fedrecon.app.config import Data, RatingsConfig
-from fedrecon.app.tuning import SPACE, Trial, Tuned, seconds_of, what_mattered
+from fedrecon._src.app.cli import main
+from fedrecon._src.app.cli.train import parse
+from fedrecon._src.app.config import Data, RatingsConfig
+from fedrecon._src.app.tuning import SPACE, Trial, Tuned, seconds_of, what_mattered
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_an_interrupted_tuning_keeps_what_it_found(tuned, tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return first(self, values, *rest)
 
-    monkeypatch.setattr("fedrecon.app.tuning._Bench.measure", measure)
+    monkeypatch.setattr("fedrecon._src.app.tuning._Bench.measure", measure)
     options = ["--rounds", "4", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
     assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path / "tuned"), *options]) == 130
     assert "interrupted after 1 trials" in capsys.readouterr().err

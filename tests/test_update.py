@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.cohort import Packer
-from fedrecon.lookups.fit import features_used
-from fedrecon.trees import flatten, path_name
+from fedrecon._src.client.lookups.validation import features_used
+from fedrecon._src.core.cohort import Packer
+from fedrecon._src.core.pytrees import flatten, path_name
 from toy_models import (
     assert_close,
     assert_same_bits,

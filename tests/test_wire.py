@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon.upload import ROW_CHUNK, Upload
+from fedrecon._src.core.upload import ROW_CHUNK, Upload
 
 
 def upload(clients=3, rows=ROW_CHUNK, seed=0):

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon.app import word_baselines
-from fedrecon.app.baselines import verdict
-from fedrecon.app.word_baselines import FOLLOWING, MOST_USED, measure
+from fedrecon._src.app import word_baselines
+from fedrecon._src.app.baselines import verdict
+from fedrecon._src.app.word_baselines import FOLLOWING, MOST_USED, measure
+from fedrecon._src.data.text.sentences import next_word_columns
+from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon.data import Sentences, Vocabulary
-from fedrecon.data.text.sentences import next_word_columns
-from fedrecon.evaluation import Evaluation
 
 WORDS = Vocabulary(("the", "a", "cat", "dog"), 2)  # most used first; "sat" and all others are outside
 

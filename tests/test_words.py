@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedrecon._src.data.text.words import word_hash
 from fedrecon.data import split_text
-from fedrecon.data.text.words import word_hash
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.cohort import Packer
+from fedrecon._src.core.cohort import Packer
 
 
 def squared_error(predictions, batch):

@@ -2,7 +2,7 @@
 
 import sys
 
-from fedrecon.app.cli import main
+from fedrecon._src.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

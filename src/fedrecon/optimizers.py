@@ -1,43 +1,17 @@
-"""optax optimizers and schedules that can be saved with an algorithm, and our own federated ones.
+"""optax optimizers and schedules that can be saved with an algorithm, and our own federated ones."""
 
-`fr.optimizers.sgd(0.1)` is `optax.sgd(0.1)`. Any optax optimizer can train; those made here can also be saved with
-`fr.save`.
-"""
-
-import optax
-
-from fedrecon.recipes import recorded
-from fedrecon.solvers.optimizers import adagrad as fedadagrad
-from fedrecon.solvers.optimizers import yogi as fedyogi
-
-sgd = recorded(optax.sgd)
-adam = recorded(optax.adam)
-adamw = recorded(optax.adamw)
-adagrad = recorded(optax.adagrad)
-rmsprop = recorded(optax.rmsprop)
-chain = recorded(optax.chain)
-identity = recorded(optax.identity)
-clip_by_global_norm = recorded(optax.clip_by_global_norm)
-add_decayed_weights = recorded(optax.add_decayed_weights)
-scale = recorded(optax.scale)
-scale_by_schedule = recorded(optax.scale_by_schedule)
-linear_schedule = recorded(optax.linear_schedule)
-cosine_decay_schedule = recorded(optax.cosine_decay_schedule)
-
-__all__ = [
-    "adagrad",
-    "adam",
-    "adamw",
-    "add_decayed_weights",
-    "chain",
-    "clip_by_global_norm",
-    "cosine_decay_schedule",
-    "fedadagrad",
-    "fedyogi",
-    "identity",
-    "linear_schedule",
-    "rmsprop",
-    "scale",
-    "scale_by_schedule",
-    "sgd",
-]
+from fedrecon._src.client.optimizers import adagrad as adagrad
+from fedrecon._src.client.optimizers import adam as adam
+from fedrecon._src.client.optimizers import adamw as adamw
+from fedrecon._src.client.optimizers import add_decayed_weights as add_decayed_weights
+from fedrecon._src.client.optimizers import chain as chain
+from fedrecon._src.client.optimizers import clip_by_global_norm as clip_by_global_norm
+from fedrecon._src.client.optimizers import cosine_decay_schedule as cosine_decay_schedule
+from fedrecon._src.client.optimizers import fedadagrad as fedadagrad
+from fedrecon._src.client.optimizers import fedyogi as fedyogi
+from fedrecon._src.client.optimizers import identity as identity
+from fedrecon._src.client.optimizers import linear_schedule as linear_schedule
+from fedrecon._src.client.optimizers import rmsprop as rmsprop
+from fedrecon._src.client.optimizers import scale as scale
+from fedrecon._src.client.optimizers import scale_by_schedule as scale_by_schedule
+from fedrecon._src.client.optimizers import sgd as sgd

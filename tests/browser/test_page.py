@@ -16,15 +16,15 @@ import pytest
 from PIL import Image
 
 from device_models import clicks_model, counts_model, default_model, trained
-from fedrecon.app.cli.demo import SETTINGS
-from fedrecon.app.recommender import Recommender
-from fedrecon.app.saved import open_model
-from fedrecon.app.tasks import RATINGS
-from fedrecon.app.tasks.ratings import load_ratings
-from fedrecon.device.page import serve
-from fedrecon.device.saved import bundle_model
-from fedrecon.device.tables import packed, unpacked
-from fedrecon.trees import flatten, unflatten
+from fedrecon._src.app.cli.demo import SETTINGS
+from fedrecon._src.app.recommender import Recommender
+from fedrecon._src.app.saved import open_model
+from fedrecon._src.app.tasks import RATINGS
+from fedrecon._src.app.tasks.ratings import load_ratings
+from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.device.page import serve
+from fedrecon._src.device.saved import bundle_model
+from fedrecon._src.device.tables import packed, unpacked
 from fedrecon_device import Bundle
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")

@@ -1,0 +1,284 @@
+"""The types of a federated algorithm (model, method, aggregator), and how the server finishes a round."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon._src.core.cohort import Cohort, Examples, Needs
+from fedrecon._src.core.keys import client_keys
+from fedrecon._src.core.model import Batch, Model
+from fedrecon._src.core.pytrees import Params, flatten, unflatten
+from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, summand_of
+from fedrecon._src.server.aggregator import Aggregator, Report
+from fedrecon._src.server.averaging import all_finite
+
+ENCODING = 3  # folded into a client's key for what the aggregator draws; R and U fold in 1 and 2
+
+
+class Trained(NamedTuple):
+    """The state of a method whose server has an optimizer: the global parameters and the optimizer's state."""
+
+    params: Params
+    optimizer: Any
+
+
+class ServerState(NamedTuple):
+    """All that the server keeps from round to round: the method's state (any pytree) and the aggregator's."""
+
+    method: Any
+    aggregator: Any
+
+
+class Message(NamedTuple):
+    """All that the server sends in a round. Every client gets the same message."""
+
+    method: Any
+    aggregator: Any
+
+
+# (message, kept or what `Stages.prepare` returned, cohort, key) -> (Upload, kept)
+Client = Callable[[Any, Any, Cohort, Array], tuple[Upload, Any]]
+
+
+class Stages(NamedTuple):
+    """A client function in two stages. The first can run on larger blocks of clients.
+
+    Attributes:
+      prepare: `(message, kept, cohort, key) -> prepared`, clients first: the work for which all clients share the
+        global parameters.
+      finish: `(message, prepared, cohort, key) -> (Upload, kept)`: the work for which each client has its own copy.
+    """
+
+    prepare: Callable[[Any, Any, Cohort, Array], Any]
+    finish: Client
+
+
+class Method(NamedTuple):
+    """A training method, defined for one model. All functions are pure and can be compiled.
+
+    Functions that run on clients take a block of clients: every leaf has the clients in its first dimension, except in
+    the message, which is the same for all. A single client is a block of one.
+
+    Attributes:
+      init: `key -> state`, any pytree.
+      client: `(message, kept, cohort, key) -> (Upload, kept)`; `key` is the round's (see `keys.client_keys`).
+      server: `(state, mean, report) -> state`; `mean` holds the decoded parts of the uploads, `{part: {path: array}}`.
+      reconstruct: `(global, kept, support, keys) -> local`, for use after training.
+      needs: which parts of a client's data `client` needs.
+      message: `state -> message`, any pytree; the global parameters by default.
+      params: `state -> global parameters`.
+      parts: `state -> parts`, arrays in the shapes that uploads add up to. By default one part, `delta`, in the shapes
+        of the global parameters.
+      keep: `keys -> kept`, what clients keep before their first round; None if they keep nothing between rounds.
+      check: `(global, local, batch, mask)` of one client; raises if the model does not fit the method.
+      support_limit: how many support examples `reconstruct` can use; None for no limit.
+      stages: `client` as two stages, `prepare` and then `finish`; None if it cannot be divided.
+    """
+
+    init: Callable[[Array], Any]
+    client: Client
+    server: Callable[[Any, Parts, Report], Any]
+    reconstruct: Callable[[Params, Any, Examples, Array], Params]
+    needs: Needs
+    message: Callable[[Any], Any] = lambda state: state.params
+    params: Callable[[Any], Params] = lambda state: state.params
+    parts: Callable[[Any], Parts] = lambda state: {DELTA: flatten(state.params)[0]}
+    keep: Callable[[Array], Any] | None = None
+    check: Callable[[Params, Params, Batch, Array], None] = lambda *args: None
+    support_limit: int | None = None
+    stages: Stages | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Algorithm:
+    """A federated algorithm: a model, a training method and an aggregator.
+
+    Nothing is computed or compiled before first use. Algorithms are compared by identity.
+
+    Attributes:
+      model: what is trained.
+      define: `model -> Method`. It is also called with the same model once the model's lookups are decided.
+      aggregator: turns uploads into the mean that the method's server takes.
+    """
+
+    model: Model
+    define: Callable[[Model], Method]
+    aggregator: Aggregator
+
+    @functools.cached_property
+    def method(self) -> Method:
+        """The method for this model."""
+        return self.define(self.model)
+
+    def init(self, key: Array) -> ServerState:
+        """Return the server's state before the first round.
+
+        Args:
+          key: a JAX key, for the initial global parameters.
+        """
+        state = self.method.init(key)
+        return ServerState(state, self.aggregator.init(self.method.parts(state)))
+
+    def message(self, state: ServerState) -> Message:
+        """Return what the server sends to the clients of a round.
+
+        Args:
+          state: the server's state.
+        """
+        return Message(self.method.message(state.method), self.aggregator.message(state.aggregator))
+
+    def params(self, state: ServerState) -> Params:
+        """Return the global parameters.
+
+        Args:
+          state: the server's state.
+        """
+        return self.method.params(state.method)
+
+    def has_local(self) -> bool:
+        """Return whether clients have local parameters."""
+        return bool(jax.tree.leaves(shapes_of(self.model.init_local)))
+
+
+def encode(algorithm: Algorithm, message: Message, upload: Upload, keys: Array) -> Summand:
+    """Encode uploads as summands, ready to be added.
+
+    Args:
+      algorithm: its aggregator does the encoding.
+      message: the round's message.
+      upload: the uploads of several clients.
+      keys: the clients' keys.
+    """
+    mine = jax.vmap(jax.random.fold_in, (0, None))(keys, ENCODING)
+    return algorithm.aggregator.encode(message.aggregator, summand_of(upload), mine)
+
+
+def summand_shapes(algorithm: Algorithm, state: ServerState, metrics: int) -> Any:
+    """Return the shapes of one client's summand, with all parts whole.
+
+    Args:
+      algorithm: what is trained.
+      state: the server's state.
+      metrics: how many metrics the model has, the loss included.
+    """
+    parts = {
+        name: {path: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for path, leaf in part.items()}
+        for name, part in algorithm.method.parts(state.method).items()
+    }
+    examples, sums = jax.eval_shape(lambda: (jnp.zeros(1), jnp.zeros((1, metrics, 2))))
+    upload = Upload(parts, examples, sums)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    message = jax.eval_shape(algorithm.message, state)
+    return jax.eval_shape(functools.partial(encode, algorithm), message, upload, keys)
+
+
+def finish_round(algorithm: Algorithm, state: ServerState, total: Total, key: Array) -> tuple[ServerState, Report]:
+    """Finish a round on the server: decode the sum and take a step. A skipped round leaves the method's state alone.
+
+    Args:
+      algorithm: what is trained.
+      state: the server's state before the round.
+      total: the sum of the clients' summands.
+      key: for what the aggregator draws on the server.
+
+    Returns:
+      The new state, and a report on the round: counts, sums of metrics, whether it was `skipped`.
+    """
+    scalars = dict(total.scalars)
+    mean, aggregator, decoded = algorithm.aggregator.decode(state.aggregator, total, key)
+    skipped = decoded.get("skipped", ~all_finite(mean.parts))
+    report = {**scalars, **decoded, "skipped": skipped}
+    new = algorithm.method.server(state.method, mean.parts, report)
+    method = jax.tree.map(lambda a, b: jnp.where(skipped, b, a), new, state.method)
+    return ServerState(method, aggregator), report
+
+
+def shapes_of(init: Callable[[Array], Params]) -> Any:
+    """Return the shapes of parameters without computing them or starting JAX's devices.
+
+    Args:
+      init: `key -> parameters`, such as a model's `init_global`.
+    """
+    return jax.eval_shape(lambda: init(jax.random.key(0)))
+
+
+def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
+    """Derive clients' keys for the steps of R and for those of U; None for a model whose steps are not random.
+
+    Args:
+      model: only models with a `fit` have random steps.
+      keys: the clients' keys.
+    """
+    if model.fit is None:
+        return None, None
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    return fold(keys, 1), fold(keys, 2)
+
+
+def averaged(model: Model) -> tuple[str, ...]:
+    """Return the paths of the global state: leaves that the server averages without its optimizer.
+
+    Args:
+      model: what is trained.
+    """
+    return () if model.state is None else model.state.shared
+
+
+def init_server(model: Model, server: optax.GradientTransformation, key: Array) -> Trained:
+    """Initialise the global parameters and the server's optimizer.
+
+    Args:
+      model: what is trained.
+      server: the optimizer.
+      key: for the initial parameters.
+    """
+    params = model.init_global(key)
+    return Trained(params, server.init(params))
+
+
+def step_server(
+    server: optax.GradientTransformation, state: Trained, mean: Mapping[str, Array], as_is: Collection[str] = ()
+) -> Trained:
+    """Take a server step, with the negative mean change as the optimizer's gradient.
+
+    Args:
+      server: the optimizer.
+      state: parameters and the optimizer's state.
+      mean: the mean change by path.
+      as_is: paths of leaves to which the mean change is added without the optimizer. An optimizer could make a running
+        variance negative.
+    """
+    structure = flatten(state.params)[1]
+    gradient = {path: jnp.zeros_like(delta) if path in as_is else -delta for path, delta in mean.items()}
+    updates, optimizer = server.update(unflatten(structure, gradient), state.optimizer, state.params)
+    if as_is:
+        updates = unflatten(structure, flatten(updates)[0] | {path: mean[path] for path in as_is})
+    return Trained(optax.apply_updates(state.params, updates), optimizer)
+
+
+__all__ = [
+    "Algorithm",
+    "Client",
+    "Message",
+    "Method",
+    "ServerState",
+    "Stages",
+    "Trained",
+    "averaged",
+    "client_keys",
+    "encode",
+    "finish_round",
+    "init_server",
+    "shapes_of",
+    "step_keys",
+    "step_server",
+    "summand_shapes",
+]

@@ -1,0 +1,98 @@
+"""Federated averaging of whole models; for models with local parameters, which stay on the clients, it is FedPer.
+
+References:
+  McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+  Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged, init_server, step_keys, step_server
+from fedrecon._src.client.batch_statistics import settle
+from fedrecon._src.client.objectives import Solver
+from fedrecon._src.client.reconstruction import reconstruction
+from fedrecon._src.client.update import Updater, hold
+from fedrecon._src.core.cohort import Cohort
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.keys import client_keys
+from fedrecon._src.core.model import Model
+from fedrecon._src.core.pytrees import Params
+from fedrecon._src.core.split import query_only
+from fedrecon._src.core.upload import DELTA, Upload, against
+from fedrecon._src.server import Aggregator
+from fedrecon._src.server import mean as mean_of_uploads
+
+
+@recorded
+def federated_averaging(
+    model: Model,
+    *,
+    update: Solver,
+    server: optax.GradientTransformation,
+    reconstruct: Solver | None = None,
+    aggregate: Aggregator | None = None,
+) -> Algorithm:
+    """Average what clients learn on all their examples.
+
+    If the model has local parameters, each client keeps its own from round to round and trains them together with the
+    global ones. Only the global ones are averaged.
+
+    Args:
+      model: with or without local parameters.
+      update: how a client trains.
+      server: the optimizer that takes the negative mean change as a gradient.
+      reconstruct: how clients that took no part in training get local parameters, for ReconEval; not needed for
+        models without local parameters.
+      aggregate: weights, clipping; `aggregate.mean()` by default.
+
+    Returns:
+      An `Algorithm`. If the model has local parameters, `Run.kept` has those of all clients after training.
+    """
+    if model.default_local is not None or model.evidence is not None:
+        raise ValueError(
+            "federated averaging starts local parameters once and keeps them, so it cannot learn where they start; "
+            "use a model without a learned default or implicit feedback"
+        )
+
+    def define(model: Model) -> Method:
+        updater, recon = Updater(model, update), reconstruction(model, reconstruct)
+        has_local = bool(jax.tree.leaves(jax.eval_shape(lambda: model.init_local(jax.random.key(0)))))
+
+        def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            of_steps = step_keys(model, client_keys(key, cohort.identity))[1]
+            updated = updater.run(params, cohort, hold(model), (), solved=kept, keys=of_steps)
+            if not has_local:
+                return updated.upload, kept
+            return updated.upload, keep_finite(settle(model, params, updated.local, cohort.query), kept)
+
+        return Method(
+            init=lambda key: init_server(model, server, key),
+            client=client,
+            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
+            reconstruct=recon.run,
+            needs=updater.needs(query_only(), 1),
+            keep=jax.vmap(model.init_local) if has_local else None,
+            check=recon.check,
+            support_limit=recon.limit,
+        )
+
+    return Algorithm(model, define, aggregate or mean_of_uploads())
+
+
+def keep_finite(new: Params, old: Params) -> Params:
+    """Return what clients keep after a round. A client whose training diverged keeps its old value.
+
+    Args:
+      new: local parameters after the round, clients first.
+      old: those before it.
+    """
+    finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(new)]
+    fine = jnp.stack(finite).all(0)
+    return jax.tree.map(lambda a, b: jnp.where(against(fine, a), a, b), new, old)

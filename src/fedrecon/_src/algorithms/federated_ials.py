@@ -1,0 +1,161 @@
+"""Federated implicit least squares: learn to rank from the items that people have, against all other items.
+
+A client solves for its embedding z on its support by weighted least squares over all items: an item that it has should
+score 1, and every item, with weight `unobserved`, should score 0. The cost of the latter is `z' G z` with the Gram
+matrix G = V'V of the item embeddings V, so a client needs only its own rows of V and one small matrix. The gradient is
+just as small: one of those rows, one of G. The server turns the gradient of G into one of all rows: V times the sum of
+the matrix and its transpose.
+
+References:
+  Hu, Koren, Volinsky, Collaborative Filtering for Implicit Feedback Datasets, ICDM 2008 (the loss, the Gram matrix).
+  Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon import kit
+from fedrecon._src.client.least_squares import solve_positive
+
+ITEMS, GRAM, LOCAL = "item_embedding", "gram", "user_embedding"
+
+
+class _Side(NamedTuple):
+    """Support or query of one client: places in its rows, and weights, zero where there is no example."""
+
+    place: Array
+    weight: Array
+
+
+@kit.recorded
+def federated_ials(
+    model: kit.Model,
+    *,
+    unobserved: float,
+    ridge: float,
+    server: optax.GradientTransformation,
+    split: Any = None,
+    second_order: bool = True,
+    both_ways: bool = True,
+    aggregate: kit.Aggregator | None = None,
+) -> kit.Algorithm:
+    """Train item embeddings so that a client's hidden items score high once it has reconstructed its own embedding.
+
+    Each client reconstructs on its support, `z = (X'X + unobserved G + ridge)^-1 X'1`. It sends the gradient of half
+    the cost on its query, `sum (q'z - 1)^2 + unobserved z'Gz`, by rows and as one `(dim, dim)` matrix. Items of its
+    support do not count in this cost. Both gradients are means over its query examples, so uploads weighted by examples
+    give the mean over the cohort's examples, as `with_prior` expects.
+
+    Args:
+      model: as `models.ranking_factorization` makes it, with an embedding of items, their Gram matrix, and an embedding
+        of the user.
+      unobserved: the weight of an item that a client does not have; one that it has weighs 1.
+      ridge: on the client's embedding, above 0.
+      server: the optimizer that takes the mean gradient of the item embeddings.
+      split: S; halves redrawn in every round by default.
+      second_order: differentiate through the reconstruction, so that embeddings of support items are trained too.
+      both_ways: run every client twice, the second time with support and query exchanged.
+      aggregate: weights, clipping; `aggregate.mean()` by default.
+
+    Returns:
+      An `Algorithm`.
+    """
+    for name, value in (("unobserved", unobserved), ("ridge", ridge)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"`{name}` is {value}; it must be above 0")
+    shapes = kit.flatten(kit.shapes_of(model.init_global))[0], kit.flatten(kit.shapes_of(model.init_local))[0]
+    if (set(shapes[0]), set(shapes[1])) != ({ITEMS, GRAM}, {LOCAL}):
+        raise ValueError(
+            f"federated_ials trains {ITEMS} and {GRAM} and reconstructs {LOCAL}, as models.ranking_factorization has "
+            f"them; this model has {', '.join(shapes[0])} and {', '.join(shapes[1]) or 'nothing local'}"
+        )
+    num_items, dim = shapes[0][ITEMS].shape
+
+    def embedding(rows: Array, gram: Array, side: _Side) -> Array:
+        mine = rows[side.place]
+        matrix = mine.T @ (side.weight[:, None] * mine) + unobserved * gram + ridge * jnp.eye(dim)
+        return solve_positive(matrix, mine.T @ side.weight)
+
+    def cost(rows: Array, gram: Array, support: _Side, query: _Side) -> tuple[Array, Array]:
+        """Return half the cost on the query, and the sum of squared errors there."""
+        own = embedding(rows, gram, support)
+        own = own if second_order else jax.lax.stop_gradient(own)
+        error, known = rows[query.place] @ own - 1, rows[support.place] @ own
+        squares = jnp.sum(query.weight * error**2)
+        everything = own @ gram @ own - jnp.sum(jnp.where(support.weight > 0, known, 0) ** 2)
+        there = jnp.where(query.weight > 0, error, 0)
+        return (squares + unobserved * everything) / 2, jnp.stack([jnp.sum(there**2), jnp.sum(there)])
+
+    def one(rows: Array, gram: Array, support: _Side, query: _Side) -> tuple[Array, Array, Array, Array]:
+        """Return the gradients of a client, its count and its sums of metrics."""
+        ways = [(support, query), (query, support)] if both_ways else [(support, query)]
+        counts = jnp.stack([jnp.sum(side.weight > 0) for _, side in ways]).astype(jnp.float32)
+        takes_part = jnp.any(support.weight > 0) & jnp.any(query.weight > 0)
+        count = jnp.where(takes_part, counts.sum(), 0)
+
+        def total(rows: Array, gram: Array) -> tuple[Array, Array]:
+            costs, told = (jnp.stack(part) for part in zip(*(cost(rows, gram, *way) for way in ways), strict=True))
+            return jnp.where(takes_part, costs.sum() / jnp.maximum(count, 1), 0.0), told.sum(0)
+
+        (of_rows, of_gram), told = jax.grad(total, (0, 1), has_aux=True)(rows, gram)
+        sums = jnp.stack([jnp.stack([told[0], count]), jnp.stack([told[1] + count, count])])
+        return of_rows, of_gram, count, jnp.where(takes_part, sums, 0)
+
+    def side_of(examples: kit.Examples, place: Array) -> _Side:
+        there = jnp.arange(place.shape[1]) < examples.count[:, None]
+        weights = model.loss(jnp.ones(place.shape), examples.columns)[1]
+        return _Side(place, jnp.where(there, weights, 0.0))
+
+    def define(model: kit.Model) -> kit.Method:
+        by_rows = ITEMS in model.lookups
+
+        def client(params: kit.Params, kept: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
+            del key
+            if by_rows:
+                rows, axis = params[ITEMS][cohort.rows["item"]], 0
+                places = cohort.support_slots["item"], cohort.slots["item"]
+            else:
+                rows, axis = params[ITEMS], None
+                places = cohort.support.columns["item"], cohort.query.columns["item"]
+            sides = side_of(cohort.support, places[0]), side_of(cohort.query, places[1])
+            of_rows, of_gram, count, sums = jax.vmap(one, (axis, None, 0, 0))(rows, params[GRAM], *sides)
+            change: Any = -of_rows
+            if by_rows:
+                change = kit.RowChanges(cohort.rows["item"], change, cohort.num_rows["item"], num_items)
+            return kit.Upload({kit.DELTA: {GRAM: -of_gram, ITEMS: change}}, count, sums), kept
+
+        def reconstruct(params: kit.Params, kept: Any, support: kit.Examples, keys: Array) -> kit.Params:
+            del kept, keys
+            sides = side_of(support, support.columns["item"])
+            return {LOCAL: jax.vmap(embedding, (None, None, 0))(params[ITEMS], params[GRAM], sides)}
+
+        def init(key: Array) -> kit.Trained:
+            params = model.init_global(key)
+            return kit.Trained(params, server.init({ITEMS: params[ITEMS]}))
+
+        def take(state: kit.Trained, mean: kit.Parts, report: Any) -> kit.Trained:
+            del report
+            items, change = state.params[ITEMS], mean[kit.DELTA]
+            whole = change[ITEMS] + items @ (change[GRAM] + change[GRAM].T)
+            stepped = kit.step_server(server, kit.Trained({ITEMS: items}, state.optimizer), {ITEMS: whole})
+            new = stepped.params[ITEMS]
+            return kit.Trained({GRAM: new.T @ new, ITEMS: new}, stepped.optimizer)
+
+        groups = {"item": (num_items, ("item",))} if by_rows else {}
+        halves = kit.half()._replace(redrawn=True) if split is None else split
+        return kit.Method(
+            init=init,
+            client=client,
+            server=take,
+            reconstruct=reconstruct,
+            needs=kit.Needs(halves, groups=groups, support_rows=True),
+        )
+
+    return kit.Algorithm(model, define, aggregate or kit.mean_of_uploads())

@@ -1,0 +1,154 @@
+"""Federated Reconstruction: the server learns the global part, every client reconstructs its local part.
+
+References:
+  Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, Stages, averaged, init_server, step_keys, step_server
+from fedrecon._src.client.objectives import Solver
+from fedrecon._src.client.reconstruction import reconstruction
+from fedrecon._src.client.update import Updater, differentiate_through, hold
+from fedrecon._src.core.cohort import Cohort
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.keys import client_keys
+from fedrecon._src.core.model import Model
+from fedrecon._src.core.pytrees import Params
+from fedrecon._src.core.split import Split
+from fedrecon._src.core.split import half as half_split
+from fedrecon._src.core.upload import DELTA, RowChanges, Upload, against
+from fedrecon._src.server import Aggregator
+from fedrecon._src.server import mean as mean_of_uploads
+
+
+@recorded
+def federated_reconstruction(
+    model: Model,
+    *,
+    reconstruct: Solver,
+    update: Solver,
+    server: optax.GradientTransformation,
+    split: Split | None = None,
+    joint: bool = False,
+    second_order: bool = False,
+    both_ways: bool = False,
+    aggregate: Aggregator | None = None,
+) -> Algorithm:
+    """Train the global part of a model so that the local part is quick to reconstruct.
+
+    In every round each client reconstructs its local parameters on its support examples with the global ones frozen,
+    updates the global ones on its query examples, uploads only that change and discards the local parameters.
+
+    Args:
+      model: a partially local model.
+      reconstruct: R, how local parameters are reconstructed.
+      update: U, how global parameters are updated.
+      server: the optimizer that takes the negative mean change as a gradient; `optax.sgd(1.0)` is plain averaging.
+      split: S; half and half by default.
+      joint: let U change the local parameters too (they are still discarded).
+      second_order: let U differentiate through R. R then runs again in every step of U, so use few steps.
+      both_ways: run every client twice, the second time with support and query exchanged, and upload the mean of both
+        changes, weighted by examples. Clients learn from all examples in every round, at twice the cost.
+      aggregate: weights, clipping; `aggregate.mean()` by default.
+
+    Returns:
+      An `Algorithm`.
+
+    References:
+      Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
+    """
+    if joint and second_order:
+        raise ValueError(
+            "`joint` and `second_order` exclude each other: one changes the local parameters, the other differentiates "
+            "through them"
+        )
+    if second_order and model.state is not None and model.state.shared:
+        raise ValueError(
+            "`second_order` cannot advance averaged statistics, since it keeps no reconstructed local parameters; "
+            "give the model state='local' or state='frozen'"
+        )
+
+    def define(model: Model) -> Method:
+        updater = Updater(model, update, through_support=second_order or both_ways)
+        recon = reconstruction(model, reconstruct)
+
+        def reconstruct_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
+            keys = client_keys(key, cohort.identity)
+            of_r, of_u = step_keys(model, keys)
+            return recon.run(params, kept, cohort.support, keys, of_r), of_u, kept
+
+        def then_update(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            del key
+            local, of_u, kept = prepared
+            if joint:
+                return updater.run(params, cohort, hold(model), (), solved=local, keys=of_u).upload, kept
+            return updater.run(params, cohort, hold(model), local, keys=of_u).upload, kept
+
+        def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            if not second_order:
+                return then_update(params, reconstruct_first(params, kept, cohort, key), cohort, key)
+            keys = client_keys(key, cohort.identity)
+            of_r, of_u = step_keys(model, keys)
+            start = jax.vmap(model.init_local)(keys), of_r
+            predict = differentiate_through(model, reconstruct)
+            return updater.run(params, cohort, predict, start, keys=of_u).upload, kept
+
+        def twice(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            one, kept = client(params, kept, cohort, key)
+            other, kept = client(params, kept, exchanged(cohort), key)
+            return together(one, other), kept
+
+        return Method(
+            init=lambda key: init_server(model, server, key),
+            client=twice if both_ways else client,
+            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
+            reconstruct=recon.run,
+            needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
+            check=recon.check,
+            support_limit=reconstruct.limit,
+            stages=None if second_order or both_ways else Stages(reconstruct_first, then_update),
+        )
+
+    return Algorithm(model, define, aggregate or mean_of_uploads())
+
+
+def exchanged(cohort: Cohort) -> Cohort:
+    """Exchange support and query of a cohort.
+
+    Args:
+      cohort: packed with `Needs.support_rows`, so that rows of both are listed.
+    """
+    return cohort._replace(
+        support=cohort.query, query=cohort.support, slots=cohort.support_slots, support_slots=cohort.slots
+    )
+
+
+def together(one: Upload, other: Upload) -> Upload:
+    """Join two uploads of the same clients into one: the mean of their changes, weighted by examples.
+
+    Args:
+      one: an upload.
+      other: another, of the same clients and rows.
+    """
+    examples = one.examples + other.examples
+    share = one.examples / jnp.maximum(examples, 1)  # (clients,)
+
+    def mean(a: Any, b: Any) -> Any:
+        if isinstance(a, RowChanges):  # both have the same rows, since rows of both sides are listed
+            return dataclasses.replace(a, values=mean(a.values, b.values))
+        weight = against(share, a)
+        return weight * a + (1 - weight) * b
+
+    parts = {
+        part: {path: mean(a, other.parts[part][path]) for path, a in some.items()} for part, some in one.parts.items()
+    }
+    return Upload(parts, examples, one.sums + other.sums)

@@ -1,0 +1,89 @@
+"""Finetuning: after training, a client adapts its own copy of global parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged, shapes_of
+from fedrecon._src.client.lookups.tables import lookup_groups
+from fedrecon._src.client.objectives import Objective, Problem, Solver
+from fedrecon._src.core.cohort import Examples
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.model import Batch, Model
+from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, unflatten
+
+
+@recorded
+def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*") -> Algorithm:
+    """Finetune global parameters on a client's support, after its local parameters are reconstructed.
+
+    Training and uploads do not change, only serving and evaluation do: `reconstruct` now returns
+    `{"local": ..., "finetuned": {path: ...}}`, with the client's own version of some global parameters, and the model
+    predicts with these. For a model without local parameters this is plain finetuning. With Federated Reconstruction,
+    the local parameters are fixed while global ones are finetuned on the same support.
+
+    Running statistics and other state are fixed too, and used as in serving.
+
+    Every client has its own copy of what is finetuned. If that is all of a large model, run few clients side by side,
+    as `layout(model=...)` does.
+
+    Args:
+      algorithm: what was trained, and how its local parameters are reconstructed.
+      finetune: how a client finetunes, on the same support.
+      which: the global parameters to finetune, as for `partition`: a pattern such as `"oov_embedding"`, several, or a
+        predicate.
+
+    Returns:
+      An `Algorithm` for `evaluate`, `reconstruct` and `predict`; its `model` is the one that predicts.
+    """
+    model = algorithm.model
+    shapes = flatten(shapes_of(model.init_global))[0]
+    matches = matcher(which, "which", shapes)
+    paths = [path for path, leaf in shapes.items() if matches(path, leaf) and path not in averaged(model)]
+    if not paths:
+        raise ValueError(f"`which` matched nothing; the global parameters are: {', '.join(shapes)}")
+
+    def with_own(params: Params, own: dict[str, Any]) -> Params:
+        leaves, structure = flatten(params)
+        return unflatten(structure, {**leaves, **own})
+
+    def init_local(key: Array) -> Params:
+        leaves = flatten(model.init_global(key))[0]
+        return {"local": model.init_local(key), "finetuned": {path: leaves[path] for path in paths}}
+
+    def predict(params: Params, mine: Params, batch: Batch) -> Any:
+        return model.predict(with_own(params, mine["finetuned"]), mine["local"], batch)
+
+    def objective(params: Params) -> Objective:
+        return Objective(model, lambda own, local, batch: model.predict(with_own(params, own), local, batch))
+
+    def reconstruct(params: Params, kept: Any, support: Examples, keys: Array) -> Params:
+        local = algorithm.method.reconstruct(params, kept, support, keys)
+        leaves = flatten(params)[0]
+        start = {path: jnp.broadcast_to(leaves[path], (len(keys), *leaves[path].shape)) for path in paths}
+        solution = finetune.solve(Problem(objective(params), start, local, support, measured=False))
+        return {"local": local, "finetuned": solution.params}
+
+    def check(params: Params, mine: Params, batch: Batch, mask: Array) -> None:
+        algorithm.method.check(params, mine["local"], batch, mask)
+        finetune.check(objective(params), mine["finetuned"], mine["local"], batch, mask)
+
+    def define(_: Model) -> Method:
+        limits = (algorithm.method.support_limit, finetune.limit)
+        limit = None if None in limits else max(limit or 0 for limit in limits)
+        return algorithm.method._replace(reconstruct=reconstruct, check=check, support_limit=limit)
+
+    serving = model._replace(
+        init_local=init_local,
+        predict=predict,
+        default_local=None,
+        evidence=None,
+        fit=None,
+        state=None,
+        lookups=lookup_groups(model),
+    )
+    return dataclasses.replace(algorithm, model=serving, define=define)

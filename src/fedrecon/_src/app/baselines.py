@@ -1,0 +1,191 @@
+"""What a model must beat, on the very same query: rows of tables beside it, and what to say if it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.app import word_baselines
+from fedrecon._src.app.build import build_algorithm, build_model, build_split
+from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig
+from fedrecon._src.app.presets import is_default
+from fedrecon._src.app.saved import SavedModel
+from fedrecon._src.app.stopping import JUDGES
+from fedrecon._src.app.tasks import Users
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.formatting import how_many
+from fedrecon._src.data import Sentences
+from fedrecon._src.recommend import baselines, ranking
+from fedrecon._src.recommend.round_zero import Preparation, start
+from fedrecon._src.simulation.evaluation import Evaluation
+
+Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
+MARGIN = 1e-6  # relative: what counts as equal
+MOST_ITEMS = 5000  # beyond this, baselines that hold a number for every pair of items are left out
+EASE_RIDGE = 500.0
+NDCG, COVERAGE = "ndcg@100", "coverage@20"
+
+
+def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
+    """Measure the baselines on the query of a run's users, from its training users.
+
+    Args:
+      config: settings of the run.
+      users: of the run, as the model sees them.
+      part: which of them are measured: valid or test.
+      legend: the items.
+    """
+    measured = getattr(users, part)
+    if not len(measured):
+        return {}
+    split = build_split(config.split.evaluate, config.split)
+    if isinstance(config, TextConfig):
+        return word_baselines.measure(cast(Sentences, users.train), measured, split)
+    if isinstance(config, ClicksConfig):
+        return _ranked(ranking.sets_of(users.train), ranking.divide(measured, split), len(legend))
+    if not len(baselines.divided(measured, split).query.rating):
+        return {}
+    return baselines.measure(users.train, measured, split=split, num_items=len(legend)).table
+
+
+def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
+    """Measure the baselines that a saved model knows enough for, on the query of other clients.
+
+    Args:
+      model: of ratings, with its items' biases.
+      clients: as the model sees them.
+    """
+    config, items = model.config, model.legend
+    if isinstance(config, ClicksConfig) and items.counts is not None:
+        division = ranking.divide(clients, build_split(config.split.evaluate, config.split))
+        return (
+            {"popularity": found} if (found := _metrics(ranking.by_count(items.counts), division, len(items))) else {}
+        )
+    if not isinstance(config, RatingsConfig) or config.model.scale is None or items.liking is None:
+        return {}
+    known = baselines.divided(clients, build_split(config.split.evaluate, config.split))
+    if not len(known.query.rating):
+        return {}
+    zero = _preparation(model)
+    own = baselines.user_biases(zero, known.support, known.clients)
+    found = zero.item_bias[known.query.item] + own[known.query.client]
+    guesses = {"global mean": np.zeros(len(found)), "item + user bias": found}
+    return {name: baselines.errors(zero.restore(guess), known.query.rating) for name, guess in guesses.items()}
+
+
+def _ranked(train: ranking.Sets, division: ranking.Division, num_items: int) -> Table:
+    """Rank the items of held-out users by each baseline that these items are few enough for."""
+    if not len(division.hidden.item):
+        return {}
+    scorers = {"popularity": ranking.popularity(train, num_items)}
+    if num_items <= MOST_ITEMS:
+        both = ranking.together(train, num_items)
+        scorers["item kNN"] = ranking.item_knn(train, num_items, both=both)
+        scorers["EASE"] = ranking.ease(train, num_items, ridge=EASE_RIDGE, both=both)
+    return {name: _metrics(score, division, num_items) for name, score in scorers.items()}
+
+
+def _metrics(score: ranking.Scorer, division: ranking.Division, num_items: int) -> Mapping[str, float]:
+    return ranking.rank(score, division, num_items).metrics if len(division.hidden.item) else {}
+
+
+def with_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Clients, found: Evaluation) -> Evaluation:
+    """Return an evaluation of ranking with the share of items that are recommended to anybody; any other as it is.
+
+    Args:
+      config: settings of the run.
+      algorithm: what was trained.
+      params: its global parameters.
+      clients: who was measured.
+      found: how the model serves them.
+    """
+    if not isinstance(config, ClicksConfig) or not found.clients:
+        return found
+    if found.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
+        return dataclasses.replace(found, micro=found.micro | {COVERAGE: math.nan})
+    division = ranking.divide(clients, build_split(config.split.evaluate, config.split))
+    metrics = _metrics(ranking.by_model(algorithm, params), division, len(params["item_embedding"]))
+    covered = {name: value for name, value in metrics.items() if name.startswith("coverage")}
+    return dataclasses.replace(found, micro=found.micro | covered)
+
+
+def _preparation(model: SavedModel[Any]) -> Preparation:
+    """Return what round zero knew of biases, from what is saved; ratings are transformed already."""
+    scale, liking = model.config.model.scale, model.legend.liking
+    return start(len(model.legend))._replace(
+        mean=scale.mean,
+        deviation=scale.deviation,
+        low=scale.low,
+        high=scale.high,
+        item_bias=liking.bias,
+        noise=liking.user_ridge,
+        user_variance=1.0,
+    )
+
+
+def with_baselines(found: Evaluation, table: Table) -> dict[str, Any]:
+    """Return the summary of an evaluation with the baselines in it, if there are any."""
+    return found.summary() | ({"baselines": {name: dict(row) for name, row in table.items()}} if table else {})
+
+
+def verdict(found: Evaluation, table: Table, config: Config | None = None) -> str | None:
+    """Say that the model loses against a baseline and what to try, or that too few were measured to tell; None if it
+    does not lose.
+
+    Args:
+      found: how the model does.
+      table: how the baselines do on the same query.
+      config: the settings of the model, if they are known.
+    """
+    if not table:
+        return None
+    if NDCG in found.micro:
+        metric, title, sign, advice = NDCG, "NDCG@100", -1, _try_ranking
+    elif word_baselines.MOST_USED in table:
+        metric, title, sign, advice = "accuracy", "accuracy", -1, _try_text
+    else:
+        metric, title, sign, advice = "rmse", "RMSE", 1, _try_ratings
+    best = min(table, key=lambda name: sign * table[name][metric])
+    ours, theirs = found.micro[metric], table[best][metric]
+    if sign * ours <= sign * theirs * (1 + sign * MARGIN):
+        return None
+    figures = f"{best!r} has {title} {theirs:.4f}, the model {ours:.4f}"
+    measured = found.clients - found.diverged
+    if measured < JUDGES:
+        return f"{figures}. With {how_many(measured, 'users')} measured, this difference is within chance."
+    return f"the model loses to a baseline: {figures}. {advice(best, config)}"
+
+
+def _try_ratings(best: str, config: Config | None) -> str:
+    del best
+    other = config is not None and not config.privacy.on and not is_default(config)
+    return (
+        "With few ratings per user, there may be nothing to learn beyond biases. Try "
+        f"{'--preset default, ' if other else ''}more --rounds, fewer dimensions (--model.dim 4), a larger "
+        "--model.prior, or fedrecon tune."
+    )
+
+
+def _try_ranking(best: str, config: Config | None) -> str:
+    del config
+    central = "" if best == "popularity" else "It needs everybody's data in one place; popularity does not. "
+    return f"{central}Try more --rounds, another --model.dim, --model.unobserved or --model.prior, or fedrecon tune."
+
+
+def _try_text(best: str, config: Config | None) -> str:
+    del best, config
+    return (
+        "Counting words needs everybody's text in one place. Try more --rounds, a larger "
+        "--sampling.clients-per-round, or a smaller --model.vocabulary."
+    )
+
+
+def without_reconstruction(config: Config, num_items: int) -> Algorithm:
+    """Return the same algorithm, but that local parameters stay as they were initialised."""
+    model = build_model(config.model, num_items)
+    return build_algorithm(dataclasses.replace(config, reconstruct=Reconstruct(steps=0)), model)

@@ -1,0 +1,145 @@
+"""Build what settings describe: an algorithm and a layout."""
+
+from __future__ import annotations
+
+import optax
+
+from fedrecon._src import server as aggregate
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.federated_ials import federated_ials
+from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
+from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
+from fedrecon._src.app.settings import relaxed_rounds
+from fedrecon._src.app.tasks.factors import believing, ridges_of
+from fedrecon._src.app.tasks.factors import build_model as build_model
+from fedrecon._src.app.tasks.ratings import load_ratings as load_ratings
+from fedrecon._src.client.gradient_descent import gradient_descent
+from fedrecon._src.client.least_squares import Ridge, least_squares
+from fedrecon._src.client.objectives import Solver
+from fedrecon._src.client.optimizer_rules import adagrad, yogi
+from fedrecon._src.client.priors import with_prior
+from fedrecon._src.core import split
+from fedrecon._src.core.model import Model
+from fedrecon._src.simulation.engine import Layout, layout
+
+
+def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
+    """Return an optimizer by name; `momentum` is SGD with momentum 0.9."""
+    if name == "momentum":
+        return optax.sgd(learning_rate, momentum=0.9)
+    known = {"sgd": optax.sgd, "adagrad": optax.adagrad, "fedadagrad": adagrad, "adam": optax.adam, "yogi": yogi}
+    return known[name](learning_rate)
+
+
+def build_server(settings: Server, rounds: int | None = None, relax: int = 0) -> optax.GradientTransformation:
+    """Return the server's optimizer, for a run of `rounds` rounds and `relax` relaxations after them.
+
+    A rate that falls over all rounds starts again with every relaxation.
+    """
+    optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
+    over = rounds if settings.decay_rounds == "all" else settings.decay_rounds
+    if not isinstance(over, int) or over < 1:
+        return optimizer
+
+    def decay(length: int) -> optax.Schedule:
+        linear = settings.decay == "linear"
+        return optax.linear_schedule(1.0, 0.0, length) if linear else optax.cosine_decay_schedule(1.0, length, 0.02)
+
+    schedule = decay(over)
+    if relax and settings.decay_rounds == "all":
+        each = relaxed_rounds(over, 1)
+        starts = [over + number * each for number in range(relax)]
+        schedule = optax.join_schedules([schedule, *[decay(each)] * relax], starts)
+    return optax.chain(optimizer, optax.scale_by_schedule(schedule))
+
+
+def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> Solver:
+    """Return R; with least squares, `ridge` replaces that of the settings if given."""
+    if settings.solver == "least-squares":
+        return least_squares(settings.ridge if ridge is None else ridge)
+    return gradient_descent(
+        build_optimizer(settings.optimizer, settings.learning_rate),
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        steps=settings.steps,
+    )
+
+
+def build_update(settings: Update) -> Solver:
+    """Return U."""
+    optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
+    if settings.clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
+    return gradient_descent(optimizer, batch_size=settings.batch_size, epochs=settings.epochs, steps=settings.steps)
+
+
+def build_split(name: str, settings: Split) -> split.Split:
+    """Return S."""
+    return split.named(name)._replace(by="time" if settings.by_time else None)
+
+
+def build_weights(config: Config, model: Model) -> aggregate.Weigh:
+    """Return how clients are weighed."""
+    weigh = config.aggregate.weigh
+    # Perplexity is over tokens whatever the loss is over.
+    return aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh
+
+
+def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
+    """Return how updates become one mean if clients need no protection from the server."""
+    settings, weigh = config.aggregate, build_weights(config, model)
+    quantile = settings.followed
+    if quantile is None:
+        return aggregate.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
+    stages = [aggregate.finite()]
+    stages += [] if settings.zero_norm is None else [aggregate.zero(settings.zero_norm)]
+    stages += [aggregate.adaptive_clip(quantile, times=settings.clip_times)]
+    return aggregate.chain(*stages, aggregate.by_weight(weigh))
+
+
+def build_algorithm(
+    config: Config, model: Model, examples: float = 1, aggregator: aggregate.Aggregator | None = None
+) -> Algorithm:
+    """Return Federated Reconstruction of a model with these settings; for clicks, over all items.
+
+    Args:
+      config: the settings, those of a `Ready` for a model that begins with round zero.
+      model: what is trained.
+      examples: how many examples all training clients have, which a prior is weighed against; only training needs it.
+        If uploads are sums over examples (`app.protection`), how many uploads make up everybody's.
+      aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
+    """
+    relax = config.model.relax if isinstance(config, RatingsConfig) else 0
+    update, server, ridge = config.update, build_server(config.server, config.rounds, relax), None
+    if aggregator is None:
+        aggregator = build_aggregator(config, model)
+    if isinstance(config, ClicksConfig):
+        settings = config.model
+        return federated_ials(
+            model,
+            unobserved=settings.unobserved,
+            ridge=settings.ridge,
+            server=with_prior(server, {"item_embedding": settings.prior}, examples=examples),
+            split=build_split(config.split.train, config.split),
+            second_order=settings.second_order,
+            both_ways=settings.both_ways,
+            aggregate=aggregator,
+        )
+    if isinstance(config, RatingsConfig):
+        server, ridge = believing(config, server, examples), ridges_of(config)
+    return federated_reconstruction(
+        model,
+        split=build_split(config.split.train, config.split),
+        reconstruct=build_reconstruction(config.reconstruct, ridge),
+        update=build_update(update),
+        server=server,
+        joint=update.joint,
+        second_order=update.second_order,
+        both_ways=update.both_ways,
+        aggregate=aggregator,
+    )
+
+
+def build_layout(config: Config, model: Model) -> Layout:
+    """Return the layout."""
+    return layout(config.block, config.devices, model=model)

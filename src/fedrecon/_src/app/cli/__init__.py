@@ -1,0 +1,171 @@
+"""The command line: finds the command, parses its options, and turns errors into sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from fedrecon._src.simulation.evaluation import DivergenceWarning
+from fedrecon._version import __version__
+
+COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
+    "train": "train a model of ratings, clicks or text whose local parameters never leave the clients",
+    "tune": "find settings for your own ratings or clicks, on validation users",
+    "evaluate": "measure a trained model on clients that took no part in training",
+    "recommend": "recommend items to the users of a file of ratings or clicks",
+    "complete": "suggest the next word to a person, their own words included",
+    "bundle": "write a folder that reconstructs and predicts without Python or JAX, or check one",
+    "page": "try a model on a web page that this machine serves",
+    "demo": "train on real ratings, compare with baselines, recommend: in about a minute",
+    "privacy": "plan the noise for a privacy budget, attack uploads, audit noise",
+    "plan": "write the plan of a training over several nodes that keep their data",
+    "keys": "make keys and certificates for a server and its nodes",
+    "server": "train a plan over nodes that keep their data",
+    "node": "take part in a server's training with a file that stays on this machine",
+    "reproduce": "run one of the paper's studies, and compare with its numbers",
+}
+FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
+BUG = 70
+HELP = """\
+usage: fedrecon COMMAND [OPTIONS]
+
+Partially local federated learning: train the global part of a model, reconstruct the local part on each client.
+
+commands:
+{commands}
+
+examples:
+  fedrecon train movielens-small --out runs/small
+  fedrecon recommend runs/small --ratings my-ratings.csv -n 5
+  fedrecon train posts.jsonl.gz --task text --out runs/words
+  fedrecon complete runs/words --text my-mail.txt --prompt "see you"
+
+fedrecon COMMAND --help lists the options of a command.
+fedrecon --version prints the version; --debug with any command shows the traceback of an error.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    0 if all is well, 1 for an error, 2 for wrong use, 3 for a training that failed, 70 for a bug in fedrecon, 130 for
+    Ctrl-C.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args or os.environ.get("FEDRECON_DEBUG", "") not in ("", "0")
+    args = [arg for arg in args if arg != "--debug"]
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started us closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        code = _run(args)
+        sys.stdout.flush()  # if it cannot be written, we say so, and not Python at its end
+        return code
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # whoever reads our output has had enough of it
+        _drop_output()
+        return _end_others("nobody reads what it prints", 141)
+    except Exception as problem:
+        if debug:
+            traceback.print_exc()
+        code = _fail(*_sentence(problem), problem)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return code
+
+
+def _run(args: Sequence[str]) -> int:
+    """Run a command, or say which there are."""
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP.format(commands="\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())), end="")
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"fedrecon {__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        near = difflib.get_close_matches(args[0], COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        return _fail(f"there is no command {args[0]!r}; {hint}", 2)
+    command = importlib.import_module(f"fedrecon._src.app.cli.{args[0]}")
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
+            return command.run(command.parse(args[1:]))
+    except SystemExit as leaving:  # how a help text ends, and some errors of use
+        return _fail(leaving.code, 1) if isinstance(leaving.code, str) else leaving.code or 0
+
+
+def _drop_output() -> None:
+    """Let what is still to be printed go nowhere, so that Python does not fail on it as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _sentence(problem: Exception) -> tuple[str, int]:
+    """Say what went wrong and with which exit code."""
+    from fedrecon._src.app.cli.options import UsageError
+
+    if isinstance(problem, UsageError):
+        return str(problem), 2
+    if isinstance(problem, OSError) and problem.strerror:
+        return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
+    if isinstance(problem, ValueError):
+        return _with_options(str(problem)), 1
+    if isinstance(problem, RecursionError):
+        return "something in the input is nested too deeply", 1
+    if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
+        return f"there is not enough memory: {problem or 'none is left'}", 1
+    return (
+        f"{type(problem).__name__}: {problem} (this is a bug in fedrecon: please report it, with the output of "
+        "the same command with --debug)",
+        BUG,
+    )
+
+
+def _with_options(sentence: str) -> str:
+    """Spell arguments of readers as options: `--data.user` for `user=...`, `--data.time None` for `time=None`."""
+    from fedrecon._src.app.config import ClickData, TextData
+
+    names = "|".join({field.name for kind in (ClickData, TextData) for field in dataclasses.fields(kind)})
+
+    def spelled(found: re.Match[str]) -> str:
+        value = "" if found[2] == "..." else " " + found[2].strip('"')
+        return f"--data.{found[1].replace('_', '-')}{value}"
+
+    return re.sub(rf'(?<![\w.`-])({names})=(\.\.\.|None\b|[0-9]+|"\w+")', spelled, sentence)
+
+
+def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:
+    """Show a warning as a sentence."""
+    del filename, lineno, file, line
+    kind = "warning" if issubclass(category, UserWarning) else category.__name__
+    print(f"fedrecon: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+
+
+def _fail(sentence: str, code: int, problem: Exception | None = None) -> int:
+    from fedrecon._src.core.formatting import plain
+
+    _end_others(sentence, code, problem)
+    print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)
+    return code
+
+
+def _end_others(sentence: str, code: int, problem: Exception | None = None) -> int:
+    """End all processes of a simulation, which cannot go on without this one; return the code where there are none."""
+    from fedrecon._src.simulation.multihost.channel import wire
+
+    if (others := wire()) is not None:
+        others.wait_for_verdict(problem)
+        others.fail(sentence, code)
+    return code

@@ -1,0 +1,91 @@
+"""`fedrecon bundle`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fedrecon._src.app.cli import options, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Make:
+    """Write a folder that reconstructs and predicts without Python or JAX: for ONNX Runtime on phones and servers, with
+    a page for browsers. `fedrecon bundle check DIR` checks one and needs only onnxruntime and numpy.
+
+    Example: fedrecon bundle runs/small --out bundles/small --quantise int8
+
+    Attributes:
+      run: the folder of a run, or of a saved model.
+      out: the folder to write.
+      quantise: store tables in int8 (a quarter of the size) or float16 (half of it).
+      examples: how many of a person's examples a device uses, the newest ones.
+      least_ratings: recommend only items that at least this many training users have rated; by default as in training.
+      onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, for the page.
+      overwrite: replace the bundle in the folder.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    out: Path
+    quantise: Literal["int8", "float16"] | None = None
+    examples: int = 300
+    least_ratings: int | None = None
+    onnxruntime_web: Path | None = None
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Check a bundle: every file has the digest in its manifest, and every test vector is reproduced to 1e-5.
+
+    Attributes:
+      folder: the bundle.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+
+
+def parse(argv: Sequence[str]) -> Make | Check:
+    """Parse the options; the word `check` first means the other command."""
+    if argv and argv[0] == "check":
+        return options.parse(Check, "bundle check", argv[1:])
+    return options.parse(Make, "bundle", argv)
+
+
+def run(args: Make | Check) -> int:
+    """Write a bundle, or check one."""
+    if isinstance(args, Check):
+        from fedrecon_device.__main__ import main
+
+        return main(["check", str(args.folder)])
+    from fedrecon._src.app.saved import open_model
+    from fedrecon._src.device.making import check_bundle
+    from fedrecon._src.device.page import page_lacks
+    from fedrecon._src.device.saved import bundle_model
+    from fedrecon._src.storage.locks import hold
+    from fedrecon_device.files import read_manifest
+
+    lock = args.out.absolute().with_name(f".{args.out.absolute().name}.lock")
+    with hold(lock, f"the bundle in {args.out}"):
+        check_bundle(args.out)
+        if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
+            raise options.UsageError(f"{args.out} holds a bundle: replace it with --overwrite, or give another --out")
+        folder = bundle_model(
+            open_model(args.run),
+            args.out,
+            most=args.examples,
+            quantise=args.quantise,
+            least_count=args.least_ratings,
+            onnxruntime_web=args.onnxruntime_web,
+            replace=True,  # an empty folder, or the bundle that --overwrite is about
+        )
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder}: {size / 1e6:.2f} MB; ONNX Runtime reproduces all test vectors")
+    if "web/index.html" in (manifest := read_manifest(folder))["files"] and not page_lacks(manifest):
+        show.following(f"page {shlex.quote(str(folder))}")
+    return 0

@@ -1,0 +1,108 @@
+"""`fedrecon complete`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from fedrecon._src.app.cli import options, show
+
+if TYPE_CHECKING:
+    from fedrecon._src.app.serving import Completion
+
+OWN = "*"  # marks a person's own words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complete:
+    """Suggest how a person's sentences continue. Embeddings of their own words are reconstructed from their text, and
+    suggestions are shown with and without them. Words outside the model's vocabulary are marked.
+
+    Needs only a saved model, not the data or the people that it was trained on.
+    Example: fedrecon complete runs/words --text my-mail.txt --prompt "see you at" --prompt "i will ask"
+
+    Attributes:
+      run: the folder of a run with --task text, or of a saved model.
+      text: a plain text file that the person wrote; sentences end at the end of a line.
+      prompt: the beginning of a sentence; may be given several times.
+      top: how many words to suggest.
+      json: print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    text: Path
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    top: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 5
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+def parse(argv: Sequence[str]) -> Complete:
+    """Parse the options."""
+    return options.parse(Complete, "complete", argv)
+
+
+def run(args: Complete) -> int:
+    """Complete and print."""
+    from fedrecon._src.app.saved import open_for
+    from fedrecon._src.app.serving import complete_text, read_text
+    from fedrecon._src.app.tasks import TEXT
+    from fedrecon._src.data import DataError, split_text
+
+    if args.top < 1:
+        raise options.UsageError(f"--top is {args.top}; it must be at least 1")
+    if not args.prompt:
+        raise options.UsageError('--prompt is missing: give the beginning of a sentence, such as --prompt "i will"')
+    model = open_for(TEXT, args.run)
+    text = read_text(args.text)
+    if not split_text(text):
+        raise DataError(f"{args.text} has no words: give some text that the person wrote")
+    found = complete_text(model, text, args.prompt, args.top)
+    if args.json:
+        prompts = [_as_json(one) for one in found.prompts]
+        print(json.dumps({"sentences": found.sentences, "own_words": found.own_words, "prompts": prompts}))
+        return 0
+    for one in found.prompts:
+        if len(one.words) < len(split_text(one.prompt)[-1]):
+            show.remark(f"only the last {len(one.words)} words of the prompt {one.prompt!r} are used")
+        _show(one)
+    print(
+        f"reconstructed from {found.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
+        f"({found.own_words} in the text)"
+    )
+    return 0
+
+
+def _as_json(completion: Completion) -> dict[str, Any]:
+    def listed(suggestions: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{**one._asdict(), "probability": round(one.probability, 6)} for one in suggestions]
+
+    return {
+        "prompt": completion.prompt,
+        "words": completion.words,
+        "without": listed(completion.without),
+        "with": listed(completion.reconstructed),
+    }
+
+
+def _show(completion: Completion) -> None:
+    def cells(suggestions: Sequence[Any], k: int) -> tuple[str, str]:
+        if k >= len(suggestions):
+            return "", ""
+        one = suggestions[k]
+        return f"{one.word} {OWN}" if one.personal else one.word, f"{100 * one.probability:.1f} %"
+
+    rows = [
+        (*cells(completion.reconstructed, k), *cells(completion.without, k))
+        for k in range(max(len(completion.reconstructed), len(completion.without)))
+    ]
+    show.table(
+        f"after: {' '.join(completion.words)}",
+        ("with their embeddings", "", "without", ""),
+        rows,
+        texts=(0, 2),
+    )

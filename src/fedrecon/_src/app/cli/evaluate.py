@@ -1,0 +1,102 @@
+"""`fedrecon evaluate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fedrecon._src.app.cli import FAILED, options, show
+from fedrecon._src.app.config import COLUMNS, Reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measure a trained model on clients that took no part in training. Each client's local parameters are
+    reconstructed from one half of their ratings or sentences and measured on the other half (ReconEval).
+
+    The clients are the run's test clients, or those of another file. Example: fedrecon evaluate runs/mine --json
+
+    Attributes:
+      run: the folder of a run; with --ratings, --clicks or --text, the folder of a saved model is enough.
+      split: which clients of the run: test, or valid, which are for choosing settings.
+      ratings: evaluate a model of ratings on the users of this ratings file instead.
+      clicks: evaluate a model of clicks on the users of this file instead.
+      text: evaluate a model of text on the clients of this file or prepared corpus instead, all of them.
+      json: print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    split: Literal["test", "valid"] = "test"
+    ratings: Path | None = None
+    clicks: Path | None = None
+    text: Path | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    data: Reading = field(default_factory=Reading)
+    named: tyro.conf.Suppress[tuple[str, ...]] = ()  # the columns that options name
+
+
+def parse(argv: Sequence[str]) -> Evaluate:
+    """Parse the options."""
+    found = options.parse(Evaluate, "evaluate", argv)
+    return dataclasses.replace(found, named=options.all_given("--data.", COLUMNS, argv))
+
+
+def run(args: Evaluate) -> int:
+    """Evaluate and print."""
+    from fedrecon._src.app.baselines import beside, beside_saved, with_baselines, with_coverage
+    from fedrecon._src.app.build import build_layout
+    from fedrecon._src.app.experiment import make_evaluator, users_of_run
+    from fedrecon._src.app.health import evaluation_failed
+    from fedrecon._src.app.resuming import with_columns
+    from fedrecon._src.app.saved import open_model
+    from fedrecon._src.app.stopping import say_how_to_test_more
+    from fedrecon._src.app.tasks import Users
+    from fedrecon._src.core.progress import bars
+    from fedrecon._src.simulation.engine import start_devices
+    from fedrecon._src.storage.arrays import without_nan
+
+    start_devices(None)
+    model = open_model(args.run)
+    task = model.task
+    files = {"ratings": args.ratings, "clicks": args.clicks, "text": args.text}
+    file = files.pop(task.name)
+    for other, given in files.items():
+        if given is not None:
+            raise options.UsageError(
+                f"{args.run} was trained on {task.name}: give other {task.people} with --{task.name}, not --{other}"
+            )
+    if file is None:
+        config, users = users_of_run(args.run, bars)
+        title, part = f"{args.split} {task.people} of {args.run}", args.split
+    else:
+        others = task.read(with_columns(model.config, args.run, args.named), model.legend, file, args.data, bars)
+        show.left_out(others.skipped)
+        config, users = model.config, Users(others.clients, others.clients, others.clients)
+        title, part = f"{task.people} of {file}", "test"
+    users = Users(*(task.view(model.config, part) for part in users))
+    algorithm = model.algorithm
+    evaluator = make_evaluator(config, algorithm, users, build_layout(config, algorithm.model), part)
+    if evaluator is None:
+        raise ValueError(
+            f"the run in {args.run} has no {part} {task.people}. {say_how_to_test_more(config)} "
+            f"To evaluate on others, give their data with --{task.name} FILE."
+        )
+    found = evaluator(model.params, progress=bars)
+    found = with_coverage(config, algorithm, model.params, getattr(users, part), found)
+    failed = evaluation_failed(found, task.people)
+    exact = file is None and not config.privacy.on  # baselines of training users are exact sums of theirs
+    table = beside(config, users, part, model.legend) if exact else beside_saved(model, getattr(users, part))
+    if args.json:
+        why = failed or model.failed
+        print(json.dumps(without_nan({**with_baselines(found, table), **({"failed": why} if why else {})})))
+    else:
+        show.evaluation(title, found, task, table, config, "" if file else say_how_to_test_more(config))
+    if model.failed is not None:
+        show.alarm(f"the training of {args.run} failed: {model.failed}")
+    return 0 if failed is None and model.failed is None else FAILED

@@ -1,0 +1,61 @@
+"""`fedrecon keys`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrecon._src.app.cli import options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Make keys for a deployment: an authority and a server's certificate, if the folder has none, and node keys.
+
+    Send every node ca.crt and its own key; keep the rest. Example: fedrecon keys keys --host fed.example.org
+    --nodes north south
+
+    Attributes:
+      folder: where the keys go; node keys go to its subfolder nodes. Existing files are never replaced.
+      host: every name and address by which nodes reach the server.
+      nodes: names of nodes to make keys for.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    host: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+def parse(argv: Sequence[str]) -> Keys:
+    """Parse the options."""
+    return options.parse(Keys, "keys", argv)
+
+
+def run(args: Keys) -> int:
+    """Make the keys and say where they belong."""
+    from fedrecon._src.deploy import certificates
+
+    if importlib.util.find_spec("cryptography") is None:
+        raise ValueError("keys need the package cryptography: pip install 'fedrecon[deploy]'")
+    server = args.folder / "server.crt"
+    if args.host and server.exists():
+        raise options.UsageError(f"{server} exists, so there is no use for --host; move it and its key away first")
+    # All is checked before anything is made.
+    certificates.check_hosts(args.host)
+    for name in args.nodes:
+        certificates.check_node(args.folder / "nodes", name)
+    if server.exists():
+        certificates.check_server(server, args.folder / "server.key", args.folder / "ca.crt")
+    if not (args.folder / "ca.crt").exists():
+        print(f"{certificates.make_authority(args.folder)}: for every node; its key stays here")
+    if not server.exists():
+        print(f"{certificates.make_server(args.folder, args.host)}: for the server, with server.key")
+    for name in dict.fromkeys(args.nodes):
+        public = certificates.make_node(args.folder / "nodes", name)
+        print(f"{public}: for the server; {public.with_suffix('.key')} goes only to {name}, over a safe channel")
+    return 0

@@ -1,0 +1,139 @@
+"""`fedrecon node`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from fedrecon._src.app.cli import options, show
+from fedrecon._src.app.config import Reading
+from fedrecon._src.app.settings import MOST_ROUNDS, check_number
+
+if TYPE_CHECKING:
+    from fedrecon._src.deploy.plan import Plan
+
+SHORTEST = 16  # characters of a plan's digest, as in fedrecon._src.deploy.plan, which is imported where it is used
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunNode:
+    """Take part in a training with a file that stays here. Shows the server's plan before it sends anything, and takes
+    part only if you accept the plan. Example: fedrecon node ratings.csv --server fed.example.org:8000 --ca ca.crt
+    --key north.key
+
+    Attributes:
+      source: this node's file: ratings, clicks or text, as the plan says.
+      server: host and port of the server.
+      ca: the certificate of the authority that vouches for the server (ca.crt).
+      key: this node's private key.
+      min_examples: users with fewer examples do not take part; the plan's own minimum applies if it is larger.
+      accept: the digest of the plan that you accept, or its first 16 characters or more; then you are not asked.
+      state: the folder where the node remembers what was accepted, and where the trained model goes; by default
+        FILE.node.
+      nodes: a folder with public keys (*.pub) of the nodes that you know. A plan that lists others is refused, and so
+        is a plan with secure sums whose keys are not signed.
+      algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with FILE
+        and returns the algorithm and this node's clients. It is your code: the server sends none.
+      once: exit when the training is over, instead of waiting for another one.
+      insecure: no encryption, and no proof of who the server is. Only for trying out on one machine.
+      json: print a JSON object for every event.
+      data: how a ratings file is read.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(name="FILE", metavar="FILE")]
+    server: str
+    ca: Path | None = None
+    key: Path | None = None
+    min_examples: int = 1
+    accept: str | None = None
+    state: Path | None = None
+    nodes: Path | None = None
+    algorithm: str | None = None
+    once: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    data: Reading = field(default_factory=Reading)
+
+
+def parse(argv: Sequence[str]) -> RunNode:
+    """Parse the options."""
+    args = options.parse(RunNode, "node", argv)
+    if args.insecure and (args.ca or args.key):
+        raise options.UsageError("--insecure has no use for --ca and --key; leave it out to be safe")
+    if not args.insecure and (args.ca is None or args.key is None):
+        raise options.UsageError("give --ca and --key, as fedrecon keys makes them, or --insecure for trying out")
+    if args.accept is not None and len(args.accept) < SHORTEST:
+        raise options.UsageError(
+            f"--accept is {args.accept!r}; give the digest of the plan, or its first {SHORTEST} characters or more"
+        )
+    check_number("min_examples", args.min_examples, most=MOST_ROUNDS)
+    return args
+
+
+def run(args: RunNode) -> int:
+    """Take part until told to stop."""
+    from fedrecon._src.deploy.flower import private_key, run_node
+    from fedrecon._src.deploy.operating import Operator
+    from fedrecon._src.deploy.superlink import address_of
+    from fedrecon._src.storage.locks import hold
+    from fedrecon._src.storage.parts import LOCK
+
+    address_of("--server", args.server)
+    for file in (args.source, args.ca, args.key, args.nodes):
+        if file is not None and not file.exists():
+            raise ValueError(f"{file} does not exist; check the path")
+
+    def say(text: str) -> None:
+        if args.json:
+            print(json.dumps({"node": text}), flush=True)
+        else:
+            show.remark(text)
+
+    if args.insecure:
+        show.alarm("--insecure: nothing is encrypted, and anybody can pose as the server or read what is sent")
+    operator = Operator(args.source, args.state, args.data, args.min_examples, args.nodes, args.algorithm)
+    node = operator.node(_asking(args, say), say, key=None if args.key is None else private_key(args.key))
+    signal.signal(signal.SIGTERM, _interrupt)
+    say(f"looking for the server at {args.server}")
+    with hold(operator.folder / LOCK, f"what this node remembers in {operator.folder}"):
+        run_node(
+            args.server,
+            node.handle,
+            authority=args.ca,
+            key=args.key,
+            stop=lambda: args.once and node.finished,
+            say=say,
+        )
+    return 0
+
+
+def _asking(args: RunNode, say: Callable[[str], None]) -> Callable[[Plan], bool]:
+    """Return how the owner is asked about a plan."""
+    from fedrecon._src.deploy.plan import describe, names
+
+    def accept(plan: Plan) -> bool:
+        if args.accept is not None:
+            agreed = names(plan.digest, args.accept)
+            if not agreed:
+                say(f"the server's plan is {plan.digest}; --accept names another")
+            return agreed
+        show.table("the server asks this node to take part in", ("", ""), describe(plan), texts=(0, 1))
+        if not sys.stdin.isatty():
+            say(f"there is no terminal to ask you about this plan: start the node with --accept {plan.digest[:16]}")
+            return False
+        return input("Take part? [y/N] ").strip().lower() in ("y", "yes")
+
+    return accept
+
+
+def _interrupt(number: Any, frame: Any) -> None:
+    """Leave as with Ctrl-C, so that the server is told."""
+    del number, frame
+    raise KeyboardInterrupt

@@ -1,0 +1,83 @@
+"""`fedrecon page`."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrecon._src.app.cli import options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Serve a web page for a model on this machine, and open it in the browser. Rate items, or write, and see what the
+    model predicts. What you enter does not leave the browser.
+
+    Example: fedrecon page runs/small
+
+    Attributes:
+      run: the folder of a run or of a saved model, which is bundled first, or of a bundle.
+      port: the port to serve on. The browser keeps what you enter for this address and port; 0 takes a free port.
+      open: open the browser.
+      onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, which the page needs.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    port: int = 0
+    open: bool = True
+    onnxruntime_web: Path | None = None
+
+
+def parse(argv: Sequence[str]) -> Page:
+    """Parse the options."""
+    found = options.parse(Page, "page", argv)
+    if not 0 <= found.port < 2**16:
+        raise options.UsageError(f"--port is {found.port}; it must be from 1 to 65535, or 0 for any that is free")
+    return found
+
+
+def run(args: Page) -> int:
+    """Serve until Ctrl-C, or until the process is told to end."""
+    from fedrecon._src.device.page import serve
+    from fedrecon_device.files import MANIFEST
+
+    with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as place:
+        folder = args.run
+        if not (folder / MANIFEST).is_file():
+            from fedrecon._src.app.saved import open_model
+            from fedrecon._src.app.tasks import TEXT
+            from fedrecon._src.device.saved import bundle_model
+
+            saved = open_model(folder)
+            needs_onnx = saved.task is TEXT  # pages of ratings and clicks compute in plain JavaScript
+            if needs_onnx and args.onnxruntime_web is None:
+                raise options.UsageError(
+                    "a page of text needs onnxruntime-web: npm install onnxruntime-web, "
+                    "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
+                )
+            folder = bundle_model(saved, Path(place) / "bundle", onnxruntime_web=args.onnxruntime_web, onnx=needs_onnx)
+        try:
+            server = serve(folder, args.port)
+        except OSError as problem:
+            raise options.UsageError(
+                f"port {args.port} of this machine cannot be used ({problem.strerror}): give another with --port"
+            ) from None
+        address = f"http://localhost:{server.server_address[1]}/web/"
+        print(f"{address}   (Ctrl-C ends it)", flush=True)
+        if args.open:
+            webbrowser.open(address)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was made for the page is removed then, too
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            server.server_close()
+    return 0

@@ -1,0 +1,141 @@
+"""`fedrecon plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from fedrecon._src.app.cli import options, show
+from fedrecon._src.app.cli.train import defaults
+from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, TextConfig
+from fedrecon._src.app.presets import Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakePlan:
+    """Make the plan of a training over several nodes.
+
+    Attributes:
+      out: the folder for the plan.
+      config: a JSON file of settings, or the run.json of a run; options given here override it.
+      preset: the settings to build on, as for fedrecon train; default begins with round zero.
+      share: the share of a node's users that train in a round.
+      least_users: a node sends only sums over at least this many users.
+      least_nodes: the server learns only from sums over at least this many nodes.
+      users: with --privacy options, about how many users all nodes have together.
+      secure: hide every node's sum from the server, which learns only the total. Needs --least-nodes 2 or more.
+      nodes: the folder with public keys of the nodes (*.pub). With --secure, each node then signs its keys, and the
+        others accept only nodes in this folder.
+    """
+
+    settings: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path
+    config: Path | None = None
+    share: float = 1.0
+    least_users: int = 1
+    least_nodes: int = 1
+    users: int = 0
+    secure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    nodes: Path | None = None
+    preset: Preset | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanItems(MakePlan):
+    """Make the plan of a training over several nodes whose users have items.
+
+    Attributes:
+      items: a CSV file that lists all items, with the column item and optionally title. Nodes leave out other items.
+      item_column: header of the column with item ids.
+      title_column: header of the column with titles.
+    """
+
+    items: Path
+    item_column: str = "item"
+    title_column: str = "title"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRatings(PlanItems):
+    """Make the plan of a training over several nodes that have ratings: everything that server and nodes agree on. A
+    plan names no data; every node brings its own file. Example: fedrecon plan --items catalogue.csv --out plan
+    """
+
+    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanClicks(PlanItems):
+    """Make the plan of a training over several nodes that have clicks, plays or purchases: everything that server and
+    nodes agree on. A plan names no data; every node brings its own file. Example: fedrecon plan --task clicks --items
+    catalogue.csv --out plan
+    """
+
+    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanText(MakePlan):
+    """Make the plan of a training over several nodes that have text: everything that server and nodes agree on. A plan
+    names no data; every node brings its own file. Example: fedrecon plan --task text --words words.txt --out plan
+
+    Attributes:
+      words: the vocabulary: a text file with one word per line, the most used first.
+    """
+
+    settings: Annotated[TextConfig, tyro.conf.arg(name="")]
+    words: Path
+
+
+COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanClicks, "text": PlanText}
+
+
+def parse(argv: Sequence[str]) -> MakePlan:
+    """Parse the options, those of the task."""
+    task, file = options.given("--task", argv), options.given("--config", argv)
+    if task is not None and task not in COMMANDS:
+        raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
+    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
+    command = COMMANDS[default.task]
+    given = {"words" if command is PlanText else "items": tyro.MISSING}
+    found = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
+    if found.settings.sampling != default.sampling:
+        raise options.UsageError("--sampling is for simulations; use --share, the share of a node's users per round")
+    if found.settings.patience != default.patience:
+        raise options.UsageError("--patience is for simulations; a deployment trains all --rounds")
+    return found
+
+
+def run(args: MakePlan) -> int:
+    """Make the plan and say what it is."""
+    from fedrecon._src.deploy.catalogue import read_items, read_words
+    from fedrecon._src.deploy.plan import describe
+    from fedrecon._src.deploy.settings_plan import make_plan
+    from fedrecon._src.deploy.signing import read_public_keys
+
+    config = args.settings
+    if config.data.source:
+        raise options.UsageError(f"a plan names no data, but {config.data.source!r} was given; nodes bring their own")
+    if isinstance(args, PlanItems):
+        legend: Any = read_items(args.items, args.item_column, args.title_column)
+    else:
+        assert isinstance(args, PlanText)
+        legend = read_words(args.words, config.model.vocabulary, config.model.oov_buckets)
+    names = ("share", "least_users", "least_nodes", "secure", "users")
+    nodes = () if args.nodes is None else read_public_keys(args.nodes)
+    plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
+    plan.save(args.out)
+    show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
+    show.following(f"server {shlex.quote(str(args.out))} --out RUN --keys KEYS")
+    print(
+        f"on every node: fedrecon node FILE --server HOST:8000 --ca ca.crt --key NODE.key --accept {plan.digest[:16]}"
+    )
+    print("fedrecon keys makes the keys; to try it out on one machine, both take --insecure instead")
+    return 0

@@ -1,0 +1,299 @@
+"""`fedrecon privacy`: plan, leakage, audit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from fedrecon._src.app.cli import FAILED, options, show
+
+MOST_CANARIES = 10**5
+PNG = b"\x89PNG\r\n\x1a\n"
+PARTS = {
+    "plan": "compute the noise that a privacy budget needs, before anybody trains",
+    "leakage": "attack uploads of a run's test clients as a curious server would",
+    "audit": "look for canaries in a small private training, to check its promise",
+}
+HELP = """\
+usage: fedrecon privacy PART [OPTIONS]
+
+How well clients are protected.
+
+parts:
+{parts}
+
+examples:
+  fedrecon privacy plan --clients 1000000 --per-round 1000 --rounds 500 --epsilon 4
+  fedrecon privacy leakage runs/first --picture leakage.png
+  fedrecon privacy audit
+
+fedrecon privacy PART --help lists the options of a part.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Compute the noise that a privacy budget needs, or what some noise promises, before anybody trains.
+
+    Every upload is clipped to a norm, and Gaussian noise is added to their sum in every round.
+    Example: fedrecon privacy plan --clients 1000000 --per-round 1000 --rounds 500 --epsilon 4
+
+    Attributes:
+      clients: how many clients there are.
+      per_round: how many take part in a round, on average; each is drawn independently, with the same probability.
+      rounds: how many rounds are planned.
+      epsilon: the budget, from which the noise is computed.
+      noise_multiplier: instead of epsilon: noise in the sum, in units of the clipping norm, which gives epsilon.
+      delta: the probability that the promise fails; by default a little below 1 / clients.
+      parameters: how many global parameters there are, to compare the noise with a clipped upload.
+      json: print one JSON object.
+    """
+
+    clients: int
+    per_round: int
+    rounds: int
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float | None = None
+    parameters: int | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leakage:
+    """Attack uploads of a run's clients as a curious server would, and report what it learns.
+
+    Example: fedrecon privacy leakage runs/first --picture leakage.png
+
+    Attributes:
+      run: the folder of the run.
+      people: how many test clients to attack (or validation clients, if there are no test clients).
+      noise_multiplier: the noise in the last row, in units of the clipping norm.
+      clip_norm: the clipping norm in that row; by default the median norm of the uploads.
+      picture: also draw it to this PNG file.
+      json: print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    people: int = 100
+    noise_multiplier: float = 1.0
+    clip_norm: float | None = None
+    picture: Path | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Train a small recommender with noise and with canaries among its clients, and look for these in what it releases.
+
+    Prints the claimed epsilon, the measured lower bound, and the confidence of the bound.
+    Example: fedrecon privacy audit --noise-multiplier 1 --rounds 8
+
+    Attributes:
+      noise_multiplier: noise in the sum of updates, in units of the clipping norm.
+      rounds: rounds of training; canaries take part in all of them.
+      canaries: how many.
+      delta: of the promise.
+      noise_by: whose noise is audited: the server's, the clients' own in integers of a secure sum, or round zero's.
+      sabotage: break something on purpose, to see that the audit notices.
+      seed: of everything random.
+      json: print one JSON object.
+    """
+
+    noise_multiplier: float = 2.0
+    rounds: int = 4
+    canaries: int = 1000
+    delta: float = 1e-5
+    noise_by: Literal["server", "clients", "round-zero"] = "server"
+    sabotage: Literal["none", "half-noise", "no-clipping", "twice"] = "none"
+    seed: int = 0
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+def parse(argv: Sequence[str]) -> Plan | Leakage | Audit:
+    """Parse the part and its options."""
+    if not argv:
+        raise options.UsageError(f"a part is missing; there are: {', '.join(PARTS)} (see fedrecon privacy --help)")
+    if argv[0] in ("-h", "--help"):
+        print(HELP.format(parts="\n".join(f"  {name:10} {what}" for name, what in PARTS.items())), end="")
+        raise SystemExit(0)
+    if argv[0] not in PARTS:
+        raise options.UsageError(f"there is no part {argv[0]!r}; there are: {', '.join(PARTS)}")
+    kinds: dict[str, Any] = {"plan": Plan, "leakage": Leakage, "audit": Audit}
+    return options.parse(kinds[argv[0]], f"privacy {argv[0]}", argv[1:])
+
+
+def run(args: Plan | Leakage | Audit) -> int:
+    """Compute and print."""
+    if isinstance(args, Leakage):
+        return _leakage(args)
+    return _audit(args) if isinstance(args, Audit) else _plan_and_print(args)
+
+
+def _leakage(args: Leakage) -> int:
+    from fedrecon._src.app.build import build_algorithm
+    from fedrecon._src.app.experiment import users_of_run
+    from fedrecon._src.app.saved import open_model
+    from fedrecon._src.app.settings import check_number
+    from fedrecon._src.core.progress import bars
+    from fedrecon._src.privacy.accounting import MOST_NOISE
+    from fedrecon._src.privacy.leakage import leakage
+    from fedrecon._src.simulation.engine import start_devices
+    from fedrecon._src.storage.arrays import without_nan
+    from fedrecon._src.storage.parts import check_file
+
+    if args.people < 2:
+        raise options.UsageError(f"--people is {args.people}; it takes two or more to ask which of them it was")
+    check_number("--noise-multiplier", args.noise_multiplier, most=MOST_NOISE)
+    check_number("--clip-norm", args.clip_norm, above=True)
+    if args.picture is not None:  # before all the work
+        check_file(args.picture, PNG, "a PNG picture")
+    start_devices(None)
+    model = open_model(args.run)
+    config, users = users_of_run(args.run, bars)
+    people = users.test if len(users.test) else users.valid
+    found = leakage(
+        build_algorithm(config, model.algorithm.model),
+        model.params,
+        people,
+        most=args.people,
+        clip=args.clip_norm,
+        noise_multiplier=args.noise_multiplier,
+    )
+    if args.picture is not None:
+        found.plot(args.picture)
+    if args.json:
+        print(
+            json.dumps(
+                without_nan(
+                    {
+                        "people": found.people,
+                        "strangers": found.strangers,
+                        "kinds": [one._asdict() for one in found.exposures],
+                    }
+                )
+            )
+        )
+        return 0
+    columns, rows = found.table()
+    show.table(f"What attacks find out about {found.people} {model.task.people} of {args.run}", columns, rows)
+    print(found.summary())
+    return 0
+
+
+def _audit(args: Audit) -> int:
+    from fedrecon._src.app.settings import check_number, check_seed
+    from fedrecon._src.privacy.accounting import LEAST_NOISE, MOST_NOISE, MOST_ROUNDS
+    from fedrecon._src.privacy.canaries import audit_run
+
+    check_number("--noise-multiplier", args.noise_multiplier, least=LEAST_NOISE, most=MOST_NOISE)
+    check_number("--rounds", args.rounds, least=1, most=MOST_ROUNDS)
+    check_number("--canaries", args.canaries, least=20, most=MOST_CANARIES)
+    check_seed("--seed", args.seed)
+    try:
+        found = audit_run(
+            noise_multiplier=args.noise_multiplier,
+            rounds=args.rounds,
+            canaries=args.canaries,
+            delta=args.delta,
+            seed=args.seed,
+            sabotage=args.sabotage,
+            noise_by=args.noise_by,
+        )
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
+    print(json.dumps({**found._asdict(), "broken": found.broken}) if args.json else found.summary())
+    return FAILED if found.broken else 0
+
+
+def _plan_and_print(args: Plan) -> int:
+    if (args.epsilon is None) == (args.noise_multiplier is None):
+        raise options.UsageError("give either --epsilon or --noise-multiplier")
+    if args.parameters is not None and args.parameters < 1:
+        raise options.UsageError(f"--parameters is {args.parameters}; it must be at least 1")
+    try:
+        plan = _plan(args)
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
+    if args.json:
+        print(json.dumps(plan))
+    else:
+        _print(plan)
+    return 0
+
+
+def _plan(args: Plan) -> dict[str, Any]:
+    from fedrecon._src.privacy import accounting
+
+    delta = accounting.default_delta(args.clients) if args.delta is None else args.delta
+    sizes: dict[str, Any] = {"clients": args.clients, "rounds": args.rounds, "delta": delta}
+
+    def noise(epsilon: float, per_round: int) -> dict[str, float]:
+        multiplier = accounting.noise_for(epsilon, per_round=per_round, **sizes)
+        return {
+            "epsilon": epsilon,
+            "per_round": per_round,
+            "noise_multiplier": multiplier,
+            "mean": multiplier / per_round,
+        }
+
+    if args.epsilon is None:
+        assert args.noise_multiplier is not None
+        epsilon = accounting.epsilon_after(args.noise_multiplier, per_round=args.per_round, **sizes)
+        spread = {"noise_multiplier": args.noise_multiplier, "mean": args.noise_multiplier / args.per_round}
+        this, others = {"epsilon": epsilon, "per_round": args.per_round, **spread}, []
+    else:
+        this = noise(args.epsilon, args.per_round)
+        others = [noise(factor * args.epsilon, args.per_round) for factor in (0.25, 0.5, 2)]
+        larger = [k * args.per_round for k in (2, 5) if k * args.per_round <= args.clients]
+        others += [noise(args.epsilon, per_round) for per_round in larger]
+    seen = {
+        times: accounting.epsilon_of([accounting.Release(this["noise_multiplier"], 1.0, times)], delta)
+        for times in sorted({1, min(10, args.rounds)})
+    }
+    return {**sizes, **this, "parameters": args.parameters, "others": others, "seen": seen}
+
+
+def _print(plan: dict[str, Any]) -> None:
+    from fedrecon._src.privacy.ledger import NOT_COVERED
+
+    def row(of: dict[str, Any]) -> tuple[str, ...]:
+        cells = (f"{of['epsilon']:.3g}", f"{of['per_round']:,}", f"{of['noise_multiplier']:.3f}", f"{of['mean']:.2g}")
+        return cells if plan["parameters"] is None else (*cells, f"{of['mean'] * math.sqrt(plan['parameters']):.2g}")
+
+    columns = ["epsilon", "clients per round", "noise multiplier", "noise in the mean"]
+    if plan["parameters"] is not None:
+        columns.append("its norm")
+    title = f"{plan['clients']:,} clients, {plan['rounds']:,} rounds, delta {plan['delta']:.2g}"
+    rows = [row(plan), *([tuple("" for _ in columns)] if plan["others"] else []), *map(row, plan["others"])]
+    show.table(title, columns, rows, texts=())
+    print("Noise multiplier: standard deviation of the noise in the sum of uploads, in units of the clipping norm.")
+    norm = "" if plan["parameters"] is None else " Its norm: over all parameters."
+    print(f"Noise in the mean: of one entry of the mean upload, for a clipping norm of 1.{norm}")
+    print(_meaning(plan))
+    print(_sampling(plan))
+    print(f"{NOT_COVERED[0].upper()}{NOT_COVERED[1:]}.")
+
+
+def _meaning(plan: dict[str, Any]) -> str:
+    odds = f"{math.exp(plan['epsilon']):,.3g}" if plan["epsilon"] < 50 else "any number of"
+    return (
+        f"Promise: somebody who sees every model and knows everything about everybody else cannot raise the odds that "
+        f"a given person took part more than {odds} times. It fails with probability {plan['delta']:.2g} at most."
+    )
+
+
+def _sampling(plan: dict[str, Any]) -> str:
+    times = plan["rounds"] * plan["per_round"] / plan["clients"]
+    known = ", ".join(f"{e:.3g} after {k} {'round' if k == 1 else 'rounds'}" for k, e in plan["seen"].items())
+    return (
+        f"This assumes that every round draws each client independently (a client takes part in {times:,.2g} of them "
+        f"on average), and that the observer does not see who was drawn. Against one who does, such as the server, the "
+        f"same noise promises a client that took part epsilon {known}."
+    )

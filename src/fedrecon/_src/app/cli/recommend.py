@@ -1,0 +1,114 @@
+"""`fedrecon recommend`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from fedrecon._src.app.cli import options, show
+from fedrecon._src.app.config import COLUMNS, Reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommend:
+    """Recommend items to the users of a file: reconstruct their parameters, and rank the items that they have not rated
+    or do not have.
+
+    Needs only a saved model, not the data or the users that it was trained on.
+    Example: fedrecon recommend runs/mine --ratings my-ratings.csv --user 17 -n 5
+
+    Attributes:
+      run: the folder of a run, or of a saved model.
+      ratings: for a model of ratings, the users' own ratings, with item ids as in training.
+      clicks: for a model of clicks, what the users have, with item ids as in training.
+      user: whom to recommend to, by the ids in the file; by default all users of the file.
+      top: how many items to recommend.
+      least_ratings: recommend only items that at least this many training users have rated or have; by default as in
+        training.
+      items: a text file with the columns item and title, to call items by their titles.
+      json: print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    ratings: Path | None = None
+    clicks: Path | None = None
+    user: tuple[str, ...] = ()
+    top: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 10
+    least_ratings: int | None = None
+    items: Path | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    data: Reading = field(default_factory=Reading)
+    named: tyro.conf.Suppress[tuple[str, ...]] = ()  # the columns that options name
+
+
+def parse(argv: Sequence[str]) -> Recommend:
+    """Parse the options."""
+    found = options.parse(Recommend, "recommend", argv)
+    if found.ratings is None and found.clicks is None:
+        raise options.UsageError(
+            "--ratings is missing, or --clicks for a model of clicks (see fedrecon recommend --help)"
+        )
+    return dataclasses.replace(found, named=options.all_given("--data.", COLUMNS, argv))
+
+
+def run(args: Recommend) -> int:
+    """Recommend and print."""
+    from fedrecon._src.app.resuming import with_columns
+    from fedrecon._src.app.saved import open_for
+    from fedrecon._src.app.serving import recommend_items
+    from fedrecon._src.app.tasks import CLICKS, RATINGS
+    from fedrecon._src.app.tasks.ratings import with_titles
+    from fedrecon._src.core.formatting import how_many
+    from fedrecon._src.core.progress import silent
+    from fedrecon._src.data import Ratings
+
+    if args.top < 1:
+        raise options.UsageError(f"--top is {args.top}; it must be at least 1")
+    model = open_for(RATINGS, args.run, CLICKS)
+    files = {"ratings": args.ratings, "clicks": args.clicks}
+    file = files.pop(model.task.name)
+    if file is None or any(files.values()):
+        raise options.UsageError(
+            f"{args.run} was trained on {model.task.name}: give the users' own with --{model.task.name} FILE"
+        )
+    if args.items is not None:
+        model = dataclasses.replace(model, legend=with_titles(model.legend, args.items))
+    config = with_columns(model.config, args.run, args.named)
+    ratings = model.task.read(config, model.legend, file, args.data, silent).clients
+    assert isinstance(ratings, Ratings)
+    show.left_out(ratings.skipped)
+    if args.user:
+        try:
+            ratings = ratings.take([ratings.index_of(name) for name in args.user])
+        except KeyError as problem:
+            raise ValueError(f"{file}: {problem.args[0]}") from None
+    everyone: list[dict[str, Any]] = []
+    assert ratings.names is not None  # a ratings file names its users
+    seen = model.task.view(model.config, ratings)  # the logarithms of counts, where the model has learned those
+    advice = recommend_items(model, seen, args.top, args.least_ratings)
+    for name, size, found in zip(ratings.names, ratings.sizes, advice, strict=True):
+        items = [
+            {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}
+            for k, score in zip(found.items, found.scores, strict=True)
+        ]
+        everyone.append({"user": name.item(), "rated": int(size), "recommendations": items})
+    if none := sum(not one["recommendations"] for one in everyone):
+        least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
+        show.remark(
+            f"no recommendations for {none} of {how_many(len(everyone), 'users')}: no other item was rated by {least} "
+            "training users or more; try a lower --least-ratings"
+        )
+    if args.json:
+        print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
+        return 0
+    for one in everyone:
+        if one["recommendations"]:
+            title = f"for user {one['user']}, from {how_many(one['rated'], model.task.examples)}"
+            show.recommendations(title, one["recommendations"])
+    return 0

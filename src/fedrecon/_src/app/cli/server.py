@@ -1,0 +1,203 @@
+"""`fedrecon server`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from fedrecon._src.app.cli import FAILED, options, show
+
+COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
+WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunServer:
+    """Train a plan over nodes that keep their data. Writes what fedrecon train writes. Example: fedrecon server plan
+    --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
+
+    Attributes:
+      plan: the folder of the plan.
+      out: the folder for everything the run leaves: run.json, metrics.jsonl, checkpoint/, model/, plots/.
+      listen: address and port for nodes.
+      keys: the folder that fedrecon keys made: server.crt, server.key, ca.crt and nodes/ are taken from there.
+      cert: the server's certificate, if it is elsewhere.
+      key: its private key, if it is elsewhere.
+      ca: the authority's certificate, if it is elsewhere.
+      nodes: the folder with public keys of the nodes that may take part, if it is elsewhere.
+      per_round: close a round after this many good replies; by default when all connected nodes have replied.
+      oversample: invite this many times as many nodes as --per-round. Far above the drop-outs, it excludes slow nodes.
+      deadline: seconds after which a round is closed with the replies received so far.
+      stage_deadline: the same for each small message of a secure sum.
+      min_nodes: how many nodes must be connected to begin a round, and must have answered to end it.
+      wait: seconds to wait for that many nodes before giving up.
+      algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with None
+        and returns a pair: the algorithm, and anything.
+      resume: continue the run in the folder.
+      insecure: no encryption, and anybody may be a node. Only for trying out on one machine.
+      json: print a JSON object for every round and evaluation.
+    """
+
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+    out: Path
+    listen: str = "127.0.0.1:8000"
+    keys: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    nodes: Path | None = None
+    per_round: int | None = None
+    oversample: float = 1.1
+    deadline: float = 60.0
+    stage_deadline: float = 15.0
+    min_nodes: int = 2
+    wait: float = 600.0
+    algorithm: str | None = None
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    typed: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+def parse(argv: Sequence[str]) -> RunServer:
+    """Parse the options."""
+    args = options.parse(RunServer, "server", argv)
+    given = [args.keys, args.cert, args.key, args.ca, args.nodes]
+    if args.insecure and any(given):
+        raise options.UsageError("--insecure has no use for keys and certificates; leave it out to be safe")
+    if not args.insecure and args.keys is None and None in given[1:]:
+        raise options.UsageError(
+            "give --keys, the folder that fedrecon keys makes (or --cert, --key, --ca and --nodes), or --insecure for "
+            "trying out"
+        )
+    object.__setattr__(args, "typed", tuple(argv))
+    return args
+
+
+def run(args: RunServer) -> int:
+    """Train over nodes and say how the model serves their held-out users."""
+    from fedrecon._src.app.plots import learning_curve
+    from fedrecon._src.deploy.algorithm_plan import bring
+    from fedrecon._src.deploy.asked import largest_message
+    from fedrecon._src.deploy.flower_server import flower_grid
+    from fedrecon._src.deploy.plan import Plan
+    from fedrecon._src.deploy.server import NotEnoughNodes, Pace, serve
+    from fedrecon._src.deploy.settings_plan import SettingsPlan
+    from fedrecon._src.storage.run_folders import RunFolder
+
+    plan = Plan.open(args.plan, None if args.algorithm is None else bring(args.algorithm, None).algorithm)
+    pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
+    tls, keys = _files(args)
+    if args.insecure:
+        show.alarm("--insecure: nothing is encrypted, and anybody who reaches this port can take part")
+    safety = "--insecure" if args.insecure else "--ca ca.crt --key NODE.key"
+    port = args.listen.rpartition(":")[2]
+    show.remark(f"plan {plan.digest}; on every node: fedrecon node FILE --server HOST:{port} {safety}")
+    folder, task = RunFolder(args.out), plan.task
+    signal.signal(signal.SIGTERM, _interrupt)
+    table = _Table(args.json)
+
+    def on_record(record: dict[str, Any]) -> None:
+        table.row(record)
+        if not args.json:
+            show.progress_of(record, task.measures)
+
+    beside = Path(f"{args.out.resolve()}.flower")
+    try:
+        with (
+            folder.held(),  # a folder that cannot be written to is noticed before a SuperLink is started
+            flower_grid(args.listen, beside, tls, keys, show.remark, largest_message(plan)) as grid,
+        ):
+            found = serve(plan, grid, folder, pace, resume=args.resume, on_record=on_record, say=show.remark)
+    except NotEnoughNodes as problem:
+        raise ValueError(str(problem)) from None
+    learning_curve(found.history, folder.plots_path / "learning_curve.png", task.curve)
+    if found.failed is not None:
+        show.alarm(f"training failed: {found.failed}")
+    if found.interrupted:
+        again = [word for word in args.typed if word != "--resume"]
+        show.remark(f"stopped after {found.rounds} of {plan.rounds} rounds; what was learned is in {args.out}")
+        show.remark(f"to continue: {shlex.join(['fedrecon', 'server', *again, '--resume'])}")
+        return 130
+    if args.json:
+        from fedrecon._src.storage.arrays import without_nan
+
+        test = None if found.test is None else found.test.summary()
+        print(json.dumps(without_nan({"kind": "test", "failed": found.failed, "test": test})), flush=True)
+    elif found.test is not None and found.test.clients:
+        show.evaluation(f"test {task.people} of all nodes, none seen in training", found.test, task)
+    if found.failed is not None:
+        return FAILED
+    if not args.json:
+        print(f"saved: {args.out} (model/ is all that is needed to serve)")
+        if isinstance(plan, SettingsPlan):
+            show.following(task.serve.format(run=shlex.quote(str(args.out))))
+    return 0
+
+
+def _files(args: RunServer) -> tuple[Any, list[Path]]:
+    """Return certificates and the public keys of nodes; None and none of them if it is to be insecure."""
+    from fedrecon._src.deploy.certificates import check_server
+    from fedrecon._src.deploy.superlink import Tls
+
+    if args.insecure:
+        return None, []
+    base = args.keys or Path()
+    tls = Tls(args.cert or base / "server.crt", args.key or base / "server.key", args.ca or base / "ca.crt")
+    nodes = args.nodes or base / "nodes"
+    check_server(*tls)
+    found = sorted(nodes.glob("*.pub"))
+    if len(found) < args.min_nodes:
+        raise ValueError(f"{nodes} has {len(found)} public keys, but --min-nodes is {args.min_nodes}")
+    return tls, found
+
+
+class _Table:
+    """A table that grows by a line a round."""
+
+    def __init__(self, as_json: bool):
+        self._json, self._begun = as_json, False
+
+    def row(self, record: dict[str, Any]) -> None:
+        from fedrecon._src.storage.arrays import without_nan
+
+        if self._json:
+            print(json.dumps(without_nan(record)), flush=True)
+            return
+        if record["kind"] != "round":
+            return
+        if not self._begun:
+            self._print(COLUMNS)
+            self._begun = True
+        failed = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in record["failed"].items()) or "0"
+        self._print(
+            (
+                str(record["round"]),
+                str(record["invited"]),
+                str(record["answered"]),
+                str(record["late"]),
+                failed,
+                str(record.get("clients", "")),
+                f"{record['loss']:.4f}",
+                f"{record['seconds']:.2f}",
+                f"{record['bytes_sent'] / 1e6:.3f}",
+                f"{record['bytes_received'] / 1e6:.3f}",
+                f"{record['epsilon']:.3g}" if "epsilon" in record else "none",  # without noise nothing is promised
+            )
+        )
+
+    def _print(self, cells: Sequence[str]) -> None:
+        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
+
+
+def _interrupt(number: Any, frame: Any) -> None:
+    """Stop as with Ctrl-C, so that what was learned is saved."""
+    del number, frame
+    raise KeyboardInterrupt

@@ -1,0 +1,97 @@
+"""`fedrecon tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrecon._src.app.cli import FAILED, options, show
+from fedrecon._src.app.cli.train import defaults
+from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig
+from fedrecon._src.app.presets import Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """What tuning of any task is asked for.
+
+    Attributes:
+      out: the folder for config.json, trials.json, report.md and a picture of what mattered.
+      budget: how long to search, such as 90s, 5m or 1h; at least one trial is completed.
+      trials: the largest number of trials.
+      preset: settings to start from.
+      config: a JSON file of settings to start from; options given here override it.
+    """
+
+    settings: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path
+    budget: str = "5m"
+    trials: int | None = None
+    preset: Preset | None = None
+    config: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRatings(Tune):
+    """Try settings on the validation users of a ratings file, and write the best of them as a config file.
+
+    The first trial has the settings as given. Test users are never looked at. Needs optuna: pip install
+    'fedrecon[tune]'. Example: fedrecon tune ratings.csv --budget 5m --out tuned
+    """
+
+    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneClicks(Tune):
+    """Try settings on the validation users of a file of clicks, and write the best of them as a config file.
+
+    The first trial has the settings as given. Test users are never looked at. Needs optuna: pip install
+    'fedrecon[tune]'. Example: fedrecon tune plays.csv --task clicks --budget 5m --out tuned
+    """
+
+    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
+
+
+COMMANDS: dict[str, type[Tune]] = {"ratings": TuneRatings, "clicks": TuneClicks}
+
+
+def parse(argv: Sequence[str]) -> Tune:
+    """Parse the options, those of the task."""
+    file, task = options.given("--config", argv), options.given("--task", argv)
+    if task is not None and task not in COMMANDS:
+        raise options.UsageError(f"--task is {task!r}; tuning is for {' and '.join(COMMANDS)}")
+    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    if default.task not in COMMANDS:
+        raise options.UsageError(f"{file} has settings for {default.task}; tuning is for {' and '.join(COMMANDS)}")
+    command = COMMANDS[default.task]
+    return options.parse(command, "tune", argv, default=command(settings=default, out=tyro.MISSING))
+
+
+def run(args: Tune) -> int:
+    """Tune, and say what was found."""
+    from fedrecon._src.app.tuning import command_of, compared, seconds_of, tune, what_mattered
+    from fedrecon._src.simulation.engine import start_devices
+
+    seconds_of(args.budget)
+    if args.trials is not None and args.trials < 1:
+        raise options.UsageError(f"--trials is {args.trials}; it must be at least 1")
+    assert isinstance(args.settings, RatingsConfig | ClicksConfig)
+    start_devices(args.settings.devices)
+    found = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
+    if found.failed is not None:
+        show.alarm(f"tuning failed: {found.failed}. Lower --server.learning-rate, or look at the data")
+        show.remark(f"saved: {args.out} (report.md says what was tried)")
+        return FAILED
+    show.table("validation users, on whom the settings were chosen", ("", found.goal.title), compared(found))
+    if mattered := what_mattered(found):
+        print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
+    print(f"saved: {args.out} (report.md says what was tried)")
+    print(f"next:  {command_of(found, args.out)}")
+    if found.interrupted:
+        show.remark(f"interrupted after {len(found.trials)} trials; these are the best settings so far")
+    return 130 if found.interrupted else 0

@@ -1,0 +1,399 @@
+"""A whole run: data, training, evaluation on unseen users, and the folder that it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.app.baselines import Table, beside, beside_saved, with_baselines, with_coverage
+from fedrecon._src.app.build import build_algorithm, build_split
+from fedrecon._src.app.config import Config, RatingsConfig, to_json
+from fedrecon._src.app.health import Watch, updates_of, why_failed
+from fedrecon._src.app.protection import Protection, protect, say_promise
+from fedrecon._src.app.resuming import (
+    Say,
+    check_fingerprint,
+    layout_facts,
+    read_run,
+    run_to_resume,
+    same_layout,
+    start_same_devices,
+)
+from fedrecon._src.app.saved import SavedModel, save_model
+from fedrecon._src.app.stopping import divided, judgements_of, patience_of, rounds_of, say_stopped
+from fedrecon._src.app.tasks import Task, Users, task_of
+from fedrecon._src.app.tasks.task import Dataset
+from fedrecon._src.core.formatting import how_many
+from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.data import Ratings
+from fedrecon._src.data.errors import DataError
+from fedrecon._src.privacy.ledger import Ledger
+from fedrecon._src.privacy.spending import spending
+from fedrecon._src.simulation.engine import Layout
+from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
+from fedrecon._src.simulation.multihost.channel import agree, check_same, is_first
+from fedrecon._src.simulation.multihost.host_folders import first_writes
+from fedrecon._src.simulation.training import OnRecord, Run, train
+from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._version import __version__
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves in memory.
+
+    Attributes:
+      run: parameters and history.
+      algorithm: what was run.
+      users: who trained, validated and tested.
+      model: as saved.
+      evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
+      test: how the model serves the test users; None after an interruption or without any.
+      most_rounds: how many rounds it could have had.
+      left_out: counts of what was not read of the data.
+      described: whether remarks have already described the data and what was left out.
+      baselines: how the baselines do on the query of the test users; empty if there are none.
+      failed: why the run failed; None if it did not.
+    """
+
+    run: Run
+    algorithm: Algorithm
+    users: Users
+    model: SavedModel[Any]
+    evaluator: Evaluator | None
+    test: Evaluation | None
+    most_rounds: int
+    left_out: Mapping[str, int]
+    baselines: Table
+    described: bool = False
+    failed: str | None = None
+
+
+def run_experiment(
+    config: Config,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    made_by: str = "train",
+    progress: Progress = silent,
+    on_record: OnRecord | None = None,
+    say: Say = lambda text: None,
+) -> Outcome:
+    """Train with some settings, evaluate on the test users, and write everything to a folder.
+
+    Nothing in the folder changes before the data is read and the run can start. A run that is replaced is put aside
+    until the new one is complete. With several processes (`fr.start_hosts`), all read the data and only the first
+    reads and writes the folder.
+
+    Args:
+      config: the settings.
+      folder: where everything goes.
+      resume: continue from the folder's newest checkpoint; begin anew if it has none.
+      overwrite: replace the run that the folder holds.
+      made_by: the command, for `run.json`.
+      progress: a progress display.
+      on_record: called with every round's and evaluation's record.
+      say: called with remarks and warnings.
+
+    Raises:
+      StorageError: the folder holds another run, and neither option is given; another process writes to it; or it
+        holds something else.
+    """
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other: one keeps what the other removes")
+    folder = first_writes(folder)
+    with folder.held():
+        earlier = agree(lambda: None if overwrite else run_to_resume(config, folder, resume))
+        check_same(_settings(config) | _versions())
+        start_same_devices(config, folder, earlier, say)
+        task = task_of(config)
+        data = task.load(config, progress)
+        facts = _facts(config, data.fingerprint(), earlier, made_by)
+        check_same({"the data's fingerprint": facts["data"]["fingerprint"]})
+        check_fingerprint(folder, facts, earlier)
+        users = task.divide(config, data, progress)
+        check_some_can_learn(config, task, users)
+        prepared = task.prepare(config, data, users, task.legend(config, data))
+        users = prepared.users
+        protection = protect(prepared.config, prepared.model, len(users.train), earlier, prepared.releases)
+        examples = users.train.num_examples if protection.examples is None else protection.examples
+        algorithm = build_algorithm(protection.config, prepared.model, examples, protection.aggregator)
+        place = same_layout(config, algorithm, folder, earlier)
+        facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
+        facts["data"] |= {"left_out": {**data.skipped}}
+        facts["layout"] = layout_facts(place)
+        facts["privacy"] = _promise(protection, algorithm, protection.config, len(users.train))
+        for remark in (*prepared.remarks, *say_promise(protection)):
+            say(remark)
+        _say_who_cannot_learn(config, task, users, say)
+        if overwrite:
+            folder.replace()
+        folder.describe(facts)
+        return _run(
+            _Started(
+                protection.config,
+                folder,
+                task,
+                users,
+                prepared.legend,
+                algorithm,
+                place,
+                facts,
+                bool(prepared.remarks),
+                protection.ledger,
+                prepared.fallback,
+            ),
+            data,
+            progress,
+            on_record,
+            say,
+        )
+
+
+class _Started(NamedTuple):
+    """A run that can start."""
+
+    config: Config
+    folder: RunFolder
+    task: Task[Any, Any, Any]
+    users: Users
+    legend: Any
+    algorithm: Algorithm
+    place: Layout
+    facts: dict[str, Any]
+    described: bool
+    ledger: Ledger | None
+    fallback: Any
+
+
+def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
+    """Train, save, measure, and say how it went."""
+    config, folder, task, users, legend, algorithm, place, facts, described, ledger, fallback = ready
+    evaluator = make_evaluator(config, algorithm, users, place)
+    watch = Watch(config, task, say, _look_like_counts(config, data))
+
+    def watched(record: dict[str, Any]) -> None:
+        watch(record)
+        if on_record:
+            on_record(record)
+
+    run = train(
+        algorithm,
+        users.train,
+        rounds=rounds_of(config, users),
+        sampling=config.sampling,
+        valid=divided(evaluator, config, users),
+        evaluate_every=config.evaluate_every,
+        patience=patience_of(config, users),
+        judge_after=judgements_of(config),
+        judge_by=task.judge_by,
+        fallback=fallback,
+        seed=config.seed,
+        ledger=ledger,
+        folder=folder,
+        checkpoint_every=config.checkpoint_every,
+        layout=place,
+        progress=progress,
+        on_record=watched,
+    )
+    run = dataclasses.replace(run, stopped=say_stopped(config, run.stopped, run.best))
+    failed = why_failed(run.history, task)
+    model = _save(folder, SavedModel(config, run.params, legend, failed))
+    test: Evaluation | None = None
+    table: Table = {}
+    if not run.interrupted and len(users.test):
+        on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
+        if on_test:
+            test = with_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
+        if is_first():
+            # Baselines of training users would be exact sums of theirs; those of a private run know what it released.
+            table = beside_saved(model, users.test) if config.privacy.on else beside(config, users, "test", legend)
+        if (found := why_failed(run.history, task, test)) != failed:
+            failed = found
+            model = _save(folder, dataclasses.replace(model, failed=failed))
+    folder.describe(
+        facts
+        | {
+            "ended": _now(),
+            "rounds": run.rounds,
+            "interrupted": run.interrupted,
+            "failed": failed,
+            "updates": updates_of(run.history),
+            "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
+            "stopped": run.stopped,
+            "best_round": run.best,
+            "test": with_baselines(test, table) if test else None,
+        }
+    )
+    if not run.interrupted:
+        folder.complete()
+    most = rounds_of(config, users)
+    return Outcome(run, algorithm, users, model, evaluator, test, most, data.skipped, table, described, failed)
+
+
+def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
+    if is_first():
+        save_model(folder.model_path, model.config, model.params, model.legend, model.failed)
+    return model
+
+
+def make_evaluator(
+    config: Config, algorithm: Algorithm, users: Users, place: Layout | None = None, part: str = "valid"
+) -> Evaluator | None:
+    """Return an evaluator of the users of a part, split according to settings; None if there are none."""
+    chosen = getattr(users, part)
+    if not len(chosen):
+        return None
+    split = build_split(config.split.evaluate, config.split)
+    return Evaluator(algorithm, chosen, split=split, seed=config.seed, layout=place)
+
+
+def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config, Users]:
+    """Load the data of a finished run again, divided as it was.
+
+    Args:
+      path: the folder of the run.
+      progress: a progress display.
+
+    Raises:
+      StorageError: the folder holds no run, or is damaged.
+      DataError: the data is gone, or has changed.
+    """
+    config, facts = read_run(path)
+    task = task_of(config)
+    if facts.get("deployment"):
+        raise DataError(
+            f"the run in {path} was trained over nodes, which keep their data. How it serves their test {task.people} "
+            f"is in its run.json; to evaluate on others, give their data with --{task.name} FILE."
+        )
+    try:
+        data = task.load(_located(config, facts), progress)
+    except DataError as problem:
+        raise DataError(
+            f"the data of the run in {path} cannot be loaded again: {problem} "
+            f"To evaluate on other {task.people}, give their data with --{task.name} FILE."
+        ) from None
+    found = data.fingerprint()
+    if found != facts["data"]["fingerprint"]:
+        raise DataError(
+            f"{config.data.source} is no longer what the run in {path} was trained on "
+            f"(fingerprint {found}, was {facts['data']['fingerprint']}), so its test {task.people} are not known"
+        )
+    return config, task.divide(config, data, progress)
+
+
+def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: Users, say: Say) -> None:
+    alone = int((users.train.sizes < 2).sum())
+    if alone and config.split.train != "none":
+        say(
+            f"{alone} of {how_many(len(users.train), f'training {task.people}')} {'has' if alone == 1 else 'have'} a "
+            f"single example: nothing is learned from {'it' if alone == 1 else 'them'}, since one example cannot be "
+            "both support and query"
+        )
+
+
+def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users) -> None:
+    """Check that something can be learned at all: from clients with both support and query.
+
+    Args:
+      config: the settings.
+      task: what is trained.
+      users: divided.
+
+    Raises:
+      DataError: no training client has two examples.
+    """
+    if config.split.train == "none" or (users.train.sizes >= 2).any():
+        return
+    examples = "sentences" if task.name == "text" else task.examples
+    columns = "" if task.name == "text" else f" If they have more, is --data.user the column of {task.people}?"
+    raise DataError(
+        f"{config.data.source} has {how_many(len(users.train), f'training {task.people}')}, none with 2 {examples} or "
+        f"more. Training needs 2 {examples} per {task.people[:-1]}, for at least some {task.people}: one to "
+        f"reconstruct from (support) and one to learn from (query).{columns}"
+    )
+
+
+def _look_like_counts(config: Config, data: Dataset) -> bool:
+    """Say whether these are counts that are learned as they are."""
+    as_they_are = isinstance(config, RatingsConfig) and config.data.transform == "none"
+    return as_they_are and isinstance(data, Ratings) and data.describe().looks_like_counts
+
+
+# ---- run.json ----
+
+
+def _promise(protection: Protection, algorithm: Algorithm, config: Config, clients: int) -> dict[str, Any] | None:
+    """Say what all planned rounds will have spent; the run never spends more."""
+    facts = protection.facts()
+    if facts is None or protection.ledger is None:
+        return None
+    spent = spending(algorithm, clients, config.sampling, config.rounds, protection.ledger)
+    rounds = spent.allowed(config.rounds)
+    return {**facts, "planned": {"rounds": rounds, "epsilon": spent.after(rounds).epsilon}}
+
+
+def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, made_by: str) -> dict[str, Any]:
+    """Return what `run.json` says from the beginning."""
+    source = Path(config.data.source)
+    return {
+        "made_by": made_by,
+        "config": to_json(config),
+        "seed": config.seed,
+        "versions": _versions(),
+        "data": {
+            "source": config.data.source,
+            "path": str(source.resolve()) if source.exists() else None,
+            "fingerprint": fingerprint,
+        },
+        "started": earlier.get("started") if earlier else _now(),
+        "resumed": [*earlier["resumed"], _now()] if earlier else [],
+        "ended": None,
+        "rounds": None,
+        "interrupted": None,
+        "failed": None,
+        "updates": None,
+        "privacy": None,
+        "stopped": None,
+        "best_round": None,
+        "test": None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    numeric = {module.__name__: module.__version__ for module in (jax, np, optax)}
+    return {"python": platform.python_version(), "fedrecon": __version__, **numeric}
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return all settings by name, except where the data is, which may differ between hosts."""
+    settings = to_json(config)
+    groups = {name: group for name, group in settings.items() if isinstance(group, dict)}
+    inside = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
+    alone = {name: value for name, value in settings.items() if name not in groups}
+    return {name: value for name, value in (alone | inside).items() if name != "data.source"}
+
+
+def _located(config: Config, facts: dict[str, Any]) -> Config:
+    """Find files where they were, whatever folder the command runs in now."""
+    places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
+    there: dict[str, Any] = {
+        name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)
+    }
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **there))
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,189 @@
+"""Whether a run went well: warnings while it trains, and a verdict at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fedrecon._src.app.config import Config, RatingsConfig
+from fedrecon._src.app.tasks import Task
+from fedrecon._src.simulation.evaluation import Evaluation
+
+GUARDS = {"learned_from": "clients", "shortened": "clipped", "too_long": "zeroed", "not_finite": "non_finite"}
+MOST_FAILED = 0.1  # share of updates, rounds or evaluated clients above which a run has failed
+
+
+class Watch:
+    """Looks at every record of a run, and says at the first sign of trouble what it is and what to do."""
+
+    def __init__(self, config: Config, task: Task[Any, Any, Any], say: Callable[[str], None], counts: bool = False):
+        """Say warnings with `say`, each kind once; `counts` is whether the ratings look like counts."""
+        self._config, self._task, self._say, self._counts = config, task, say, counts
+        self._said: set[str] = set()
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Look at a record."""
+        where = f"warning: round {record['round']}:"
+        people = self._task.people
+        if record["kind"] == "evaluation":
+            if record["diverged"]:
+                of = f"{record['diverged']} of {record['clients']} validation {people}"
+                are = "is" if record["diverged"] == 1 else "are"
+                self._once("diverged", f"{where} {of} diverged and {are} excluded. {self._remedy(record)}")
+            elif not record["clients"]:
+                self._once("unmeasured", f"{where} no validation {people[:-1]} has enough {self._task.examples}")
+            return
+        if lost := record.get("non_finite", 0):
+            of = f"{lost} of {lost + record.get('clients', 0)} updates"
+            are, were = ("is", "was") if lost == 1 else ("are", "were")
+            self._once("non_finite", f"{where} {of} {are} not finite and {were} left out. {self._remedy(record)}")
+        elif record["skipped"]:
+            why = why_skipped(record, self._config, self._task, self._counts)
+            self._once("skipped", f"{where} nothing was learned: {why}")
+
+    def _remedy(self, record: Mapping[str, Any]) -> str:
+        return remedy(self._config, trained=record["round"] > 0, counts=self._counts)
+
+    def _once(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(text)
+
+
+def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, Any], counts: bool = False) -> str:
+    """Say why a round had no update to learn from, and what to do about it.
+
+    Args:
+      record: of the round.
+      config: the settings.
+      task: what is trained.
+      counts: whether the ratings look like counts.
+    """
+    sampling = config.sampling
+    if sampling.poisson and "invited" not in record:
+        return f"the mean of the updates is not finite, or nobody took part. {remedy(config, counts=counts)}"
+    invited, few, dropped = (record[name] for name in ("invited", "too_small", "dropped"))
+    if few == invited:
+        return f"all {invited} invited {task.people} have fewer than --sampling.min-examples {sampling.min_examples}"
+    if few + dropped == invited:
+        return f"nobody answered: {dropped} of {invited} invited dropped out (--sampling.drop-out {sampling.drop_out})"
+    if record.get("zeroed"):
+        return f"all updates are longer than --aggregate.zero-norm {config.aggregate.zero_norm}"
+    if record.get("clients"):
+        return f"the mean of the updates is not finite. {remedy(config, counts=counts)}"
+    return f"the {task.people} who answered have too few {task.examples} for both support and query"
+
+
+def remedy(config: Config, *, trained: bool = True, counts: bool = False) -> str:
+    """Say what to do about numbers that run away, by options that have a part in it.
+
+    Args:
+      config: the settings.
+      trained: whether rounds have been run; before the first one, only reconstruction has changed anything.
+      counts: whether the ratings look like counts.
+    """
+    if counts and isinstance(config, RatingsConfig) and config.data.transform == "none":
+        return "The ratings look like counts: use --data.transform log1p, so that the model learns log(1+x)."
+    rates = [*(_rates_of_rounds(config) if trained else []), *_rates_of_reconstruction(config)]
+    advice = [f"lower {' and '.join(rates)}"] if rates else []
+    if config.task == "clicks":
+        advice.append(f"raise --model.ridge (now {config.model.ridge:g})")
+    elif config.reconstruct.solver == "least-squares":
+        advice.append(f"raise --reconstruct.ridge (now {config.reconstruct.ridge:g})")
+    if trained and not config.privacy.on and config.aggregate.clip_norm is None and config.aggregate.followed is None:
+        advice.append("set --aggregate.clip-norm")
+    if config.task == "ratings":
+        advice.append("rescale the ratings")
+    when = (
+        "If this continues" if trained else "Nothing has been learned yet, so this is about the data and reconstruction"
+    )
+    return f"{when}{', ' if trained else ': '}{_either(advice)}."
+
+
+def _rates_of_rounds(config: Config) -> list[str]:
+    """Name the learning rates that decide how far a round goes, with their values."""
+    server, update = config.server, config.update
+    own = f"--server.learning-rate (now {server.learning_rate:g})"
+    if config.task == "clicks":
+        return [own]
+    relative = server.optimizer not in ("sgd", "momentum")  # its steps do not depend on the length of updates
+    rates = [] if relative and update.steps == 1 else [f"--update.learning-rate (now {update.learning_rate:g})"]
+    return [*rates, *([own] if relative or server.learning_rate > 1 else [])]
+
+
+def _rates_of_reconstruction(config: Config) -> list[str]:
+    """Name the learning rate of reconstruction, with its value, if it goes by steps."""
+    if config.task == "clicks" or config.reconstruct.solver == "least-squares":
+        return []
+    return [f"--reconstruct.learning-rate (now {config.reconstruct.learning_rate:g})"]
+
+
+def _either(advice: Sequence[str]) -> str:
+    return advice[0] if len(advice) == 1 else f"{', '.join(advice[:-1])} or {advice[-1]}"
+
+
+def why_failed(
+    history: Sequence[Mapping[str, Any]],
+    task: Task[Any, Any, Any],
+    test: Evaluation | None = None,
+) -> str | None:
+    """Say why a run has failed, or None if it went well.
+
+    Args:
+      history: records of the whole run.
+      task: what was trained.
+      test: how the model serves the test clients, if they were measured.
+    """
+    rounds = [record for record in history if record["kind"] == "round"]
+    evaluations = [record for record in history if record["kind"] == "evaluation"]
+    lost = sum(record.get("non_finite", 0) for record in rounds)
+    updates = lost + sum(record.get("clients", 0) for record in rounds)
+    skipped = sum(bool(record.get("skipped")) for record in rounds)
+    found = []
+    if lost > MOST_FAILED * updates:
+        found.append(f"{lost} of {updates} updates were not finite")
+    if skipped > MOST_FAILED * len(rounds):
+        found.append(f"nothing was learned in {skipped} of {len(rounds)} rounds")
+    if evaluations:
+        last = evaluations[-1]
+        found += _evaluation_failed(f"validation {task.people}", last.get("clients", 0), last.get("diverged", 0))
+    if test is not None:
+        found += _evaluation_failed(f"test {task.people}", test.clients, test.diverged)
+    return "; ".join(found) or None
+
+
+def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Count the updates that a run was learned from, and those that a guard shortened or left out.
+
+    Args:
+      history: records of the whole run.
+    """
+    rounds = [record for record in history if record["kind"] == "round"]
+    return {name: sum(record.get(of, 0) for record in rounds) for name, of in GUARDS.items()}
+
+
+def say_updates(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say how many updates a guard shortened or left out; None if there were none."""
+    found = updates_of(history)
+    everyone = found["learned_from"] + found["not_finite"] + found["too_long"]
+    told = [
+        f"{found[name]:,} {what}"
+        for name, what in (
+            ("shortened", "were longer than --aggregate allows and were shortened"),
+            ("too_long", "were longer than --aggregate.zero-norm and were left out"),
+            ("not_finite", "were not finite and were left out"),
+        )
+        if found[name]
+    ]
+    return f"of {everyone:,} updates, {', '.join(told)}" if told else None
+
+
+def evaluation_failed(found: Evaluation, people: str) -> str | None:
+    """Say why an evaluation says nothing about a model, or None if it does."""
+    return "; ".join(_evaluation_failed(people, found.clients, found.diverged)) or None
+
+
+def _evaluation_failed(people: str, clients: int, diverged: int) -> list[str]:
+    if not clients:
+        return [f"no {people} could be measured: they have too little data for support and query"]
+    return [f"{diverged} of {clients} {people} diverged"] if diverged > MOST_FAILED * clients else []

@@ -1,0 +1,214 @@
+"""What settings promise the clients of a run: an aggregator, and a ledger of what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedrecon._src import server as aggregate
+from fedrecon._src.app.budget import Population, budget_sentence, delta_of, rounds_noise, rule
+from fedrecon._src.app.build import build_aggregator, build_split, build_weights
+from fedrecon._src.app.config import Config
+from fedrecon._src.app.tasks.factors import FOUND
+from fedrecon._src.core.model import Model
+from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.core.upload import DELTA
+from fedrecon._src.privacy.accounting import Release, sampling_rate, update_noise_for
+from fedrecon._src.privacy.ledger import NOT_COVERED, Ledger
+
+
+class Protection(NamedTuple):
+    """What protects the clients of a run.
+
+    Attributes:
+      config: the settings, with what follows from the noise.
+      aggregator: how updates become one.
+      examples: for priors, how many updates the server's sum over everybody stands for; None to count examples.
+      ledger: the ledger before the first round; None if nothing is promised.
+      noise_multiplier: of all that a round releases; None without noise.
+    """
+
+    config: Config
+    aggregator: aggregate.Aggregator
+    examples: float | None = None
+    ledger: Ledger | None = None
+    noise_multiplier: float | None = None
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return what `run.json` says before the first round."""
+        if self.ledger is None:
+            return None
+        return {
+            **self.ledger.to_dict(),
+            "noise_multiplier": self.noise_multiplier,
+            "clip_norm": self.config.privacy.clip_norm,
+        }
+
+
+def protect(
+    config: Config,
+    model: Model,
+    clients: int,
+    earlier: Mapping[str, Any] | None = None,
+    released: Sequence[Release] = (),
+    population: Population | None = None,
+) -> Protection:
+    """Return what protects the clients of a run.
+
+    Args:
+      config: the settings.
+      model: what is trained.
+      clients: how many train.
+      earlier: `run.json` of the run to resume: its noise stays the same, however many rounds are planned now.
+      released: what round zero gave away.
+      population: compute the noise for these clients, and give the mean upload as much of it as theirs; None for those
+        who train. For studies: it protects nobody who trains.
+    """
+    if not config.privacy.on:
+        return Protection(config, _without_noise(config, model, clients))
+    config = drawn_privately(config)
+    here = Population(clients, _per_round(config, clients))
+    there = population or here
+    try:
+        sampling_rate(*there)
+        delta = delta_of(config, there)
+        randomness = f"seed {config.seed}"
+        ledger = Ledger(there.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
+        noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or config.privacy.noise_multiplier
+        if noise is None:
+            release = _release(config, model, clients, here.per_round) if config.aggregate.secure else None
+            noise = rounds_noise(config, there, released, release)
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
+    config, examples = _with_rule(config, clients, noise / there.per_round)
+    used = noise * here.per_round / there.per_round
+    if config.aggregate.secure:
+        return Protection(config, _secure(config, clients, here.per_round, used), examples, ledger, noise)
+    return Protection(config, _private(config, here.per_round, used), examples, ledger, noise)
+
+
+def drawn_privately(config: Config) -> Config:
+    """Draw clients as the noise assumes: independently or in turns, unless settings invite more than needed."""
+    if config.privacy.correlated is not None:
+        return dataclasses.replace(
+            config, sampling=dataclasses.replace(config.sampling, apart=config.privacy.correlated)
+        )
+    if config.sampling.oversample != 1 or config.sampling.apart is not None:
+        return config
+    return dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, poisson=True))
+
+
+def _per_round(config: Config, clients: int) -> int:
+    """Return how many take part in a round; if clients take turns, no more than each group has."""
+    sampling = config.sampling
+    most = clients // (sampling.apart or 1)
+    if most < 1:
+        raise ValueError(f"{clients} clients cannot take turns in {sampling.apart} groups; correlate fewer rounds")
+    return min(sampling.wanted(clients), most)
+
+
+def is_recipe(config: Config) -> bool:
+    """Say whether a run begins with round zero and adds up gradients, as the recipe does."""
+    return bool(getattr(config.model, "round_zero", False))
+
+
+def _with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Config, float | None]:
+    """Return the settings of the recipe for this much noise, and what its priors are weighed against."""
+    if not is_recipe(config):
+        return config, None
+    query = int(build_split(config.split.train, config.split).counts(np.array([1000]))[1][0])
+    scaling = 1000 / max(query, 1)
+    chosen, model = rule(noise_in_mean, clients, scaling), config.model
+    model = dataclasses.replace(
+        model, prior=model.prior * chosen.prior, implicit_prior=model.implicit_prior * chosen.prior
+    )
+    clip = chosen.clip if config.privacy.clip_norm is None else config.privacy.clip_norm
+    privacy = dataclasses.replace(config.privacy, clip_norm=clip)
+    return dataclasses.replace(config, model=model, privacy=privacy), scaling * clients
+
+
+def _scales(config: Config) -> dict[str, float] | None:
+    """Return what clients do not send: the server does not change what round zero found."""
+    if not is_recipe(config):
+        return None
+    return dict.fromkeys(FOUND[: None if config.model.item_traits else -1], 0.0)
+
+
+def _without_noise(config: Config, model: Model, clients: int) -> aggregate.Aggregator:
+    if not config.aggregate.secure:
+        return build_aggregator(config, model)
+    assert config.aggregate.clip_norm is not None
+    most = config.sampling.capacity(clients)
+    return aggregate.secure(config.aggregate.clip_norm, clients=most, weigh=build_weights(config, model))
+
+
+def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggregator:
+    settings = config.privacy
+    assert settings.clip_norm is not None
+    if settings.clip_quantile is not None:
+        update_noise_for(noise, per_round / 20)  # its error says what to do if too few clients hide a count
+    return aggregate.private(
+        settings.clip_norm,
+        noise,
+        per_round=per_round,
+        weigh="examples" if is_recipe(config) else "uniform",
+        scales=_scales(config),
+        quantile=settings.clip_quantile,
+        correlated=settings.correlated,
+        rounds=config.rounds,
+    )
+
+
+def _secure(config: Config, clients: int, per_round: float, noise: float) -> aggregate.Aggregator:
+    least = config.sampling.fewest(clients) if config.sampling.poisson else int(per_round)
+    return aggregate.secure(
+        config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is not chosen yet
+        clients=config.sampling.capacity(clients),
+        noise_multiplier=noise,
+        per_round=per_round,
+        least=least,
+        weigh="examples" if is_recipe(config) else "uniform",
+        scales=_scales(config),
+    )
+
+
+def _release(config: Config, model: Model, clients: int, per_round: float) -> Callable[[float], Release]:
+    """Return what all rounds release with noise of the clients, as a function of the noise multiplier."""
+    parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
+    rate = config.sampling.rate(clients)
+
+    def release(noise: float) -> Release:
+        found = _secure(config, clients, per_round, noise).release
+        assert found is not None
+        return found(parts)._replace(rate=rate, rounds=config.rounds)
+
+    return release
+
+
+def say_promise(protection: Protection) -> list[str]:
+    """Return remarks on what is promised, before training."""
+    config, ledger = protection.config, protection.ledger
+    if ledger is None:
+        return []
+    remarks = [
+        f"privacy: noise multiplier {protection.noise_multiplier:.4g}, clipping norm {config.privacy.clip_norm:g}"
+    ]
+    if ledger.releases:
+        remarks.append(f"privacy: {budget_sentence(ledger.releases, ledger.delta, ledger.budget)}")
+    if config.sampling.apart is not None:
+        remarks.append(
+            f"privacy: clients take turns, each at most once in {config.sampling.apart} rounds; the promise holds "
+            "as long as they do, and relies on nothing else"
+        )
+    elif config.sampling.poisson:
+        remarks.append("privacy: every client is drawn independently in every round (Poisson sampling)")
+    else:
+        remarks.append(
+            "privacy: clients are not drawn by Poisson sampling, so random sampling adds no protection; without "
+            "--sampling.oversample the same noise promises far more"
+        )
+    return [*remarks, f"privacy: {NOT_COVERED}"]

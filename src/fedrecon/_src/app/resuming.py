@@ -1,0 +1,174 @@
+"""Resume a run: it must be the same run, on the same data, laid out on devices in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.app.build import build_layout
+from fedrecon._src.app.config import COLUMNS, Config, ConfigError, Data, config_from_json, differences, to_json
+from fedrecon._src.simulation.engine import Layout, layout, small_loops, start_devices
+from fedrecon._src.simulation.multihost.channel import wire
+from fedrecon._src.storage.folders import standing
+from fedrecon._src.storage.parts import FORMAT, RUN, VERSION, read_description
+from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._version import __version__
+
+Say = Callable[[str], None]
+
+
+def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
+    """Read the settings of a run and everything else in its `run.json`."""
+    if not Path(path).is_dir():
+        raise StorageError(f"{path} is not a folder; expected the folder of a run")
+    file = Path(path) / RUN
+    facts = read_description(Path(path))
+    if facts.get("format", FORMAT) != FORMAT or facts.get("version", 1) not in range(1, VERSION + 1):
+        raise StorageError(f"{file} was written by a newer version of fedrecon than this one ({__version__})")
+    try:
+        config = config_from_json(facts["config"], str(file))
+        facts["data"]["fingerprint"]
+    except ConfigError as problem:
+        raise StorageError(str(problem)) from None
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise StorageError(f"{file} is damaged: {problem!r}") from None
+    return config, facts
+
+
+def with_columns(config: Config, run: str | Path, given: Sequence[str] = ()) -> Config:
+    """Return the settings of a saved model, with what columns are called in the file that its run was trained on.
+
+    Args:
+      config: of the model.
+      run: the folder of the run; that of a model alone does not know.
+      given: columns that have been named already.
+    """
+    if not isinstance(config.data, Data) or not (Path(run) / RUN).exists():
+        return config
+    try:
+        data = read_run(run)[0].data
+    except StorageError:  # the model is all that is needed
+        return config
+    columns = {role: getattr(data, role) for role in COLUMNS if role not in given and hasattr(data, role)}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **columns))
+
+
+def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, Any] | None:
+    """Return the `run.json` of the run to resume; None if there is none yet."""
+    if not folder.holds_run():
+        return None
+    if not resume:
+        raise StorageError(f"{folder.path} holds a run; continue it with --resume, or replace it with --overwrite")
+    done = folder.rounds_done()
+    settings, facts = read_run(folder.path)
+    if done is None and (facts.get("ended") or standing(folder.model_path).exists()):
+        raise StorageError(
+            f"the run in {folder.path} has no checkpoint any more, so it cannot be resumed; its model is still there. "
+            "Begin anew in another folder, or with --overwrite."
+        )
+    if settings.task != config.task:
+        raise StorageError(f"the run in {folder.path} is on {settings.task}, not on {config.task}; use another folder")
+    changed = differences(to_json(settings), to_json(config))
+    if changed:
+        raise StorageError(
+            f"the run in {folder.path} has other settings: {', '.join(changed)}; "
+            "resume it with its own, or begin anew with --overwrite"
+        )
+    if settings.rounds != config.rounds and config.server.decay_rounds == "all":
+        raise StorageError(
+            f"the run in {folder.path} lowers its learning rate over all of its {settings.rounds} rounds, so "
+            f"it cannot continue to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew "
+            "with --overwrite"
+        )
+    if done is not None and done > config.most_rounds:
+        raise StorageError(f"the run in {folder.path} is past round {config.most_rounds}: it has done {done}")
+    if facts.get("version") != VERSION:
+        raise StorageError(
+            f"the run in {folder.path} was begun by another version of fedrecon, and this one cannot resume it: "
+            "resume it with that version, or begin anew with --overwrite"
+        )
+    place = facts.get("layout")
+    numbers = [place.get(name) for name in ("devices", "block", "sharing")] if isinstance(place, dict) else [None]
+    if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
+        raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot be resumed")
+    return facts
+
+
+def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+    """Check that the data is the same as when the run began."""
+    now = facts["data"]["fingerprint"]
+    if earlier and earlier["data"]["fingerprint"] != now:
+        raise StorageError(
+            f"{facts['data']['source']} is no longer what the run in {folder.path} was trained on "
+            f"(fingerprint {now}, was {earlier['data']['fingerprint']}); "
+            "it cannot be resumed: bring the data back, or begin anew with --overwrite"
+        )
+
+
+def layout_facts(place: Layout) -> dict[str, Any]:
+    """Return the layout for `run.json`."""
+    return {
+        "platform": jax.default_backend(),
+        "devices": place.devices,
+        "block": place.block,
+        "sharing": place.sharing,
+        "small_loops": small_loops(),
+        **({"processes": place.processes} if place.processes > 1 else {}),
+    }
+
+
+def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any] | None, say: Say) -> None:
+    """Start as many devices as the run began with, whatever this machine has: the last bits depend on their number."""
+    large = config.task != "ratings"  # products of matrices
+    if earlier is None or config.devices is not None:
+        start_devices(config.devices, large_products=large)
+        return
+    began = earlier["layout"]["devices"]
+    try:
+        start_devices(began, large_products=large)
+    except ValueError:
+        raise _other_machine(folder, earlier) from None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if earlier["layout"].get("platform") == "cpu" and began != cores and wire() is None:
+        say(
+            f"continues with {began} devices, as it began, although this machine has {cores} cores: "
+            "the last bits of its results depend on it"
+        )
+
+
+def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier: dict[str, Any] | None) -> Layout:
+    """Return the layout; a resumed run keeps the one that it began with."""
+    if earlier is None:
+        return build_layout(config, algorithm.model)
+    began = earlier["layout"]
+    try:
+        place = layout(began["block"], began["devices"], sharing=began["sharing"])
+    except ValueError:
+        raise _other_machine(folder, earlier) from None
+    now = layout_facts(place)
+    if now | {"small_loops": None} != began | {"small_loops": None}:
+        raise _other_machine(folder, earlier)
+    if now["small_loops"] != began.get("small_loops"):
+        raise StorageError(
+            f"the run in {folder.path} began with other options of XLA for loops (XLA_FLAGS is "
+            f"{os.environ.get('XLA_FLAGS')!r} now): its bits would change. Set them as they were, or begin anew with "
+            "--overwrite."
+        )
+    return place
+
+
+def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
+    began = earlier["layout"]
+    of = f" of {began['processes']} processes" if "processes" in began else ""
+    return StorageError(
+        f"the run in {folder.path} began on {began['devices']} devices{of} ({began.get('platform')}), which this "
+        "machine does not have; on others the last bits of its results would change. Resume it where it began, or "
+        "begin anew with --overwrite."
+    )

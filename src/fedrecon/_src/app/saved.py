@@ -1,0 +1,155 @@
+"""A trained model on disk: the global parameters and all that inference needs, nothing about who trained it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.app.build import build_algorithm
+from fedrecon._src.app.config import Config, ConfigError, config_from_json, to_json
+from fedrecon._src.app.tasks import TASKS, Task, task_of
+from fedrecon._src.storage.arrays import load_arrays, save_arrays
+from fedrecon._src.storage.folders import standing, whole_folder
+from fedrecon._src.storage.parts import MODEL, check_model, checkpoints_of, standing_part
+from fedrecon._src.storage.sealed import check_files, read_sealed, seal_folder
+from fedrecon._src.storage.storage_errors import StorageError
+
+FORMAT = "fedrecon-model"
+VERSION = 2  # version 1 had no digests; it is read
+ARRAYS, DESCRIPTION = "global.safetensors", "model.json"
+SETTINGS = ("model", "reconstruct", "split", "seed")  # of a run's config: what inference needs
+
+L = TypeVar("L")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedModel(Generic[L]):
+    """A model ready to serve people.
+
+    Attributes:
+      config: the settings of model, reconstruction and evaluation; those of training are not kept.
+      params: the global parameters.
+      legend: what its ids stand for: items or words.
+      failed: why its training failed, in which case it should serve nobody; None if it did not.
+    """
+
+    config: Config
+    params: Any
+    legend: L
+    failed: str | None = None
+
+    @property
+    def task(self) -> Task[Any, Any, L]:
+        """What it was trained for."""
+        return task_of(self.config)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm, for reconstruction and evaluation."""
+        return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
+
+
+def save_model(path: Path, config: Config, params: Any, legend: L, failed: str | None = None) -> SavedModel[L]:
+    """Save a model to a folder, which is replaced as a whole.
+
+    Args:
+      path: the folder; one that holds anything but a model is refused.
+      config: the settings of the run.
+      params: the global parameters.
+      legend: what its ids stand for.
+      failed: why its training failed, if it did.
+    """
+    settings = to_json(config)
+    description = {
+        "format": FORMAT,
+        "version": VERSION,
+        "task": config.task,
+        "failed": failed,
+        "settings": {name: settings[name] for name in SETTINGS},
+        **task_of(config).describe(legend),
+    }
+    check_model(path)
+    with whole_folder(path, replace=True) as folder:
+        save_arrays(folder / ARRAYS, params)
+        seal_folder(folder, DESCRIPTION, description)
+    return SavedModel(config, params, legend, failed)
+
+
+def open_model(path: str | Path) -> SavedModel[Any]:
+    """Open a model folder, or the one in a run's folder.
+
+    Raises:
+      StorageError: there is no model, or it is damaged.
+    """
+    folder = standing(Path(path))
+    if not folder.is_dir():
+        raise StorageError(f"{path} is not a folder; expected the folder of a run or of a saved model")
+    if not (folder / DESCRIPTION).exists():
+        folder = standing_part(folder, MODEL)
+    if not folder.is_dir():
+        raise StorageError(_no_model(Path(path)))
+    saved, sealed = _read_description(folder / DESCRIPTION)
+    if sealed is not None:
+        check_files(folder / DESCRIPTION, sealed, ARRAYS)
+    try:
+        like = jax.eval_shape(saved.algorithm.model.init_global, jax.random.key(0))
+    except (ValueError, TypeError, OverflowError, MemoryError) as problem:
+        raise StorageError(f"{folder / DESCRIPTION} describes no model that can be built: {problem}") from None
+    return dataclasses.replace(saved, params=load_arrays(folder / ARRAYS, like))
+
+
+def _read_description(file: Path) -> tuple[SavedModel[Any], dict[str, Any] | None]:
+    """Read all of a model except its parameters, and the manifest if it has one."""
+    description = read_sealed(file, unsealed={"format": FORMAT, "version": 1})
+    try:
+        if description["format"] != FORMAT or description["version"] not in range(1, VERSION + 1):
+            raise StorageError(
+                f"{file} is of format {description['format']} {description['version']}; "
+                f"this version of fedrecon reads {FORMAT} up to {VERSION}"
+            )
+        name = description.get("task", "ratings")  # once the only task
+        if name not in TASKS:
+            raise StorageError(f"{file} is of task {name!r}; this version of fedrecon knows {', '.join(TASKS)}")
+        settings = {**to_json(TASKS[name].untrained), **{part: description["settings"][part] for part in SETTINGS}}
+        config = config_from_json(settings, str(file))
+        legend = TASKS[name].recall(description)
+        failed = description.get("failed")
+    except ConfigError as problem:
+        raise StorageError(str(problem)) from None
+    except StorageError:
+        raise
+    except (KeyError, TypeError, AttributeError, OverflowError) as problem:
+        raise StorageError(f"{file} is damaged: {problem!r}") from None
+    except ValueError as problem:
+        raise StorageError(f"{file} is damaged: {problem}") from None
+    failed = None if failed is None else str(failed)
+    return SavedModel(config, None, legend, failed), None if description["version"] == 1 else description
+
+
+def _no_model(path: Path) -> str:
+    if checkpoints_of(path):
+        return (
+            f"the run in {path} has no model yet: if nothing is training it, continue with the same command "
+            "and --resume"
+        )
+    return f"{path} holds no model: train one with fedrecon train DATA --out {path}"
+
+
+def open_for(task: Task[Any, Any, L], path: str | Path, *others: Task[Any, Any, L]) -> SavedModel[L]:
+    """Open a model that was trained for a task, or for another that serves in the same way.
+
+    Raises:
+      StorageError: there is none, it is damaged, its training failed, or it is for another task; the message says what
+        to do with it.
+    """
+    saved = open_model(path)
+    if saved.task not in (task, *others):
+        use = saved.task.serve.format(run=path)
+        raise StorageError(f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}")
+    if saved.failed is not None:
+        raise StorageError(f"the training of {path} failed, so it serves nobody: {saved.failed}")
+    return saved

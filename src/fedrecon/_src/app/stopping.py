@@ -1,0 +1,184 @@
+"""When training ends: after the rounds of the settings, or when validation clients say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from fedrecon._src.app.config import Config
+from fedrecon._src.app.settings import relaxed_rounds
+from fedrecon._src.app.tasks.task import Users
+from fedrecon._src.core.formatting import how_many
+from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, summarize
+
+JUDGES = 10  # validation or test clients; the loss of fewer is mostly chance
+TESTED = (0.6, 0.2, 0.2)  # fractions that suit few clients
+VERDICTS = 600  # pairs of support and query that a loss should be of, though a client gives several of them
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+MOST_DIVISIONS = 8  # of one client: more of them are too much alike to tell anything new
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Divided:
+    """Evaluates clients by several divisions into support and query, for a loss that depends less on chance.
+
+    Attributes:
+      evaluators: of the same clients in the same order, with examples in another order each.
+    """
+
+    evaluators: tuple[Evaluator, ...]
+
+    def __call__(self, params: Any, kept: Any = ()) -> Evaluation:
+        """Evaluate global parameters; a client's metrics are over the query examples of all divisions.
+
+        Args:
+          params: global parameters.
+          kept: what clients kept from training; nothing, as clients that are divided keep nothing.
+        """
+        first = self.evaluators[0]
+        total = np.sum([one.sums(params, kept) for one in self.evaluators], axis=0)
+        return summarize(first.algorithm.model, first.protocol, total)
+
+
+def divided(evaluator: Evaluator | None, config: Config, users: Users) -> Evaluator | Divided | None:
+    """Return how validation clients judge: by one division into support and query if there are many, else by several.
+
+    Args:
+      evaluator: of the validation clients by one division; None if there are none.
+      config: the settings.
+      users: divided into those who train, judge and are measured.
+    """
+    if evaluator is None or (times := divisions_of(config, users)) == 1:
+        return evaluator
+    others = [evaluator.on(users.valid.shuffle(number)) for number in range(1, times)]
+    return Divided((evaluator, *others))
+
+
+def divisions_of(config: Config, users: Users) -> int:
+    """Return by how many divisions each validation client judges: one if nobody judges, or if an order is asked for."""
+    if patience_of(config, users) is None or config.split.by_time:
+        return 1
+    return min(MOST_DIVISIONS, math.ceil(VERDICTS / len(users.valid)))
+
+
+def patience_of(config: Config, users: Users) -> int | None:
+    """Return how long training waits for a better evaluation: as settings say, if there are enough to judge it by."""
+    return config.patience if judges_of(users) >= JUDGES else None
+
+
+def judges_of(users: Users) -> int:
+    """Return how many validation clients can judge: those with an example each for support and query."""
+    return int((users.valid.sizes >= 2).sum())
+
+
+def rounds_of(config: Config, users: Users) -> int:
+    """Return how many rounds there are at most: more than settings say only if there are enough to judge them by."""
+    return config.rounds if patience_of(config, users) is None else config.most_rounds
+
+
+def judgements_of(config: Config) -> range:
+    """Return after which rounds evaluations decide: the last of the settings, and the last of each relaxation."""
+    return range(config.rounds, config.most_rounds + 1, max(1, relaxed_rounds(config.rounds, 1)))
+
+
+def say_rounds(config: Config, users: Users) -> str:
+    """Say who does what, when training ends, and whether there are enough to measure the model on."""
+    train, test = len(users.train), len(users.test)
+    part = min(config.sampling.wanted(train), train)
+    said = (
+        f"{how_many(train, 'users')} {'trains' if train == 1 else 'train'}, "
+        f"{_are(len(users.valid))} for choosing settings, {_are(test)} for testing; "
+        f"{part:,} {'takes' if part == 1 else 'take'} part in each of {how_many(config.rounds, 'rounds')}."
+    )
+    if patience_of(config, users) is None:
+        said += _say_last_is_kept(users) if config.patience is not None else ""
+    else:
+        if more := rounds_of(config, users) - config.rounds:
+            said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
+        simple = "popularity" if falls_back_on_popularity(config) else "the one before the first round"
+        said += f" The best model for validation users is kept, even if it is {simple}."
+    return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test))
+
+
+def _are(number: int) -> str:
+    return f"{number:,} {'is' if number == 1 else 'are'}"
+
+
+def _say_last_is_kept(users: Users) -> str:
+    judges = judges_of(users)
+    able = " who have support and query" if judges < len(users.valid) else ""
+    few = f"{how_many(judges, 'validation users')}{able} {'is' if judges == 1 else 'are'} too few to choose a model"
+    return f" {few}, so the model of the last round is kept."
+
+
+def say_few_tested(config: Config, number: int, people: str = "users") -> list[str]:
+    """Say that there are too few test clients to tell much about a model, and what to do; nothing if there are enough.
+
+    Args:
+      config: the settings.
+      number: how many test clients there are.
+      people: what clients are called.
+    """
+    if number >= JUDGES:
+        return []
+    none = f"No {people} are left for testing, so nothing is measured."
+    return [say_few(number, f"test {people}") if number else none, say_how_to_test_more(config)]
+
+
+def say_few(number: int, people: str) -> str:
+    """Say that so few clients tell little about a model.
+
+    Args:
+      number: how many there are, at least 1.
+      people: what they are called.
+    """
+    return f"{how_many(number, people)} {'says' if number == 1 else 'say'} little about a model."
+
+
+def say_how_to_test_more(config: Config) -> str:
+    """Say how to test on more clients: by other fractions, unless these leave as many already."""
+    if config.task == "text" or config.data.fractions[-1] >= TESTED[-1]:
+        return "It takes data of more people to say more."
+    option = " ".join(f"{share:.1g}".removeprefix("0") for share in TESTED)
+    return f"Train with --data.fractions {option} to test on about a fifth of all."
+
+
+def say_kept(config: Config, best: int, people: str) -> str:
+    """Say which model is kept, where it is not the last.
+
+    Args:
+      config: the settings.
+      best: the round after which it was the model; 0 for what there was before the first.
+      people: what clients are called.
+    """
+    if best == 0 and falls_back_on_popularity(config):
+        return f"kept popularity: the trained model does not rank better for validation {people}"
+    when = f"after round {best}" if best else "from before the first round"
+    return f"kept the model {when}, the best on validation {people}"
+
+
+def falls_back_on_popularity(config: Config) -> bool:
+    """Say whether the model before the first round is popularity, which a private run must not know."""
+    return config.task == "clicks" and not config.privacy.on
+
+
+def say_stopped(config: Config, stopped: str | None, best: int | None) -> str | None:
+    """Say why training ended early, in relaxations of the prior where these are what decides.
+
+    Args:
+      config: the settings.
+      stopped: why, in evaluations; None if training ended with the last round.
+      best: the round whose model is kept; None if it is the last.
+    """
+    if stopped is None or best is None or config.patience is None or config.most_rounds == config.rounds:
+        return stopped
+    if best >= config.rounds:
+        several = f"{NUMBERS.get(config.patience, config.patience)} relaxations of the prior in a row"
+        return f"{several if config.patience > 1 else 'a relaxation of the prior'} brought nothing"
+    rounds, after = how_many(config.rounds, "rounds"), config.patience - 1
+    if not after:
+        return f"the first {rounds} brought nothing"
+    return f"neither the first {rounds} nor {how_many(after, 'relaxations')} of the prior after them brought anything"

@@ -1,0 +1,341 @@
+"""The model of ratings from its settings, and what round zero adds to them: scale, biases, ridges, traits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optax
+
+from fedrecon._src.app.budget import Population, round_zero_noise
+from fedrecon._src.app.config import Factorization, RatingsConfig, Scale
+from fedrecon._src.app.settings import relaxed_rounds
+from fedrecon._src.app.stopping import say_rounds
+from fedrecon._src.app.tasks.task import Ready, Users
+from fedrecon._src.client.least_squares import Ridge
+from fedrecon._src.client.priors import Strength, keep_constant, with_prior
+from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.formatting import how_many, readable
+from fedrecon._src.core.model import Model
+from fedrecon._src.data import Ratings
+from fedrecon._src.data.ratings.accepted import Accepted
+from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardized
+from fedrecon._src.recommend import private_round_zero as round_zero
+from fedrecon._src.recommend.round_zero import DEFAULT, Plan, Preparation, Transform, advance, answer, prepare, start
+
+FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the server leaves it as it is
+SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
+RELAXED = 0.25  # what a relaxation leaves of the prior
+BESIDE = 0.1  # of the scale's width: so far beside it ratings are still taken
+FAR_BESIDE = 1.0  # the same for ends found with noise, which hides rare ratings
+SAME = 1e-5  # of two numbers that differ by rounding alone
+DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
+
+
+@dataclass(frozen=True, eq=False)
+class Liking:
+    """What training users thought of the items, as sums over them tell: what a baseline needs.
+
+    Attributes:
+      bias: of item k, standardised and damped.
+      user_ridge: the ridge on a newcomer's bias beside it.
+    """
+
+    bias: np.ndarray
+    user_ridge: float
+
+    def __post_init__(self) -> None:
+        """Check that the numbers make sense."""
+        if not np.isfinite(self.bias).all() or not 0 < self.user_ridge < math.inf:
+            raise ValueError("biases of items must be finite, and their ridge above 0")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        return {"bias": np.round(self.bias, DIGITS).tolist(), "user_ridge": self.user_ridge}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Liking:
+        """Undo `to_json`; raises KeyError, TypeError or ValueError if the values do not fit."""
+        return cls(np.asarray(values["bias"], np.float64), float(values["user_ridge"]))
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What items are called, and what training users thought of them.
+
+    Attributes:
+      ids: the original id of item k.
+      titles: the title of item k, or None.
+      counts: how many ratings item k was learned from, or None where that is not known.
+      scale: the lowest and the highest rating as they are in the data, or None.
+      liking: what training users thought of them, or None where that is not known.
+    """
+
+    ids: np.ndarray
+    titles: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    scale: tuple[float, float] | None = None
+    liking: Liking | None = None
+
+    def __post_init__(self) -> None:
+        """Check that there is a title, a count and a bias for every item, if there are any."""
+        if self.counts is not None and self.counts.shape != self.ids.shape:
+            raise ValueError("items and counts do not match")
+        if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
+            raise ValueError("items and titles do not match")
+        if self.liking is not None and self.liking.bias.shape != self.ids.shape:
+            raise ValueError("items and their biases do not match")
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.ids)
+
+    def title(self, k: int) -> str:
+        """Return the title of item `k`, or its original id where there is none."""
+        return str(self.ids[k] if self.titles is None else self.titles[k])
+
+
+# ---- the scale ----
+
+
+def scale_ends(settings: Factorization, items: Items) -> tuple[float, float] | None:
+    """Return the ends of the scale, as ratings are in the data; None if nothing is known.
+
+    Round zero finds the ends as means of equal ratings, with rounding errors. Here they are those of the data again.
+
+    Args:
+      settings: those of the model.
+      items: of the model.
+    """
+    scale = settings.scale
+    if scale is None:  # a model of an earlier version
+        return items.scale
+    low, high = np.expm1([scale.low, scale.high]) if scale.transform == "log1p" else (scale.low, scale.high)
+    seen = items.scale or (low, high)
+    return _settled(low, seen[0]), _settled(high, seen[1])
+
+
+def _settled(end: float, seen: float) -> float:
+    """Return an end of the scale without rounding errors: ratings have single precision."""
+    single = float(np.float32(end))
+    return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
+
+
+def accepted_ratings(config: RatingsConfig, items: Items) -> Accepted | None:
+    """Return which ratings of new users a model takes: all that training had, and what is near its scale. Counts have
+    no largest one: somebody may well play a song more often than anybody before.
+
+    Args:
+      config: settings of the model.
+      items: of the model.
+    """
+    ends = scale_ends(config.model, items)
+    if ends is None or not ends[0] < ends[1]:
+        return None
+    seen, (low, high) = items.scale or ends, ends
+    if config.model.scale is not None and config.model.scale.transform == "log1p":
+        return Accepted(0.0, math.inf, 0.0, math.inf)
+    noised = config.privacy.on and config.privacy.rating_range is None
+    room = (FAR_BESIDE if noised else BESIDE) * (high - low) * (1 + SAME)
+    least, most = low - room, high + room
+    return Accepted(float(min(least, seen[0])), float(max(most, seen[1])), min(ends[0], seen[0]), max(ends[1], seen[1]))
+
+
+# ---- the model ----
+
+
+def build_model(settings: Factorization, num_items: int, zero: Preparation | None = None) -> Model:
+    """Return the model.
+
+    Args:
+      settings: those of the model, with the scale that round zero found if there was one.
+      num_items: item ids are 0 to `num_items - 1`.
+      zero: what round zero found; only where the model is to be trained, later it is among the parameters.
+    """
+    scale = settings.scale if settings.scale is not None and settings.scale.standardized else None
+    traits = np.zeros((num_items, len(scale.trait_ridges))) if scale is not None and scale.trait_ridges else None
+    model = matrix_factorization(
+        num_items,
+        settings.dim,
+        biases=settings.biases,
+        init_scale=settings.init_scale,
+        init_mean=0.0 if scale else settings.init_mean,
+        init_local_scale=0.0 if scale else None,
+        init_item_bias=zero.item_bias if zero is not None and scale else None,
+        item_traits=zero.traits() if zero is not None and traits is not None else traits,
+    )
+    model = learned_default(model) if settings.learned_default else model
+    if settings.implicit_feedback:
+        moves = ("user_embedding", *(["user_bias"] if settings.biases else []))
+        model = implicit_feedback(model, num_items, moves=moves)
+    return standardized(model, scale.mean, scale.deviation, low=scale.low, high=scale.high) if scale else model
+
+
+def ridges_of(config: RatingsConfig) -> Ridge | None:
+    """Return the ridges that round zero found, times that of the settings; None if it found none."""
+    scale = config.model.scale
+    if scale is None or not scale.standardized:
+        return None
+    ridges: dict[str, Any] = {"user_bias": scale.user_ridge, "user_traits": np.array(scale.trait_ridges)}
+    if not scale.trait_ridges:
+        del ridges["user_traits"]
+    return {path: config.reconstruct.ridge * value for path, value in (ridges | {"*": scale.noise}).items()}
+
+
+def relaxed_prior(config: RatingsConfig) -> Strength:
+    """Return the prior on item embeddings: constant in all rounds, then a quarter in each relaxation after them."""
+    prior, times = config.model.prior, config.model.relax
+    if not times or not config.rounds:
+        return prior
+    starts = [config.rounds + relaxed_rounds(config.rounds, number) for number in range(times)]
+    return optax.piecewise_constant_schedule(prior, dict.fromkeys(starts, RELAXED))
+
+
+def believing(
+    config: RatingsConfig, optimizer: optax.GradientTransformation, examples: float
+) -> optax.GradientTransformation:
+    """Give the server's optimizer the priors of the settings, and let it leave alone what round zero found."""
+    settings = config.model
+    priors: dict[str, Strength] = {}
+    if settings.prior:
+        priors["*item_embedding"] = relaxed_prior(config)
+    if settings.implicit_prior and settings.implicit_feedback:
+        priors["evidence/*"] = settings.implicit_prior
+    if priors:
+        optimizer = with_prior(optimizer, priors, examples=examples)
+    if settings.scale is None or not settings.scale.standardized:
+        return optimizer
+    return keep_constant(optimizer, FOUND if settings.scale.trait_ridges else FOUND[:-1])
+
+
+# ---- round zero ----
+
+
+def transformed(clients: Clients, transform: str) -> Clients:
+    """Return clients with log(1 + rating) for ratings, if that is the transform; what is below 0 counts as 0."""
+    if transform == "none" or "rating" not in clients.columns:
+        return clients
+    logs = np.log1p(np.maximum(np.asarray(clients.columns["rating"], np.float32), 0))
+    return dataclasses.replace(clients, columns={**clients.columns, "rating": logs})
+
+
+def decide_transform(wanted: str, clients: Clients) -> Transform:
+    """Return the transform that settings name, or the one that suits these clients' ratings."""
+    rating = clients.columns["rating"][rows_of(clients.starts, clients.ends)]
+    owner = np.repeat(np.arange(len(clients)), clients.sizes)
+    first = start(1)
+    asked: Transform | None = None if wanted == "auto" else "log1p" if wanted == "log1p" else "none"
+    return advance(first, answer(first, np.zeros(len(rating), np.int64), rating, owner), transform=asked).transform
+
+
+def scale_of(settings: Factorization, transform: Transform, zero: Preparation) -> Scale:
+    """Return what a model is told of the ratings: the scale and the ridges that round zero found."""
+    return Scale(
+        transform=transform,
+        mean=zero.mean,
+        deviation=zero.deviation,
+        low=zero.low,
+        high=zero.high,
+        standardized=settings.round_zero,
+        noise=zero.noise,
+        user_ridge=zero.user_ridge,
+        trait_ridges=tuple(map(float, zero.trait_ridge)) if settings.item_traits else (),
+    )
+
+
+def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items: Items) -> Ready:
+    """Ask the training users for sums, and put what follows from them into settings, items and model."""
+    if config.privacy.on:
+        return prepare_privately(config, ratings, users, items)
+    transform = decide_transform(config.data.transform, users.train)
+    users = Users(*(transformed(part, transform) for part in users))
+    zero = biases = prepare(users.train, len(items), plan=Plan(DEFAULT.biases, 0), transform="none")
+    if config.model.item_traits:
+        zero = prepare(users.train, len(items), transform="none")
+    scale = scale_of(config.model, transform, zero)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
+    items = dataclasses.replace(items, liking=Liking(biases.item_bias, biases.user_ridge))
+    model = build_model(config.model, len(items), zero)
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, zero)))
+
+
+def prepare_privately(
+    config: RatingsConfig, ratings: Ratings, users: Users, items: Items, population: Population | None = None
+) -> Ready:
+    """Do what `prepare_ratings` does, from noised sums alone; nothing else of the training users gets into a model.
+
+    Args:
+      config: the settings, with a promise of privacy.
+      ratings: all of them, for what is said.
+      users: divided.
+      items: what ids stand for.
+      population: compute the noise for these, and let the sums have as much of it as theirs; None for those who train.
+    """
+    here = Population(len(users.train), config.sampling.wanted(len(users.train)))
+    there, settings = population or here, config.model
+    plan = Plan(2, int(settings.item_traits)) if settings.round_zero else Plan(0, 0)
+    wanted: Transform | None = None if config.data.transform == "auto" else config.data.transform
+    rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
+    try:
+        found = round_zero.prepare(
+            users.train,
+            len(items),
+            noise_multiplier=round_zero_noise(config, there),
+            add=round_zero.integers(rng) if config.aggregate.secure else round_zero.gaussian(rng),
+            noise_scale=here.clients / there.clients,
+            scale=config.privacy.rating_range,
+            transform=wanted,
+            plan=plan,
+        )
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
+    zero = found.preparation
+    users = Users(*(transformed(part, zero.transform) for part in users))
+    scale = scale_of(config.model, zero.transform, zero)
+    config = dataclasses.replace(config, model=dataclasses.replace(settings, scale=scale))
+    ends = np.array([zero.low, zero.high])
+    low, high = np.expm1(ends) if zero.transform == "log1p" else ends
+    items = dataclasses.replace(
+        items,
+        counts=np.rint(found.counts).astype(np.int64) if settings.round_zero else None,
+        scale=(float(low), float(high)),
+        liking=Liking(zero.item_bias, zero.user_ridge) if settings.round_zero else None,
+    )
+    model = build_model(config.model, len(items), zero)
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, zero)), found.releases)
+
+
+def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Preparation) -> list[str]:
+    """Say what was read, who does what, and what was decided from it."""
+    wanted, model, scale = config.data.transform, config.model, config.model.scale
+    assert scale is not None
+    said = [
+        ratings.describe().sentence(counts=wanted != "auto"),
+        say_rounds(config, users),
+    ]
+    if scale.transform == "log1p":
+        why = "these look like counts, so " if wanted == "auto" else ""
+        undo = "; --data.transform none turns this off" if wanted == "auto" else ""
+        said.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
+    if model.round_zero:
+        said.append(_say_scale(scale))
+        if zero.outside:
+            far = f"{how_many(zero.outside, 'ratings of training users')} {'is' if zero.outside == 1 else 'are'} far"
+            said.append(
+                f"{far} outside the usual range and left out of these sums. Remove from the file what is a mistake."
+            )
+    return said
+
+
+def _say_scale(scale: Scale) -> str:
+    """Say what round zero found."""
+    low, high, ridge = readable(scale.low), readable(scale.high), readable(scale.user_ridge, 2)
+    return (
+        f"From sums over the training users: mean {readable(scale.mean)}, deviation {readable(scale.deviation)}, and a "
+        f"bias for every item. Predictions stay between {low} and {high}. The prior on a user's bias is as strong as "
+        f"{ridge} {'rating' if ridge == '1' else 'ratings'}."
+    )

@@ -1,0 +1,192 @@
+"""Ratings: matrix factorization with a local embedding for every user."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrecon._src.app.config import COLUMNS, Data, RatingsConfig, Reading
+from fedrecon._src.app.config_files import changed
+from fedrecon._src.app.tasks.factors import Items, Liking, accepted_ratings, build_model, prepare_ratings, transformed
+from fedrecon._src.app.tasks.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.progress import Progress
+from fedrecon._src.data import Ratings, load, load_titles, unique_labels
+from fedrecon._src.data.errors import DataError
+from fedrecon._src.data.ratings.columns import MissingColumns
+from fedrecon._src.data.ratings.layout import JsonLines
+from fedrecon._src.data.ratings.movielens import NAMES
+
+
+def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:
+    """Read a ratings file.
+
+    Args:
+      path: the file; names of data sets, folders and archives are none.
+      reading: how it is read.
+      **options: of `fedrecon._src.data.load_ratings`.
+
+    Raises:
+      DataError: it is no such file, or cannot be read.
+    """
+    if str(path) in (*NAMES, "synthetic") or Path(path).is_dir() or Path(path).suffix == ".zip":
+        raise DataError(f"{path} is not a ratings file; give a file with one rating per line, or a Parquet file.")
+    settings = {field.name: getattr(reading, field.name) for field in dataclasses.fields(Reading)}
+    return load(path, **settings, **options)
+
+
+def load_ratings(settings: Data, at_least: float | None = None) -> Ratings:
+    """Load the ratings that settings name, whole and in their own order, with titles if there are any.
+
+    Args:
+      settings: which file, and how it is read.
+      at_least: lower ratings are left out; None keeps all.
+    """
+    ratings = _load(settings, at_least)
+    if settings.items is None:
+        return ratings
+    return dataclasses.replace(ratings, titles=_titles(settings.items, ratings.item_ids, settings.source))
+
+
+def _titles(file: str | Path, ids: np.ndarray, source: str) -> np.ndarray:
+    """Read the titles of items; those without one are called by their id."""
+    titles = load_titles(file)
+    if not any(str(own) in titles for own in ids.tolist()):
+        raise DataError(f"{file} has no title for any item of {source}: are its ids the same?")
+    return np.array([titles.get(str(own), str(own)) for own in ids.tolist()], dtype=str)
+
+
+def with_titles(items: Items, file: str | Path) -> Items:
+    """Return items with the titles of a file, each of which then stands for one item."""
+    titles = _titles(file, items.ids, "the model")
+    return dataclasses.replace(items, titles=np.array(unique_labels(titles.tolist(), items.ids.tolist())))
+
+
+def _load(settings: Data, at_least: float | None) -> Ratings:
+    path = Path(settings.source)
+    if settings.source == "":
+        raise DataError("the name of the data is empty; give a known name or a path.")
+    known = settings.source in (*NAMES, "synthetic")
+    if not known and not path.is_dir() and path.suffix != ".zip":
+        return _load_file(settings, at_least)
+    own = [f"data.{name}" for name in changed(settings, Reading)]
+    if own:
+        raise DataError(f"{settings.source} is not a ratings file, so there is no use for {', '.join(own)}.")
+    if settings.source == "synthetic":
+        if at_least is not None:
+            raise DataError("synthetic ratings are taken as they are, so there is no use for data.at_least.")
+        return load(settings.source).at_least(settings.min_ratings)
+    return load(settings.source, min_ratings=settings.min_ratings, at_least=at_least)
+
+
+def _load_file(settings: Data, at_least: float | None) -> Ratings:
+    """Load a ratings file; if it is for another task, say so."""
+    try:
+        return read_ratings(settings.source, settings, min_ratings=settings.min_ratings, at_least=at_least)
+    except MissingColumns as problem:
+        if problem.roles != ("rating",) or settings.rating != Reading.rating:
+            raise
+        advice = "if it holds clicks, plays or purchases, which have no ratings, give --task clicks"
+        raise DataError(f"{problem}; {advice}") from None
+    except JsonLines as problem:
+        raise DataError(f"{problem}; if these are posts to learn text from, give --task text") from None
+
+
+def divide_users(ratings: Ratings, settings: Data) -> Users:
+    """Shuffle and cap each user's ratings, and divide the users."""
+    if settings.shuffle_seed is not None:
+        ratings = ratings.shuffle(settings.shuffle_seed)
+    if settings.max_examples is not None:
+        ratings = ratings.cap(settings.max_examples)
+    users = Users(*ratings.split_clients(*settings.fractions, seed=settings.split_seed))
+    if not len(users.train):
+        raise DataError(f"{settings.source} has {len(ratings)} users: too few to train on.")
+    return users
+
+
+def name_items(ratings: Ratings, seen: Clients) -> Items:
+    """Say what items are called and how often training users have them.
+
+    Args:
+      ratings: as loaded.
+      seen: the training users alone: whoever validates or tests leaves no trace in a saved model.
+    """
+    rows = rows_of(seen.starts, seen.ends)
+    items, values = np.asarray(seen.columns["item"])[rows], np.asarray(seen.columns["rating"])[rows]
+    ids = np.asarray(ratings.item_ids)
+    return Items(
+        ids,
+        None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist())),
+        np.bincount(items, minlength=ratings.num_items),
+        (float(values.min()), float(values.max())) if len(values) else None,
+    )
+
+
+def usual_columns(data: Data) -> dict[str, int | str | None]:
+    """Return what columns are called in the file that a model was trained on, where settings say so.
+
+    Args:
+      data: the settings of that file.
+    """
+    return {role: getattr(data, role) for role in changed(data, Reading) if role in COLUMNS}
+
+
+def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+    del progress
+    known = {"usual": usual_columns(config.data), "accepted": accepted_ratings(config, items)}
+    ratings = read_ratings(path, reading, item_ids=items.ids, **known)
+    return Read(ratings, ratings.skipped)
+
+
+def describe_items(items: Items) -> dict[str, Any]:
+    """Return items as what JSON can hold."""
+    return {
+        "item_ids": items.ids.tolist(),
+        "titles": None if items.titles is None else items.titles.tolist(),
+        "counts": None if items.counts is None else items.counts.tolist(),
+        "scale": None if items.scale is None else list(items.scale),
+        "liking": None if items.liking is None else items.liking.to_json(),
+    }
+
+
+def recall_items(description: Mapping[str, Any]) -> Items:
+    """Undo `describe_items`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
+    titles = description["titles"]
+    # Older models have none of these.
+    counts, scale, liking = (description.get(name) for name in ("counts", "scale", "liking"))
+    ids = description["item_ids"]
+    return Items(
+        np.array(ids),
+        None if titles is None else np.array(unique_labels(titles, ids), dtype=str),  # older models repeat titles
+        None if counts is None else np.array(counts, np.int64),
+        None if scale is None else (float(scale[0]), float(scale[1])),
+        None if liking is None else Liking.from_json(liking),
+    )
+
+
+RMSE = Measure("rmse", "RMSE")
+
+RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
+    name="ratings",
+    config=RatingsConfig,
+    people="users",
+    examples="ratings",
+    measures=(RMSE, ACCURACY),
+    curve=(RMSE, ACCURACY),
+    untrained=RatingsConfig(data=Data(source="")),
+    load=lambda config, progress: load_ratings(config.data),
+    legend=lambda config, ratings: name_items(ratings, divide_users(ratings, config.data).train),
+    divide=lambda config, ratings, progress: divide_users(ratings, config.data),
+    facts=lambda config, ratings: {"ratings": ratings.num_examples, "items": ratings.num_items},
+    build_model=lambda config, items: build_model(config.model, len(items)),
+    prepare=prepare_ratings,
+    view=lambda config, clients: transformed(clients, config.model.scale.transform if config.model.scale else "none"),
+    read=_read,
+    describe=describe_items,
+    recall=recall_items,
+    serve="recommend {run} --ratings FILE",
+)

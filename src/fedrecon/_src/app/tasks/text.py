@@ -1,0 +1,185 @@
+"""Text: the next word, with local embeddings for the words that only one client uses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedrecon._src.app.config import NextWord, Reading, TextConfig, TextData
+from fedrecon._src.app.config_files import changed
+from fedrecon._src.app.tasks.task import ACCURACY, Measure, Read, Ready, Task, Users
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.model import Model
+from fedrecon._src.core.progress import Progress
+from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
+from fedrecon._src.data.cache import private_cache
+from fedrecon._src.data.errors import DataError
+from fedrecon._src.data.ratings.files import PARQUET
+from fedrecon._src.data.sources import is_stream, open_bytes
+from fedrecon._src.data.text.files import preparer
+from fedrecon._src.data.text.preparation import KEPT_WORDS
+from fedrecon._src.models import next_word
+
+IN_MEMORY = 4_000_000  # sentences; of more, the examples are written to the cache and mapped from there
+MOST_VALID = 1_000  # clients that validate where the data itself only says who trains and who tests
+HELD_OUT = "heldout"  # the split of federated Stack Overflow whose users do not train
+
+# Which settings have a use when a corpus is prepared, by the option of `load_text`.
+FILE = {"fractions": "fractions", "seed": "split_seed", "max_sentences": "max_sentences", "bad_rows": "bad_rows"}
+DATABASE = {name: name for name in ("max_sentences", "bad_rows", "word_count", "unpack")}
+
+
+def build_next_word(settings: NextWord, vocabulary: Vocabulary) -> Model:
+    """Return the model."""
+    return next_word(
+        len(vocabulary),
+        vocabulary.buckets,
+        embedding=settings.embedding,
+        hidden=settings.hidden,
+        projection=settings.projection,
+        local_oov=settings.local_oov,
+        loss_over=settings.loss_over,
+    )
+
+
+def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
+    """Open the corpus that settings name, preparing it the first time."""
+    data, path = config.data, Path(config.data.source)
+    if data.source == "":
+        raise DataError("the name of the data is empty; give a file of text or a prepared corpus.")
+    database = preparer(path) is prepare_stackoverflow
+    used = {} if path.is_dir() else DATABASE if database else FILE
+    given = changed(data, TextData)
+    idle = [f"data.{name}" for name in given if name in {*FILE.values(), *DATABASE.values()} - set(used.values())]
+    idle = [name for name in idle if name != "data.split_seed"]  # may still decide who validates
+    if idle:
+        kind = "a prepared corpus" if path.is_dir() else "federated Stack Overflow" if database else "a file of posts"
+        raise DataError(f"{data.source} is {kind}, so there is no use for {', '.join(idle)}.")
+    options: dict[str, Any] = {option: getattr(data, name) for option, name in used.items() if name in given}
+    if database:
+        options["clients"] = {"test": 0}  # its users are those of the training split
+    if config.model.vocabulary > KEPT_WORDS and not path.is_dir():
+        options["kept_words"] = config.model.vocabulary
+    try:
+        return load_text(path, progress=progress, **options)
+    except DataError as problem:
+        if not _looks_like_table(path):
+            raise
+        advice = "This looks like a table: for ratings give --task ratings, for clicks --task clicks."
+        raise DataError(f"{problem} {advice}") from None
+
+
+def _looks_like_table(path: Path) -> bool:
+    """Tell whether a file begins as tables do: fields between delimiters, or Parquet."""
+    if is_stream(path) or not path.is_file():
+        return False
+    try:
+        with open_bytes(path) as stream:
+            first = stream.readline(1000)
+    except DataError:
+        return False
+    if first.startswith(PARQUET):
+        return True
+    other = b"\0" in first or first.lstrip().startswith((b"{", b"[", b"<"))
+    return not other and any(mark in first for mark in (b",", b";", b"\t", b"::"))
+
+
+def divide_corpus(config: TextConfig, corpus: Corpus, progress: Progress) -> Users:
+    """Divide the clients and return their sentences as examples."""
+    if HELD_OUT in corpus.splits:
+        everyone = corpus.train
+        held_back = min(MOST_VALID / max(len(everyone), 1), 0.1)
+        divided = (
+            *everyone.split_clients(1 - held_back, held_back, seed=config.data.split_seed),
+            corpus.split(HELD_OUT),
+        )
+    else:
+        divided = (corpus.train, corpus.valid, corpus.test)
+    parts = [part.at_least(config.data.min_sentences) for part in divided]
+    if not len(parts[0]):
+        raise DataError(
+            f"{config.data.source} has no training client with {config.data.min_sentences} sentences or more."
+        )
+    vocabulary = vocabulary_of(config, corpus)
+    return Users(*(_examples(corpus, part, vocabulary, config.model.max_words, progress) for part in parts))
+
+
+def vocabulary_of(config: TextConfig, corpus: Corpus) -> Vocabulary:
+    """Return the vocabulary of so many words as settings ask for, or of all where there are fewer."""
+    return corpus.vocabulary(min(config.model.vocabulary, len(corpus.words)), config.model.oov_buckets)
+
+
+def _examples(
+    corpus: Corpus, clients: Clients, vocabulary: Vocabulary, max_words: int, progress: Progress
+) -> Sentences:
+    """Return examples: in memory, or mapped where there are too many."""
+    if clients.num_examples <= IN_MEMORY:
+        return corpus.in_words_of(vocabulary, clients, max_words)
+    about = [corpus.fingerprint(), clients.fingerprint(), *vocabulary.words, str(vocabulary.buckets), str(max_words)]
+    digest = hashlib.blake2b("\n".join(about).encode(), digest_size=8).hexdigest()
+    folder = private_cache("examples") / digest
+    if folder.is_dir():
+        return Sentences.open(folder)
+    return corpus.in_words_of(vocabulary, clients, max_words, folder, progress)
+
+
+def read_corpus(config: TextConfig, vocabulary: Vocabulary, path: Path, reading: Reading, progress: Progress) -> Read:
+    """Read the clients of another corpus, all of them, in the words of a model."""
+    idle = [f"data.{name}" for name in changed(reading, Reading) if name != "bad_rows"]
+    if idle:
+        raise DataError(f"{path} is read as text, so there is no use for {', '.join(idle)}.")
+    options: dict[str, Any] = {}
+    if not path.is_dir():
+        options["bad_rows"] = reading.bad_rows
+        if preparer(path) is not prepare_stackoverflow:
+            options["fractions"] = (1.0, 0.0, 0.0)  # everybody counts, so that one client is enough
+    corpus = load_text(path, progress=progress, **options)
+    return Read(_examples(corpus, corpus.clients, vocabulary, config.model.max_words, progress), corpus.skipped)
+
+
+def _facts(config: TextConfig, corpus: Corpus) -> dict[str, Any]:
+    vocabulary = vocabulary_of(config, corpus)
+    return {
+        "sentences": corpus.clients.num_examples,
+        "words": len(corpus.tokens),
+        "vocabulary": len(vocabulary),
+        "coverage": round(corpus.coverage(len(vocabulary)), 4),
+        **({} if config.data.word_count is None else {"word_count": str(Path(config.data.word_count).resolve())}),
+    }
+
+
+def _describe(vocabulary: Vocabulary) -> dict[str, Any]:
+    return {"vocabulary": {"buckets": vocabulary.buckets, "words": list(vocabulary.words)}}
+
+
+def _recall(description: Mapping[str, Any]) -> Vocabulary:
+    words, buckets = description["vocabulary"]["words"], description["vocabulary"]["buckets"]
+    if not words or not all(isinstance(word, str) for word in words) or not isinstance(buckets, int):
+        raise ValueError("its vocabulary is not a list of words and a number of buckets")
+    return Vocabulary(tuple(words), buckets)
+
+
+LOSS = Measure("loss", "loss")
+
+TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
+    name="text",
+    config=TextConfig,
+    people="clients",
+    examples="tokens",
+    measures=(LOSS, Measure("perplexity", "perplexity", 1), ACCURACY),
+    curve=(LOSS, ACCURACY),
+    untrained=TextConfig(data=TextData(source="")),
+    load=load_corpus,
+    legend=vocabulary_of,
+    divide=divide_corpus,
+    facts=_facts,
+    build_model=lambda config, vocabulary: build_next_word(config.model, vocabulary),
+    prepare=lambda config, corpus, users, words: Ready(config, users, words, build_next_word(config.model, words)),
+    view=lambda config, clients: clients,
+    read=read_corpus,
+    describe=_describe,
+    recall=_recall,
+    serve='complete {run} --text FILE --prompt "..."',
+)

@@ -1,0 +1,467 @@
+"""Settings for your own data, tried on validation users within a budget of time; test users are never used."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedrecon._src.app.baselines import Table, beside
+from fedrecon._src.app.build import build_algorithm, build_layout
+from fedrecon._src.app.config import ClicksConfig, RatingsConfig, to_json
+from fedrecon._src.app.experiment import check_some_can_learn, make_evaluator
+from fedrecon._src.app.plots import write_figure
+from fedrecon._src.app.presets import DEFAULT, is_default
+from fedrecon._src.app.stopping import divided, judgements_of, patience_of, rounds_of
+from fedrecon._src.app.tasks import Users, task_of
+from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.progress import silent
+from fedrecon._src.data import Ratings
+from fedrecon._src.simulation.evaluation import DivergenceWarning
+from fedrecon._src.simulation.training import train
+from fedrecon._src.storage.arrays import write_bytes, write_json
+from fedrecon._src.storage.parts import held_study
+from fedrecon._src.storage.storage_errors import StorageError
+
+Say = Callable[[str], None]
+TRIALS = "trials.json"
+CHECKS = 4  # evaluations of a trial; after each it may be given up
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+# What is tried, by the path of the setting: values to choose from, or the ends of a range, searched in logarithms.
+SPACE: Mapping[str, Any] = {
+    "model.dim": (4, 8, 16, 32),
+    "model.prior": [20.0, 2000.0],
+    "model.implicit_prior": [0.2, 50.0],
+    "model.item_traits": (True, False),
+    "reconstruct.ridge": [0.3, 3.0],
+    "server.learning_rate": [0.003, 0.05],
+    "rounds": (100, 200, 400),
+}
+CLICKS_SPACE: Mapping[str, Any] = {
+    "model.dim": (16, 32, 64, 128),
+    "model.unobserved": [0.05, 2.0],
+    "model.ridge": [0.1, 10.0],
+    "model.prior": [1.0, 100.0],
+    "server.learning_rate": [0.003, 0.05],
+    "rounds": (100, 200, 400),
+}
+
+
+class Goal(NamedTuple):
+    """What tuning looks at.
+
+    Attributes:
+      metric: its name in an evaluation.
+      title: for people.
+      space: what is tried.
+      sign: 1 if less is better, -1 if more is.
+    """
+
+    metric: str
+    title: str
+    space: Mapping[str, Any]
+    sign: int = 1
+
+
+GOALS = {"ratings": Goal("rmse", "RMSE", SPACE), "clicks": Goal("ndcg@100", "NDCG@100", CLICKS_SPACE, -1)}
+Tunable = RatingsConfig | ClicksConfig
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings that were tried.
+
+    Attributes:
+      values: `{path of the setting: value}`.
+      value: the RMSE, or for clicks the NDCG@100, on the validation users, of the model that training would keep; not
+        finite if it diverged.
+      finished: whether it was trained to its end; others were given up early.
+    """
+
+    values: Mapping[str, Any]
+    value: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning found.
+
+    Attributes:
+      config: the best settings.
+      trials: all that were tried; the first has the settings that tuning began with.
+      baselines: how the baselines do on the same query of the validation users.
+      interrupted: whether it was stopped before its time was over.
+      first: what the settings of the first trial are called.
+    """
+
+    config: Tunable
+    trials: tuple[Trial, ...]
+    baselines: Table
+    interrupted: bool = False
+    first: str = "default settings"
+
+    @property
+    def failed(self) -> str | None:
+        """Why there are no settings to train with: training failed with all that were tried. None if it did not."""
+        if math.isfinite(self.best.value):
+            return None
+        return f"validation users diverged, or had no figure, in all {len(self.trials)} trials"
+
+    @property
+    def goal(self) -> Goal:
+        """What was looked at."""
+        return GOALS[self.config.task]
+
+    @property
+    def best(self) -> Trial:
+        """The best trial of those that were finished."""
+        return min((trial for trial in self.trials if trial.finished), key=lambda trial: self.goal.sign * trial.value)
+
+
+def seconds_of(budget: str) -> float:
+    """Return a time such as 90s, 5m or 1.5h in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
+    if found is None or not 0 < float(found[1]) < math.inf:
+        raise ValueError(f"the budget is {budget[:30]!r}; give a time such as 90s, 5m or 1h")
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def tune(
+    config: Tunable | str,
+    *,
+    budget: str | float = "5m",
+    trials: int | None = None,
+    folder: str | Path | None = None,
+    say: Say = lambda text: None,
+) -> Tuned:
+    """Find settings for ratings or clicks by trying them on validation users.
+
+    The first trial has the settings as they are. Those that follow are proposed by optuna, and given up early if they
+    do worse than others did at the same point. The more settings are tried on few users, the more the best owe to luck:
+    believe the figure on test users, which `fedrecon train` reports for the settings found.
+
+    Args:
+      config: ratings to train on, or the settings of the first trial.
+      budget: how long, as text or in seconds; at least one trial is finished.
+      trials: at most this many trials.
+      folder: where `config.json`, `trials.json`, `report.md` and a picture go; nothing is written by default.
+      say: called with a sentence on every trial.
+
+    Raises:
+      ImportError: optuna is not installed.
+      StorageError: the folder holds something else, or the results of an earlier tuning.
+    """
+    optuna = _optuna()
+    if isinstance(config, str):
+        config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
+    if isinstance(config, RatingsConfig) and not config.model.round_zero:
+        raise ValueError("tuning tries settings around --preset default, which has model.round_zero; these do not")
+    if not config.rounds:
+        raise ValueError("tuning compares trained models: give --rounds 1 or more")
+    length = seconds_of(budget) if isinstance(budget, str) else float(budget)
+    task = task_of(config)
+    ratings = task.load(config, silent)
+    bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
+    if not len(bench.users.valid):
+        raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
+    check_some_can_learn(config, task, bench.users)
+    if folder is not None:
+        with _held(folder):  # a folder that cannot be written to is noticed before anything is tried
+            pass
+    for remark in bench.remarks():
+        say(remark)
+    with _held(folder):
+        found, interrupted = _tried(optuna, bench, length, trials, say)
+        tuned = Tuned(config, found, bench.baselines(), interrupted, _called(config))
+        tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is found[0] else tuned.best.values))
+        if folder is not None:
+            write_tuned(tuned, Path(folder))
+    return tuned
+
+
+@contextlib.contextmanager
+def _held(folder: str | Path | None) -> Iterator[None]:
+    """Hold the folder while settings are tried: it must be new, empty or ours, and without earlier results."""
+    if folder is None:
+        yield
+        return
+    with held_study(Path(folder), "tuning"):
+        if (Path(folder) / TRIALS).exists():
+            raise StorageError(f"{folder} holds the results of an earlier tuning; give another folder")
+        yield
+
+
+def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[tuple[Trial, ...], bool]:
+    """Try settings until the time is over, the given ones first; also say whether it was interrupted before that."""
+    config, goal = bench.config, GOALS[bench.config.task]
+    study = optuna.create_study(
+        sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
+    )
+    study.enqueue_trial({path: _within(space, _get(config, path)) for path, space in goal.space.items()})
+
+    def objective(trial: Any) -> float:
+        values = {path: _suggest(trial, path, space) for path, space in goal.space.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DivergenceWarning)  # settings are tried to find out which diverge
+            return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
+
+    def tell(study: Any, trial: Any) -> None:
+        best = study.best_trial.number if _any_finished(study) else None
+        say(_told(_trial(trial, config), goal, trial.number, best, _called(config)))
+
+    interrupted = False
+    try:
+        study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
+    except KeyboardInterrupt:
+        if not _any_finished(study):
+            raise
+        interrupted = True  # what was found until then is kept
+    tried = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]
+    return tuple(_trial(trial, config) for trial in tried), interrupted
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as problem:
+        raise ImportError(f"tuning needs optuna ({problem}); run: pip install 'fedrecon[tune]'") from problem
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+class _Bench:
+    """Data, and how settings do on it."""
+
+    def __init__(self, config: Tunable, ratings: Ratings, users: Users, deadline: float):
+        self.config, self.ratings, self.users, self._deadline = config, ratings, users, deadline
+        self._finished = 0
+        self._task, self._goal = task_of(config), GOALS[config.task]
+        self._items = self._task.legend(config, ratings)
+
+    def remarks(self) -> tuple[str, ...]:
+        """Say what was read."""
+        return self._task.prepare(self.config, self.ratings, self.users, self._items).remarks
+
+    def baselines(self) -> Table:
+        """Measure baselines on the validation users."""
+        ready = self._task.prepare(self.config, self.ratings, self.users, self._items)
+        return beside(self.config, ready.users, "valid", ready.legend)
+
+    def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
+        """Train as `fedrecon train` does with some settings and return the error of what it would keep, or give up.
+
+        That is the error on the validation users, by as many divisions of their ratings as training judges by.
+        """
+        config = _with(self.config, values)
+        ready = self._task.prepare(config, self.ratings, self.users, self._items)
+        algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
+        place = build_layout(config, algorithm.model)
+
+        most = rounds_of(config, ready.users)
+
+        def watch(record: dict[str, Any]) -> None:
+            now = record["round"]
+            if record["kind"] != "evaluation" or now in (0, most):
+                return
+            if now < config.rounds:  # later ones have a smaller prior than others had at the same point
+                trial.report(self._error(record), round(CHECKS * now / config.rounds))
+            late = self._finished and time.monotonic() > self._deadline
+            if late or (now < config.rounds and trial.should_prune()):
+                raise pruned
+
+        run = train(
+            algorithm,
+            ready.users.train,
+            rounds=most,
+            sampling=config.sampling,
+            valid=divided(make_evaluator(config, algorithm, ready.users, place), config, ready.users),
+            evaluate_every=max(1, config.rounds // CHECKS),
+            patience=patience_of(config, ready.users),
+            judge_after=judgements_of(config),
+            judge_by=self._task.judge_by,
+            fallback=ready.fallback,
+            seed=config.seed,
+            layout=place,
+            on_record=watch,
+        )
+        if run.interrupted:
+            raise KeyboardInterrupt
+        self._finished += 1
+        kept = run.rounds if run.best is None else run.best
+        return self._error(next(one for one in run.history if one["kind"] == "evaluation" and one["round"] == kept))
+
+    def _error(self, record: Mapping[str, Any]) -> float:
+        """Return the number to minimise."""
+        value = record["micro"][self._goal.metric]
+        return self._goal.sign * value if record["diverged"] == 0 and math.isfinite(value) else math.inf
+
+
+def _suggest(trial: Any, path: str, space: Any) -> Any:
+    if isinstance(space, tuple):
+        return trial.suggest_categorical(path, space)
+    return trial.suggest_float(path, *space, log=True)
+
+
+def _trial(trial: Any, config: Tunable) -> Trial:
+    goal, finished = GOALS[config.task], trial.state.name == "COMPLETE"
+    last = list(trial.intermediate_values.values())[-1:] or [math.inf]
+    # The first trial has the settings as they are, which may be outside optuna's ranges.
+    values = trial.params if trial.number else {path: _get(config, path) for path in goal.space}
+    return Trial(values, goal.sign * (trial.value if finished else last[0]), finished)
+
+
+def _any_finished(study: Any) -> bool:
+    return any(trial.state.name == "COMPLETE" for trial in study.trials)
+
+
+def _called(first: Tunable) -> str:
+    return "default settings" if is_default(first) else "settings as given"
+
+
+def _told(trial: Trial, goal: Goal, number: int, best: int | None, first: str) -> str:
+    what = in_words(trial.values) if number else first
+    ending = ", the best so far" if number == best else "" if trial.finished else ", given up"
+    return f"trial {number + 1}: {goal.title} {trial.value:.4f}{ending} ({what})"
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Write settings as options have them."""
+    return ", ".join(f"{path.replace('_', '-')} {_short(value)}" for path, value in values.items())
+
+
+def _short(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:.3g}"
+
+
+def _within(space: Any, value: Any) -> Any:
+    """Return a value, or the nearest that may be tried."""
+    if isinstance(space, list):
+        return min(max(value, space[0]), space[1])
+    return value if value in space else min(space, key=lambda one: abs(one - value))
+
+
+def _get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _with(config: Tunable, values: Mapping[str, Any]) -> Tunable:
+    """Return settings with others at some paths."""
+    groups: dict[str, dict[str, Any]] = {}
+    alone = {}
+    for path, value in values.items():
+        group, _, name = path.rpartition(".")
+        if group:
+            groups.setdefault(group, {})[name] = value
+        else:
+            alone[name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **some) for group, some in groups.items()}
+    return dataclasses.replace(config, **changed, **alone)
+
+
+# ---- results ----
+
+
+def what_mattered(tuned: Tuned) -> dict[str, float]:
+    """Return how strongly each setting correlates with what is tuned for, from 0 to 1, the strongest first.
+
+    It is the absolute rank correlation over the finished trials; a hint, not a proof.
+    """
+    done = [trial for trial in tuned.trials if trial.finished and math.isfinite(trial.value)]
+    if len(done) < 4:
+        return {}
+    error = _ranks([trial.value for trial in done])
+    space = tuned.goal.space
+    found = {path: abs(_correlation(_ranks([trial.values[path] for trial in done]), error)) for path in space}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _ranks(values: list[Any]) -> np.ndarray:
+    """Return ranks, the mean of them where values are equal."""
+    numbers = np.array(values, float)
+    return np.array([(np.sum(numbers < x) + np.sum(numbers <= x)) / 2 for x in numbers])
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else 0.0
+
+
+def command_of(tuned: Tuned, folder: Path) -> str:
+    """Return the command that trains with the settings found."""
+    return shlex.join(["fedrecon", "train", "--config", str(folder / "config.json"), "--out", "runs/tuned"])
+
+
+def write_tuned(tuned: Tuned, folder: Path) -> None:
+    """Write settings, trials, a report and a picture of what mattered."""
+    if tuned.failed is None:
+        write_bytes(folder / "config.json", (json.dumps(to_json(tuned.config), indent=2) + "\n").encode())
+    trials = [dataclasses.asdict(trial) for trial in tuned.trials]
+    write_json(folder / TRIALS, [one | {"value": _or_none(one["value"])} for one in trials])
+    _draw(tuned, folder / "what_mattered.png")
+    write_bytes(folder / "report.md", report(tuned, folder).encode())
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def compared(tuned: Tuned) -> list[tuple[str, str]]:
+    """Return rows of a table: the best settings, those of the first trial, the baselines."""
+    rows = {"best settings": tuned.best.value, tuned.first: tuned.trials[0].value}
+    rows |= {f"baseline: {name}": row[tuned.goal.metric] for name, row in tuned.baselines.items()}
+    return [(name, f"{value:.4f}") for name, value in rows.items()]
+
+
+def report(tuned: Tuned, folder: Path) -> str:
+    """Say what was tried and found."""
+    best, goal = tuned.best, tuned.goal
+    lines = ["# Tuning", "", f"Data: {tuned.config.data.source}. {goal.title} on validation users:", "", "```text"]
+    lines += [*lay_out([["", goal.title], *map(list, compared(tuned))], right=True), "```", ""]
+    if tuned.failed is not None:
+        lines += [f"Tuning failed: {tuned.failed}. There are no settings to train with.", ""]
+    else:
+        lines += [f"Best: {in_words(best.values)}.", "", f"Train with them: `{command_of(tuned, folder)}`", ""]
+        lines += ["They were chosen on these users, so test users are likely to be served a little worse.", ""]
+    if mattered := what_mattered(tuned):
+        told = ", ".join(f"{path.replace('_', '-')} {value:.2f}" for path, value in mattered.items())
+        lines += [f"What went with it (rank correlation): {told}.", "", "![](what_mattered.png)", ""]
+    done = sum(trial.finished for trial in tuned.trials)
+    lines += [f"{len(tuned.trials)} trials, {done} of them finished; `trials.json` has all of them.", ""]
+    return "\n".join(lines)
+
+
+def _draw(tuned: Tuned, path: Path) -> None:
+    """Plot what is tuned for against every setting."""
+    from matplotlib.figure import Figure
+
+    done, goal = [trial for trial in tuned.trials if math.isfinite(trial.value)], tuned.goal
+    columns = math.ceil(len(goal.space) / 2)
+    figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
+    figure.suptitle(f"{goal.title} on validation users; hollow: given up early")
+    every = figure.subplots(2, columns).flat
+    for axes in every[len(goal.space) :]:
+        axes.set_visible(False)
+    for axes, (name, space) in zip(every, goal.space.items(), strict=False):
+        axes.set(xlabel=name.replace("_", "-"))
+        axes.grid(alpha=0.25)
+        if isinstance(space, list):
+            axes.set_xscale("log")
+        for trial in done:
+            face = "tab:blue" if trial.finished else "none"
+            axes.scatter([float(trial.values[name])], [trial.value], facecolors=face, edgecolors="tab:blue")
+    write_figure(figure, path)

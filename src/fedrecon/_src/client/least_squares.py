@@ -1,0 +1,168 @@
+"""Least squares as a solver: for models with a squared error that are linear in what is solved for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from fedrecon._src.client.lookups.tables import original_batch
+from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names
+from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
+
+Ridge = float | Mapping[str, Any]  # one for all, or by pattern: a number for a leaf, or one for each of its entries
+MOST_SOLVED_FOR = 2048  # numbers per client: least squares forms a square matrix of this side for every client
+
+
+@recorded
+def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
+    """Solve exactly, in one step, for models with a squared error that are linear in what is solved for.
+
+    Minimises the sum of squared errors plus `ridge` times the squared distance from where the parameters started. For
+    parameters that start near zero this is ordinary ridge regression; with a learned default it pulls clients with
+    little data towards the default. The loss may be a multiple of the squared error.
+
+    Args:
+      ridge: above 0, so that clients with fewer examples than parameters have a solution too. One value, or a mapping
+        from patterns on paths of what is solved for to values, such as `{"user_bias": 5.0, "*": 1.0}`; the first
+        pattern that matches applies. A value may be an array in the parameter's shape.
+      limit: use at most this many examples of a client.
+    """
+    for value in ridge.values() if isinstance(ridge, Mapping) else [ridge]:
+        if not np.all(np.asarray(value) > 0):
+            raise ValueError(f"`ridge` is {ridge}; it must be above 0, or clients with little data have no solution")
+
+    def solve(problem: Problem) -> Solution:
+        objective, examples = problem.objective, problem.examples
+        if problem.tables is not None:
+            raise ValueError("least squares solves for whole parameters, not for rows of lookup tables")
+
+        def one(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:
+            mask = jnp.arange(next(iter(batch.values())).shape[0]) < count
+            start, restore = ravel_pytree(params)
+            if start.size > MOST_SOLVED_FOR:
+                raise ValueError(
+                    f"least squares would solve for {start.size} numbers; it can solve for at most {MOST_SOLVED_FOR}; "
+                    "use gradient_descent"
+                )
+
+            def predict(vector: Array) -> Array:
+                return _fit(objective, restore(vector), context, batch, mask)
+
+            predictions = predict(start)
+            matrix = jax.jacfwd(predict)(start)  # (examples, parameters)
+            seen = original_batch(batch)
+            error, weights = _error(objective.model, predictions, seen)
+            weights = jnp.where(mask, weights, 0)
+            error = jnp.where(weights > 0, error, 0)
+            gram = matrix.T @ (weights[:, None] * matrix) + jnp.diag(_ridges(ridge, params))
+            moment = matrix.T @ (weights * error)
+            solution = start - solve_positive(gram, moment)
+            if not problem.measured:
+                return restore(solution), jnp.zeros((len(metric_names(objective.model)), 2))
+            return restore(solution), measure(objective.model, predictions, seen, mask)[1]
+
+        columns = {name: column[:, :limit] for name, column in examples.columns.items()}
+        count = examples.count if limit is None else jnp.minimum(examples.count, limit)
+        solved, sums = jax.vmap(one)(problem.params, problem.context, columns, count)
+        return Solution(solved, {}, sums, count, jnp.ones_like(count))
+
+    return Solver(solve, limit, lambda: "whole", _check_least_squares)
+
+
+def _fit(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> Array:
+    """Predict as in a training step, which for some models differs from their predictions in use."""
+    if objective.fit is None:
+        return objective.predict(params, context, batch)
+    return objective.fit(params, context, batch, Step(mask, None))
+
+
+def _ridges(ridge: Ridge, params: Params) -> Array:
+    """Return the ridge of every number that is solved for, `(parameters,)`."""
+    leaves, structure = flatten(params)
+    values = by_pattern(ridge, "ridge", params)
+    if without := [path for path in leaves if path not in values]:
+        raise ValueError(f"`ridge` has no pattern for {without[0]!r}; add one, such as '*' for all others")
+    full = {
+        path: jnp.broadcast_to(jnp.asarray(values[path], jnp.float32), jnp.shape(leaf)) for path, leaf in leaves.items()
+    }
+    return ravel_pytree(unflatten(structure, full))[0]
+
+
+def solve_positive(matrix: Array, vector: Array) -> Array:
+    """Solve a symmetric positive definite system, by elimination without pivots.
+
+    LAPACK's Cholesky would need a sixth of the arithmetic, but it can deadlock when two CPU devices call it at once,
+    and not every device that a client runs on has it. Gradients take one more solve.
+
+    Args:
+      matrix: `(parameters, parameters)`.
+      vector: `(parameters,)`.
+    """
+    size = vector.shape[0]
+
+    def eliminate(k: Array, system: Array) -> Array:
+        row = system[k] / system[k, k]
+        return (system - jnp.outer(system[:, k], row)).at[k].set(row)
+
+    def solve(_: Any, right: Array) -> Array:
+        return jax.lax.fori_loop(0, size, eliminate, jnp.concatenate([matrix, right[:, None]], 1))[:, -1]
+
+    return jax.lax.custom_linear_solve(lambda x: matrix @ x, vector, solve, symmetric=True)
+
+
+def _error(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
+    """Return the errors (p - y) of predictions p under a loss c (p - y)^2, and the weights, c times the model's.
+
+    Both follow from the loss alone: its first derivative is 2 c (p - y), and its second is 2 c.
+    """
+
+    def slope(predictions: Array) -> tuple[Array, Array]:
+        return jax.grad(lambda p: _summed(model, p, batch), has_aux=True)(predictions)
+
+    (first, weights), (second, _) = jax.jvp(slope, (predictions,), (jnp.ones_like(predictions),))
+    return first / jnp.where(second > 0, second, 1.0), weights * second / 2
+
+
+def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
+    values, weights = model.loss(predictions, batch)
+    return jnp.sum(values), weights
+
+
+def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
+    """Raise an error unless predictions are affine in the parameters and the loss is the squared error."""
+    if objective.model.state is not None and objective.model.state.local:
+        raise ValueError(
+            "least squares needs predictions that do not use local statistics, which are only set after it; "
+            "use gradient_descent, or give the model state='averaged' or state='frozen'"
+        )
+
+    @jax.jit
+    def try_out(params: Params, context: Any, batch: Batch) -> tuple[Array, ...]:
+        vector, restore = ravel_pytree(params)
+        a, b = (jax.random.normal(key, vector.shape) for key in jax.random.split(jax.random.key(0)))
+        both, one, other, none = (
+            _fit(objective, restore(v), context, batch, mask) for v in (a + b, a, b, jnp.zeros_like(a))
+        )
+        error, weights = _error(objective.model, one, batch)
+        values, own = objective.model.loss(one, batch)
+        scale = 1 + jnp.max(jnp.abs(one)) + jnp.max(jnp.abs(other))
+        return both - one - other + none, scale, values * own, weights * error**2
+
+    bend, scale, values, squares = (np.asarray(x) for x in try_out(params, context, batch))
+    if not np.all(np.abs(bend) <= 1e-3 * scale):
+        raise ValueError(
+            "least squares needs predictions that are linear in what is solved for, but these are not; "
+            "use gradient_descent"
+        )
+    if values.shape != squares.shape or not np.allclose(values, squares, 1e-3, 1e-4):
+        raise ValueError(
+            "least squares needs the squared error as the loss, one value per prediction; use gradient_descent"
+        )

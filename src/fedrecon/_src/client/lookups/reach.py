@@ -1,0 +1,140 @@
+"""The reach of an optimizer: how little of a table it must see for its updates to be exact."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedrecon._src.core.pytrees import Params
+
+Reach = Literal["each", "rows", "copy", "whole"]
+SCALES = (1.0, 1e6)  # of the gradients tried: an optimizer that clips does so only if they are large
+
+
+def state_labels(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> Any:
+    """Return, for each leaf of an optimizer's state in order, the path of the parameter it belongs to, or None.
+
+    Args:
+      optimizer: any optax optimizer.
+      params: by path, of arrays or of shapes.
+    """
+    state = jax.eval_shape(optimizer.init, dict(params))
+    labelled = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, path: _Label(path),
+        state,
+        {path: path for path in params},
+        transform_non_params=lambda leaf: _Label(None),
+    )
+    return [label.path for label in jax.tree.leaves(labelled, is_leaf=lambda x: isinstance(x, _Label))]
+
+
+class _Label:
+    def __init__(self, path: str | None):
+        self.path = path
+
+
+def reach(optimizer: optax.GradientTransformation) -> Reach:
+    """Find out how little of a table this optimizer must see for its updates to be exact.
+
+    An optimizer is just a pair of functions, so we try it: a few steps on a small random table are compared with the
+    same steps on less and less of it, with gradients of ordinary size and with large ones.
+
+    Args:
+      optimizer: any optax optimizer.
+
+    Returns:
+      `each`: every occurrence of a row in a batch on its own (plain SGD);
+      `rows`: the rows of a batch, repeats summed, with the state of just those rows (Adagrad; SGD clipped by norm);
+      `copy`: all rows that the client has touched so far (momentum, Adam);
+      `whole`: the whole table (weight decay moves rows that no example touches).
+    """
+    with jax.ensure_compile_time_eval():  # an algorithm may be used for the first time while JAX traces
+        ways = {name: jax.tree.map(np.asarray, moved) for name, moved in _trials(optimizer).items()}
+    exact: list[Reach] = ["each", "rows", "copy"]  # the least first
+    for trial in range(len(SCALES)):
+        expected = {leaf: moved[trial] for leaf, moved in ways["whole"].items()}
+        largest = max(float(np.max(np.abs(moved))) for moved in expected.values())
+        # If nothing moved, the trial says nothing: the learning rate may start at 0. No gradient touches the last row.
+        if largest == 0 or np.any(expected["table"][-1] != 0):
+            return "whole"
+        close = functools.partial(np.allclose, rtol=1e-4, atol=1e-5 * largest)
+        exact = [name for name in exact if all(close(ways[name][leaf][trial], expected[leaf]) for leaf in expected)]
+    return exact[0] if exact else "whole"
+
+
+def _trials(optimizer: optax.GradientTransformation) -> dict[Reach, Params]:
+    """Take the same steps with each reach and each scale of gradients; return the moves of all parameters, by reach.
+
+    The first dimension of every leaf is the scale.
+    """
+    params, grads, touched = _probe()
+    so_far = [range(max(map(max, touched[: step + 1])) + 1) for step in range(len(touched))]
+
+    def run(scale: Any) -> dict[Reach, Params]:
+        scaled = jax.tree.map(lambda g: scale * g, grads)
+        return {
+            "each": _moves(optimizer, params, scaled, touched, parts=2, blank=True),
+            "rows": _moves(optimizer, params, scaled, touched, blank=True),
+            "copy": _moves(optimizer, params, scaled, so_far),
+            "whole": _moves(optimizer, params, scaled, [range(5)] * len(touched)),
+        }
+
+    return jax.jit(lambda scales: jax.lax.map(run, scales))(jnp.asarray(SCALES, jnp.float32))
+
+
+def _probe() -> tuple[dict[str, Any], list[tuple[Any, Any]], list[list[int]]]:
+    """Make a table of five rows, a dense parameter, and gradients of four steps, each of which touches some rows."""
+    generator = np.random.default_rng(1)
+    touched, grads = [[0, 1], [1, 2], [0, 3], [2, 0]], []
+    for rows in touched:
+        gradient = np.zeros((5, 3), np.float32)
+        gradient[rows] = generator.standard_normal((2, 3))
+        grads.append((generator.standard_normal(2, np.float32), gradient))
+    shapes = {"dense": (2,), "table": (5, 3)}
+    params = {name: jnp.asarray(generator.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
+    return params, grads, touched
+
+
+def _moves(
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    grads: Sequence[Any],
+    places: Sequence[Iterable[int]],
+    *,
+    parts: int = 1,
+    blank: bool = False,
+) -> Params:
+    """Take steps in which the optimizer sees only some rows of the table; return how far the parameters moved.
+
+    Args:
+      optimizer: the one to try.
+      params: a dense parameter and a table.
+      grads: the gradients of each step, for both.
+      places: the rows that each step sees.
+      parts: how often a step sees each of them, with its gradient divided by that number.
+      blank: whether the state is initialised without the table's values, as for a client that changes rows.
+    """
+    labels = state_labels(optimizer, params)
+    state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])} if blank else params)
+    moved = jax.tree.map(jnp.zeros_like, params)
+    for (dense, table), rows in zip(grads, places, strict=True):
+        at = np.array([*rows] * parts)
+        leaves, structure = jax.tree.flatten(state)
+        small = [leaf[at] if label == "table" else leaf for leaf, label in zip(leaves, labels, strict=True)]
+        held = {"dense": params["dense"] + moved["dense"], "table": (params["table"] + moved["table"])[at]}
+        gradient = {"dense": dense, "table": table[at] / parts}
+        updates, new = optimizer.update(gradient, jax.tree.unflatten(structure, small), held)
+        moved = {"dense": moved["dense"] + updates["dense"], "table": moved["table"].at[at].add(updates["table"])}
+        written = [
+            leaf.at[at].set(fresh) if label == "table" else fresh
+            for leaf, fresh, label in zip(leaves, jax.tree.leaves(new), labels, strict=True)
+        ]
+        state = jax.tree.unflatten(structure, written)
+    return moved

@@ -1,0 +1,441 @@
+"""Lookup tables: global tables that are read only by rows, so that a client works on its own rows only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon._src.core.cohort import row_capacity
+from fedrecon._src.core.model import AUTO, Batch, Model
+from fedrecon._src.core.pytrees import Params, flatten, unflatten
+
+ORIGINAL = "\0"  # prefix of a feature's name for its original ids; the name itself then has renumbered ids
+
+
+class Rows:
+    """Only the rows of a table that one batch reads, in the order of that batch's ids.
+
+    A model writes `table[batch["item"]]` and gets its rows, whether `table` is a whole table or this. If the index is
+    the same array object that these rows were fetched for, no second gather is needed. Any other index goes to the
+    array of rows, which the batch's ids (already renumbered) match.
+    """
+
+    def __init__(self, values: Array, ids: Mapping[str, Array], places: Mapping[str, slice]):
+        """Hold the rows of a batch.
+
+        Args:
+          values: `(rows, ...)`.
+          ids: renumbered ids, by feature.
+          places: where in `values` the rows of each feature are.
+        """
+        self.values, self.ids, self.places = values, ids, places
+
+    def __getitem__(self, index: Any) -> Array:
+        """Return rows by renumbered ids."""
+        for feature, place in self.places.items():
+            if index is self.ids[feature]:
+                return self.values[place].reshape(index.shape + self.values.shape[1:])
+        return self.values[index]
+
+    def __jax_array__(self) -> Array:
+        """Return the rows, wherever jax.numpy takes an array."""
+        return self.values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the rows."""
+        return self.values.dtype
+
+
+def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
+    """Return, for every lookup table, the features that index it. Tables with the same features form a group.
+
+    The result is empty while lookups are "auto".
+
+    Args:
+      model: its lookups are returned.
+
+    Raises:
+      ValueError: if two tables share some features but not all, since both must use the same numbering of rows.
+    """
+    if model.lookups == AUTO:
+        return {}
+    groups = {
+        path: (features,) if isinstance(features, str) else tuple(features) for path, features in model.lookups.items()
+    }
+    for one, mine in groups.items():
+        for other, theirs in groups.items():
+            if set(mine) & set(theirs) and mine != theirs:
+                raise ValueError(
+                    f"`lookups` of {one!r} and {other!r} share features but differ: {mine} and {theirs}; "
+                    "give both the same features, or leave one out"
+                )
+    return groups
+
+
+def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
+    """Return the lookups of a model whose global parameters were put under a prefix.
+
+    Args:
+      prefix: the prefix of the paths.
+      lookups: the model's lookups before that.
+    """
+    return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
+
+
+def renumber(batch: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ids by renumbered ones, and keep the original ones under another name.
+
+    Args:
+      batch: by feature.
+      ids: renumbered ids, by feature.
+    """
+    return {**batch, **{ORIGINAL + feature: batch[feature] for feature in ids}, **ids}
+
+
+def original_batch(batch: Batch) -> Batch:
+    """Undo `renumber`, for the loss and the metrics, which need the original ids.
+
+    Args:
+      batch: renumbered or not.
+    """
+    before = {name.removeprefix(ORIGINAL): column for name, column in batch.items() if name.startswith(ORIGINAL)}
+    return {**{name: batch[name] for name in batch if not name.startswith(ORIGINAL)}, **before} if before else batch
+
+
+def group_name(features: Sequence[str]) -> str:
+    """Return the name of the group of lookup tables that these features index.
+
+    Args:
+      features: in order.
+    """
+    return ",".join(features)
+
+
+def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> None:
+    """Raise an error if a declared lookup table is not only read by rows.
+
+    This compares predictions on one batch, from whole tables and from tables that have only the batch's rows. All
+    parameters are replaced by noise first: a dense use that is multiplied by zero would not show.
+
+    Args:
+      model: its lookups are checked.
+      params: global parameters; only their shapes matter.
+      local: local parameters; only their shapes matter.
+      batch: features in the shapes that the model will see.
+
+    Raises:
+      ValueError: naming the table, if it does not exist, a feature is missing, or the predictions differ.
+    """
+    leaves, structure = flatten(params)
+    for path, features in lookup_groups(model).items():
+        if path not in leaves:
+            raise ValueError(f"`lookups` names {path!r}; the global parameters are: {', '.join(leaves)}")
+        for feature in features:
+            if feature not in batch:
+                raise ValueError(
+                    f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
+                )
+    noise, local = noise_like(leaves), noise_like(local)
+    whole = jax.jit(lambda leaves, local, batch: _use(model, unflatten(structure, leaves), local, batch))
+    groups = lookup_groups(model)
+    for features in dict.fromkeys(groups.values()):
+        # Ids are renumbered for all tables that they index, so these tables must be narrowed together.
+        paths = [path for path, group in groups.items() if group == features]
+        batch = _other_ids(batch, features, min(noise[path].shape[0] for path in paths))
+
+        def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
+            fetched = {path: fetch_rows(leaves[path], batch, features) for path in paths}
+            narrowed = {**leaves, **{path: rows for path, (_, rows) in fetched.items()}}
+            return _use(model, unflatten(structure, narrowed), local, renumber(batch, fetched[paths[0]][0]))
+
+        try:
+            pairs = zip(
+                jax.tree.leaves(whole(noise, local, batch)),
+                jax.tree.leaves(jax.jit(narrow)(noise, local, batch)),
+                strict=True,
+            )
+            honest = all(a.shape == b.shape and np.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
+        except (TypeError, ValueError, IndexError, AttributeError):
+            honest = False
+        if not honest:
+            raise ValueError(
+                f"`lookups` says the table {' and '.join(map(repr, paths))} is only read by rows at "
+                f"{', '.join(features)}, but predictions change without its other rows; read it as "
+                "table[ids], or take it out of `lookups`"
+            )
+
+
+def _use(model: Model, params: Params, local: Params, batch: Batch) -> Any:
+    """Use global parameters in every way that a model does: in predictions, and in evidence if it has any."""
+    if model.evidence is not None:
+        mask = jnp.ones(next(iter(batch.values())).shape[0], bool)
+        local = jax.tree.map(jnp.add, local, model.evidence(params, batch, mask))
+    return model.predict(params, local, batch)
+
+
+def _other_ids(batch: Batch, features: Sequence[str], rows: int) -> Batch:
+    """Replace ids by random ones, the k-th never k. With real ids, a fixed row could be correct by chance."""
+    generator, start, found = np.random.default_rng(0), 0, dict(batch)
+    for feature in features:
+        old = batch[feature]
+        position = start + np.arange(old.size)
+        start += old.size
+        ids = (position + generator.integers(1, max(rows, 2), old.size)) % rows
+        found[feature] = jnp.asarray(ids.reshape(old.shape), old.dtype)
+    return found
+
+
+def noise_like(tree: Any) -> Any:
+    """Return noise in the shapes of a pytree: parameters for which no term of a model vanishes by chance.
+
+    Args:
+      tree: of arrays or of shapes.
+    """
+    generator = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype), tree)
+
+
+def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], Rows]:
+    """Fetch the rows of a batch from a table, and the batch's ids renumbered to match.
+
+    Args:
+      table: `(rows, ...)`.
+      batch: by feature.
+      features: those that index the table.
+    """
+    renumbered, places = _lay_out({feature: batch[feature].shape for feature in features})
+    values = table[_flat(batch, features)]
+    return renumbered, Rows(values, renumbered, places)
+
+
+def _flat(batch: Batch, features: Sequence[str]) -> Array:
+    return jnp.concatenate([batch[feature].reshape(-1) for feature in features])
+
+
+def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], dict[str, slice]]:
+    """Number the ids of several features one after another, and return where each feature's rows are."""
+    renumbered, places, start = {}, {}, 0
+    for feature, shape in shapes.items():
+        stop = start + math.prod(shape)
+        renumbered[feature] = jnp.arange(start, stop, dtype=jnp.int32).reshape(shape)
+        places[feature] = slice(start, stop)
+        start = stop
+    return renumbered, places
+
+
+class Place(NamedTuple):
+    """Where the rows of a batch's ids are in the clients' lists of rows.
+
+    Attributes:
+      slot: `(clients, ids)` positions; None if they are next to each other, at the same place for all clients.
+      start: the first of them, in that case.
+      number: how many ids there are.
+    """
+
+    slot: Array | None
+    start: Array
+    number: int
+
+
+class Tables(NamedTuple):
+    """The lookup tables that several clients change by rows.
+
+    Attributes:
+      values: each table as the server sent it, `(table rows, ...)`, the same for all clients.
+      features: the features that index each table.
+      slots: for each of those features, `(clients, examples, ...)` positions in the client's own list of rows. A
+        feature that is not here has its rows in the order of the examples, each once.
+      capacity: for each table, the length of that list.
+      room: for each table, how many rows the lists have while they are changed; as `capacity` says by default.
+    """
+
+    values: Mapping[str, Array]
+    features: Mapping[str, tuple[str, ...]]
+    slots: Mapping[str, Array]
+    capacity: Mapping[str, int]
+    room: Mapping[str, int] | None = None
+
+    def in_batches(self, columns: Mapping[str, Array], in_step: bool, size: int) -> Tables:
+        """Prepare for going through the examples in batches.
+
+        Rows in the order of the examples are read and written as slices if a single feature has them and all clients
+        take their batches in step. Slices are faster than gathers and scatters, but need room for whole batches.
+
+        Args:
+          columns: the examples, `(clients, examples, ...)` by feature.
+          in_step: whether all clients take the same batch at the same time.
+          size: examples per batch.
+        """
+        slots, room = dict(self.slots), dict(self.capacity)
+        for path, features in self.features.items():
+            if features[0] in self.slots:
+                continue
+            if in_step and len(features) == 1:
+                shape = columns[features[0]].shape
+                room[path] = max(room[path], -(-shape[1] // size) * size * math.prod(shape[2:]))
+            else:
+                slots |= slots_in_order(columns, features)
+        return self._replace(slots=slots, room=room)
+
+    def unchanged(self, clients: int) -> dict[str, Array]:
+        """Return zero changes of every client's rows, `(clients, room, ...)` of each table.
+
+        Args:
+          clients: how many there are.
+        """
+        return {
+            path: jnp.zeros((clients, (self.room or self.capacity)[path], *table.shape[1:]), table.dtype)
+            for path, table in self.values.items()
+        }
+
+    def cut(self, changes: Mapping[str, Array]) -> dict[str, Array]:
+        """Return changes without the room that only padding of the last batch needs.
+
+        Args:
+          changes: `(clients, room, ...)` by table.
+        """
+        return {path: lists[:, : self.capacity[path]] for path, lists in changes.items()}
+
+    def places(self, number: Array, batch: Batch, slots: Batch) -> dict[str, Place]:
+        """Return where the rows of a batch are in the lists, by table.
+
+        Args:
+          number: which batch.
+          batch: `(clients, batch, ...)` by feature.
+          slots: the same batch of `slots`.
+        """
+        places = {}
+        for path, features in self.features.items():
+            ids = sum(math.prod(batch[feature].shape[1:]) for feature in features)
+            at = jax.vmap(lambda mine, group=features: _flat(mine, group))(slots) if features[0] in slots else None
+            places[path] = Place(at, number * ids, ids)
+        return places
+
+    def fetch(self, changes: Mapping[str, Array], batch: Batch) -> Fetched:
+        """Fetch one client's rows for a batch: the server's values plus the client's changes so far.
+
+        Args:
+          changes: of these rows, `(ids, ...)` by table.
+          batch: by feature.
+        """
+        laid_out = {group: _lay_out({f: batch[f].shape for f in group}) for group in set(self.features.values())}
+        rows = {}
+        for path, table in self.values.items():
+            # Packing has checked that ids are in range.
+            ids = _flat(batch, self.features[path])
+            rows[path] = table.at[ids].get(mode="promise_in_bounds") + changes[path]
+        renumbered = {feature: ids for numbered, _ in laid_out.values() for feature, ids in numbered.items()}
+        places = {path: laid_out[group][1] for path, group in self.features.items()}
+        return Fetched(rows, renumber(batch, renumbered), places)
+
+
+class Fetched(NamedTuple):
+    """The rows of one batch of one client."""
+
+    rows: dict[str, Array]  # table -> (ids, ...)
+    batch: Batch  # with ids renumbered to match
+    places: dict[str, dict[str, slice]]  # table -> feature -> where its rows are in `rows`
+
+    def as_tables(self, rows: Mapping[str, Array]) -> dict[str, Rows]:
+        """Return values of these rows as the tables that a model expects.
+
+        Args:
+          rows: table -> (ids, ...).
+        """
+        return {path: Rows(values, self.batch, self.places[path]) for path, values in rows.items()}
+
+
+def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
+    """Sum the gradients of rows that occur more than once into their first occurrence.
+
+    Args:
+      slot: `(ids,)` positions in the client's list of rows.
+      grads: `(ids, ...)`.
+
+    Returns:
+      The gradients, zero at repeats, and the slots, past the end at repeats so that these are dropped when written.
+    """
+    same = slot[:, None] == slot[None, :]
+    first = jnp.argmax(same, axis=1) == jnp.arange(len(slot))
+    summed = jnp.tensordot(same.astype(grads.dtype), grads, 1)
+    keep = first.reshape(-1, *([1] * (grads.ndim - 1)))
+    return jnp.where(keep, summed, 0), jnp.where(first, slot, jnp.iinfo(jnp.int32).max)
+
+
+def rows_in_order(columns: Mapping[str, Array], count: Array, features: Sequence[str], rows: int) -> Array:
+    """List the rows of clients that have no id twice, `(clients, rows)`: the ids of their examples, in order.
+
+    Args:
+      columns: of `(clients, examples, ...)`.
+      count: `(clients,)` how many of the examples are a client's own.
+      features: those that index the table.
+      rows: how many rows the table has.
+    """
+    ids = jnp.concatenate([columns[f].reshape(*columns[f].shape[:2], -1) for f in features], axis=2)
+    ids = ids.astype(jnp.int32)  # as in lists that are packed, whatever the type of the columns
+    clients, examples, width = ids.shape
+    capacity = row_capacity(examples * width, rows)
+    flat = ids.reshape(clients, -1)[:, :capacity]
+    own = jnp.arange(flat.shape[1]) < width * count[:, None]
+    return jnp.pad(jnp.where(own, flat, 0), ((0, 0), (0, capacity - flat.shape[1])))
+
+
+def slots_in_order(columns: Mapping[str, Array], features: Sequence[str]) -> dict[str, Array]:
+    """Number the ids of examples one after another, those of an example together: slots of lists without repeats.
+
+    Args:
+      columns: of `(clients, examples, ...)`.
+      features: those that index the table.
+    """
+    widths = [math.prod(columns[feature].shape[2:]) for feature in features]
+    slots = {}
+    for feature, begin, width in zip(features, np.cumsum([0, *widths]), widths, strict=False):
+        clients, examples, *rest = columns[feature].shape
+        own = np.arange(examples)[:, None] * sum(widths) + begin + np.arange(width)  # (examples, ids)
+        slots[feature] = jnp.broadcast_to(own.astype(np.int32).reshape(examples, *rest), (clients, examples, *rest))
+    return slots
+
+
+def read_rows(lists: Array, at: Place) -> Array:
+    """Read the rows of a batch from several clients' lists, `(clients, ids, ...)`.
+
+    Args:
+      lists: `(clients, rows, ...)`.
+      at: where they are.
+    """
+    if at.slot is None:
+        return jax.lax.dynamic_slice_in_dim(lists, at.start, at.number, 1)
+    return jax.vmap(lambda mine, slot: mine.at[slot].get(mode="promise_in_bounds"))(lists, at.slot)
+
+
+def change_rows(lists: Array, at: Place, values: Array, *, replace: bool = False) -> Array:
+    """Add values to rows of several clients' lists, or replace the rows; slots past the end are dropped.
+
+    Args:
+      lists: `(clients, rows, ...)`.
+      at: where the rows are.
+      values: `(clients, ids, ...)`.
+      replace: whether values replace the rows.
+    """
+    if at.slot is None:
+        new = values if replace else read_rows(lists, at) + values
+        return jax.lax.dynamic_update_slice_in_dim(lists, new, at.start, 1)
+    clients, rows = lists.shape[:2]
+    # One scatter into one long list takes half the time of a batched one.
+    beyond, slot = clients * rows, at.slot
+    flat_slot = jnp.where(slot < rows, slot + jnp.arange(clients, dtype=slot.dtype)[:, None] * rows, beyond).reshape(-1)
+    flat, new = lists.reshape(beyond, *lists.shape[2:]), values.reshape(-1, *lists.shape[2:])
+    changed = flat.at[flat_slot].set(new, mode="drop") if replace else flat.at[flat_slot].add(new, mode="drop")
+    return changed.reshape(lists.shape)

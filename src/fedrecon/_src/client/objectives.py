@@ -1,0 +1,209 @@
+"""What a client solves in R and U: objectives, problems, solutions. `descent` and `least_squares` solve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon._src.client.batches import fold_batches
+from fedrecon._src.client.lookups.reach import Reach
+from fedrecon._src.client.lookups.tables import Tables, original_batch
+from fedrecon._src.core.cohort import Examples
+from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names, predict_in
+from fedrecon._src.core.pytrees import Params, divide
+
+
+class Objective(NamedTuple):
+    """What one client minimises: the model's loss as a function of what is solved for.
+
+    Attributes:
+      model: its loss is minimised, and its metrics are measured.
+      predict: `(params, context, batch) -> predictions`, where `params` is solved for and `context` is held fixed.
+      fit: the same in a training step, `(params, context, batch, step) -> predictions`; None if there is no difference.
+      penalty: `(params, context) -> number`, added to the mean loss of every batch, such as a pull towards the server's
+        parameters; None for none.
+    """
+
+    model: Model
+    predict: Callable[[Params, Any, Batch], Any]
+    fit: Callable[[Params, Any, Batch, Step], Any] | None = None
+    penalty: Callable[[Params, Any], Array] | None = None
+
+    def measure(
+        self, params: Params, context: Any, batch: Batch, mask: Array, step: Step | None = None
+    ) -> tuple[Array, Array]:
+        """Return the objective on a batch, and the sums of loss and metrics, `(metrics, 2)`.
+
+        Args:
+          params: what is solved for.
+          context: what the client holds fixed.
+          batch: features of `(examples, ...)`.
+          mask: `(examples,)`, false for padding.
+          step: the training step, to predict as in training; None to predict as in use.
+        """
+        if self.fit is None or step is None:
+            predictions = self.predict(params, context, batch)
+        else:
+            predictions = self.fit(params, context, batch, step)
+        loss, sums = measure(self.model, predictions, original_batch(batch), mask)
+        return loss if self.penalty is None else loss + self.penalty(params, context), sums
+
+
+class Solution(NamedTuple):
+    """The solutions of several clients, clients first in every leaf.
+
+    Attributes:
+      params: the solution, without lookup tables.
+      changes: for every lookup table, `(clients, rows, ...)` the change of each row in the client's list.
+      sums: `(clients, metrics, 2)` over the examples, each measured before the step that used it.
+      examples: `(clients,)` how many examples were processed, counting every epoch.
+      steps: `(clients,)` how many steps were taken.
+    """
+
+    params: Params
+    changes: dict[str, Array]
+    sums: Array
+    examples: Array
+    steps: Array
+
+
+class Problem(NamedTuple):
+    """What several clients solve, each on its own examples.
+
+    Attributes:
+      objective: what is minimised.
+      params: the starting point, clients first.
+      context: what each client holds fixed, clients first.
+      examples: each client's examples.
+      tables: lookup tables that are changed by rows, besides `params`; None for none.
+      grows: paths of `params` that are copies of table rows numbered in the order of the examples, and how many ids an
+        example has. Early steps can skip rows that no step has touched yet.
+      measured: whether to sum the loss and the metrics.
+      differentiable: whether gradients must flow back through the solution.
+      keys: the clients' keys, for what is random in their steps; None if nothing should be random.
+    """
+
+    objective: Objective
+    params: Params
+    context: Any
+    examples: Examples
+    tables: Tables | None = None
+    grows: Mapping[str, int] = {}
+    measured: bool = True
+    differentiable: bool = False
+    keys: Array | None = None
+
+
+class Solver(NamedTuple):
+    """A way to solve for parameters, such as `gradient_descent` or `least_squares`.
+
+    Attributes:
+      solve: `Problem -> Solution`.
+      limit: how many examples of a client it uses at most; None for no limit.
+      reach: returns how much of a lookup table it needs (see `lookups.reach`); "whole" if it cannot work on rows.
+      check: `(objective, params, context, batch, mask)` of one client; raises if this solver cannot solve it.
+      batch_size: how many examples a step uses; None for all.
+    """
+
+    solve: Callable[[Problem], Solution]
+    limit: int | None
+    reach: Callable[[], Reach]
+    check: Callable[[Objective, Params, Any, Batch, Array], None]
+    batch_size: int | None = None
+
+
+def solve_local(
+    model: Model,
+    solver: Solver,
+    params: Params,
+    start: Params,
+    support: Examples,
+    *,
+    keys: Array | None = None,
+    differentiable: bool = False,
+) -> Params:
+    """Solve for the local parameters of several clients, with the global ones frozen. Local state stays unchanged.
+
+    Args:
+      model: a partially local model.
+      solver: R.
+      params: the global parameters, the same for all clients.
+      start: where the local parameters start, clients first.
+      support: each client's support examples.
+      keys: the clients' keys, for what is random in their steps; None if nothing should be random.
+      differentiable: whether gradients must flow back through the solution.
+    """
+    solved, held, join = divide(start, model.local_state)
+    if not jax.tree.leaves(solved):
+        return start
+    objective = local_objective(model, params, join)
+    problem = Problem(objective, solved, held, support, measured=False, differentiable=differentiable, keys=keys)
+    return join(solver.solve(problem).params, held)
+
+
+def local_objective(model: Model, params: Params, join: Callable[[Params, Params], Params]) -> Objective:
+    """Return what R minimises: the loss as a function of the local parameters that are solved for.
+
+    Args:
+      model: a partially local model.
+      params: the global parameters.
+      join: `(what is solved for, what is held fixed) -> local parameters`.
+    """
+
+    def predict(solved: Params, held: Params, batch: Batch) -> Any:
+        return model.predict(params, join(solved, held), batch)
+
+    def fit(solved: Params, held: Params, batch: Batch, step: Step) -> Any:
+        return predict_in(model, params, join(solved, held), batch, step)
+
+    return Objective(model, predict, None if model.fit is None else fit)
+
+
+def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:
+    """Return where a client's reconstruction starts.
+
+    Args:
+      model: a partially local model.
+      params: the global parameters.
+      fresh: where it starts if no default is learned.
+      support: the client's support; a model with `evidence` adds what it computes from it.
+    """
+    start = fresh if model.default_local is None else model.default_local(params)
+    if model.evidence is None:
+        return start
+    mask = jnp.arange(next(iter(support.columns.values())).shape[0]) < support.count
+    return jax.tree.map(jnp.add, start, model.evidence(params, support.columns, mask))
+
+
+def measure_all(objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int) -> Array:
+    """Measure several clients on all their examples, without solving.
+
+    Args:
+      objective: what to measure.
+      params: each client's parameters, clients first.
+      context: what each client holds fixed, clients first.
+      examples: each client's examples.
+      batch_size: how many examples are measured at once.
+
+    Returns:
+      Sums of `(clients, metrics, 2)`.
+    """
+
+    def step(total: Array, batch: Batch, mask: Array, mine: tuple[Params, Any]) -> Array:
+        return total + jnp.where(jnp.any(mask), objective.measure(mine[0], mine[1], batch, mask)[1], 0)
+
+    return fold_batches(step, no_sums(objective.model, examples), (params, context), examples, batch_size)
+
+
+def no_sums(model: Model, examples: Examples) -> Array:
+    """Return zero sums of loss and metrics, `(clients, metrics, 2)`.
+
+    Args:
+      model: its metrics are summed.
+      examples: the clients' examples.
+    """
+    return jnp.zeros((examples.count.shape[0], len(metric_names(model)), 2))

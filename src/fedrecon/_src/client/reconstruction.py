@@ -1,0 +1,56 @@
+"""R for a block of clients: solve for local parameters on support, with the global ones frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from fedrecon._src.client.batch_statistics import settle
+from fedrecon._src.client.objectives import Solver, local_objective, solve_local, start_local
+from fedrecon._src.core.cohort import Examples
+from fedrecon._src.core.model import Batch, Model
+from fedrecon._src.core.pytrees import Params, divide
+
+
+class Reconstruction(NamedTuple):
+    """R, its check and its limit.
+
+    Attributes:
+      run: `(global, kept, support, keys, keys of its steps) -> local`. Without keys of its steps, nothing in them is
+        random, as outside training.
+      check: `(global, local, batch, mask)` of one client; raises if the solver cannot reconstruct this model.
+      limit: how many support examples it uses at most; None for no limit.
+    """
+
+    run: Callable[..., Params]
+    check: Callable[[Params, Params, Batch, Array], None]
+    limit: int | None
+
+
+def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
+    """Make R from a solver.
+
+    Args:
+      model: a partially local model.
+      solver: how local parameters are reconstructed; None for models without local parameters to solve for.
+    """
+
+    def run(params: Params, kept: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
+        del kept
+        fresh = jax.vmap(model.init_local)(keys)
+        local = jax.vmap(lambda mine, examples: start_local(model, params, mine, examples))(fresh, support)
+        if jax.tree.leaves(divide(local, model.local_state).solved):
+            if solver is None:
+                raise ValueError("the model has local parameters; give `reconstruct`, a solver that reconstructs them")
+            local = solve_local(model, solver, params, local, support, keys=of_steps)
+        return settle(model, params, local, support)
+
+    def check(params: Params, local: Params, batch: Batch, mask: Array) -> None:
+        solved, held, join = divide(local, model.local_state)
+        if solver is not None and jax.tree.leaves(solved):
+            solver.check(local_objective(model, params, join), solved, held, batch, mask)
+
+    return Reconstruction(run, check, None if solver is None else solver.limit)

@@ -1,0 +1,178 @@
+"""A partially local model: its parameters, its predictions, its loss and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon._src.core.pytrees import Params
+
+Batch = Mapping[str, Array]  # feature name -> (examples, ...)
+Weighted = tuple[Array, Array]  # values and their weights, of one shape: (examples,) or (examples, tokens)
+AUTO: Literal["auto"] = "auto"
+
+
+class Metric(NamedTuple):
+    """A weighted mean over examples: `measure(predictions, batch) -> (values, weights)`, then `finish(mean)`."""
+
+    measure: Callable[[Any, Batch], Weighted]
+    finish: Callable[[Any], Any] = lambda mean: mean
+
+
+class ClientMetrics(NamedTuple):
+    """Metrics of a client as a whole that are not means over its examples, such as NDCG or AUC.
+
+    Attributes:
+      names: what they are called, in order.
+      measure: `(global, local, support, query) -> (names,)` of one client. Both sides are `Examples`: columns of
+        `(examples, ...)`, of which the first `count` rows are real. NaN if a client cannot be measured.
+    """
+
+    names: tuple[str, ...]
+    measure: Callable[[Params, Params, Any, Any], Array]
+
+
+class Step(NamedTuple):
+    """What a training step gets besides its batch.
+
+    Attributes:
+      mask: `(examples,)`, false where an example is padding.
+      key: for this client, round and step; None if nothing should be random, as when reconstructing for inference.
+    """
+
+    mask: Array
+    key: Array | None
+
+
+class State(NamedTuple):
+    """Leaves that examples set and no optimizer moves, such as running statistics.
+
+    Attributes:
+      shared: paths of global leaves. A client advances them over its query examples after U; the server adds the mean
+        of their changes directly, without its optimizer.
+      local: paths of local leaves. They are set from the support examples after R.
+      advance: `(global, local, batch, mask) -> ({path: new value}, {path: new value})`: the values of those global and
+        local leaves after one more batch.
+      momenta: the momentum, by path, of local leaves that are moving averages: `advance` returns
+        `momentum * old + (1 - momentum) * batch` for them. With it, the values set from support do not depend on the
+        momentum.
+    """
+
+    shared: tuple[str, ...]
+    local: tuple[str, ...]
+    advance: Callable[[Params, Params, Batch, Array], tuple[dict[str, Array], dict[str, Array]]]
+    momenta: Mapping[str, float] = {}
+
+
+class Model(NamedTuple):
+    """A partially local model.
+
+    Attributes:
+      init_global: `key -> global parameters`, a pytree of float arrays that the server learns.
+      init_local: `key -> local parameters`, which every client reconstructs; an empty pytree if there are none.
+      predict: `(global, local, batch) -> predictions`.
+      loss: `(predictions, batch) -> (values, weights)`; the loss of a batch is the weighted mean.
+      metrics: other weighted means to report, by name.
+      lookups: global tables that are only read by rows, as `{path of the leaf: feature(s) holding row ids}`.
+        Clients then work only on their own rows of these tables. With "auto", training finds such tables by tracing
+        `predict` (see `find_lookups`).
+      default_local: `global -> local`, a learned starting point for reconstruction; None if it is not learned.
+      evidence: `(global, support batch, mask) -> local`, a learned shift of the starting point, computed from the
+        client's support; None for none.
+      fit: `(global, local, batch, step) -> predictions` in a training step, for models that predict differently in
+        training (dropout, batch statistics); None for others.
+      state: leaves that examples set and no optimizer moves; None if there are none.
+      frozen: shapes of what else `predict` uses, by path: parameters and state that keep their values and never travel.
+      client_metrics: metrics of a client as a whole, which evaluation averages over clients; None for none.
+    """
+
+    init_global: Callable[[Array], Params]
+    init_local: Callable[[Array], Params]
+    predict: Callable[[Params, Params, Batch], Any]
+    loss: Callable[[Any, Batch], Weighted]
+    metrics: Mapping[str, Metric] = {}
+    lookups: Mapping[str, str | Sequence[str]] | Literal["auto"] = {}
+    default_local: Callable[[Params], Params] | None = None
+    evidence: Callable[[Params, Batch, Array], Params] | None = None
+    fit: Callable[[Params, Params, Batch, Step], Any] | None = None
+    state: State | None = None
+    frozen: Mapping[str, Any] = {}
+    client_metrics: ClientMetrics | None = None
+
+    @property
+    def local_state(self) -> tuple[str, ...]:
+        """Paths of local leaves that are set from support and not solved for."""
+        return () if self.state is None else self.state.local
+
+
+def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:
+    """Predict as in a training step if there is one and the model has a `fit`; otherwise as in use.
+
+    Args:
+      model: what predicts.
+      params: global parameters.
+      local: local parameters.
+      batch: features of `(examples, ...)`.
+      step: the training step; None outside training.
+    """
+    if model.fit is None or step is None:
+        return model.predict(params, local, batch)
+    return model.fit(params, local, batch, step)
+
+
+def metric_names(model: Model) -> list[str]:
+    """Return the names of what `measure` returns, in order: the loss, then the model's metrics.
+
+    Args:
+      model: its metrics are named.
+    """
+    return ["loss", *model.metrics]
+
+
+def evaluated_names(model: Model) -> list[str]:
+    """Name what evaluation measures, in order: the loss, the model's metrics, and those of clients as a whole."""
+    return [*metric_names(model), *(model.client_metrics.names if model.client_metrics else ())]
+
+
+def measure(model: Model, predictions: Any, batch: Batch, mask: Array) -> tuple[Array, Array]:
+    """Measure the loss and the metrics of one batch.
+
+    Args:
+      model: its loss and metrics are measured.
+      predictions: what `model.predict` returned for this batch.
+      batch: features of `(examples, ...)`.
+      mask: `(examples,)`, false where an example is padding.
+
+    Returns:
+      The mean loss, and sums of `(metrics, 2)`: each metric's weighted values and its weights.
+    """
+    sums = [_masked_sums(model.loss(predictions, batch), mask)]
+    sums += [_masked_sums(metric.measure(predictions, batch), mask) for metric in model.metrics.values()]
+    total, weight = sums[0]
+    # The weight depends on the data only, never on the parameters, so no gradient flows through the guard.
+    mean_loss = total / jnp.where(weight > 0, weight, 1.0)
+    return mean_loss, jax.lax.stop_gradient(jnp.stack([jnp.stack(pair) for pair in sums]))
+
+
+def _masked_sums(weighted: Weighted, mask: Array) -> Weighted:
+    values, weights = weighted
+    mask = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
+    weights = jnp.where(mask, weights, 0).astype(jnp.float32)
+    return jnp.sum(jnp.where(weights > 0, values, 0) * weights), jnp.sum(weights)
+
+
+def finish(model: Model, sums: Any) -> dict[str, float]:
+    """Turn sums of `(metrics, 2)` into named means; a metric without any weight is NaN.
+
+    Args:
+      model: the model whose metrics they are.
+      sums: in the order of `metric_names` or `evaluated_names`.
+    """
+    finishers = {name: metric.finish for name, metric in model.metrics.items()}
+    means = (float(total) / float(weight) if weight > 0 else float("nan") for total, weight in sums)
+    names = metric_names(model) if len(sums) == len(metric_names(model)) else evaluated_names(model)
+    return {name: float(finishers.get(name, lambda mean: mean)(mean)) for name, mean in zip(names, means, strict=True)}

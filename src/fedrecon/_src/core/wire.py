@@ -1,0 +1,167 @@
+"""Uploads, totals and messages as bytes: safetensors with a version, checked on reading against what is expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.core.upload import ROW_CHUNK, RowChanges, Upload
+
+FORMAT, VERSION = "fedrecon-message", "1"
+ABOUT = "fedrecon"
+MOST_HEADER = 2**20  # bytes of a header that lists arrays
+MOST_BYTES = 2**31  # of a message, by default
+SLACK = 2**16  # bytes that a message may have on top of its arrays: its header
+
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """The bytes are not the expected message."""
+
+
+def to_bytes(value: Any) -> bytes:
+    """Write an upload, a total, a message or any other pytree of arrays as bytes.
+
+    Padding of rows is cut off, down to the largest number of rows of any client.
+
+    Args:
+      value: a pytree of numpy or JAX arrays.
+    """
+    trimmed = jax.tree.map(_trimmed, value, is_leaf=_is_rows)
+    arrays = {path or "value": np.asarray(leaf, order="C") for path, leaf in flatten(trimmed)[0].items()}
+    about = {"format": FORMAT, "version": VERSION, "kind": type(value).__name__}
+    return save(arrays, {ABOUT: json.dumps(about)})  # one entry, since several would come in any order
+
+
+def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
+    """Read what `to_bytes` wrote.
+
+    Reading allocates no more memory than the size of the message, whatever its header claims.
+
+    Args:
+      data: the bytes.
+      like: the expected value, of arrays or of shapes. For an `Upload`, the number of clients and the number of rows of
+        each table may differ.
+      most: the largest message that is accepted, in bytes.
+
+    Raises:
+      WireError: the bytes are not the expected message.
+    """
+    if len(data) > most:
+        raise WireError(f"the message has {len(data)} bytes; at most {most} are accepted")
+    kind = type(like).__name__
+    _check_header(data, kind)
+    try:
+        found = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as problem:
+        raise WireError(f"the message is damaged: {problem}") from None
+    leaves, structure = flatten(like)
+    wanted = {path or "value": leaf for path, leaf in leaves.items()}
+    if set(found) != set(wanted):
+        odd = sorted(set(found) ^ set(wanted))[0]
+        raise WireError(
+            f"the message has {len(found)} arrays, not the {len(wanted)} expected; {odd!r} is only in one of them"
+        )
+    free = _free_dimensions(like)
+    for name, leaf in wanted.items():
+        _check_array(name, found[name], leaf, free.get(name, 0))
+    value = unflatten(structure, {path: found[path or "value"] for path in leaves})
+    if isinstance(value, Upload):
+        _check_clients(value)
+    return jax.tree.map(_padded, value, is_leaf=_is_rows)
+
+
+def nbytes(tree: Any) -> int:
+    """Return how many bytes the arrays of a pytree take.
+
+    Args:
+      tree: of arrays or of shapes.
+    """
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _check_header(data: bytes, kind: str) -> None:
+    size = int.from_bytes(data[:8], "little") if len(data) >= 8 else -1
+    if not 0 < size <= min(MOST_HEADER, len(data) - 8):
+        raise WireError(f"the message of {len(data)} bytes has no header; expected {FORMAT} {VERSION}")
+    try:
+        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][ABOUT])
+        format_, version, found = (about.get(name) for name in ("format", "version", "kind"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WireError(f"the message has no header that can be read; expected {FORMAT} {VERSION}") from None
+    if format_ != FORMAT or version != VERSION:
+        raise WireError(f"the message is of format {format_!r} {version!r}; this version reads {FORMAT} {VERSION}")
+    if found != kind:
+        raise WireError(f"the message holds {found!r}; expected {kind!r}")
+
+
+def _check_array(name: str, array: np.ndarray, leaf: Any, free: int) -> None:
+    """Raise an error unless an array has the expected type and shape. The first `free` dimensions may differ."""
+    shape = tuple(leaf.shape)
+    if array.dtype != leaf.dtype or array.ndim != len(shape) or array.shape[free:] != shape[free:]:
+        expected = f"{np.dtype(leaf.dtype)}{('any',) * free + shape[free:]}"
+        raise WireError(f"{name!r} is {array.dtype}{array.shape}; expected {expected}")
+
+
+def _free_dimensions(like: Any) -> dict[str, int]:
+    """Return how many leading dimensions of each array may differ: clients, and rows of tables."""
+    if not isinstance(like, Upload):
+        return {}
+    ones = jax.tree.map(
+        lambda change: dataclasses.replace(change, ids=2, values=2, count=1) if _is_rows(change) else 1,
+        like,
+        is_leaf=_is_rows,
+    )
+    return flatten(ones)[0]
+
+
+def _check_clients(upload: Upload) -> None:
+    clients = len(upload.examples)
+    for path, leaf in flatten(upload)[0].items():
+        if leaf.shape[0] != clients:
+            raise WireError(f"{path!r} is of {leaf.shape[0]} clients, 'examples' of {clients}")
+    for path, change in ((p, c) for part in upload.parts.values() for p, c in part.items() if _is_rows(c)):
+        rows = change.ids.shape[1]
+        if change.values.shape[1] != rows:
+            raise WireError(f"{path!r} has {rows} ids and {change.values.shape[1]} rows")
+        if change.ids.size and not (change.ids.min() >= 0 and change.ids.max() < change.table):
+            raise WireError(f"{path!r} names a row outside of 0 to {change.table - 1}")
+        if change.count.size and not (change.count.min() >= 0 and change.count.max() <= rows):
+            raise WireError(f"{path!r} counts {change.count.max()} rows of {rows}")
+        beyond = np.arange(rows)[None] >= change.count[:, None]
+        if np.any(change.values[beyond] != 0):
+            raise WireError(f"{path!r} has values that are not zero in its padding")
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, RowChanges)
+
+
+def _trimmed(change: Any) -> Any:
+    """Cut off the padding of rows, down to the largest number of rows of any client."""
+    if not _is_rows(change):
+        return change
+    most = int(np.max(np.asarray(change.count), initial=0))
+    return dataclasses.replace(change, ids=change.ids[:, :most], values=change.values[:, :most])
+
+
+def _padded(change: Any) -> Any:
+    """Pad lists of rows to a multiple of `ROW_CHUNK`."""
+    if not _is_rows(change):
+        return change
+    short = max(ROW_CHUNK, change.ids.shape[1] + -change.ids.shape[1] % ROW_CHUNK) - change.ids.shape[1]
+    widen = [(0, 0), (0, short)]
+    return dataclasses.replace(
+        change,
+        ids=np.pad(change.ids, widen),
+        values=np.pad(change.values, widen + [(0, 0)] * (change.values.ndim - 2)),
+    )

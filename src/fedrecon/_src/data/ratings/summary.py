@@ -1,0 +1,131 @@
+"""What a data set of ratings looks like, in numbers and in one paragraph."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedrecon._src.core.clients import rows_of
+from fedrecon._src.core.formatting import how_many, listed_counts, readable
+from fedrecon._src.data.ratings.columns import say_recognised
+
+COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above
+USERS = 1 << 13  # whose ratings are in memory at a time
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What ratings look like.
+
+    Attributes:
+      users: how many users there are.
+      items: how many items there are.
+      ratings: how many ratings there are.
+      least: the lowest rating.
+      greatest: the highest rating.
+      mean: the mean of all ratings.
+      spread: their standard deviation.
+      skewness: their third standardised moment: 0 if they are symmetric, large if a few are far above the others.
+      density: the share of all pairs of a user and an item that is rated.
+      whole: whether all ratings are whole numbers.
+      skipped: how many rows, items or users loading left out, by reason.
+      recognised: the columns that were taken by common names, by what they are for.
+    """
+
+    users: int
+    items: int
+    ratings: int
+    least: float
+    greatest: float
+    mean: float
+    spread: float
+    skewness: float
+    density: float
+    whole: bool
+    skipped: Mapping[str, int]
+    recognised: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def looks_like_counts(self) -> bool:
+        """Whether these look like plays, clicks or purchases: nothing negative, and a few far above the others."""
+        return self.least >= 0 and self.skewness > COUNTS_SKEWNESS
+
+    def sentence(self, counts: bool = True) -> str:
+        """Describe the ratings in one paragraph.
+
+        Args:
+          counts: say so if they look like counts; False if the caller says it.
+        """
+        per_user = self.ratings / max(1, self.users)
+        text = (
+            f"{how_many(self.users, 'users')} rated {how_many(self.items, 'items')} {how_many(self.ratings, 'times')}: "
+            f"{per_user:.1f} ratings per user, {100 * self.density:.3g} % of all pairs. "
+            f"Ratings go from {readable(self.least, 6)} to {readable(self.greatest, 6)}, "
+            f"with mean {readable(self.mean)} and spread {readable(self.spread)}."
+        )
+        if counts and self.looks_like_counts:
+            text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
+        left_out = listed_counts(self.skipped)
+        text += f" Left out: {left_out}." if left_out else " Nothing was left out."
+        return " ".join(filter(None, (text, say_recognised(self.recognised))))
+
+
+def summarize(
+    rating: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    num_items: int,
+    skipped: Mapping[str, int],
+    recognised: Mapping[str, str] | None = None,
+) -> Summary:
+    """Describe the ratings in ranges of rows, those of some users in memory at a time.
+
+    Args:
+      rating: all ratings.
+      starts: the first row of each user.
+      ends: one past the last row of each user.
+      num_items: how many items there are.
+      skipped: what loading left out.
+      recognised: the columns that were taken by common names.
+    """
+    count = int((ends - starts).sum())
+    if not count:
+        nan = float("nan")
+        return Summary(
+            len(starts), num_items, 0, nan, nan, nan, nan, nan, 0.0, True, dict(skipped), dict(recognised or {})
+        )
+    least, greatest, total, whole = np.inf, -np.inf, 0.0, True
+    for values in _pieces(rating, starts, ends):
+        least, greatest = min(least, values.min()), max(greatest, values.max())
+        total, whole = total + values.sum(), whole and bool((values == np.rint(values)).all())
+    mean = total / count
+    second = third = 0.0
+    for values in _pieces(rating, starts, ends):
+        apart = values - mean
+        second, third = second + (apart**2).sum(), third + (apart**3).sum()
+    spread = float(np.sqrt(second / count))
+    skewness = float(third / count / spread**3) if spread > 0 else 0.0
+    density = count / max(1, len(starts) * num_items)
+    return Summary(
+        len(starts),
+        num_items,
+        count,
+        float(least),
+        float(greatest),
+        float(mean),
+        spread,
+        skewness,
+        density,
+        whole,
+        dict(skipped),
+        dict(recognised or {}),
+    )
+
+
+def _pieces(rating: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the ratings of some users at a time."""
+    for first in range(0, len(starts), USERS):
+        users = slice(first, first + USERS)
+        values = np.asarray(rating[rows_of(starts[users], ends[users])], np.float64)
+        if len(values):
+            yield values

@@ -1,0 +1,109 @@
+"""Synthetic ratings in the shape of MovieLens 1M: long tails, and a low-rank structure to learn."""
+
+import numpy as np
+
+from fedrecon._src.data.ratings.files import Ratings
+
+MIN_RATINGS = 20  # as in MovieLens 1M, where nobody has fewer
+MEDIAN_TO_MEAN = 96 / 165  # of the number of ratings per user, in MovieLens 1M
+POPULARITY_OFFSET = 60  # Zipf-Mandelbrot: flattens the head, so that the top item is rated by about half the users
+USERS_PER_BLOCK = 1024
+
+
+def synthetic_ratings(
+    num_users: int = 6040,
+    num_items: int = 3706,
+    mean_ratings: float = 165,
+    dim: int = 8,
+    noise: float = 0.8,
+    seed: int = 0,
+) -> Ratings:
+    """Draw ratings from a low-rank model with biases, rounded to whole stars from 1 to 5.
+
+    A user rates an item at most once and popular items more often. Every user has at least 20 ratings,
+    or a fifth of the mean if that is less.
+
+    Args:
+      num_users: number of users, all of whom have ratings.
+      num_items: number of items; in a small draw some may go unrated.
+      mean_ratings: ratings per user on average; the median is lower and the largest users far above it.
+      dim: rank of the model behind the ratings.
+      noise: standard deviation of what the model does not explain, in stars.
+      seed: the same seed gives the same data.
+
+    Returns:
+      Ratings whose `time` increases along each user's examples.
+    """
+    if num_users < 1 or num_items < 1 or dim < 1 or mean_ratings <= 0 or noise < 0:
+        raise ValueError(
+            "`num_users`, `num_items`, `mean_ratings` and `dim` must be positive and `noise` not negative, "
+            f"but are {num_users}, {num_items}, {mean_ratings}, {dim} and {noise}."
+        )
+    rng = np.random.default_rng(seed)
+    sizes = _sizes(rng, num_users, num_items, mean_ratings)
+    popularity = (np.arange(num_items) + POPULARITY_OFFSET) ** -1.2
+    item = _choose_items(rng, sizes, rng.permutation(popularity))
+    user = np.repeat(np.arange(num_users), sizes)
+    ends = np.cumsum(sizes)
+    columns = {
+        "item": item,
+        "rating": _stars(rng, user, item, num_users, num_items, dim, noise),
+        "time": _times(rng, sizes),
+    }
+    return Ratings(
+        columns=columns,
+        starts=ends - sizes,
+        ends=ends,
+        names=np.arange(num_users),
+        item_ids=np.arange(num_items),
+    )
+
+
+def _sizes(rng: np.random.Generator, num_users: int, num_items: int, mean: float) -> np.ndarray:
+    """Draw how many items each user rates: a minimum plus a lognormal, as the logarithms of ML-1M's look."""
+    least = min(MIN_RATINGS, num_items, int(mean / 5))
+    middle = max(mean * MEDIAN_TO_MEAN - least, 0.1)
+    sigma = np.sqrt(2 * np.log(max((mean - least) / middle, 1.0)))  # mean / median of a lognormal is exp(sigma^2/2)
+    sizes = least + rng.lognormal(np.log(middle), sigma, num_users)
+    return np.clip(np.rint(sizes), max(least, 1), max(1, int(0.63 * num_items), least)).astype(np.int64)
+
+
+def _choose_items(rng: np.random.Generator, sizes: np.ndarray, popularity: np.ndarray) -> np.ndarray:
+    """Draw for each user that many distinct items, by popularity.
+
+    The smallest of exponential waiting times with rates `popularity` are a draw without replacement.
+    """
+    rates = popularity.astype(np.float32)
+    chosen = []
+    for start in range(0, len(sizes), USERS_PER_BLOCK):
+        block = sizes[start : start + USERS_PER_BLOCK]
+        waits = rng.standard_exponential((len(block), len(rates)), np.float32) / rates  # (users, items)
+        order = np.argsort(waits, axis=1)
+        chosen.append(order[np.arange(len(rates)) < block[:, None]])
+    return np.concatenate(chosen).astype(np.int32)
+
+
+def _stars(
+    rng: np.random.Generator,
+    user: np.ndarray,
+    item: np.ndarray,
+    num_users: int,
+    num_items: int,
+    dim: int,
+    noise: float,
+) -> np.ndarray:
+    """Rate: a mean, a bias of user and item, a product of factors with variance 1/4, and noise."""
+    users = rng.normal(size=(num_users, dim)).astype(np.float32)
+    items = rng.normal(scale=0.5 / np.sqrt(dim), size=(num_items, dim)).astype(np.float32)
+    score = 3.6 + rng.normal(scale=0.4, size=num_users)[user] + rng.normal(scale=0.4, size=num_items)[item]
+    score += np.einsum("nd,nd->n", users[user], items[item]) + rng.normal(scale=noise, size=len(user))
+    return np.clip(np.rint(score), 1, 5).astype(np.float32)
+
+
+def _times(rng: np.random.Generator, sizes: np.ndarray) -> np.ndarray:
+    """Draw seconds: every user starts some day of a year and rates every half minute or so."""
+    gaps = 1 + rng.exponential(30, sizes.sum()).astype(np.int64)
+    running = np.cumsum(gaps)
+    before = np.concatenate([[0], running])[np.cumsum(sizes) - sizes]
+    first = 956_703_600 + rng.integers(0, 365 * 86_400, len(sizes))
+    return np.repeat(first - before, sizes) + running

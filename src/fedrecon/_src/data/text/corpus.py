@@ -1,0 +1,330 @@
+"""A corpus: many clients' sentences, prepared once and mapped, from which examples for any vocabulary size come.
+
+Words are stored as codes: the rank of a word among the kept ones, counted from 1, or -1 - hash for any other word. The
+folder holds tokens.npy (the codes), begins.npy (where each sentence begins in it, and the end), times.npy,
+offsets.npy (where each client's sentences begin), names.npy, split.npy, words.txt, counts.npy, and corpus.json.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.progress import Advance, Progress, silent
+from fedrecon._src.data.errors import DataError, check_choice
+from fedrecon._src.data.text.sentences import Sentences, next_word_columns
+from fedrecon._src.data.text.vocabulary import MAX_WORDS, PAD, Vocabulary
+from fedrecon._src.data.text.words import word_hash
+from fedrecon._src.storage.client_files import map_array
+from fedrecon._src.storage.digests import describe_files, verify_files
+
+FORMAT = "fedrecon-corpus"
+VERSION = 2
+MANIFEST = "corpus.json"
+ARRAYS = ("tokens", "begins", "times", "offsets", "names", "split", "counts")
+FILES = (*(f"{name}.npy" for name in ARRAYS), "words.txt")
+QUICK_BYTES = 1 << 28  # of a file that is read whenever a corpus is opened
+Check = Literal["quick", "full"]
+SENTENCES_PER_BLOCK = 1 << 16
+HASHED_TOKENS, HASHED_BLOCKS = 1 << 16, 256  # tokens in a block, and blocks that a fingerprint reads
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Corpus:
+    """Sentences of many clients, divided into splits.
+
+    Attributes:
+      clients: everyone, in alphabetical order. Columns: `begin` and `end` of each sentence in `tokens`, and `time`.
+        A client's sentences are in order of time.
+      tokens: the codes of all words.
+      words: the kept words, most used by training clients first.
+      counts: how often training clients use each of them.
+      splits: names of the splits, training first.
+      split_of: the number of each client's split.
+      train_tokens: how many words training clients have in all.
+      source: what the corpus was prepared from.
+      skipped: counts of what was left out.
+    """
+
+    clients: Clients
+    tokens: np.ndarray
+    words: tuple[str, ...]
+    counts: np.ndarray
+    splits: tuple[str, ...]
+    split_of: np.ndarray
+    train_tokens: int
+    source: str
+    skipped: Mapping[str, int]
+
+    def __repr__(self) -> str:
+        """Describe in one line."""
+        sizes = np.bincount(self.split_of, minlength=len(self.splits))
+        parts = ", ".join(f"{size} {name}" for size, name in zip(sizes, self.splits, strict=True))
+        sentences = self.clients.num_examples
+        return f"Corpus({len(self.clients)} clients ({parts}), {sentences} sentences, {len(self.tokens)} words)"
+
+    @classmethod
+    def open(cls, path: str | Path, mapped: bool = True, check: Check = "quick") -> "Corpus":
+        """Open a prepared folder.
+
+        Every file has its size and sha256 in the manifest. By default files up to 256 MB are read and compared, which
+        takes a fraction of a second each. Of larger files only the size is compared: reading tens of gigabytes would
+        defeat the purpose of mapping, that a corpus opens at once.
+
+        Args:
+          path: the folder.
+          mapped: map the files; otherwise read them into memory.
+          check: "quick" as above, or "full" to read every file, however large.
+
+        Raises:
+          DataError: there is no corpus, or it is damaged.
+        """
+        check_choice("check", check, Check)
+        folder = Path(path)
+        manifest = _read_manifest(folder)
+        try:
+            if manifest["version"] > 1:  # earlier ones had no digests
+                verify_files(folder, manifest["files"], QUICK_BYTES if check == "quick" else None)
+                if missing := set(FILES) - set(manifest["files"]):
+                    raise ValueError(f"its {MANIFEST} does not list {missing.pop()}")
+            tokens, begins, times, offsets, names, split_of, counts = (
+                map_array(folder / f"{name}.npy") if mapped else np.load(folder / f"{name}.npy", allow_pickle=False)
+                for name in ARRAYS
+            )
+            words = tuple((folder / "words.txt").read_text("utf-8").split("\n")[:-1])
+            if not (len(begins) - 1 == len(times) == offsets[-1] and begins[-1] == len(tokens)):
+                raise ValueError("its arrays do not fit together")
+            if not (len(offsets) - 1 == len(names) == len(split_of) and len(counts) == len(words)):
+                raise ValueError("its arrays do not fit together")
+            columns = {"begin": begins[:-1], "end": begins[1:], "time": times}
+            return cls(
+                clients=Clients(columns, offsets[:-1], offsets[1:], names),
+                tokens=tokens,
+                words=words,
+                counts=counts,
+                splits=tuple(manifest["splits"]),
+                split_of=split_of,
+                train_tokens=manifest["train_tokens"],
+                source=manifest["source"],
+                skipped=manifest["skipped"],
+            )
+        except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, SyntaxError) as problem:
+            raise DataError(f"{folder} is damaged or incomplete: {problem}. Prepare it again.") from problem
+
+    # ---- clients ----
+
+    def split(self, name: str) -> Clients:
+        """Return the clients of a split.
+
+        Raises:
+          DataError: this corpus has no such split.
+        """
+        if name not in self.splits:
+            raise DataError(f"the corpus has no split {name!r}; it has: {', '.join(self.splits)}.")
+        return self.clients.take(np.flatnonzero(np.asarray(self.split_of) == self.splits.index(name)))
+
+    @property
+    def train(self) -> Clients:
+        """The clients to train on, whose words were counted."""
+        return self.split("train")
+
+    @property
+    def valid(self) -> Clients:
+        """The clients to choose settings on."""
+        return self.split("valid")
+
+    @property
+    def test(self) -> Clients:
+        """The clients to measure on."""
+        return self.split("test")
+
+    # ---- words ----
+
+    def vocabulary(self, vocab_size: int, buckets: int) -> Vocabulary:
+        """Return the vocabulary of the `vocab_size` most used words."""
+        if not 1 <= vocab_size <= len(self.words):
+            raise ValueError(
+                f"`vocab_size` is {vocab_size}; ask for 1 to {len(self.words)}, as many words as the corpus keeps, "
+                "or prepare it again with a larger kept_words."
+            )
+        return Vocabulary(self.words[:vocab_size], buckets)
+
+    def coverage(self, vocab_size: int) -> float:
+        """Return the share of the training clients' words that is among the `vocab_size` most used."""
+        return float(self.counts[:vocab_size].sum() / max(1, self.train_tokens))
+
+    def fingerprint(self) -> str:
+        """Return a short digest of the content, or of a sample of a large one (see `Clients.fingerprint`)."""
+        digest = hashlib.blake2b(self.clients.fingerprint().encode(), digest_size=8)
+        digest.update(f"{len(self.tokens)} {' '.join(self.splits)} ".encode())
+        digest.update("\n".join(self.words).encode())
+        digest.update(np.ascontiguousarray(self.split_of).tobytes())
+        starts = np.arange(0, len(self.tokens), HASHED_TOKENS)
+        if len(starts) > HASHED_BLOCKS:
+            starts = np.linspace(0, len(self.tokens) - HASHED_TOKENS, HASHED_BLOCKS).astype(np.int64)
+        for start in starts:
+            digest.update(np.asarray(self.tokens[start : start + HASHED_TOKENS], "<i4").tobytes())
+        return digest.hexdigest()
+
+    # ---- examples ----
+
+    def next_words(
+        self,
+        clients: str | Clients,
+        vocab_size: int,
+        buckets: int,
+        max_words: int = MAX_WORDS,
+        folder: str | Path | None = None,
+    ) -> Sentences:
+        """Return clients' sentences as examples of the next word.
+
+        Args:
+          clients: the name of a split, or clients of this corpus such as `corpus.train.at_least(10)`.
+          vocab_size: V, at most the number of kept words.
+          buckets: for words outside the vocabulary.
+          max_words: L, how many words of a sentence count.
+          folder: where to write the examples, to be mapped from there; must not exist yet. None keeps them in
+            memory: 10 bytes per word.
+        """
+        return self.in_words_of(self.vocabulary(vocab_size, buckets), clients, max_words, folder)
+
+    def in_words_of(
+        self,
+        vocabulary: Vocabulary,
+        clients: str | Clients,
+        max_words: int = MAX_WORDS,
+        folder: str | Path | None = None,
+        progress: Progress = silent,
+    ) -> Sentences:
+        """Return clients' sentences as examples of the next word in any vocabulary, such as that of a saved model.
+
+        A word of the vocabulary that this corpus does not keep is known here only by its hash of 31 bits: another word
+        with the same hash would be taken for it.
+
+        Args:
+          vocabulary: the words and buckets.
+          clients: as for `next_words`.
+          max_words: L.
+          folder: where to write the examples.
+          progress: a display of how much is written.
+        """
+        chosen = self.split(clients) if isinstance(clients, str) else clients
+        if max_words < 1:
+            raise ValueError(f"`max_words` is {max_words}; a sentence needs at least 1.")
+        fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
+        coded = _Coder(self.tokens, self.words, vocabulary, max_words)
+        if folder is not None:
+            with progress("writing examples of clients", len(chosen)) as advance:
+                return Sentences.from_generator(folder, _one_by_one(chosen, coded, advance), **fields)
+        rows = rows_of(chosen.starts, chosen.ends)
+        columns: dict[str, np.ndarray] = {}
+        for start in range(0, max(1, len(rows)), SENTENCES_PER_BLOCK):
+            part = rows[start : start + SENTENCES_PER_BLOCK]
+            for name, values in coded.columns(chosen, part).items():
+                if name not in columns:
+                    columns[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
+                columns[name][start : start + len(part)] = values
+        ends = np.cumsum(chosen.sizes)
+        return Sentences(columns, ends - chosen.sizes, ends, chosen.names, **fields)
+
+
+class _Coder:
+    """Turns codes into ids of one vocabulary, many sentences at a time."""
+
+    def __init__(self, tokens: np.ndarray, words: Sequence[str], vocabulary: Vocabulary, max_words: int) -> None:
+        self.tokens, self.vocabulary, self.max_words = tokens, vocabulary, max_words
+        # the id of every code that is not negative: padding and the kept words
+        self.table = np.array([PAD, *map(vocabulary.id_of, words)], np.int32)
+        # words of the vocabulary that are not kept, by hash
+        others = sorted((word_hash(word), vocabulary.id_of(word)) for word in set(vocabulary.words).difference(words))
+        self.hashes, self.ids = np.array(others, np.int64).reshape(-1, 2).T
+
+    def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the columns of the sentences at these rows."""
+        begin, end = (np.asarray(clients.columns[name][rows]) for name in ("begin", "end"))
+        lengths = np.minimum(end - begin, self.max_words)
+        place = np.arange(self.max_words)
+        real = place < lengths[:, None]  # (sentences, L)
+        codes = np.zeros(real.shape, np.int32)
+        codes[real] = self.tokens[(begin[:, None] + place)[real]]
+        known = codes >= 0
+        vocabulary = self.vocabulary
+        ids = np.zeros((len(rows), self.max_words + 1), np.int32)
+        ids[:, 0] = vocabulary.bos
+        ids[:, 1:] = self.table[np.where(known, codes, 0)]
+        ids[:, 1:][~known] = self._ids_of(-1 - codes[~known])
+        short = np.flatnonzero(lengths < self.max_words)
+        ids[short, lengths[short] + 1] = vocabulary.eos
+        columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
+        return columns | {"time": np.asarray(clients.columns["time"][rows])}
+
+    def _ids_of(self, hashes: np.ndarray) -> np.ndarray:
+        """Return the ids of words that are not kept."""
+        buckets = self.vocabulary.first_oov + hashes % self.vocabulary.buckets
+        if not len(self.hashes):
+            return buckets
+        place = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        return np.where(self.hashes[place] == hashes, self.ids[place], buckets)
+
+
+def _one_by_one(clients: Clients, coded: _Coder, advance: Advance) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
+    """Yield the name and the columns of every client, of which many are coded at a time."""
+    first = 0
+    while first < len(clients):
+        sizes = clients.ends[first : first + SENTENCES_PER_BLOCK] - clients.starts[first : first + SENTENCES_PER_BLOCK]
+        ends = np.cumsum(sizes)
+        many = max(1, int(np.searchsorted(ends, SENTENCES_PER_BLOCK, "right")))
+        last = first + many
+        block = coded.columns(clients, rows_of(clients.starts[first:last], clients.ends[first:last]))
+        for k in range(many):
+            rows = slice(int(ends[k] - sizes[k]), int(ends[k]))
+            name = first + k if clients.names is None else str(clients.names[first + k])
+            yield name, {column: values[rows] for column, values in block.items()}
+        advance(many)
+        first = last
+
+
+def write_manifest(
+    folder: Path, splits: Sequence[str], source: str, train_tokens: int, skipped: Mapping[str, int]
+) -> None:
+    """Write what makes a folder a corpus."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "source": source,
+        "splits": list(splits),
+        "train_tokens": train_tokens,
+        "skipped": dict(skipped),
+        "files": describe_files(folder, FILES),
+    }
+    content["sha256"] = _own_digest(content)
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    """Return a digest of what a manifest says, besides the digest itself."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / MANIFEST).is_file():
+        raise DataError(f"{folder} is not a prepared corpus: it has no {MANIFEST}.")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        kind, version = manifest["format"], manifest["version"]
+        version = int(version)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        kind, version = "unknown", 0
+    if kind != FORMAT:
+        raise DataError(f"{folder} is not a prepared corpus: its {MANIFEST} is of another kind.")
+    if version > VERSION:
+        raise DataError(f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it.")
+    if version > 1 and manifest.get("sha256") != _own_digest(manifest):
+        raise DataError(f"{folder} is damaged: its {MANIFEST} is not what was written. Prepare it again.")
+    return manifest

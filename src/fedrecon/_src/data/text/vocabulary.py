@@ -1,0 +1,130 @@
+"""Vocabularies: the words that a model knows, the buckets for all others, and the ids of both.
+
+Ids: 0 is padding, 1 to V are the words, most used first; then come one id that begins and one that ends a sentence,
+and the buckets. A word outside the vocabulary has the bucket of its hash: the ids from `first_oov` on, and only those,
+have embeddings that belong to a client.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from fedrecon._src.data.text.words import word_hash
+from fedrecon._src.storage.arrays import StorageError, read_json, write_json
+
+PAD = 0
+MAX_WORDS = 20  # of a sentence
+FORMAT = "fedrecon-vocabulary"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The V most used words, and buckets for all others.
+
+    Attributes:
+      words: word k has id k + 1.
+      buckets: how many ids the words outside share, at least 1.
+    """
+
+    words: tuple[str, ...]
+    buckets: int
+
+    def __post_init__(self) -> None:
+        """Check that there is an id for every word, and one word for every id."""
+        object.__setattr__(self, "words", tuple(map(str, self.words)))
+        if self.buckets < 1:
+            raise ValueError(f"`buckets` is {self.buckets}; words outside the vocabulary need at least 1.")
+        if len(self._ids) < len(self.words):
+            twice = next(word for k, word in enumerate(self.words, 1) if self._ids[word] != k)
+            raise ValueError(f"{twice!r} is in the vocabulary twice.")
+
+    def __repr__(self) -> str:
+        """Describe in one line; never print all words."""
+        return f"Vocabulary({len(self)} words, {self.buckets} buckets)"
+
+    def __len__(self) -> int:
+        """Return V, the number of words, buckets not counted."""
+        return len(self.words)
+
+    @property
+    def bos(self) -> int:
+        """The id that begins a sentence."""
+        return len(self) + 1
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a sentence."""
+        return len(self) + 2
+
+    @property
+    def first_oov(self) -> int:
+        """The id of bucket 0."""
+        return len(self) + 3
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids there are, of padding, words, marks and buckets together."""
+        return self.first_oov + self.buckets
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {word: k for k, word in enumerate(self.words, 1)}
+
+    def bucket(self, word: str) -> int:
+        """Return the bucket that a word has if it is outside the vocabulary."""
+        return word_hash(word) % self.buckets
+
+    def id_of(self, word: str) -> int:
+        """Return the id of a word."""
+        return self._ids.get(word) or self.first_oov + self.bucket(word)
+
+    def word_of(self, number: int) -> str | None:
+        """Return the word with this id; None for padding, for the marks of a sentence and for buckets."""
+        return self.words[number - 1] if 1 <= number <= len(self) else None
+
+    def encode(self, sentence: Sequence[str], max_words: int = MAX_WORDS) -> np.ndarray:
+        """Return the `max_words + 1` ids of a sentence.
+
+        They are the beginning, the first `max_words` words, the end if there are fewer, and padding.
+        """
+        ids = np.full(max_words + 1, PAD, np.int32)
+        row = [self.bos, *map(self.id_of, sentence[:max_words]), self.eos][: max_words + 1]
+        ids[: len(row)] = row
+        return ids
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file that `load` reads."""
+        content = {"format": FORMAT, "version": VERSION, "buckets": self.buckets, "words": self.words}
+        write_json(Path(path), content)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Vocabulary":
+        """Read a file that `save` wrote.
+
+        Raises:
+          StorageError: it is missing, damaged or not a vocabulary.
+        """
+        try:
+            content = read_json(Path(path))
+        except StorageError:
+            raise
+        except (OSError, ValueError, RecursionError) as problem:  # a number too long, or nesting too deep
+            raise StorageError(f"{path} cannot be read: {problem}") from None
+        try:
+            if content["format"] != FORMAT or content["version"] > VERSION:
+                raise StorageError(
+                    f"{path} is of format {content['format']} {content['version']}; "
+                    f"this version of fedrecon reads {FORMAT} up to {VERSION}"
+                )
+            words = content["words"]
+            if not all(isinstance(word, str) for word in words):
+                raise TypeError("words must be text")
+            return cls(tuple(words), int(content["buckets"]))
+        except StorageError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError) as problem:
+            raise StorageError(f"{path} is not a saved vocabulary: {problem!r}") from None

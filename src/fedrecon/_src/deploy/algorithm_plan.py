@@ -1,0 +1,246 @@
+"""A plan of an algorithm that was made in Python: any model, of any framework.
+
+A plan holds no code. It names the algorithm by its digest. Each node's operator imports the same algorithm from code of
+their own, with the clients of the node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.fitting import decide_lookups
+from fedrecon._src.algorithms.rounds import as_clients
+from fedrecon._src.algorithms.saving import digest, save, with_lookups
+from fedrecon._src.app.health import MOST_FAILED
+from fedrecon._src.app.tasks import Measure, Users
+from fedrecon._src.client.lookups.tables import lookup_groups
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.cohort import lengths_for
+from fedrecon._src.core.model import metric_names
+from fedrecon._src.deploy.plan import Plan, PlanError
+from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
+
+
+class Given(NamedTuple):
+    """What a node's operator imports from code of their own.
+
+    Attributes:
+      algorithm: what is trained.
+      clients: the node's clients. The plan and their names decide who trains, validates and tests. None at the
+        server, which has no clients.
+    """
+
+    algorithm: Algorithm
+    clients: Clients | None
+
+
+class Words(NamedTuple):
+    """What people and examples are called, and which metrics are shown: the part of a task that commands need."""
+
+    name: str
+    people: str
+    examples: str
+    measures: tuple[Measure, ...]
+    curve: tuple[Measure, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class AlgorithmPlan(Plan):
+    """A plan of an algorithm that was made in Python.
+
+    Attributes:
+      given: the algorithm, with its lookups decided.
+      columns: `{name: [type, *shape]}` of the columns that clients have.
+      rounds: how many rounds are trained.
+      seed: the seed of everything random.
+      evaluate_every: measure the validation users every this many rounds; 0 for only at the end.
+      fractions: shares of the clients that train, validate and test.
+      split_seed: the seed of this division.
+      max_examples: at most this many examples of a client are used.
+      min_examples: clients with fewer do not take part.
+    """
+
+    kind: ClassVar[str] = "algorithm"
+
+    given: Algorithm
+    columns: Mapping[str, Sequence[Any]]
+    rounds: int = 100
+    seed: int = 0
+    evaluate_every: int = 0
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    split_seed: int = 0
+    max_examples: int = 300
+    min_examples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        if self.rounds < 1 or self.max_examples < 2 or self.min_examples < 1 or self.evaluate_every < 0:
+            raise PlanError(
+                f"rounds, max_examples and min_examples are {self.rounds}, {self.max_examples} and {self.min_examples}:"
+                " each must be at least 1, and max_examples at least 2"
+            )
+        if len(self.fractions) != 3 or min(self.fractions) < 0 or not 0 < sum(self.fractions) <= 1 + 1e-9:
+            raise PlanError(f"fractions are {self.fractions}; give three shares that add up to at most 1")
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What is run, the same on every host."""
+        return self.given
+
+    @property
+    def task(self) -> Words:
+        """What clients and examples are called."""
+        measures = tuple(Measure(name, name) for name in metric_names(self.given.model))
+        return Words("algorithm", "clients", "examples", measures, (*measures, *measures)[:2])
+
+    @property
+    def least_examples(self) -> int:
+        """Clients with fewer examples do not take part."""
+        return self.min_examples
+
+    @property
+    def most_examples(self) -> int:
+        """At most this many examples of a client are used."""
+        return self.max_examples
+
+    @property
+    def clip_norm(self) -> None:
+        """None: a plan does not look into the algorithm's aggregator, so it promises no norm."""
+        return
+
+    def subject(self) -> dict[str, Any]:
+        """Return the digest of the algorithm, and how it is trained."""
+        return {
+            "algorithm": digest(self.given),
+            "columns": {name: list(kind) for name, kind in self.columns.items()},
+            "fractions": list(self.fractions),
+            **{name: getattr(self, name) for name in NUMBERS},
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Return what `run.json` says about the settings."""
+        return {"config": None, "algorithm": digest(self.given)}
+
+    def about(self) -> str:
+        """Say what is trained."""
+        return f"an algorithm from this node's operator, with digest {digest(self.given)[:16]}"
+
+    def evaluator(self, users: Users, part: str) -> Evaluator | None:
+        """Return an evaluator of a part of the clients."""
+        chosen = getattr(users, part)
+        return Evaluator(self.given, chosen, seed=self.seed) if len(chosen) else None
+
+    def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
+        """Save the algorithm with its parameters, as `fr.save` does."""
+        del failed  # the run's own description says it
+        save(folder, self.given, params, replace=True)
+
+    def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+        """Return a function that looks at every record and warns when a round was lost."""
+
+        def look(record: Mapping[str, Any]) -> None:
+            if record.get("skipped"):
+                say(f"warning: round {record['round']}: nothing was learned, the mean of the updates is not finite")
+
+        return look
+
+    def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
+        """Say why a run has failed."""
+        rounds = [record for record in history if record["kind"] == "round"]
+        lost = sum(bool(record["skipped"]) for record in rounds)
+        if lost > MOST_FAILED * len(rounds):
+            return f"nothing was learned in {lost} of {len(rounds)} rounds"
+        if test is not None and test.diverged > MOST_FAILED * test.clients:
+            return f"{test.diverged} of {test.clients} test clients diverged"
+        return None
+
+    def divided(self, clients: Clients) -> Users:
+        """Return a node's clients as the plan wants them, divided by their names.
+
+        Raises:
+          PlanError: their columns are not those of the plan.
+        """
+        found = columns_of(clients)
+        if any(found.get(name) != list(kind) for name, kind in self.columns.items()):
+            raise PlanError(f"the clients have the columns {found}; the plan expects {dict(self.columns)}")
+        everyone = clients.cap(self.max_examples).at_least(self.min_examples)
+        return Users(*everyone.split_clients(*self.fractions, seed=self.split_seed))
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> AlgorithmPlan:
+        """Undo `subject`, with the operator's algorithm."""
+        if algorithm is None:
+            raise PlanError(
+                f"this plan is for an algorithm made in Python, digest {str(values['algorithm'])[:16]}: name it "
+                "with --algorithm package.module:function"
+            )
+        lookups = {str(path): tuple(map(str, features)) for path, features in values["lookups"].items()}
+        made = with_lookups(algorithm, lookups)
+        if digest(made) != values["algorithm"]:
+            raise PlanError(
+                f"the plan is for the algorithm {str(values['algorithm'])[:16]}, and the one given here is "
+                f"{digest(made)[:16]}: their recipes, shapes or lookups differ"
+            )
+        numbers = {name: values[name] for name in NUMBERS}
+        if any(type(value) is not int for value in numbers.values()):
+            raise PlanError(f"the plan's {', '.join(NUMBERS)} must be whole numbers, not {list(numbers.values())}")
+        fractions = tuple(map(float, values["fractions"]))
+        lengths = lengths_for(numbers["max_examples"], made.method.needs)
+        columns = {str(name): list(kind) for name, kind in values["columns"].items()}
+        return cls(given=made, columns=columns, fractions=fractions, lengths=lengths, **numbers, **options)  # type: ignore[arg-type]
+
+
+NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "min_examples")
+
+
+def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **options: Any) -> AlgorithmPlan:
+    """Make a plan for an algorithm made in Python. Each node imports the same algorithm from its operator's code.
+
+    Args:
+      algorithm: what is trained.
+      examples: columns as clients have them, for their types and shapes; the examples themselves are not used.
+      **options: fields of `AlgorithmPlan` and of `Plan` to set, such as `rounds`, `seed` and `secure`.
+    """
+    clients = as_clients(examples)
+    made = decide_lookups(algorithm, clients)
+    made = with_lookups(made, lookup_groups(made.model)) if made.model.lookups else made
+    largest = options.get("max_examples", AlgorithmPlan.max_examples)
+    lengths = lengths_for(largest, made.method.needs)
+    return AlgorithmPlan(given=made, columns=columns_of(clients), lengths=lengths, **options)
+
+
+def columns_of(clients: Clients) -> dict[str, list[Any]]:
+    """Return the type and shape of each column."""
+    return {name: [str(column.dtype), *map(int, column.shape[1:])] for name, column in clients.columns.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def bring(name: str, source: Path | None) -> Given:
+    """Call the function that an operator names, `package.module:function`, with the node's own file.
+
+    The server calls it with None, and uses only the algorithm.
+
+    Raises:
+      PlanError: there is no such function, or it does not return an algorithm and clients.
+    """
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise PlanError(
+            f"--algorithm is {name!r}, which cannot be imported ({problem}); give package.module:function"
+        ) from None
+    try:
+        found = make(source)
+    except Exception as problem:  # the function is not ours
+        raise PlanError(f"{name}({source}) fails with {type(problem).__name__}: {problem}") from problem
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Algorithm):
+        raise PlanError(f"{name} returns {type(found).__name__}; it should return (algorithm, clients)")
+    return Given(*found)

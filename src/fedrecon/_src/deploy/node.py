@@ -1,0 +1,397 @@
+"""A node: answers the server's messages with sums over its own users. There is no network in here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.fitting import check_fit
+from fedrecon._src.algorithms.rounds import client_total, total_shapes
+from fedrecon._src.app.tasks import Users
+from fedrecon._src.core.keys import fresh_key, round_key
+from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
+from fedrecon._src.deploy import measure, noise, signing
+from fedrecon._src.deploy.asked import PARTS, PREPARE, TRAIN, largest_message, question_in, shapes_of, two_of
+from fedrecon._src.deploy.holding import Holding, taking_part
+from fedrecon._src.deploy.memory import MOST_TRIES, Memory
+from fedrecon._src.deploy.messages import MOST_HEADER, OK, Envelope, Failure, pack, refusal, unpack
+from fedrecon._src.deploy.plan import MOST_BYTES, Plan, PlanError, digest_of, weaker
+from fedrecon._src.deploy.settings_plan import SettingsPlan
+
+MOST_REASON = 500  # characters of why a training failed
+MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
+
+
+class Node:
+    """A node. All that it does is answer: bytes in, bytes out."""
+
+    def __init__(
+        self,
+        read: Callable[[Plan], Holding],
+        accept: Callable[[Plan], bool],
+        memory: Memory | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        *,
+        algorithm: Algorithm | None = None,
+        key: Any = None,
+        known: Collection[str] | None = None,
+    ):
+        """Prepare.
+
+        Args:
+          read: reads the node's own data for a plan.
+          accept: asks the node's owner about a plan, once per plan.
+          memory: what was accepted and seen before.
+          say: called with a line about every round.
+          algorithm: what is trained, for plans of an algorithm made in Python.
+          key: the node's own private key, with which it signs its part in secure sums.
+          known: public keys of the nodes that the owner knows; a plan that lists others is refused. By default the
+            plan's list is trusted.
+        """
+        self._read, self._accept, self._say = read, accept, say
+        self._algorithm, self._key, self._known = algorithm, key, known
+        self.memory = memory or Memory()
+        self.plan: Plan | None = None
+        self.holding: Holding | None = None
+        self.finished = False  # whether the run that it joined last is over
+        self._agreed: Plan | None = None  # the plan without what round zero found
+        self._found = b""  # by round zero
+        self._users: Users | None = None  # as the model sees them
+        self._number: int | None = None  # of this node in the plan's list
+        self._evaluators: dict[str, Any] = {}
+        self._sum: Any = None  # a secure sum that is under way: (what of, round, state of the client)
+        self._stages = {
+            "train": lambda message: self._open(message, TRAIN),
+            "prepare": lambda message: self._open(message, self._question(message)),
+            "evaluate": lambda message: self._open(message, self._part(message)),
+            "advertise": self._advertise,
+            "share": self._share,
+            "mask": self._mask,
+            "unmask": self._unmask,
+            "finish": self._finish,
+        }
+
+    def handle(self, data: bytes) -> bytes:
+        """Answer a message, whatever it is. Errors become answers too."""
+        message = None
+        try:
+            message = unpack(data, self._most())
+            if message.kind == "join":
+                return self._reply(message, *self._join(message))
+            if message.kind not in self._stages:
+                raise Failure("garbage", f"a message of the unknown kind {message.kind[:40]!r}")
+            self._check(message)
+            return self._reply(message, *self._stages[message.kind](message))
+        except Failure as failure:
+            self._say(f"refused: {failure.why}")
+            return refusal(message, failure)
+        except Exception as problem:
+            # The server learns the kind of error and nothing else: a message may have parts of the data in it.
+            self._say(f"failed: {type(problem).__name__}: {problem}")
+            return refusal(message, Failure("error", f"the node failed with {type(problem).__name__}"))
+
+    def kept(self) -> bytes:
+        """Return what another process needs to answer the next message. It may hold secrets."""
+        if self._agreed is None:
+            return b""
+        under_way = None
+        if self._sum is not None:
+            of, number, state = self._sum
+            under_way = [of, number, state.to_bytes().decode()]
+        values = {"plan": self._agreed.content.decode(), "found": self._found.hex(), "sum": under_way}
+        return json.dumps(values).encode()
+
+    def go_on(self, kept: bytes) -> None:
+        """Continue where another process ended.
+
+        Args:
+          kept: what its `kept` returned, or nothing.
+        """
+        if not kept:
+            return
+        values = json.loads(kept)
+        self._take(values["plan"].encode())
+        self._prepare(bytes.fromhex(values["found"]))
+        if values["sum"] is not None:
+            from fedrecon._src.privacy.secure_sum import ClientState
+
+            of, number, state = values["sum"]
+            self._sum = (of, number, ClientState.from_bytes(state.encode()))
+
+    def _most(self) -> int:
+        if self.plan is None:
+            return MOST_BYTES + MOST_HEADER
+        return largest_message(self.plan)
+
+    def _reply(self, message: Envelope, facts: dict[str, Any], body: bytes) -> bytes:
+        return pack(Envelope(OK, message.plan, message.run, message.round, facts, body))
+
+    # ---- joining ----
+
+    def _join(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+        size = message.facts.get("found", 0)
+        if type(size) is not int or not 0 <= size <= len(message.body):
+            raise Failure("garbage", "the server does not say where its plan ends")
+        content, found = message.body[: len(message.body) - size], message.body[len(message.body) - size :]
+        if digest_of(content) != message.plan:
+            raise Failure("wrong_plan", "the server sent a plan that is not the one it names")
+        if self._agreed is None or self._agreed.digest != message.plan:
+            self._take(content)
+        if message.run in self.memory.ended or not message.run:
+            raise Failure("old_run", f"the run {message.run!r} is over for this node")
+        if message.run != self.memory.run:
+            self.memory.begin(message.run)
+            self._say(f"joined run {message.run} of plan {message.plan[:16]}")
+        self._prepare(found)
+        self.finished = False
+        return {}, b"" if self._number is None else str(self._number).encode()
+
+    def _take(self, data: bytes) -> None:
+        """Take a new plan, if it promises enough and the owner agrees."""
+        try:
+            plan = Plan.from_bytes(data, self._algorithm)
+        except PlanError as problem:
+            raise Failure("wrong_plan", str(problem)) from None
+        if plan.digest != self.memory.accepted:
+            less = [] if self.memory.promises is None else weaker(self.memory.promises, plan.promises)
+            if less:
+                raise Failure("weaker_plan", f"this plan promises less than the one accepted: {', '.join(less)}")
+            if not self._accept(plan):
+                raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
+        number = signing.number_of(plan, self._key, self._known)
+        holding = self._read(plan)
+        users = plan.view(holding.users)
+        for part in users:
+            if len(part):
+                check_fit(plan.algorithm, part)
+        self.memory.accept(plan.digest, plan.promises)
+        self.plan = self._agreed = plan
+        self.holding, self._users, self._number = holding, users, number
+        self._found, self._evaluators, self._sum = b"", {}, None
+
+    def _prepare(self, data: bytes) -> None:
+        """Take what round zero found, if the plan has one and the server says that it is over."""
+        agreed = self._agreed
+        if not data or not isinstance(agreed, SettingsPlan) or agreed.zero is None:
+            return
+        try:
+            found = agreed.zero.read_found(data)
+        except ValueError as problem:
+            raise Failure("garbage", str(problem)) from None
+        plan = agreed.prepared(found)
+        if plan is self.plan:
+            return
+        assert self.holding is not None
+        self._users = plan.view(self.holding.users)
+        self.plan, self._found, self._evaluators, self._sum = plan, data, {}, None
+
+    def _check(self, message: Envelope) -> None:
+        """Fail unless a message belongs to this node's plan and run, and to its round or a later one."""
+        if self.plan is None:
+            raise Failure("not_joined", "this node has just started; ask it to join")
+        if message.plan != self.plan.digest:
+            raise Failure("wrong_plan", f"this node takes part in plan {self.plan.digest[:16]} and in no other")
+        if message.run != self.memory.run:
+            raise Failure("old_run", f"this node takes part in run {self.memory.run} and in no other")
+        if message.round < self.memory.round:
+            raise Failure("old_round", f"round {message.round} is over; this node is in round {self.memory.round}")
+        if message.round > self.plan.rounds:
+            raise Failure("old_round", f"the plan has {self.plan.rounds} rounds, and this message is for a later one")
+
+    # ---- what is computed ----
+
+    def _part(self, message: Envelope) -> str:
+        part = message.facts.get("part")
+        if part not in PARTS:
+            raise Failure("garbage", f"there is no part {str(part)[:40]!r} to evaluate")
+        return part
+
+    def _question(self, message: Envelope) -> str:
+        number = message.facts.get("number")
+        if type(number) is not int:
+            raise Failure("garbage", "a question of round zero without a number")
+        return f"{PREPARE}{number}"
+
+    def _open(self, message: Envelope, of: str) -> tuple[dict[str, Any], bytes]:
+        assert self.plan is not None
+        if self.plan.secure:
+            raise Failure("weaker_plan", "the plan says that sums are secure; this message asks for an open one")
+        return {}, to_bytes(self._compute(of, message.round, message.body))
+
+    def _compute(self, of: str, number: int, body: bytes) -> Any:
+        assert self.plan is not None
+        if of.startswith(PREPARE):
+            return self._answer(of, body)
+        if self.plan.unprepared:
+            raise Failure("not_joined", "this node does not know what round zero found; ask it to join again")
+        if of == TRAIN:
+            if number == self.memory.round and self.memory.tries >= MOST_TRIES:
+                raise Failure("old_round", f"this node took part in round {number} {MOST_TRIES} times already")
+            if self.plan.release is not None:
+                self._spend(self.plan)
+            self.memory.see(number)
+        like = self.plan.message_shapes if of == TRAIN else self.plan.params_shapes
+        try:
+            value = from_bytes(body, like, most=nbytes(like) + SLACK)
+        except WireError as problem:
+            raise Failure("garbage", str(problem)) from None
+        if not _finite(value):
+            raise Failure("not_finite", "the server sent numbers that are not finite")
+        return self._train(number, value) if of == TRAIN else self._evaluate(of, value)
+
+    def _answer(self, of: str, body: bytes) -> Any:
+        """Answer a question of round zero, before the first round."""
+        plan = self._agreed
+        assert self.holding is not None
+        assert plan is not None
+        zero = plan.zero
+        if zero is None:
+            raise Failure("garbage", "this plan has no round zero")
+        if self.memory.round >= 0 or self.memory.asked >= MOST_ASKED:
+            raise Failure("old_round", "round zero is over for this node, or was asked for too often")
+        try:
+            question = zero.read_question(body)
+        except ValueError as problem:
+            raise Failure("garbage", str(problem)) from None
+        if of != f"{PREPARE}{question.number}":
+            raise Failure("garbage", f"the question has number {question.number}, but the message asks for {of}")
+        self.memory.ask()
+        users = self.holding.users.train
+        if len(users) < plan.least_users:
+            return zero.nothing(question)
+        if question.number == 0:
+            self._say(f"round zero: sums over {len(users)} {plan.task.people}")
+        return zero.answer(question, users)
+
+    def _train(self, number: int, message: Any) -> Any:
+        assert self.plan is not None
+        assert self._users is not None
+        plan = self.plan
+        users = taking_part(plan, self._users.train, number)
+        if len(users) < plan.least_users:
+            self._say(f"round {number + 1}: {len(users)} {plan.task.people} would take part, too few: sending zeros")
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
+            return noise.noised(plan.algorithm, zeros)
+        began, key = time.monotonic(), round_key(plan.seed, number)
+        secret = key if plan.release is None else fresh_key()
+        total = client_total(plan.algorithm, message, users, key, lengths=plan.lengths, secret=secret).total
+        total = noise.noised(plan.algorithm, total)
+        seconds = time.monotonic() - began
+        self._say(f"round {number + 1}: {len(users)} {plan.task.people} trained in {seconds:.3f} s")
+        return total
+
+    def _spend(self, plan: Plan) -> None:
+        """Count an answer of a plan with noise before anything of it is sent, or refuse it."""
+        most = noise.answers_of(plan.rounds)
+        if self.memory.answers.get(plan.digest, 0) >= most:
+            raise Failure(
+                "budget", f"this node answered {most} times, which is all that the plan's promise of privacy allows"
+            )
+        self.memory.answer(plan.digest)
+
+    def _evaluate(self, part: str, params: Any) -> Any:
+        assert self.plan is not None
+        assert self._users is not None
+        plan, users = self.plan, self._users
+        there = len(getattr(users, part))
+        if there < plan.least_users:
+            return measure.nothing(plan.algorithm.model)
+        if part not in self._evaluators:
+            self._evaluators[part] = plan.evaluator(users, part)
+        self._say(f"evaluated {there} {part} {plan.task.people}")
+        return measure.measured(plan.algorithm.model, self._evaluators[part].sums(params))
+
+    def _finish(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+        """Keep the trained model for the owner."""
+        assert self.plan is not None
+        try:
+            params = from_bytes(message.body, self.plan.params_shapes)
+        except WireError as problem:
+            raise Failure("garbage", str(problem)) from None
+        if self.memory.folder is not None:
+            failed = message.facts.get("failed")
+            failed = None if failed is None else str(failed)[:MOST_REASON]
+            self.plan.save_model(self.memory.folder / "model", params, failed)
+            how = "is over" if failed is None else f"failed: {failed}"
+            self._say(f"training {how}; the model is in {self.memory.folder / 'model'}")
+        self.finished = True
+        return {}, b""
+
+    # ---- secure sums ----
+
+    def _advertise(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+        from fedrecon._src.deploy.secret import bits_of, length_of
+        from fedrecon._src.privacy import secure_sum
+
+        assert self.plan is not None
+        of, me = message.facts.get("of"), message.facts.get("me")
+        if type(me) is not int or (self._number is not None and me != self._number):
+            raise Failure("garbage", f"a secure sum for node {me}, but this is another node")
+        if not isinstance(of, str) or not (of in (TRAIN, *PARTS) or question_in(of) is not None):
+            raise Failure("garbage", "a secure sum of something unknown")
+        plan = self._agreed if of.startswith(PREPARE) else self.plan
+        assert plan is not None
+        try:
+            terms = secure_sum.Terms.from_bytes(message.body)
+            like = shapes_of(plan, of)
+            length = length_of(like, wide=question_in(of) is not None)
+            if terms.bits != bits_of(like) or terms.length != length or terms.circle > self.plan.most_nodes:
+                raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
+            own = self._key if self._number is not None else None
+            state, hello = secure_sum.advertise(terms, me, least=self.plan.least_nodes, signing_key=own)
+        except secure_sum.SecureSumError as problem:
+            raise Failure("secure_sum", str(problem)) from None
+        self._sum = (of, message.round, state)
+        return {}, hello
+
+    def _step(self, message: Envelope, take: Callable[[Any], tuple[Any, bytes]]) -> tuple[dict[str, Any], bytes]:
+        from fedrecon._src.privacy import secure_sum
+
+        if self._sum is None or self._sum[1] != message.round:
+            raise Failure("secure_sum", "there is no secure sum of this round under way")
+        of, number, state = self._sum
+        self._sum = None  # a state is for one step, even if that fails
+        try:
+            state, reply = take(state)
+        except secure_sum.SecureSumError as problem:
+            raise Failure("secure_sum", str(problem)) from None
+        self._sum = (of, number, state)
+        return {}, reply
+
+    def _share(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+        from fedrecon._src.privacy import secure_sum
+
+        assert self.plan is not None
+        verify = signing.verify_keys(self.plan)
+        return self._step(message, lambda state: secure_sum.share(state, message.body, verify_keys=verify))
+
+    def _mask(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+        from fedrecon._src.deploy.secret import to_integers
+        from fedrecon._src.privacy import secure_sum
+
+        delivery, body = two_of(message.body)
+        of = None if self._sum is None else self._sum[0]
+
+        def take(state: Any) -> tuple[Any, bytes]:
+            assert self.plan is not None
+            assert of is not None
+            value = self._compute(of, message.round, body)
+            vector = to_integers(self.plan, value, wide=question_in(of) is not None)
+            return secure_sum.mask(state, delivery, vector)
+
+        return self._step(message, take)
+
+    def _unmask(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+        from fedrecon._src.privacy import secure_sum
+
+        return self._step(message, lambda state: secure_sum.unmask(state, message.body))
+
+
+def _finite(tree: Any) -> bool:
+    return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if np.issubdtype(leaf.dtype, np.floating))

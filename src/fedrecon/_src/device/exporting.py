@@ -1,0 +1,195 @@
+"""The two functions of a device: as ONNX graphs, as StableHLO, and as test vectors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.device.export_form import Form
+from fedrecon._src.device.inlining import used_inputs
+from fedrecon._src.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
+from fedrecon._src.device.vectors import draws, plain, promised
+from fedrecon_device.bundle import ITEM_TASKS, ITEMS
+from fedrecon_device.errors import BundleError
+from fedrecon_device.graphs import Graph
+from fedrecon_device.ranking import rank
+
+
+class Legend(NamedTuple):
+    """What ids stand for, as files of a bundle.
+
+    Attributes:
+      task: `ratings`, `clicks`, `text`, or `model` for anything else.
+      files: JSON contents by the name of the file.
+      scale: the lowest and highest rating; None if there is none.
+      least_count: items with fewer ratings are not recommended.
+      roles: where a page without ONNX finds its tables, by their role.
+      adapt: turns the exported form into one that takes and gives what people have, such as counts where the model
+        has learned their logarithms; None to leave it as it is.
+      exact: patterns of tables that are never quantised.
+    """
+
+    task: str = "model"
+    files: Mapping[str, Any] = {}
+    scale: Sequence[float] | None = None
+    least_count: int = 0
+    roles: Mapping[str, str] = {}
+    adapt: Callable[[Form], Form] | None = None
+    exact: Sequence[str] = ()
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the model puts items in order for a person."""
+        return self.task in ITEM_TASKS
+
+
+def wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return columns in the types that ONNX Runtime computes with: 32-bit integers and floats."""
+    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    wide = {"i": np.int32, "u": np.int32, "f": np.float32}
+    return {name: one.astype(wide.get(one.dtype.kind, one.dtype)) for name, one in arrays.items()}
+
+
+class Exporter:
+    """The two functions of a form with flat, named inputs, as graphs, as StableHLO, and as test vectors."""
+
+    def __init__(
+        self,
+        form: Form,
+        tables: Mapping[str, np.ndarray],
+        structure: Any,
+        like: Mapping[str, np.ndarray],
+        most: int,
+        ask: Mapping[str, Any] | None,
+    ):
+        """Prepare a form with the tables that a device has."""
+        self._form, self._tables, self._structure = form, tables, structure
+        self._like, self._most = like, most
+        start, self._local = flatten(form.start)
+        self.start = {path: np.asarray(leaf) for path, leaf in start.items()}
+        self._ask = self._predicting(like if ask is None else ask)
+
+    def _predicting(self, ask: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the columns that predictions read."""
+        columns = wide(ask)
+        given = {f"example/{name}": column for name, column in columns.items()}
+        used = used_inputs(lambda named: self._predict({**self._named("local"), **named}), given)
+        return {name: column for name, column in columns.items() if f"example/{name}" in used}
+
+    def _named(self, local: str) -> dict[str, np.ndarray]:
+        """Name the tables, and local parameters as `start` or `local`."""
+        found = {f"global/{path}": table for path, table in self._tables.items()}
+        return found | {f"{local}/{path}": leaf for path, leaf in self.start.items()}
+
+    def _parts(self, named: Mapping[str, Any], local: str) -> tuple[Any, Any, dict[str, Any]]:
+        """Return global and local parameters and columns from named inputs."""
+        params = unflatten(self._structure, {path: jnp.asarray(named[f"global/{path}"]) for path in self._tables})
+        mine = unflatten(self._local, {path: jnp.asarray(named[f"{local}/{path}"]) for path in self.start})
+        columns = {name.removeprefix("example/"): one for name, one in named.items() if name.startswith("example/")}
+        return params, mine, columns
+
+    def _reconstruct(self, named: Mapping[str, Any]) -> list[Any]:
+        params, start, columns = self._parts(named, "start")
+        return list(flatten(self._form.reconstruct(params, start, columns, named["count"]))[0].values())
+
+    def _predict(self, named: Mapping[str, Any]) -> list[Any]:
+        return [self._form.predict(*self._parts(named, "local"))]
+
+    def _support(self) -> dict[str, Any]:
+        columns = {
+            f"example/{name}": np.zeros((self._most, *one.shape[1:]), one.dtype) for name, one in self._like.items()
+        }
+        return {**self._named("start"), **columns, "count": np.int32(0)}
+
+    def graphs(self) -> tuple[dict[str, OnnxGraph], dict[str, str]]:
+        """Translate both functions; what cannot be translated is in the second mapping, with the reason."""
+        graphs: dict[str, OnnxGraph] = {}
+        problems: dict[str, str] = {}
+        outputs = [f"local/{path}" for path in self.start]
+        asked = {f"example/{name}": column for name, column in self._ask.items()}
+        predicting = {**self._named("local"), **asked}
+        try:
+            graphs["reconstruct"] = to_onnx(self._reconstruct, self._support(), outputs)
+        except ExportError as problem:
+            problems["reconstruct"] = str(problem)
+        try:
+            if any(len(column) != 1 for column in asked.values()):
+                with contextlib.suppress(ExportError, BundleError):
+                    graph = to_onnx(self._predict, predicting, ["prediction"], any_number=list(asked))
+                    if self._predicts(graph, predicting):
+                        graphs["predict"] = graph
+            if "predict" not in graphs:
+                graphs["predict"] = to_onnx(self._predict, predicting, ["prediction"])
+        except ExportError as problem:
+            problems["predict"] = str(problem)
+        return graphs, problems
+
+    def _predicts(self, graph: OnnxGraph, inputs: Mapping[str, Any]) -> bool:
+        """Say whether a graph for any number of examples is right: exporters know some layers for one number only."""
+        found = Graph("predict.onnx", graph.data, graph._asdict()).run(inputs)["prediction"]
+        expected = np.asarray(jax.jit(self._predict)(inputs)[0])
+        return found.shape == expected.shape and bool(np.allclose(found, expected, 1e-5, 1e-5))
+
+    def stablehlo(self) -> bytes:
+        """Return reconstruction as jax.export writes it, without source locations."""
+        with _without_places():
+            shapes = {name: jax.ShapeDtypeStruct(np.shape(one), one.dtype) for name, one in self._support().items()}
+            return bytes(jax.export.export(jax.jit(self._reconstruct))(shapes).serialize())
+
+    def vectors(self, legend: Legend) -> list[dict[str, Any]]:
+        """Return test vectors, from JAX and the tables of the device."""
+        reconstruct, predict = jax.jit(self._reconstruct), jax.jit(self._predict)
+        found = []
+        for name, columns in draws(self._like, self._most).items():
+            count = min(self._most, len(next(iter(columns.values()))))
+            support = self._support()
+            for feature, column in columns.items():
+                support[f"example/{feature}"][:count] = column[len(column) - count :]
+            local = reconstruct({**support, "count": jnp.int32(count)})
+            named = self._named("local") | {f"local/{path}": x for path, x in zip(self.start, local, strict=True)}
+            asked = {f"example/{feature}": column for feature, column in self._ask.items()}
+            case: dict[str, Any] = {
+                "name": name,
+                "examples": plain(columns),
+                "local": {path: promised(x, self.start[path]) for path, x in zip(self.start, local, strict=True)},
+                "predict": {
+                    "examples": plain(self._ask),
+                    "dtypes": {feature: str(column.dtype) for feature, column in self._ask.items()},
+                    "prediction": promised(predict({**named, **asked})[0]),
+                },
+            }
+            if legend.ranks:
+                case["top"] = self._top(legend, predict, named, columns)
+            found.append(case)
+        return found
+
+    def _top(self, legend: Legend, predict: Callable[..., Any], named: Mapping[str, Any], columns: Any) -> list[int]:
+        counts = legend.files[ITEMS]["counts"]
+        rows = next(len(one) for path, one in self._tables.items() if path.endswith("item_embedding"))
+        scores = np.asarray(predict({**named, "example/item": np.arange(rows, dtype=np.int32)})[0])
+        known = None if counts is None else np.asarray(counts)
+        return rank(scores, 10, left_out=set(columns["item"].tolist()), counts=known, least=legend.least_count).tolist()
+
+
+@contextlib.contextmanager
+def _without_places() -> Iterator[None]:
+    """Trace without noting source files and lines, which differ from machine to machine."""
+    names = {
+        "jax_traceback_in_locations_limit": 0,
+        "jax_include_full_tracebacks_in_locations": False,
+        "jax_hlo_source_file_canonicalization_regex": ".*",
+    }
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in names.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

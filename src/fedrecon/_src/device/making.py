@@ -1,0 +1,197 @@
+"""`bundle`: one folder that reconstructs and predicts without Python or JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.device.export_form import Form, export_form
+from fedrecon._src.device.exporting import Exporter, Legend, wide
+from fedrecon._src.device.onnx_graphs import OPSET, ExportError, OnnxGraph
+from fedrecon._src.device.tables import Quantisation, packed, tables_file, unpacked
+from fedrecon._src.device.vectors import numbers
+from fedrecon._src.storage.folders import whole_folder
+from fedrecon._src.storage.parts import check_replaced
+from fedrecon._version import __version__
+from fedrecon_device.bundle import ITEMS, TABLES, WORDS
+from fedrecon_device.check import VECTORS, check
+from fedrecon_device.contents import written
+from fedrecon_device.errors import BundleError
+from fedrecon_device.files import FORMAT, MANIFEST, VERSION, digest_of, manifest_bytes
+
+MOST_EXAMPLES = 300
+EXPORTED = "reconstruct.jaxexport"
+
+
+def bundle(
+    algorithm: Algorithm,
+    params: Any,
+    out: str | Path,
+    *,
+    like: Mapping[str, Any],
+    ask: Mapping[str, Any] | None = None,
+    most: int = MOST_EXAMPLES,
+    seed: int = 0,
+    quantise: Quantisation | None = None,
+    settings: Mapping[str, Any] | None = None,
+    legend: Legend | None = None,
+    web: Callable[[Mapping[str, Any]], Mapping[str, bytes]] | None = None,
+    onnx: bool = True,
+    replace: bool = False,
+) -> Path:
+    """Write a bundle that reconstructs and predicts wherever ONNX Runtime runs.
+
+    Args:
+      algorithm: the algorithm to export.
+      params: the trained global parameters.
+      out: the folder to write.
+      like: made-up examples, one array per feature. They give types and shapes, and are written into the bundle
+        as test vectors. Never give a person's own.
+      ask: examples to predict for, with the features that predictions read; those of `like` by default.
+      most: how many examples of a person a device uses, the newest ones.
+      seed: the seed of the start of reconstruction, for models whose start is not learned.
+      quantise: store tables in `int8` or `float16`; None keeps float32.
+      settings: the solver's settings, written into the manifest for runtimes without ONNX.
+      legend: what ids stand for.
+      web: `manifest so far -> files` of a page; None for no page.
+      onnx: whether to write graphs and StableHLO. The page of a model that ranks items needs neither; without them,
+        no exporter is needed.
+      replace: whether to replace a bundle that is there. A folder with other files is never replaced.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ExportError: something cannot be translated to ONNX. The folder is written all the same and holds the StableHLO
+        form; the message names the operation and the parameter.
+      StorageError: the folder to be replaced holds something that is not part of a bundle.
+    """
+    if replace:
+        check_bundle(Path(out))
+    legend = legend or Legend()
+    examples = wide(like)
+    leaves, structure = flatten(jax.tree.map(np.asarray, params))
+    stored = packed(leaves, quantise, legend.exact)
+    tables = unpacked(stored)  # a device computes with these, so test vectors come from them
+    form = export_form(algorithm, unflatten(structure, tables), seed, ranked=legend.ranks)
+    form = form if legend.adapt is None else legend.adapt(form)
+    most = most if form.limit is None else min(most, form.limit)
+    if most < 1:
+        raise ValueError(f"`most` is {most}; a device needs at least 1 example to reconstruct from")
+    exporter = Exporter(form, tables, structure, examples, most, ask)
+    graphs, problems = exporter.graphs() if onnx else ({}, {})
+    files: dict[str, bytes] = {f"{name}.onnx": graph.data for name, graph in graphs.items()}
+    files[TABLES] = tables_file(stored, exporter.start)
+    if onnx:
+        files[EXPORTED] = exporter.stablehlo()
+    files[VECTORS] = written(VECTORS, exporter.vectors(legend))
+    files |= {name: written(name, content) for name, content in legend.files.items()}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "task": legend.task,
+        "made_with": {
+            "fedrecon": __version__,
+            "jax": jax.__version__,
+            "zlib": zlib.ZLIB_RUNTIME_VERSION,
+            **_versions("jax2onnx", "onnx"),
+        },
+        "opset": OPSET,
+        "examples": {"most": most, "columns": _types(examples)},
+        "graphs": {name: _graph_entry(name, graphs, problems) for name in ("reconstruct", "predict")},
+        "reconstruct": {**(settings or {}), "evidence": form.evidence, "warm_start": _warm(settings, form, legend)},
+        "scale": None if legend.scale is None else numbers(legend.scale),
+        "least_count": legend.least_count,
+        "quantised": quantise,
+        "roles": dict(legend.roles),
+    }
+    if web is not None:
+        files |= web({**manifest, "files": _entries(files)})
+    with whole_folder(out, replace=replace) as folder:
+        _write(folder, manifest, files)
+        wrong = None if problems or not onnx else _disproved(folder)
+        if wrong is not None:  # graphs that disagree with the model are not delivered
+            problems = dict.fromkeys(graphs, wrong)
+            files = {name: data for name, data in files.items() if not name.endswith(".onnx")}
+            entries = {name: _graph_entry(name, {}, problems) for name in problems}
+            for name in graphs:
+                (folder / f"{name}.onnx").unlink()
+            _write(folder, {**manifest, "graphs": entries}, files)
+    if problems:
+        raise ExportError(f"{out} holds the StableHLO form only ({EXPORTED}): {next(iter(problems.values()))}")
+    return Path(out)
+
+
+def check_bundle(folder: Path) -> None:
+    """Check that a folder may be replaced: it does not exist, is empty, or holds a bundle and nothing else.
+
+    Raises:
+      StorageError: it holds something else.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        ours = {MANIFEST, *manifest["files"]} if manifest["format"] == FORMAT else set()
+    except (OSError, ValueError, TypeError, KeyError):
+        ours = set()
+    check_replaced(folder, ours)
+
+
+def _write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    (folder / MANIFEST).write_bytes(manifest_bytes({**manifest, "files": _entries(files)}))
+
+
+def _disproved(folder: Path) -> str | None:
+    """Run the test vectors in ONNX Runtime; return what is wrong, None if nothing is."""
+    try:
+        check(folder)
+    except BundleError as problem:
+        return f"the exported graphs do not do what the model does: {problem}"
+    return None
+
+
+def _entries(files: Mapping[str, bytes]) -> dict[str, Any]:
+    return {name: {"bytes": len(data), "sha256": digest_of(data)} for name, data in sorted(files.items())}
+
+
+def _graph_entry(name: str, graphs: Mapping[str, OnnxGraph], problems: Mapping[str, str]) -> dict[str, Any]:
+    if name not in graphs:
+        return {"missing": problems.get(name, "not exported")}
+    return {"file": f"{name}.onnx", "inputs": graphs[name].inputs, "outputs": graphs[name].outputs}
+
+
+def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {name: {"dtype": str(one.dtype), "shape": list(one.shape[1:])} for name, one in columns.items()}
+
+
+def _warm(settings: Mapping[str, Any] | None, form: Form, legend: Legend) -> bool:
+    """Say whether a device should continue from its old local parameters.
+
+    Not where the solution does not depend on the start (least squares), where the support moves the start, or for
+    items: there a reconstruction takes milliseconds, and from a fixed start it does not depend on the past.
+    """
+    descends = (settings or {}).get("solver", "gradient-descent") == "gradient-descent"
+    return descends and not form.evidence and not legend.ranks
+
+
+def _versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(ImportError):
+            found[name] = version(name)
+    return found
+
+
+__all__ = ["EXPORTED", "ITEMS", "WORDS", "ExportError", "Legend", "bundle", "check_bundle"]

@@ -1,0 +1,214 @@
+"""From functions to ONNX: named inputs and outputs, the same bytes every time, errors that name the operation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from fedrecon._src.device.inlining import inlined, used_inputs
+
+LARGE = 256  # numbers of a constant that is worth replacing
+OPSET = 21  # ONNX Runtime reads it since 1.18, also on phones and in browsers
+
+
+class ExportError(ValueError):
+    """A function that cannot be translated to ONNX; the message names the operation and the parameter."""
+
+
+class OnnxGraph(NamedTuple):
+    """A graph, and how it is called: `{"name", "dtype", "shape"}` for each input and output."""
+
+    data: bytes
+    inputs: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
+
+
+def to_onnx(
+    function: Callable[..., Any], named: Mapping[str, Any], outputs: Sequence[str], *, any_number: Sequence[str] = ()
+) -> OnnxGraph:
+    """Translate a function to ONNX.
+
+    Args:
+      function: of a mapping from name to array; returns a flat list of arrays.
+      named: arrays, or their shapes, by the name of the input. Inputs that no output depends on are left out.
+      outputs: names of the outputs.
+      any_number: inputs whose first dimension may have any size.
+
+    Raises:
+      ExportError: an operation has no translation; the message names it, and the parameters that it reads.
+    """
+    try:
+        import jax2onnx
+    except ImportError:
+        raise ImportError("exporting to ONNX needs jax2onnx: pip install 'fedrecon[device]'") from None
+    shapes = {name: jax.ShapeDtypeStruct(np.shape(one), one.dtype) for name, one in named.items()}
+    names = used_inputs(function, shapes)
+
+    def of_used(*values: Any) -> Any:
+        given = dict(zip(names, values, strict=True))
+        return function({name: given.get(name, np.zeros(one.shape, one.dtype)) for name, one in shapes.items()})
+
+    given = [shapes[name] for name in names]
+    flat = inlined(of_used, *given)
+    if any_number:  # sizes that are not known cannot be evaluated from a trace
+        flat = of_used
+        given = [_with_any(one) if name in any_number else one for name, one in zip(names, given, strict=True)]
+    try:
+        with _quiet():
+            model = jax2onnx.to_onnx(flat, given, opset=OPSET, input_names=names, output_names=list(outputs))
+    except Exception as problem:  # an operation without translation may raise anything
+        raise ExportError(_explained(problem, function, shapes)) from problem
+    _clean(model)
+    return OnnxGraph(
+        model.SerializeToString(deterministic=True), _described(model.graph.input), _described(model.graph.output)
+    )
+
+
+def _with_any(shape: Any) -> Any:
+    return jax.ShapeDtypeStruct((jax.export.symbolic_shape("B")[0], *shape.shape[1:]), shape.dtype)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the exporter logs about its own internals."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _described(values: Any) -> list[dict[str, Any]]:
+    import onnx
+
+    found = []
+    for value in values:
+        tensor = value.type.tensor_type
+        shape = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        found.append({"name": value.name, "dtype": str(dtype), "shape": shape})
+    return found
+
+
+# ---- cleaning ----
+
+
+def _clean(model: Any) -> None:
+    """Leave out what runtimes trip over or what differs between machines.
+
+    jax2onnx notes shapes between operations, some with wrong ranks: Python's runtime warns, the browser's refuses to
+    load. It also leaves constants that nothing uses, and notes where in our sources an operation comes from.
+    """
+    model.doc_string, model.producer_name, model.producer_version = "", "fedrecon", ""
+    del model.metadata_props[:]
+    for graph in [model.graph, *model.functions]:
+        _clean_graph(graph)
+
+
+def _clean_graph(graph: Any) -> set[str]:
+    """Clean a graph and those within it; return the names that it uses."""
+    used = {value if isinstance(value, str) else value.name for value in graph.output}
+    graph.doc_string = ""
+    for field in ("value_info", "metadata_props"):
+        if hasattr(graph, field):
+            del getattr(graph, field)[:]
+    for node in graph.node:
+        node.doc_string = ""
+        del node.metadata_props[:]
+        used |= set(node.input)
+        for attribute in node.attribute:
+            attribute.doc_string = ""
+            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                used |= _clean_graph(inner)
+    if hasattr(graph, "initializer"):
+        kept = [one for one in graph.initializer if one.name in used]
+        del graph.initializer[:]
+        graph.initializer.extend(one for one in kept if not _in_few_words(graph, one))
+    return used
+
+
+def _in_few_words(graph: Any, constant: Any) -> bool:
+    """Replace a large constant whose numbers are all equal, such as initial zeros, by its shape and one number."""
+    from onnx import helper, numpy_helper
+
+    values = numpy_helper.to_array(constant)
+    if values.size < LARGE or np.any(values != values.flat[0]):
+        return False
+    shape = helper.make_tensor(f"{constant.name}/shape", 7, [values.ndim], values.shape)  # 7: whole numbers of 64 bits
+    value = helper.make_tensor(f"{constant.name}/value", constant.data_type, [1], [values.flat[0].item()])
+    nodes = [
+        helper.make_node("Constant", [], [f"{constant.name}/of"], f"{constant.name}/of", value=shape),
+        helper.make_node("ConstantOfShape", [f"{constant.name}/of"], [constant.name], constant.name, value=value),
+    ]
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *rest])
+    return True
+
+
+# ---- explaining ----
+
+
+def _explained(problem: Exception, function: Callable[..., Any], shapes: Mapping[str, Any]) -> str:
+    """Say which operation has no translation, and which parameters it reads."""
+    operation = _operation_of(problem)
+    if operation is None:
+        return f"jax2onnx cannot translate the function: {type(problem).__name__}: {problem}"
+    names = list(shapes)
+    flat = inlined(lambda *values: function(dict(zip(names, values, strict=True))), *shapes.values())
+    traced = jax.make_jaxpr(flat)(*shapes.values())
+    reads = _reads(traced.jaxpr, [{name} for name in names], operation)
+    params = sorted(name for name in reads or () if name.startswith(("global/", "start/", "local/")))
+    of = f", which reads {', '.join(params)}," if params else ""
+    return f"the operation {operation!r}{of} has no translation to ONNX: {problem}"
+
+
+def _operation_of(problem: BaseException) -> str | None:
+    """Find the operation that the exporter was at, in the frames that the error went through."""
+    found, seen = None, set()
+    cause: BaseException | None = problem
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        trace = cause.__traceback__
+        while trace is not None:
+            equation = trace.tb_frame.f_locals.get("eqn")
+            if equation is not None and hasattr(equation, "primitive"):
+                found = equation.primitive.name
+            trace = trace.tb_next
+        cause = cause.__cause__ or cause.__context__
+    return found
+
+
+def _reads(jaxpr: Any, inputs: Sequence[set[str]], operation: str) -> set[str] | None:
+    """Return which inputs the first operation of a name depends on; None if there is none."""
+    known: dict[Any, set[str]] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom: Any) -> set[str]:
+        return set() if isinstance(atom, core.Literal) else known.get(atom, set())
+
+    for equation in jaxpr.eqns:
+        reads = [of(atom) for atom in equation.invars]
+        everything = set().union(*reads)
+        if equation.primitive.name == operation:
+            return everything
+        for inner in equation.params.values():
+            body = getattr(inner, "jaxpr", None)
+            if body is None or not hasattr(body, "eqns"):
+                continue
+            count = len(body.invars)
+            found = _reads(body, reads[-count:] if count <= len(reads) else [everything] * count, operation)
+            if found is not None:
+                return found
+        for variable in equation.outvars:
+            known[variable] = everything
+    return None

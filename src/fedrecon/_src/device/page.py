@@ -1,0 +1,168 @@
+"""The page of a bundle: its files, filled in for this bundle, and a server for it on this machine."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+import sys
+from collections.abc import Mapping
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any
+
+from fedrecon_device.bundle import ITEM_TASKS, ITEMS, TABLES, WORDS
+from fedrecon_device.errors import BundleError
+from fedrecon_device.files import MANIFEST, digest_of, read_checked, read_file, read_manifest
+
+POLICY = (
+    "default-src 'none'; script-src 'self'{wasm}; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "worker-src 'self'; base-uri 'none'; form-action 'none'"
+)
+VENDORED = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
+FOR_ITEMS = (TABLES, ITEMS)
+FOR_TEXT = (TABLES, WORDS, "reconstruct.onnx", "predict.onnx")
+
+
+def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:
+    """Return the files of the page by their name in the bundle.
+
+    Args:
+      manifest: the bundle's manifest so far, without the page's own files.
+      vendor: the folder `dist` of the npm package onnxruntime-web, for a task whose page needs it.
+
+    Raises:
+      ValueError: `vendor` lacks a file of onnxruntime-web.
+    """
+    sources = package_files("fedrecon._src.device").joinpath("web")
+    found = {f"web/{one.name}": one.read_bytes() for one in sources.iterdir() if one.name.endswith((".js", ".css"))}
+    found["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
+    ranks = manifest["task"] in ITEM_TASKS
+    for name in ("writing.js", "words.js", "onnx.js") if ranks else ("items.js", "ranking.js", "solvers.js"):
+        found.pop(f"web/{name}")
+    if not ranks and vendor is not None:
+        check_vendor(vendor)
+        found |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
+    read = [name for name in (FOR_ITEMS if ranks else FOR_TEXT) if name in manifest["files"]]
+    known = {name: digest_of(data) for name, data in found.items()} | {n: manifest["files"][n]["sha256"] for n in read}
+    version = digest_of(json.dumps(known, sort_keys=True).encode())[:16]
+    names = ", ".join(json.dumps(name) for name in sorted([*read, *found]) if name != "web/sw.js")
+    found["web/sw.js"] = _filled(found["web/sw.js"], {"@VERSION@": version, '"@FILES@"': names})
+    return dict(sorted(found.items()))
+
+
+def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
+    for mark, value in values.items():
+        assert mark.encode() in template, mark
+        template = template.replace(mark.encode(), value.encode())
+    return template
+
+
+def check_vendor(vendor: Path) -> None:
+    """Check that a folder holds what a page of text needs of onnxruntime-web.
+
+    Raises:
+      ValueError: a file is missing.
+    """
+    for name in VENDORED:
+        if not (vendor / name).is_file():
+            raise ValueError(
+                f"{vendor} has no {name}: expected the folder dist of onnxruntime-web (npm install onnxruntime-web)"
+            )
+
+
+def page_lacks(manifest: Mapping[str, Any]) -> str | None:
+    """Return what a bundle's page needs and does not have; None if it has everything."""
+    needed = () if manifest["task"] in ITEM_TASKS else [*(f"web/vendor/{name}" for name in VENDORED), *FOR_TEXT]
+    return next((name for name in needed if name not in manifest["files"]), None)
+
+
+def policy(manifest: Mapping[str, Any]) -> str:
+    """Return the Content-Security-Policy of a bundle's page: its own files; WebAssembly only where ONNX needs it."""
+    return POLICY.format(wasm="" if manifest["task"] in ITEM_TASKS else " 'wasm-unsafe-eval'")
+
+
+def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
+    """Return a server of a bundle's files for browsers on this machine; call its `serve_forever`.
+
+    Args:
+      folder: the bundle. Files that its manifest does not name are not served; a bundle that replaces it is.
+      port: on 127.0.0.1; 0 for any that is free.
+
+    Raises:
+      BundleError: the folder is not a bundle, or has no page.
+    """
+    manifest = read_manifest(folder)
+    if "web/index.html" not in manifest["files"]:
+        raise BundleError(f"{folder} has no page: bundles of ratings, clicks and text have one")
+    if missing := page_lacks(manifest):
+        raise BundleError(
+            f"the page of {folder} lacks {missing}: npm install onnxruntime-web, then make the bundle again with "
+            "--onnxruntime-web node_modules/onnxruntime-web/dist"
+        )
+    return _Server(("127.0.0.1", port), partial(_Files, folder, manifest))
+
+
+class _Server(ThreadingHTTPServer):
+    """A server that ignores browsers which disconnect in the middle of an answer."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Files(BaseHTTPRequestHandler):
+    """Answers with files of one bundle."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], *rest: Any):
+        self._folder, self._policy = folder, policy(manifest) + "; frame-ancestors 'none'"
+        super().__init__(*rest)
+
+    def do_GET(self) -> None:
+        """Answer a request for a file."""
+        port: int = self.server.server_address[1]  # type: ignore[index, assignment]
+        if self.headers.get("Host") not in (f"localhost:{port}", f"127.0.0.1:{port}"):
+            return self._answer(403, b"this page is for this machine\n")  # some other name that leads here
+        path = self.path.split("?")[0]
+        if path in ("/", "/web"):
+            return self._answer(302, b"", {"Location": "/web/"})
+        name = path.removeprefix("/") + ("index.html" if path == "/web/" else "")
+        try:
+            if name == MANIFEST:
+                return self._answer(200, read_file(self._folder, MANIFEST, 1 << 20), kind="application/json")
+            return self._answer(200, read_checked(self._folder, read_manifest(self._folder), name), kind=_kind(name))
+        except BundleError:
+            return self._answer(404, b"not in the bundle\n")
+
+    do_HEAD = do_GET
+
+    def _answer(self, code: int, body: bytes, more: Mapping[str, str] | None = None, kind: str = "text/plain") -> None:
+        self.send_response(code)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": self._policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-cache",
+            **(more or {}),
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: what a person looks at is nobody else's business."""
+
+
+def _kind(name: str) -> str:
+    known = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm"}
+    suffix = Path(name).suffix
+    kind = known.get(suffix) or mimetypes.types_map.get(suffix, "application/octet-stream")
+    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind

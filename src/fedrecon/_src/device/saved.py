@@ -1,0 +1,169 @@
+"""From a saved model to a bundle for devices: what its ids stand for, the solver's settings, the page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrecon._src.app.recommender import shown_scale
+from fedrecon._src.app.saved import SavedModel
+from fedrecon._src.app.settings import MOST_ROUNDS, check_number
+from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.app.tasks.clicks import click_weight
+from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.data import Vocabulary, personal_text, unique_labels
+from fedrecon._src.data.text.sentences import prompt_columns
+from fedrecon._src.device.export_form import of_counts, of_weighed
+from fedrecon._src.device.exporting import Legend
+from fedrecon._src.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
+from fedrecon._src.device.page import check_vendor, page_files
+from fedrecon._src.device.tables import Quantisation
+from fedrecon._src.device.vectors import made_up_clicks, made_up_ratings
+
+MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
+
+
+def bundle_model(
+    saved: SavedModel[Any],
+    out: str | Path,
+    *,
+    most: int = MOST_EXAMPLES,
+    quantise: Quantisation | None = None,
+    least_count: int | None = None,
+    onnxruntime_web: Path | None = None,
+    onnx: bool = True,
+    replace: bool = False,
+) -> Path:
+    """Write the bundle of a saved model, with its page.
+
+    Args:
+      saved: the model.
+      out: the folder to write.
+      most: how many examples of a person a device uses, the newest ones.
+      quantise: store tables in `int8` or `float16`; None keeps float32.
+      least_count: items with fewer ratings in training are not recommended, where that is known; by default as
+        the model's settings say.
+      onnxruntime_web: the folder `dist` of the npm package, for a page of text.
+      onnx: whether to write graphs. The page of a model that ranks items needs none; without them, no exporter is
+        needed.
+      replace: whether to replace a bundle that is there.
+
+    Raises:
+      ValueError: jax2onnx is not installed, `onnxruntime_web` is not that folder, or something cannot be exported
+        (`ExportError`).
+    """
+    check_number("most", most, least=1, most=MOST_ROOM)
+    check_number("least_count", least_count, most=MOST_ROUNDS)
+    if onnxruntime_web is not None:
+        check_vendor(onnxruntime_web)  # before the export, which takes long
+    if saved.task in (RATINGS, CLICKS):
+        legend, number = items_legend(saved, least_count), len(saved.legend)
+        if saved.task is RATINGS:
+            like = made_up_ratings(number, legend.scale, most)
+        else:
+            like = made_up_clicks(number, most, counted=legend.adapt is not None)
+        ask = {"item": np.arange(min(20, number), dtype=np.int32)}
+    else:
+        words: Vocabulary = saved.legend
+        legend = text_legend(words, saved.config.model.max_words)
+        like = personal_text(_made_up_text(words), words, saved.config.model.max_words).columns
+        ask = prompt_columns(list(words.words[:3]), words, saved.config.model.max_words)[0]
+    try:
+        return bundle(
+            saved.algorithm,
+            saved.params,
+            out,
+            like=like,
+            ask=ask,
+            most=most,
+            seed=saved.config.seed,
+            quantise=quantise,
+            settings=_settings(saved),
+            legend=legend,
+            web=partial(page_files, vendor=onnxruntime_web),
+            onnx=onnx,
+            replace=replace,
+        )
+    except ImportError as problem:
+        raise ValueError(str(problem)) from problem
+
+
+def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
+    """Return what reconstruction without ONNX needs to know: the solver's settings, and what round zero found."""
+    if saved.task is CLICKS:
+        model = saved.config.model
+        return {"solver": "least-squares", "ridge": model.ridge, "unobserved": model.unobserved, "counts": model.counts}
+    settings = asdict(saved.config.reconstruct)
+    scale = saved.config.model.scale if saved.task is RATINGS else None
+    if scale is None:
+        return settings
+    settings["transform"] = scale.transform
+    if not scale.standardized:
+        return settings
+    ridge = saved.config.reconstruct.ridge
+    return settings | {
+        "ridges": {
+            "bias": ridge * scale.user_ridge,
+            "embedding": ridge * scale.noise,
+            "traits": [ridge * value for value in scale.trait_ridges],
+        },
+        "standard": {"mean": scale.mean, "deviation": scale.deviation},
+    }
+
+
+def items_legend(saved: SavedModel[Items], least_count: int | None = None) -> Legend:
+    """Return what a bundle says about the items of a model, and about ratings or clicks of them."""
+    items, settings = saved.legend, saved.config.model
+    titles = None if items.titles is None else [str(title) for title in items.titles]
+    content = {
+        "ids": _short(items.ids.tolist()),
+        "labels": None if titles is None else unique_labels(titles, items.ids.tolist()),
+        "counts": None if items.counts is None else items.counts.tolist(),
+    }
+    least = settings.least_ratings if least_count is None else least_count
+    files, roles = {ITEMS: content}, _roles(saved)
+    if saved.task is CLICKS:
+        weighed = None if settings.counts == "ignore" else partial(of_weighed, weight=click_weight)
+        return Legend("clicks", files, None, least, roles, weighed, exact=("gram",))
+    logarithms = settings.scale is not None and settings.scale.transform == "log1p"
+    return Legend("ratings", files, shown_scale(saved), least, roles, of_counts if logarithms else None)
+
+
+def _short(ids: list[Any]) -> Any:
+    """Write ids that are consecutive numbers as the first and their count."""
+    if all(isinstance(one, int) for one in ids) and ids == list(range(ids[0], ids[0] + len(ids))):
+        return {"first": ids[0], "count": len(ids)}
+    return ids
+
+
+def _roles(saved: SavedModel[Items]) -> dict[str, str]:
+    """Return where the tables of a factorization are, by their role."""
+    found = {}
+    for path in flatten(saved.params)[0]:
+        role = "/".join(part for part in path.split("/") if part != "shared")
+        found[role] = path
+    return found
+
+
+def text_legend(vocabulary: Vocabulary, max_words: int) -> Legend:
+    """Return what a bundle says about words."""
+    content = {"words": list(vocabulary.words), "buckets": vocabulary.buckets, "max_words": max_words}
+    return Legend("text", {WORDS: content})
+
+
+def _made_up_text(vocabulary: Vocabulary) -> str:
+    """Return sentences that nobody wrote, of the vocabulary's words and of words outside it."""
+    known = [word for word in vocabulary.words if word.isalpha()][:200] or ["a"]
+    draw = np.random.default_rng(0)
+    lines = []
+    for _ in range(64):
+        words = [
+            str(draw.choice(known)) if draw.random() < 0.8 else f"zz{draw.integers(40)}q"
+            for _ in range(draw.integers(2, 12))
+        ]
+        lines.append(" ".join(words))
+    return "\n".join(lines)

@@ -1,0 +1,135 @@
+"""Equinox modules as partially local models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon._src.core.model import Model
+from fedrecon._src.core.pytrees import flatten, path_name, unflatten
+from fedrecon._src.models.adapters.network import Arrays, Mode, Network, Options, adapt, moving, need
+
+
+def from_equinox(
+    module: Any | Callable[[Array], Any],
+    *,
+    batched: bool = False,
+    axis_name: str = "batch",
+    **options: Unpack[Options],
+) -> Model:
+    """Make a partially local model from an Equinox module.
+
+    A module already has its weights: with every seed, training starts from these global parameters and every client
+    from these local ones. With `key -> module`, both are drawn from the key.
+
+    Equinox's BatchNorm takes no mask. A client's last batch, if partial, is padded with the client's examples from the
+    first on, and these enter the statistics, though not the loss.
+
+    Args:
+      module: an Equinox module, or `key -> module`; for a module with state, a pair `(module, state)` as
+        `eqx.nn.make_with_state` returns it, or a function that returns such a pair.
+      batched: whether the module takes a whole batch. By default it takes one example and is mapped over the batch.
+      axis_name: the name of the mapped axis, as given to BatchNorm.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `local` may be a
+        module inside this one. `state` decides how BatchNorm's statistics are treated.
+    """
+    eqx = need("equinox", "equinox")
+    given = module[0] if isinstance(module, tuple) else module
+    make = (lambda key: module) if isinstance(given, eqx.Module) else module
+
+    def pair(key: Array) -> tuple[Any, Any]:
+        made = make(key)
+        return made if isinstance(made, tuple) else (made, None)
+
+    def start(key: Array) -> tuple[Arrays, Arrays]:
+        made, state = pair(key)
+        return flatten(eqx.filter(made, eqx.is_inexact_array))[0], dict(_numbered(state))
+
+    # Everything that is not a parameter (activation functions, sizes, flags) does not depend on the key.
+    fixed_module, fixed_state = pair(jax.random.key(0))
+    trained, static = eqx.partition(fixed_module, eqx.is_inexact_array)
+    structure = flatten(trained)[1]
+    has_state = fixed_state is not None
+    names = inspect.signature(type(fixed_module).__call__).parameters
+
+    def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
+        whole = _in_mode(eqx, eqx.combine(unflatten(structure, params), static), mode)
+        # Equinox compares the types of old and new state, and a counter from outside the trace has another type than
+        # the result of an addition.
+        state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf for name, leaf in state.items()}
+        states = (_put_leaves(fixed_state, state),) if has_state else ()
+
+        def call(inputs: tuple, named: dict[str, Any], key: Array | None) -> Any:
+            more = {"key": key} if "key" in names else {}
+            result = whole(*inputs, *states, **named, **more)
+            return result if has_state else (result, None)
+
+        if batched:
+            outputs, new = call(inputs, named, mode.key)
+        else:
+            examples = jax.tree.leaves((inputs, named))[0].shape[0]
+            keys = None if mode.key is None else jax.random.split(mode.key, examples)
+            outputs, new = jax.vmap(call, axis_name=axis_name, out_axes=(0, None))(inputs, named, keys)
+        return outputs, dict(_numbered(new))
+
+    def locate(layer: Any) -> list[str] | None:
+        return _locate(given, layer) if isinstance(layer, eqx.Module) else None
+
+    return adapt(Network(start, run, "key" in names, locate, _momenta(eqx, fixed_module, fixed_state)), **options)
+
+
+def _numbered(state: Any) -> list[tuple[str, Any]]:
+    """Name the leaves of an Equinox state by number, since they have no paths."""
+    return [(f"state/{number}", leaf) for number, leaf in enumerate(jax.tree.leaves(state))]
+
+
+def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
+    """Return the momentum of each statistic that is a moving average.
+
+    With `mode="ema"` the first batch sets the statistics directly. The flag for the first batch is not a float, so it
+    is frozen: such statistics are either always moving averages, or never.
+    """
+
+    def is_norm(node: Any) -> bool:
+        return isinstance(node, eqx.nn.BatchNorm)
+
+    momenta: dict[int, float] = {}
+    for layer in filter(is_norm, jax.tree.leaves(module, is_leaf=is_norm)):
+        if layer.mode == "ema" and bool(state.get(layer.ema_first_time_index)):
+            continue
+        index = layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
+        momenta |= {id(leaf): layer.momentum for leaf in jax.tree.leaves(state.get(index))}
+    return moving({name: momenta[id(leaf)] for name, leaf in _numbered(state) if id(leaf) in momenta})
+
+
+def _put_leaves(state: Any, leaves: Arrays) -> Any:
+    """Undo `_numbered`, in the structure of `state`."""
+    return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name, _ in _numbered(state)])
+
+
+def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:
+    """Set the `inference` flags: of BatchNorm by `mode.statistics`, of all other layers by the key."""
+
+    def has_flag(node: Any) -> bool:
+        return hasattr(node, "inference")
+
+    def flags(tree: Any) -> list[Any]:
+        return [node.inference for node in jax.tree.leaves(tree, is_leaf=has_flag) if has_flag(node)]
+
+    nodes = [node for node in jax.tree.leaves(module, is_leaf=has_flag) if has_flag(node)]
+    values = [not mode.statistics if isinstance(node, eqx.nn.BatchNorm) else mode.key is None for node in nodes]
+    return eqx.tree_at(flags, module, values) if nodes else module
+
+
+def _locate(module: Any, layer: Any) -> list[str]:
+    """List the paths of a layer's parameters inside a module."""
+    found = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer)[0]
+    prefix = next((path_name(path) for path, node in found if node is layer), None)
+    if prefix is None:
+        return []
+    return [f"{prefix}/{path}" for path in flatten(layer)[0]]

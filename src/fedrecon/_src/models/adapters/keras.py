@@ -1,0 +1,208 @@
+"""Keras 3 models, on the JAX backend, as partially local models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.model import Batch, Model
+from fedrecon._src.models.adapters.network import (
+    Arrays,
+    Mode,
+    Network,
+    Options,
+    adapt,
+    as_batch,
+    both,
+    check_options,
+    feed,
+    moving,
+    need,
+    over_examples,
+)
+
+SEED = "seed_generator_state"  # what Keras calls the variables that hold random seeds
+
+
+def from_keras(model: Any, *, example: Batch | Clients | None = None, **options: Unpack[Options]) -> Model:
+    """Make a partially local model from a Keras 3 model: sequential, functional or subclassed.
+
+    A weight that still has its initial value is drawn anew from the run's key, for every seed and, if it is local, for
+    every client. For layers of your own this needs the initialiser to be an attribute of the layer, because Keras
+    forgets what `add_weight` was given: `self.start = keras.initializers.RandomNormal()`, and then
+    `self.add_weight(..., initializer=self.start)`. A weight that was trained, loaded or made in another way keeps its
+    value, and every client starts from it.
+
+    BatchNormalization's statistics leave out padding. Weights of layers with `trainable=False` are frozen. Losses that
+    layers add (regularizers) are not used.
+
+    Args:
+      model: a Keras model; without `example` it must be built.
+      example: a batch, or clients, to build the model with.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `inputs` of a
+        functional model are by default the features that its inputs are named after. `local` may be a layer of the
+        model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be a `keras.losses`
+        object. `state` decides how statistics and other non-trainable weights are treated.
+    """
+    keras = need("keras", "keras")
+    if "inputs" not in options and (names := _input_names(keras, model)):
+        options["inputs"] = names
+    check_options(options)
+    if keras.backend.backend() != "jax":
+        raise RuntimeError(
+            f"Keras runs on {keras.backend.backend()}; set the environment variable KERAS_BACKEND=jax before keras "
+            "is imported"
+        )
+    batch = as_batch(example)
+    if batch is not None and not model.built:
+        inputs, named = feed(options["inputs"], {name: jnp.asarray(column) for name, column in batch.items()})
+        _call(keras, model, inputs, named, {})
+    if not model.built or not model.weights:
+        raise ValueError("the Keras model has no weights yet; build it, call it on a batch, or give `example`")
+    if isinstance(options["loss"], keras.losses.Loss):
+        options["loss"] = _values_of(options["loss"])
+    return adapt(_network(keras, model), **options)
+
+
+def _network(keras: Any, model: Any) -> Network:
+    layers = model._flatten_layers()
+    named_variables = {_path(model, variable): variable for variable in model.weights}
+    if len(named_variables) != len(model.weights):
+        raise ValueError("two weights of the Keras model have the same path; give their layers different names")
+    # Statistics and the like; those of a frozen layer are constants, like all its weights.
+    untrained = {id(v) for layer in layers if layer.trainable for v in layer._non_trainable_variables}
+    state = {path: v for path, v in named_variables.items() if id(v) in untrained}
+    frozen = {path: v for path, v in named_variables.items() if not v.trainable and path not in state}
+    params = {path: v for path, v in named_variables.items() if path not in state and path not in frozen}
+    seeds = [variable for variable in model.variables if variable.name == SEED]
+    initializers = {id(v): found for layer in layers for v in layer.weights if (found := _initializer(layer, v))}
+
+    def init(key: Array) -> tuple[Arrays, Arrays]:
+        def value(number: int, variable: Any) -> Array:
+            drawn = initializers.get(id(variable))
+            if drawn is None:
+                return variable.value
+            drawn = copy.copy(drawn)
+            drawn.seed = jax.random.bits(jax.random.fold_in(key, number), (2,), jnp.uint32)
+            return drawn(variable.shape, variable.dtype)
+
+        drawn = {path: value(number, variable) for number, (path, variable) in enumerate(params.items())}
+        return drawn, {path: variable.value for path, variable in state.items()}
+
+    def apply(given: Arrays, held: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
+        mapping = [(variable, given[path]) for path, variable in params.items()]
+        mapping += [(variable, held[path]) for path, variable in state.items()]
+        if mode.key is not None:
+            bits = jax.random.bits(mode.key, (len(seeds), 2), jnp.uint32)
+            mapping += [(variable, bits[number]) for number, variable in enumerate(seeds)]
+        training = mode.statistics or mode.key is not None
+        with _in_mode(keras, layers, mode), keras.StatelessScope(state_mapping=mapping) as scope:
+            outputs = _call(keras, model, inputs, named, {"training": training})
+        return outputs, {path: _current(scope, variable) for path, variable in state.items()}
+
+    def locate(layer: Any) -> list[str] | None:
+        if not isinstance(layer, keras.layers.Layer):
+            return None
+        wanted = {id(variable) for variable in layer.weights}
+        return [path for path, variable in params.items() if id(variable) in wanted]
+
+    norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+    momenta = {id(v): layer.momentum for layer in norms for v in (layer.moving_mean, layer.moving_variance)}
+    averages = {path: momenta[id(variable)] for path, variable in state.items() if id(variable) in momenta}
+    return Network(init, apply, bool(seeds), locate, moving(averages))
+
+
+def _input_names(keras: Any, model: Any) -> list[str] | dict[str, str] | None:
+    """Return what a functional model calls its inputs, in the form it takes them; None for other models."""
+    if not isinstance(model, keras.Function) or isinstance(model, keras.Sequential):
+        return None
+    names = [str(tensor.name) for tensor in model.inputs]
+    return {name: name for name in names} if isinstance(model.input, dict) else names
+
+
+def _path(model: Any, variable: Any) -> str:
+    return variable.path.removeprefix(f"{model.name}/")
+
+
+def _current(scope: Any, variable: Any) -> Array:
+    value = scope.get_current_value(variable)
+    return variable.value if value is None else value
+
+
+def _initializer(layer: Any, variable: Any) -> Any:
+    """Return the initialiser that made a weight; None if none made its current value.
+
+    Initialisers return the same values every time. A weight with other values was trained or loaded, or was made in
+    another way.
+    """
+    names = [f"{name}_initializer" for name in (variable.name, variable.name.removesuffix("_kernel"))]
+    held = [getattr(layer, name, None) for name in names]
+    for found in (*held, *vars(layer).values()):
+        seeded = hasattr(type(found), "get_config") and isinstance(getattr(found, "seed", None), int)
+        if seeded and callable(found) and _makes(found, variable):
+            return found
+    return None
+
+
+def _makes(initializer: Any, variable: Any) -> bool:
+    """Say whether an initialiser gives a weight's value. Some refuse the shapes of weights that they did not make."""
+    try:
+        return np.array_equal(initializer(variable.shape, variable.dtype), variable.value)
+    except ValueError:
+        return False
+
+
+def _call(keras: Any, model: Any, inputs: tuple, named: dict[str, Any], more: dict[str, Any]) -> Any:
+    """Call a model with its inputs in the form it takes: one, several in a list or a mapping, or several arguments."""
+    if isinstance(model, (keras.Sequential, keras.Function)):
+        if named:
+            return model(named, **more)
+        return model(inputs[0] if len(inputs) == 1 else list(inputs), **more)
+    if not set(named) <= set(inspect.signature(model.call).parameters):
+        return model(named, **more)
+    return model(*inputs, **named, **more)
+
+
+def _values_of(loss: Any) -> Callable[[Any, Any], Any]:
+    """Return a Keras loss as a function `(predictions, labels) -> values`, one for each example."""
+    return lambda predictions, labels: loss.call(labels, predictions)
+
+
+@contextlib.contextmanager
+def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
+    """Set statistics and dropout of layers separately, which Keras's `training` argument cannot."""
+    kinds = keras.layers
+    random = (kinds.Dropout, kinds.GaussianDropout, kinds.GaussianNoise, kinds.AlphaDropout)
+    changed = []
+    for layer in layers:
+        if isinstance(layer, kinds.BatchNormalization):
+            layer.__dict__["call"] = _normalizing(layer.call, mode)
+        elif isinstance(layer, random) and mode.key is None:
+            layer.__dict__["call"] = lambda inputs, *args, **kwargs: inputs
+        else:
+            continue
+        changed.append(layer)
+    try:
+        yield
+    finally:
+        for layer in changed:
+            del layer.__dict__["call"]
+
+
+def _normalizing(call: Callable, mode: Mode) -> Callable:
+    def normalize(inputs: Array, training: Any = None, mask: Array | None = None) -> Array:
+        del training
+        real = over_examples(mode.mask, inputs)
+        # Keras's masks have no channels.
+        return call(inputs, training=mode.statistics, mask=both(mask, None if real is None else real[..., 0]))
+
+    return normalize

@@ -1,0 +1,175 @@
+"""Losses and metrics of models, from names or from functions of predictions and labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedrecon._src.core.model import Batch, Metric, Weighted
+from fedrecon._src.models.adapters.selection import near_miss
+
+Values = Callable[[Any, Any], Any]  # (predictions, labels) -> (examples, ...)
+Loss = str | Values
+Metrics = Sequence[str] | Mapping[str, str | Values | Metric]
+
+
+def _aligned(predictions: Any, labels: Array) -> Array:
+    """Drop a last dimension of 1 that labels do not have: (examples, 1) and (examples,) would broadcast."""
+    predictions = jnp.asarray(predictions)
+    if predictions.ndim == labels.ndim + 1 and predictions.shape[-1] == 1:
+        predictions = predictions[..., 0]
+    if predictions.shape != labels.shape:
+        raise ValueError(
+            f"predictions have shape {predictions.shape} and labels {labels.shape}, which this loss or metric cannot "
+            "compare; make the model return the labels' shape, or give a function of predictions and labels"
+        )
+    return predictions
+
+
+def _squared_error(predictions: Any, labels: Array) -> Array:
+    return (_aligned(predictions, labels) - labels) ** 2
+
+
+def _absolute_error(predictions: Any, labels: Array) -> Array:
+    return jnp.abs(_aligned(predictions, labels) - labels)
+
+
+def _huber(predictions: Any, labels: Array) -> Array:
+    return optax.huber_loss(_aligned(predictions, labels), labels)
+
+
+def _binary_cross_entropy(logits: Any, labels: Array) -> Array:
+    return optax.sigmoid_binary_cross_entropy(_aligned(logits, labels), labels.astype(jnp.float32))
+
+
+def _cross_entropy(logits: Any, labels: Array) -> Array:
+    logits = jnp.asarray(logits)
+    if jnp.issubdtype(labels.dtype, jnp.integer) and logits.shape[:-1] == labels.shape:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    if logits.shape == labels.shape and logits.ndim > 1:
+        return optax.softmax_cross_entropy(logits, labels)
+    raise ValueError(
+        f"cross entropy of logits of shape {logits.shape} needs class numbers of shape {logits.shape[:-1]} or "
+        f"probabilities of the logits' shape as labels, not {labels.dtype} of shape {labels.shape}"
+    )
+
+
+def _accuracy(predictions: Any, labels: Array) -> Array:
+    predictions = jnp.asarray(predictions)
+    if predictions.ndim == labels.ndim + 1 and predictions.shape[-1] > 1:
+        right = jnp.argmax(predictions, -1) == labels
+    elif predictions.shape == labels.shape and predictions.ndim > 1 and predictions.shape[-1] > 1:
+        right = jnp.argmax(predictions, -1) == jnp.argmax(labels, -1)
+    else:
+        right = (_aligned(predictions, labels) > 0) == (labels > 0.5)
+    return right.astype(jnp.float32)
+
+
+LOSSES: dict[str, Values] = {
+    "mse": _squared_error,
+    "mae": _absolute_error,
+    "huber": _huber,
+    "cross_entropy": _cross_entropy,
+    "binary_cross_entropy": _binary_cross_entropy,
+}
+METRICS: dict[str, tuple[Values, Callable[[Any], Any]]] = {
+    **{name: (values, lambda mean: mean) for name, values in LOSSES.items()},
+    "rmse": (_squared_error, lambda mean: mean**0.5),
+    "accuracy": (_accuracy, lambda mean: mean),
+    "perplexity": (_cross_entropy, math.exp),
+}
+
+
+def feature(batch: Batch, name: str, argument: str) -> Array:
+    """Return a feature of a batch; the error names the argument.
+
+    Args:
+      batch: by feature.
+      name: the feature's name.
+      argument: the argument that named it.
+    """
+    if name not in batch:
+        raise ValueError(
+            f"`{argument}` names the feature {name!r}{near_miss(name, batch)}; a batch has: {', '.join(batch)}"
+        )
+    return batch[name]
+
+
+def make_loss(loss: Loss, label: str | None, weight: str | None) -> Callable[[Any, Batch], Weighted]:
+    """Make the loss of a model from a name or a function; see `Options`.
+
+    Args:
+      loss: a name or a function.
+      label: the feature with the labels; None for the whole batch.
+      weight: the feature with the weights; None if all weigh the same.
+    """
+    return _weighted(_values(loss, "loss", LOSSES), "loss", label, weight)
+
+
+def make_metrics(metrics: Metrics, label: str | None, weight: str | None) -> dict[str, Metric]:
+    """Make the metrics of a model from names, functions or `Metric`s; see `Options`.
+
+    Args:
+      metrics: names, or a mapping from names.
+      label: the feature with the labels; None for the whole batch.
+      weight: the feature with the weights; None if all weigh the same.
+    """
+    named = metrics if isinstance(metrics, Mapping) else {name: name for name in _names(metrics)}
+    found = {}
+    for name, metric in named.items():
+        if isinstance(metric, Metric):
+            found[name] = metric
+        elif isinstance(metric, str):
+            values = _values(metric, "metrics", METRICS)
+            found[name] = Metric(_weighted(values, name, label, weight), METRICS[metric][1])
+        else:
+            found[name] = Metric(_weighted(_values(metric, "metrics", {}), name, label, weight))
+    return found
+
+
+def _names(metrics: Sequence[str]) -> list[str]:
+    if isinstance(metrics, str):
+        return [metrics]
+    for metric in metrics:
+        if not isinstance(metric, str):
+            raise TypeError(f"`metrics` holds {metric!r}; give names, or a mapping from names to functions")
+    return list(metrics)
+
+
+def _values(which: Any, argument: str, known: Mapping[str, Any]) -> Values:
+    if callable(which):
+        return which
+    if which not in known:
+        hint = near_miss(which, known) if isinstance(which, str) else ""
+        raise ValueError(
+            f"`{argument}` is {which!r}{hint}; give one of {', '.join(known)}, or a function of predictions and labels"
+        )
+    found = known[which]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _weighted(values: Values, name: str, label: str | None, weight: str | None) -> Callable[[Any, Batch], Weighted]:
+    def measure(predictions: Any, batch: Batch) -> Weighted:
+        target = batch if label is None else feature(batch, label, "label")
+        found = values(predictions, target)
+        examples = len(jax.tree.leaves(predictions if label is None else target)[0])
+        if isinstance(found, tuple):
+            return found
+        shape = jnp.shape(found)
+        if shape[:1] != (examples,):
+            raise ValueError(
+                f"`{name}` returned shape {shape} for {examples} examples; return one value for every example "
+                f"({examples}, ...) and do not take the mean"
+            )
+        weights = jnp.ones(shape) if weight is None else feature(batch, weight, "weight")
+        if jnp.shape(weights) != shape:
+            weights = jnp.broadcast_to(jnp.reshape(weights, weights.shape + (1,) * (len(shape) - weights.ndim)), shape)
+        return found, weights
+
+    return measure

@@ -1,0 +1,309 @@
+"""Models of any framework as partially local models: what an adapter must provide, and what all adapters share."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.model import AUTO, Batch, Model, State, Step
+from fedrecon._src.core.pytrees import Params
+from fedrecon._src.models.adapters.losses import Loss, Metrics, feature, make_loss, make_metrics
+from fedrecon._src.models.adapters.selection import Locate, near_miss, select
+
+Treatment = Literal["local", "averaged", "frozen"]
+Inputs = str | Sequence[str] | Mapping[str, str]
+Arrays = dict[str, Any]  # by path
+NEEDED = ("local", "inputs", "loss")  # of the options
+
+
+class Mode(NamedTuple):
+    """How to run a network.
+
+    Attributes:
+      statistics: whether layers with running statistics normalise by the batch and update their statistics.
+      key: for dropout and the like; None if nothing should be random.
+      mask: `(examples,)`, false for padding; None if there is no padding.
+    """
+
+    statistics: bool = False
+    key: Array | None = None
+    mask: Array | None = None
+
+
+class Network(NamedTuple):
+    """A model of some framework as functions.
+
+    Attributes:
+      init: `key -> (parameters by path, state by path)`. Values that are not random are the same for every key.
+      apply: `(parameters, state, inputs, named inputs, mode) -> (outputs, state)`.
+      random: whether anything in it may use a key.
+      locate: `layer -> paths of its parameters`; None if the argument is not a layer.
+      momenta: the momentum, by path, of state that is a moving average; at least 0 and below 1.
+    """
+
+    init: Callable[[Array], tuple[Arrays, Arrays]]
+    apply: Callable[[Arrays, Arrays, tuple, dict[str, Any], Mode], tuple[Any, Arrays]]
+    random: bool = False
+    locate: Locate = lambda layer: None
+    momenta: Mapping[str, float] = {}
+
+
+class Options(TypedDict, total=False):
+    """Options of every adapter.
+
+    Attributes:
+      local: which parameters are local: a glob pattern on paths (`"user"`, `"*/bias"`; everything below a match is
+        selected too), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or a list of these. `()` for none,
+        `"*"` for all.
+      inputs: the feature that is the model's input, a list of several in the order of its arguments, or a mapping from
+        the names of the model's inputs to features.
+      loss: "mse", "mae", "huber", "cross_entropy" (of logits), "binary_cross_entropy" (of logits), or a function
+        `(predictions, labels) -> values` with one or more values per example; it must not take the mean.
+      label: the feature with the labels, "label" by default; with None, functions get the whole batch instead.
+      metrics: names ("accuracy", "rmse", "perplexity", or a loss) or a mapping from names to functions like a loss.
+      weight: the feature with the weight of each value of loss and metrics; by default all weigh the same.
+      frozen: which parameters keep their values, in the forms of `local`. Those that are not floating point always do.
+      state: how to treat running statistics and other state that training changes. "local": training normalises by
+        batch, and each client sets its own statistics from its support. "averaged": statistics are global; clients
+        advance them after U, and the server averages them. "frozen": they keep their values, also in training. The
+        default is "local" for a model with local parameters and "averaged" for one without. State that is not floating
+        point is always frozen.
+      lookups: "auto" (the default) finds the tables that are only read by rows; a mapping declares them; `{}` means
+        there are none.
+    """
+
+    local: Required[Any]
+    inputs: Required[Inputs]
+    loss: Required[Loss]
+    label: str | None
+    metrics: Metrics
+    weight: str | None
+    frozen: Any
+    state: Treatment | None
+    lookups: Mapping[str, Any] | Literal["auto"]
+
+
+def adapt(network: Network, **options: Unpack[Options]) -> Model:
+    """Make a partially local model from a network.
+
+    Both global and local parameters are `{path: array}`.
+
+    Args:
+      network: the framework's model as functions.
+      **options: see `Options`; `local`, `inputs` and `loss` are required.
+    """
+    check_options(options)
+    state, inputs = options.get("state"), options["inputs"]
+    label, weight = options.get("label", "label"), options.get("weight")
+    if state not in (None, "local", "averaged", "frozen"):
+        raise ValueError(f"`state` is {state!r}; use 'local', 'averaged' or 'frozen'")
+    shapes, state_shapes = jax.eval_shape(network.init, jax.random.key(0))
+    if not shapes:
+        raise ValueError("the model has no parameters; build it first, by calling it on some examples")
+    parts = _Parts(network, shapes, options["local"], options.get("frozen", ()))
+    floats = {path for path, leaf in state_shapes.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    treatment = state or ("local" if parts.has_local else "averaged")
+    averaged = tuple(sorted(floats)) if treatment == "averaged" else ()
+    local_state = tuple(sorted(floats)) if treatment == "local" else ()
+    live = bool(averaged or local_state)
+    momenta = {path: network.momenta[path] for path in local_state if path in network.momenta}
+    constants = _constants(network, parts.frozen, set(state_shapes) - set(averaged) - set(local_state))
+
+    def run(shared: Params, own: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
+        params = {**parts.merge(shared, own), **constants[0]}
+        state = {**constants[1], **{path: shared[path] for path in averaged}}
+        return network.apply(params, state | {path: own[path] for path in local_state}, *feed(inputs, batch), mode)
+
+    def fit(shared: Params, own: Params, batch: Batch, step: Step) -> Any:
+        return run(shared, own, batch, Mode(live, step.key, step.mask if live else None))[0]
+
+    def advance(shared: Params, own: Params, batch: Batch, mask: Array) -> tuple[Arrays, Arrays]:
+        new = run(shared, own, batch, Mode(True, None, mask))[1]
+        return {path: new[path] for path in averaged}, {path: new[path] for path in local_state}
+
+    # jit drops unused results, so drawing one client's local parameters does not draw the global tables.
+    def init_global(key: Array) -> Params:
+        params, state = network.init(key)
+        return parts.shared(params) | {path: state[path] for path in averaged}
+
+    def init_local(key: Array) -> Params:
+        params, state = network.init(key)
+        return parts.local(params) | {path: state[path] for path in local_state}
+
+    return Model(
+        init_global=jax.jit(init_global),
+        init_local=jax.jit(init_local),
+        predict=lambda shared, own, batch: run(shared, own, batch, Mode())[0],
+        loss=make_loss(options["loss"], label, weight),
+        metrics=make_metrics(options.get("metrics", ()), label, weight),
+        lookups=options.get("lookups", AUTO),
+        fit=fit if live or network.random else None,
+        state=State(averaged, local_state, advance, momenta) if live else None,
+        frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
+    )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise an error that names an unknown option, or a required one that is missing.
+
+    Args:
+      options: as given to an adapter.
+    """
+    for name in options:
+        if name not in Options.__annotations__:
+            known = near_miss(name, Options.__annotations__)
+            raise TypeError(f"`{name}` is not an option{known}; the options are: {', '.join(Options.__annotations__)}")
+    for name in NEEDED:
+        if name not in options:
+            raise TypeError(f"`{name}` is missing; `local`, `inputs` and `loss` are required")
+
+
+class _Parts:
+    """Which parameters, or rows of them, are global, local and frozen."""
+
+    def __init__(self, network: Network, shapes: Arrays, local: Any, frozen: Any):
+        chosen = select(frozen, "frozen", shapes, network.locate)
+        if chosen.rows:
+            raise ValueError(
+                f"`frozen` selects rows of {next(iter(chosen.rows))!r}; it can only select whole parameters"
+            )
+        self.frozen = set(chosen.whole)
+        self.frozen |= {path for path, leaf in shapes.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        self._whole, self._rows = select(local, "local", shapes, network.locate)
+        if _is_everything(local):
+            self._whole -= self.frozen
+        for path in sorted((self._whole | set(self._rows)) & self.frozen):
+            why = "`frozen` selects it too" if jnp.issubdtype(shapes[path].dtype, jnp.inexact) else "it is not a float"
+            raise ValueError(f"`local` selects {path!r}, but {why}; make `local` narrower")
+        self._shared = [path for path in shapes if path not in self.frozen and path not in self._whole]
+        self._rest = {path: np.setdiff1d(np.arange(shapes[path].shape[0]), ids) for path, ids in self._rows.items()}
+
+    @property
+    def has_local(self) -> bool:
+        return bool(self._whole or self._rows)
+
+    def shared(self, params: Arrays) -> Arrays:
+        return {path: params[path][self._rest[path]] if path in self._rest else params[path] for path in self._shared}
+
+    def local(self, params: Arrays) -> Arrays:
+        own = {path: leaf for path, leaf in params.items() if path in self._whole}
+        return own | {path: params[path][ids] for path, ids in self._rows.items()}
+
+    def merge(self, shared: Arrays, own: Arrays) -> Arrays:
+        whole = {path: shared[path] for path in self._shared} | {path: own[path] for path in self._whole}
+        for path, ids in self._rows.items():
+            order = np.argsort(np.concatenate([self._rest[path], ids]))
+            whole[path] = jnp.concatenate([shared[path], own[path]])
+            if (order != np.arange(len(order))).any():
+                whole[path] = whole[path][order]
+        return whole
+
+
+def _is_everything(local: Any) -> bool:
+    return isinstance(local, str) and local == "*"
+
+
+def _constants(network: Network, params: set[str], state: set[str]) -> tuple[Arrays, Arrays]:
+    def pick(key: Array) -> tuple[Arrays, Arrays]:
+        found = network.init(key)
+        return {path: found[0][path] for path in params}, {path: found[1][path] for path in state}
+
+    return jax.jit(pick)(jax.random.key(0))
+
+
+def feed(inputs: Inputs, batch: Batch) -> tuple[tuple, dict[str, Any]]:
+    """Return a model's inputs, positional and named, from a batch.
+
+    Args:
+      inputs: which features they are; see `Options`.
+      batch: by feature.
+    """
+    if isinstance(inputs, str):
+        return (feature(batch, inputs, "inputs"),), {}
+    if isinstance(inputs, Mapping):
+        return (), {name: feature(batch, column, "inputs") for name, column in inputs.items()}
+    return tuple(feature(batch, column, "inputs") for column in inputs), {}
+
+
+def as_batch(example: Batch | Clients | None) -> Batch | None:
+    """Return the first examples of clients as a batch; a batch is returned unchanged.
+
+    Args:
+      example: clients, a batch, or None.
+    """
+    if not isinstance(example, Clients):
+        return example
+    return {name: jnp.asarray(column[:2]) for name, column in example.columns.items() if column.dtype.kind in "biuf"}
+
+
+def mode_arguments(call: Callable[..., Any], mode: Mode) -> dict[str, Any]:
+    """Return the mode as the arguments that a model's function has for it, such as `train` or `deterministic`.
+
+    Args:
+      call: the function.
+      mode: how to run.
+    """
+    training = mode.statistics or mode.key is not None
+    words = {
+        **dict.fromkeys(("train", "training", "is_training"), training),
+        **dict.fromkeys(("inference", "is_eval"), not training),
+        "deterministic": mode.key is None,
+        "use_running_average": not mode.statistics,
+    }
+    return {name: words[name] for name in inspect.signature(call).parameters if name in words}
+
+
+def moving(momenta: Mapping[str, Any]) -> dict[str, float]:
+    """Drop momenta of statistics that never change, such as 1.
+
+    Args:
+      momenta: by path.
+    """
+    return {path: float(momentum) for path, momentum in momenta.items() if 0 <= momentum < 1}
+
+
+def over_examples(mask: Array | None, x: Array) -> Array | None:
+    """Broadcast a mask of examples to a layer's input; None if the input's first dimension is not the examples.
+
+    Args:
+      mask: `(examples,)`; None for no mask.
+      x: the input.
+    """
+    if mask is None or x.ndim == 0 or x.shape[0] != mask.shape[0]:
+        return None
+    return jnp.broadcast_to(mask.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+
+
+def both(mask: Array | None, other: Array | None) -> Array | None:
+    """Return where two masks are both true; None is true everywhere.
+
+    Args:
+      mask: one mask.
+      other: the other.
+    """
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return jnp.logical_and(mask, other)
+
+
+def need(module: str, extra: str) -> Any:
+    """Import a module of a framework; the error names the extra that installs it.
+
+    Args:
+      module: the module to import.
+      extra: the extra of fedrecon that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this needs {extra}, which cannot be imported ({error}); run: pip install 'fedrecon[{extra}]'"
+        ) from error

@@ -1,0 +1,141 @@
+"""Rank items for a person from the items that they have: item embeddings are global, the person's is local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.model import Batch, ClientMetrics, Metric, Model, Weighted
+from fedrecon._src.core.pytrees import Params
+
+RECALL_AT, NDCG_AT, HIT_AT = (20, 50), (100,), (20,)
+
+
+@recorded
+def ranking_factorization(
+    num_items: int, dim: int = 64, *, init_scale: float = 0.1, weight: str | None = None
+) -> Model:
+    """Score an item for a person as the product of both embeddings; what a person has should score 1, all else 0.
+
+    A batch has `item` (ids below `num_items`): an example says that the person has the item. The
+    global parameters are the item embeddings V and their Gram matrix V'V, from which a client computes the cost of its
+    embedding on all items without having them. `fr.federated_ials` trains the model and keeps the matrix up to date.
+
+    `fr.evaluate` reports `score` (the mean score of hidden items), and recall, NDCG and hit rate as `fr.ranking`
+    defines them, with support as known and query as hidden items.
+
+    Args:
+      num_items: rows of the global table.
+      dim: length of the embeddings.
+      init_scale: item embeddings start normal, with lengths of about this.
+      weight: the feature with the weight of each example, for example computed from counts; by default all weigh 1.
+    """
+    if num_items < 1 or dim < 1:
+        raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")
+
+    def init_global(key: Array) -> Params:
+        items = jax.random.normal(key, (num_items, dim)) * (init_scale / dim**0.5)
+        return {"gram": items.T @ items, "item_embedding": items}
+
+    def predict(shared: Params, local: Params, batch: Batch) -> Array:
+        return shared["item_embedding"][batch["item"]] @ local["user_embedding"]
+
+    def squared_error(predictions: Array, batch: Batch) -> Weighted:
+        return (predictions - 1) ** 2, jnp.ones_like(predictions) if weight is None else batch[weight]
+
+    def score(predictions: Array, batch: Batch) -> Weighted:
+        return predictions, jnp.ones_like(predictions)
+
+    def scores(shared: Params, local: Params) -> Array:
+        return predict(shared, local, {"item": jnp.arange(num_items, dtype=jnp.int32)})
+
+    return Model(
+        init_global=init_global,
+        init_local=lambda key: {"user_embedding": jnp.zeros(dim)},
+        predict=predict,
+        loss=squared_error,
+        metrics={"score": Metric(score)},
+        lookups={"item_embedding": "item"},
+        client_metrics=ranking_metrics(scores),
+    )
+
+
+def popularity_factors(counts: np.ndarray, dim: int) -> Params:
+    """Return global parameters of `ranking_factorization` that rank items by popularity.
+
+    Each embedding has one number that is not zero, and it grows with the count. Reconstruction gives a positive number
+    there to everybody who has an item that is counted; for all others, all items score 0.
+
+    Args:
+      counts: `(items,)` how many people have each item.
+      dim: length of the embeddings.
+    """
+    items = np.zeros((len(counts), dim), np.float32)
+    items[:, 0] = counts / max(np.max(counts, initial=0), 1)
+    return {"gram": items.T @ items, "item_embedding": items}
+
+
+def ranking_metrics(
+    scores: Any,
+    *,
+    recall_at: tuple[int, ...] = RECALL_AT,
+    ndcg_at: tuple[int, ...] = NDCG_AT,
+    hit_at: tuple[int, ...] = HIT_AT,
+) -> ClientMetrics:
+    """Measure how the query's items rank among all that are not in the support, as `fr.ranking` defines it.
+
+    Args:
+      scores: `(global, local) -> (items,)`, higher is better.
+      recall_at: values of k for recall.
+      ndcg_at: the same for NDCG.
+      hit_at: the same for the hit rate.
+    """
+    names = [f"recall@{k}" for k in recall_at] + [f"ndcg@{k}" for k in ndcg_at] + [f"hit@{k}" for k in hit_at]
+
+    def measure(shared: Params, local: Params, support: Any, query: Any) -> Array:
+        found = scores(shared, local)
+        better, tied, there = _places(found, support, query)
+        count = jnp.maximum(query.count, 1)
+        values = [jnp.sum(_chance(better, tied, k) * there) / jnp.minimum(count, k) for k in recall_at]
+        for k in ndcg_at:
+            gains = jnp.asarray(np.append(0, np.cumsum(1 / np.log2(np.arange(2, k + 2)))), jnp.float32)
+            mine = (gains[jnp.minimum(better + tied, k)] - gains[jnp.minimum(better, k)]) / tied
+            values.append(jnp.sum(mine * there) / gains[jnp.minimum(count, k)])
+        values += [_hit(better, tied, there, k) for k in hit_at]
+        broken = jnp.isnan(found).any() | (query.count == 0)
+        return jnp.where(broken, jnp.nan, jnp.stack(values))
+
+    return ClientMetrics(tuple(names), measure)
+
+
+def _places(scores: Array, support: Any, query: Any) -> tuple[Array, Array, Array]:
+    """Return for each query item how many are better, how many share its score (itself included), and if it is real."""
+    items = scores.shape[0]
+    counts = jnp.arange(support.columns["item"].shape[0]) < support.count
+    known = jnp.zeros(items, bool).at[support.columns["item"]].max(counts)
+    free = jnp.where(known, -jnp.inf, scores)
+    ordered = jnp.sort(free)
+    mine = free[query.columns["item"]]
+    low = jnp.maximum(jnp.searchsorted(ordered, mine, side="left"), known.sum())
+    high = jnp.searchsorted(ordered, mine, side="right")
+    there = jnp.arange(mine.shape[0]) < query.count
+    return items - high, jnp.maximum(high - low, 1), there
+
+
+def _chance(better: Array, tied: Array, k: int) -> Array:
+    """Return the chance of each item to be among the first `k`."""
+    return jnp.clip((k - better) / tied, 0, 1)
+
+
+def _hit(better: Array, tied: Array, there: Array, k: int) -> Array:
+    """Return the chance that any of the items is among the first `k`; `ranking.hit_rate` says why it is a product."""
+    certain = jnp.any(there & (better + tied <= k))
+    across = there & (better < k) & (better + tied > k)
+    nth = jnp.cumsum(across) - 1
+    out = jnp.maximum(1 - (k - better) / jnp.maximum(tied - nth, 1), 0)
+    return jnp.where(certain, 1.0, 1 - jnp.prod(jnp.where(across, out, 1.0)))

@@ -1,0 +1,154 @@
+"""Next-word prediction: an LSTM whose embeddings of out-of-vocabulary words are local."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.model import Batch, Metric, Model, Weighted
+from fedrecon._src.core.pytrees import Params
+from fedrecon._src.models.text.lstm import lstm
+from fedrecon._src.models.text.softmax import Logits
+
+
+@recorded
+def next_word(
+    vocabulary: int,
+    oov_buckets: int = 1,
+    *,
+    embedding: int = 96,
+    hidden: int = 670,
+    projection: int = 96,
+    local_oov: bool = True,
+    loss_over: Literal["tokens", "positions"] = "tokens",
+) -> Model:
+    """Predict the next word at every position of a sentence.
+
+    Words are embedded, run through an LSTM, projected and compared with all outputs; no weights are tied. Words outside
+    the vocabulary are hashed into buckets. Their input embeddings are local, so every client has its own; their output
+    embeddings are global.
+
+    A batch has, each `(examples, length)`:
+
+    - `word`: the row of the input in the global table: 0 for padding and for words outside the vocabulary, 1 to
+      `vocabulary` for words, then one for the beginning and one for the end of a sentence;
+    - `oov`: 0 where the input is in the vocabulary, else its bucket + 1;
+    - `target`: the output that should come next: 0 for padding, words and end as above, then the buckets.
+
+    Padding comes last in a sentence. It changes nothing: no earlier output depends on it, and it has no weight.
+
+    Predictions are logits of `(examples, length, vocabulary + 3 + oov_buckets)`. They are computed only when needed,
+    for example by `np.asarray`.
+
+    Args:
+      vocabulary: how many words it has.
+      oov_buckets: how many buckets there are for other words.
+      embedding: length of the embeddings.
+      hidden: width of the LSTM.
+      projection: width of the projection that is compared with the outputs.
+      local_oov: whether the embeddings of out-of-vocabulary words are local; if not, they are global, as
+        `oov_embedding`, and nothing is local.
+      loss_over: take the mean loss over `tokens` that are not padding, or over all `positions`, where padding adds 0.
+
+    Returns:
+      A `Model`. `accuracy` is that of the most probable output, at targets that are words of the vocabulary; if several
+      outputs have the highest logit, any of them counts.
+
+    References:
+      Hard et al., Federated Learning for Mobile Keyboard Prediction, 2018; Reddi et al., Adaptive Federated
+      Optimization, ICLR 2021.
+    """
+    sizes = {
+        "vocabulary": vocabulary,
+        "oov_buckets": oov_buckets,
+        "embedding": embedding,
+        "hidden": hidden,
+        "projection": projection,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"`{name}` is {size}; it must be at least 1")
+    if loss_over not in ("tokens", "positions"):
+        raise ValueError(f"`loss_over` is {loss_over!r}; use 'tokens' or 'positions'")
+    end, outputs = vocabulary + 2, vocabulary + 3 + oov_buckets
+
+    def init_oov(key: Array) -> Params:
+        return {"oov_embedding": _embeddings(key, (oov_buckets, embedding))}
+
+    def init_global(key: Array) -> Params:
+        keys = jax.random.split(key, 6)
+        glorot = jax.nn.initializers.glorot_uniform()
+        forget_open = jnp.zeros((4, hidden)).at[1].set(1.0)
+        params = {
+            "word_embedding": _embeddings(keys[0], (vocabulary + 3, embedding)),
+            "lstm": {
+                "kernel": glorot(keys[1], (embedding, 4 * hidden)),
+                "recurrent": jax.nn.initializers.orthogonal()(keys[2], (hidden, 4 * hidden)),
+                "bias": forget_open.reshape(-1),
+            },
+            "projection": {"kernel": glorot(keys[3], (hidden, projection)), "bias": jnp.zeros(projection)},
+            "output": {"kernel": glorot(keys[4], (projection, outputs)), "bias": jnp.zeros(outputs)},
+        }
+        return params if local_oov else params | init_oov(keys[5])
+
+    def predict(shared: Params, local: Params, batch: Batch) -> Logits:
+        oov = batch["oov"]
+        of_bucket = (local if local_oov else shared)["oov_embedding"][jnp.maximum(oov - 1, 0)]
+        of_word = shared["word_embedding"][batch["word"]]
+        embedded = jnp.where((oov > 0)[..., None], of_bucket, of_word)
+        memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
+        weights = memory["kernel"], memory["recurrent"], memory["bias"]
+        after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
+        states, others = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
+
+        def project(states: Array) -> Array:
+            return states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
+
+        held = of_word, *weights, dense["kernel"], dense["bias"]
+        return Logits(project(states + others), output["kernel"], output["bias"], after_oov, project(states), held)
+
+    def cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
+        return predictions.against(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
+
+    def over_positions(predictions: Logits, batch: Batch) -> Weighted:
+        values, real = cross_entropy(predictions, batch)
+        return values, jnp.ones_like(real)
+
+    def accuracy(*, with_oov: bool = False, with_end: bool = False) -> Metric:
+        def measure(predictions: Logits, batch: Batch) -> Weighted:
+            target = batch["target"]
+            counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
+            return predictions.against(target)[1], counts.astype(jnp.float32)
+
+        return Metric(measure)
+
+    return Model(
+        init_global=init_global,
+        init_local=init_oov if local_oov else lambda key: {},
+        predict=predict,
+        loss=cross_entropy if loss_over == "tokens" else over_positions,
+        metrics={
+            "accuracy": accuracy(),
+            "accuracy_with_eos": accuracy(with_end=True),
+            "accuracy_with_oov_eos": accuracy(with_oov=True, with_end=True),
+            "perplexity": Metric(cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
+        },
+        lookups={"word_embedding": "word"},
+    )
+
+
+def _lengths(batch: Batch) -> Array:
+    """Return the length of each sentence; the full length if there are no targets."""
+    examples, length = batch["oov"].shape
+    if "target" not in batch:
+        return jnp.full(examples, length, jnp.int32)
+    return jnp.max(jnp.where(batch["target"] != 0, jnp.arange(1, length + 1), 0), 1)
+
+
+def _embeddings(key: Array, shape: tuple[int, int]) -> Array:
+    return jax.random.uniform(key, shape, minval=-0.05, maxval=0.05)

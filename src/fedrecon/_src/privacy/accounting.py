@@ -1,0 +1,303 @@
+"""The privacy that noise buys: the epsilon of given noise, and the noise for a given epsilon.
+
+One unit of privacy is one client: whether it ever took part at all. A round adds Gaussian noise of standard deviation
+`noise_multiplier` times the clipping norm to the sum of clipped uploads. Each client takes part in a round with
+probability `per_round / clients`, independently and without the observer knowing (Poisson sampling). Against
+an observer who sees who takes part, such as the server, this does not hold: use `per_round = clients`.
+
+Computed with the privacy loss distributions of dp-accounting, which comes with jax-privacy. It always rounds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from fedrecon._src.privacy import renyi
+from fedrecon._src.privacy.extra import require
+
+MOST_ROUNDS = 10**6  # beyond this, rounding up takes over: losses of a round are smaller than its steps
+MOST_EPSILON = 1e4
+LEAST_NOISE, MOST_NOISE = 0.05, 1e6  # multipliers: less promises nothing, and cannot be counted in reasonable memory
+
+
+class Release(NamedTuple):
+    """Something noised that was published, as often as `rounds` says.
+
+    Attributes:
+      noise_multiplier: standard deviation of the noise in the sum, in units of the most that one client can add to it.
+      rate: the probability with which a client took part, unseen; 1 if no sampling can be claimed.
+      rounds: how often.
+      mechanism: `gaussian`, or `skellam` for noise that clients added in integers.
+      count_noise: with adaptive clipping, the standard deviation of the noise in the count of clients below the norm.
+      steps: with skellam, the most that one client can add to the sum, its norm in integers.
+      length: with skellam, how many entries a client sends.
+      apart: a promise that a client takes part at most once in this many rounds; None if it may be in every round.
+      purpose: what was released, where it is not a round of training, such as `round zero`.
+    """
+
+    noise_multiplier: float
+    rate: float
+    rounds: int
+    mechanism: str = "gaussian"
+    count_noise: float | None = None
+    steps: float | None = None
+    length: int | None = None
+    apart: int | None = None
+    purpose: str | None = None
+
+    @property
+    def times(self) -> int:
+        """How many of the rounds one client can be in."""
+        return self.rounds if self.apart is None else -(-self.rounds // self.apart)
+
+    def effective(self) -> float:
+        """Return the noise multiplier of all that a round releases, the count of adaptive clipping included."""
+        return combined_noise(self.noise_multiplier, self.count_noise)
+
+    def check(self) -> Release:
+        """Return the same release, or say what makes no sense in it."""
+        if not (self.noise_multiplier > 0 and math.isfinite(self.noise_multiplier)):
+            raise ValueError(
+                f"the noise multiplier is {self.noise_multiplier}; without noise there is no privacy to count"
+            )
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"the sampling rate is {self.rate}; it must be a probability above 0")
+        if not 0 <= self.rounds <= MOST_ROUNDS:
+            raise ValueError(f"`rounds` is {self.rounds}; it must be from 0 to {MOST_ROUNDS:,}")
+        if self.apart is not None and (self.apart < 1 or self.rate < 1):
+            raise ValueError(f"rounds {self.apart} apart with rate {self.rate}; rely on one of them, not both")
+        if self.mechanism not in ("gaussian", "skellam"):
+            raise ValueError(f"the mechanism is {self.mechanism!r}; use gaussian or skellam")
+        if self.mechanism == "skellam" and (not self.steps or not self.length):
+            raise ValueError("skellam noise needs `steps` and `length`")
+        return self
+
+
+def default_delta(clients: int) -> float:
+    """Return the usual delta: a little below one over the number of clients.
+
+    Args:
+      clients: how many there are in the population.
+    """
+    _check_clients(clients)
+    return clients**-1.1
+
+
+def epsilon_of(releases: Sequence[Release], delta: float) -> float:
+    """Return epsilon of everything that was released.
+
+    Args:
+      releases: of one run or several, on the same clients.
+      delta: of the guarantee.
+    """
+    check_delta(delta)
+    return _epsilon(tuple(release.check() for release in releases if release.rounds), delta)
+
+
+@lru_cache(maxsize=512)
+def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
+    if not releases:
+        return 0.0
+    if any(release.mechanism == "skellam" for release in releases):
+        return renyi.epsilon([(_divergence(release), release.times) for release in releases], delta)
+    # Rounding is upwards, and costs about a thousandth with these steps. Small epsilons need fine ones.
+    found = math.inf
+    for step, enough in ((3e-3, 2.0), (1e-3, 0.5), (2.5e-4, 0.0)):
+        found = min(found, float(_losses(releases, step).get_epsilon(delta)))
+        if found >= enough:
+            break
+    return found
+
+
+def _losses(releases: Sequence[Release], step: float) -> Any:
+    """Compose releases into an accountant."""
+    library = require("dp_accounting")
+    accountant = require("dp_accounting.pld").PLDAccountant(value_discretization_interval=step)
+    for release in releases:
+        event = library.GaussianDpEvent(release.effective())
+        if release.rate < 1:
+            event = library.PoissonSampledDpEvent(release.rate, event)
+        accountant.compose(event, release.times)
+    return accountant
+
+
+def _divergence(release: Release) -> renyi.Divergence:
+    if release.mechanism == "gaussian":
+        return renyi.sampled(renyi.gaussian(release.effective()), release.rate, gaussian=True)
+    assert release.steps is not None
+    assert release.length is not None
+    variance = (release.effective() * release.steps) ** 2
+    return renyi.sampled(renyi.skellam(variance, release.steps, release.length), release.rate)
+
+
+def epsilon_after(
+    noise_multiplier: float, *, clients: int, per_round: float, rounds: int, delta: float | None = None
+) -> float:
+    """Return epsilon after some rounds of Gaussian noise.
+
+    Args:
+      noise_multiplier: standard deviation of the noise in the sum, in units of the clipping norm.
+      clients: how many there are in the population.
+      per_round: how many take part in a round, on average.
+      rounds: how many.
+      delta: of the guarantee; `clients ** -1.1` by default.
+    """
+    rate = sampling_rate(clients, per_round)
+    chosen = default_delta(clients) if delta is None else delta
+    release = Release(noise_multiplier, rate, rounds).check()
+    if not LEAST_NOISE <= noise_multiplier <= MOST_NOISE:
+        raise ValueError(
+            f"`noise_multiplier` is {noise_multiplier:g}; it must be from {LEAST_NOISE} to {MOST_NOISE:g}: less "
+            "promises nothing, more drowns everything"
+        )
+    return epsilon_of([release], chosen)
+
+
+def noise_for(
+    epsilon: float,
+    *,
+    clients: int,
+    per_round: float,
+    rounds: int,
+    delta: float | None = None,
+    before: Sequence[Release] = (),
+    release: Callable[[float], Release] | None = None,
+) -> float:
+    """Return the least noise multiplier with which `rounds` rounds stay within epsilon.
+
+    Args:
+      epsilon: of the guarantee.
+      clients: how many there are in the population.
+      per_round: how many take part in a round, on average.
+      rounds: how many.
+      delta: of the guarantee; `clients ** -1.1` by default.
+      before: what was released before, which counts too.
+      release: what all rounds release, as a function of the noise multiplier, such as
+        `lambda z: share_of_noise(clip, length, z, ...).release(rate, rounds)`; Gaussian noise by default.
+
+    Returns:
+      The multiplier, at most a thousandth too large, never too small.
+    """
+    rate = sampling_rate(clients, per_round)
+    chosen = default_delta(clients) if delta is None else delta
+    check_delta(chosen)
+    if not 0 < epsilon <= MOST_EPSILON:
+        raise ValueError(
+            f"`epsilon` is {epsilon}; it must be above 0 and at most {MOST_EPSILON:g}. Below about 0.01 nothing is "
+            "learned, above about 20 nothing is promised"
+        )
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise ValueError(f"`rounds` is {rounds}; it must be from 1 to {MOST_ROUNDS:,}")
+    spent = epsilon_of(before, chosen)
+    if spent >= epsilon:
+        raise ValueError(f"epsilon {epsilon:g} cannot be reached: {spent:.3g} was spent before the first round")
+
+    def excess(noise: float) -> float:
+        now = Release(noise, rate, rounds) if release is None else release(noise)
+        return math.log(max(epsilon_of([*before, now], chosen), 1e-12) / epsilon)
+
+    return _least(excess, _start(epsilon, rate, rounds, chosen), epsilon)
+
+
+def _start(epsilon: float, rate: float, rounds: int, delta: float) -> float:
+    """Guess the noise, from Rényi divergences, which are quick and a little high."""
+    low, high = 0.05, 1e4
+    while high / low > 1.05:
+        middle = math.sqrt(low * high)
+        divergence = renyi.sampled(renyi.gaussian(middle), rate, gaussian=True)
+        low, high = (middle, high) if renyi.epsilon([(divergence, rounds)], delta) > epsilon else (low, middle)
+    return high
+
+
+def _least(excess: Callable[[float], float], guess: float, epsilon: float) -> float:
+    """Find the least noise with no excess, to a thousandth."""
+    from scipy.optimize import brentq
+
+    high = guess
+    while excess(high) > 0:
+        high *= 1.5
+        if high > 1e6:
+            raise ValueError(f"epsilon {epsilon:.3g} cannot be reached with any noise; allow more, or fewer rounds")
+    low = 0.7 * high
+    while excess(low) <= 0:
+        low, high = 0.7 * low, low
+        if low < 1e-3:
+            return high
+    root = float(brentq(excess, low, high, xtol=2e-4 * high))
+    return next((noise for noise in (root, 1.0005 * root, 1.001 * root) if excess(noise) <= 0), high)
+
+
+def combined_noise(update_noise: float, count_noise: float | None) -> float:
+    """Return the noise multiplier of updates and of the count of adaptive clipping, seen as one release.
+
+    Args:
+      update_noise: the noise multiplier of the sum of updates.
+      count_noise: standard deviation of the noise in the count of clients below the norm; None without adaptive
+        clipping. A count of values of one half up or down: a client changes it by one half at most.
+
+    References: Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2021, theorem 1.
+    """
+    if count_noise is None:
+        return update_noise
+    return (update_noise**-2 + (2 * count_noise) ** -2) ** -0.5
+
+
+def update_noise_for(noise_multiplier: float, count_noise: float) -> float:
+    """Return how much noise updates need so that together with a noised count they count as `noise_multiplier`.
+
+    Args:
+      noise_multiplier: of both together.
+      count_noise: standard deviation of the noise in the count; a twentieth of the clients in a round is usual.
+    """
+    if not 2 * count_noise > noise_multiplier:
+        raise ValueError(
+            f"noise of {count_noise:g} in the count of adaptive clipping gives more away than noise of "
+            f"{noise_multiplier:g} allows in all; use more than {noise_multiplier / 2:.3g}"
+        )
+    return (noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5
+
+
+def _check_clients(clients: int) -> None:
+    if clients < 2:
+        raise ValueError(f"`clients` is {clients}; nobody can hide among fewer than 2")
+
+
+def sampling_rate(clients: int, per_round: float) -> float:
+    """Return the probability with which a client takes part in a round.
+
+    Args:
+      clients: how many there are in the population.
+      per_round: how many take part, on average.
+    """
+    _check_clients(clients)
+    if not per_round > 0:
+        raise ValueError(f"`per_round` is {per_round}; a round needs clients")
+    if per_round > clients:
+        raise ValueError(f"{per_round:g} clients per round cannot be drawn from {clients}")
+    return per_round / clients
+
+
+def check_delta(delta: float) -> None:
+    """Refuse a delta that promises nothing.
+
+    Args:
+      delta: of a guarantee.
+    """
+    if not 0 < delta < 1:
+        raise ValueError(
+            f"`delta` is {delta}; it is the probability that the promise fails, above 0 and well below one over the "
+            "number of clients"
+        )
+
+
+def check_clip(clip: float) -> None:
+    """Refuse a clipping norm that clips everything away, or nothing.
+
+    Args:
+      clip: the largest norm of an upload.
+    """
+    if not (clip > 0 and math.isfinite(clip)):
+        raise ValueError(f"`clip` is {clip}; it must be a number above 0: what one client can add must be bounded")

@@ -1,0 +1,224 @@
+"""The client's four steps: advertise, share, mask, unmask.
+
+Each takes the state and a message of the server, and returns the next state and a message for it. Keep the new state
+before you send the message, and forget the old one: a state is for one step. A step that is taken again, or
+out of order, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fedrecon._src.privacy.secure_sum import keys, messages
+from fedrecon._src.privacy.secure_sum.entropy import SYSTEM, Entropy
+from fedrecon._src.privacy.secure_sum.errors import MessageError, Refusal, SecureSumError
+from fedrecon._src.privacy.secure_sum.masks import add_mask
+from fedrecon._src.privacy.secure_sum.sharing import SECRET, split
+from fedrecon._src.privacy.secure_sum.terms import Terms
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What a client keeps between messages. It holds secrets: it stays on the device.
+
+    Attributes:
+      terms: of this sum.
+      me: this client's number.
+      stage: the step that comes next.
+      seed: the secret from which its own mask follows.
+      root: the secret from which its masks with others follow.
+      cipher: the private key with which it reads shares.
+      circle: `{client: (cipher key, mask key)}`, public keys, itself included.
+      held: `{client: (share of its root, share of its seed)}`, of those who shared, itself included.
+    """
+
+    terms: Terms
+    me: int
+    stage: str
+    seed: bytes = field(default=b"", repr=False)
+    root: bytes = field(default=b"", repr=False)
+    cipher: bytes = field(default=b"", repr=False)
+    circle: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
+    held: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
+
+    def to_bytes(self) -> bytes:
+        """Write the state, secrets and all, for a host that cannot keep an object between messages."""
+        pairs = {name: {k: [a.hex(), b.hex()] for k, (a, b) in getattr(self, name).items()} for name in _PAIRS}
+        secrets = {name: getattr(self, name).hex() for name in _SECRETS}
+        terms = self.terms.to_bytes().hex()
+        return json.dumps({"terms": terms, "me": self.me, "stage": self.stage, **secrets, **pairs}).encode()
+
+    @classmethod
+    def from_bytes(cls, saved: bytes) -> ClientState:
+        """Read a state that `to_bytes` wrote."""
+        try:
+            values = json.loads(saved)
+            pairs = {
+                name: {int(k): (bytes.fromhex(a), bytes.fromhex(b)) for k, (a, b) in values[name].items()}
+                for name in _PAIRS
+            }
+            seed, root, cipher = (bytes.fromhex(values[name]) for name in _SECRETS)
+            terms = Terms.from_bytes(bytes.fromhex(values["terms"]))
+            return cls(terms, int(values["me"]), str(values["stage"]), seed, root, cipher, **pairs)
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise SecureSumError("this is not a client's state that `to_bytes` wrote") from problem
+
+
+_PAIRS, _SECRETS = ("circle", "held"), ("seed", "root", "cipher")
+
+
+def advertise(
+    terms: Terms, me: int, *, least: int, entropy: Entropy = SYSTEM, signing_key: keys.SigningKey | None = None
+) -> tuple[ClientState, bytes]:
+    """Draw keys for one sum and advertise them.
+
+    Args:
+      terms: as the server says.
+      me: this client's number in the cohort.
+      least: the fewest clients whose sum this client wants to be part of; refused if the threshold is below.
+      entropy: where keys come from.
+      signing_key: the device's own, Ed25519 or elliptic curve, if others know its verify key.
+    """
+    terms.check()
+    if not 0 <= me < 2**64:
+        raise SecureSumError(f"`me` is {me}; a client's number is from 0 and below 2**64")
+    if terms.threshold < least:
+        raise Refusal(
+            f"client {me} takes part in sums of {least} or more; these terms allow a sum of {terms.threshold}"
+        )
+    seed, root, cipher = entropy.draw(SECRET), entropy.draw(SECRET), entropy.draw(32)
+    digest = terms.digest()
+    hello = messages.write_hello(
+        terms,
+        me,
+        keys.public_of(cipher),
+        keys.public_of(keys.mask_private(root, digest, me)),
+        keys.derive(seed, digest, b"commitment", me),
+        signing_key,
+    )
+    return ClientState(terms, me, "share", seed, root, cipher), hello
+
+
+def share(
+    state: ClientState, roster: bytes, *, verify_keys: keys.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+) -> tuple[ClientState, bytes]:
+    """Give each member of the circle a share of both secrets, encrypted for it.
+
+    Args:
+      state: after `advertise`.
+      roster: the server's answer.
+      verify_keys: keys of the devices that exist, by number or as a function; a member that has not signed with its
+        own is refused. Without them the server is trusted not to invent clients.
+      entropy: where nonces come from.
+    """
+    _expect(state, "share")
+    terms, me = state.terms, state.me
+    circle = messages.read_roster(roster, terms, me, verify_keys)
+    _check_circle(state, circle)
+    members = tuple(sorted(circle))
+    roots = split(state.root, terms.threshold, members)
+    seeds = split(state.seed, terms.threshold, members)
+    digest, sealed = terms.digest(), {}
+    for other in members:
+        if other != me:
+            key = keys.agree(state.cipher, circle[other].cipher, digest, b"share", me, other)
+            nonce = entropy.draw(messages.NONCE)
+            sealed[other] = nonce + keys.encrypt(key, nonce, roots[other] + seeds[other], digest)
+    public = {client: (hello.cipher, hello.mask) for client, hello in circle.items()}
+    after = replace(state, stage="mask", circle=public, held={me: (roots[me], seeds[me])})
+    return after, messages.write_shares(terms, me, sealed)
+
+
+def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[ClientState, bytes]:
+    """Mask the input: only in the sum with the others' do the masks cancel.
+
+    Args:
+      state: after `share`.
+      delivery: the server's answer.
+      vector: `(length,)` integers of the ring.
+    """
+    _expect(state, "mask")
+    terms, me = state.terms, state.me
+    if vector.shape != (terms.length,) or vector.dtype != terms.dtype:
+        raise SecureSumError(
+            f"`vector` is {vector.dtype}{list(vector.shape)}; the terms say {terms.dtype}[{terms.length}]"
+        )
+    held, digest = dict(state.held), terms.digest()
+    for other, text in messages.read_delivery(delivery, terms, me).items():
+        if other == me or other not in state.circle:
+            raise MessageError(f"a delivery message has shares of client {other}, who is not in this client's circle")
+        key = keys.agree(state.cipher, state.circle[other][0], digest, b"share", other, me)
+        both = keys.decrypt(key, text[: messages.NONCE], text[messages.NONCE :], digest)
+        if both is None:
+            raise MessageError(f"the shares of client {other} are damaged, or for another client")
+        held[other] = (both[:SECRET], both[SECRET:])
+    if len(held) < terms.threshold:
+        raise Refusal(
+            f"{len(held)} clients of this client's circle shared, and the threshold is {terms.threshold}: "
+            "it sends nothing"
+        )
+    masked = vector.copy()
+    add_mask(masked, keys.derive(state.seed, digest, b"own mask", me))
+    private = keys.mask_private(state.root, digest, me)
+    for other in held:
+        if other != me:
+            add_mask(masked, pair_key(private, me, state.circle[other][1], other, digest), subtract=other < me)
+    # The seed, the root and the cipher key are no longer needed; others may still ask for the shares.
+    after = replace(state, stage="unmask", held=held, seed=b"", root=b"", cipher=b"")
+    return after, messages.write_masked(terms, me, masked)
+
+
+def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
+    """Reveal one share for each member of the circle: of the seed if it answered, of the root if it dropped out.
+
+    Args:
+      state: after `mask`.
+      request: the server's answer.
+    """
+    _expect(state, "unmask")
+    asked = messages.read_request(request, state.terms, state.me)
+    answered = dict(asked)
+    if len(answered) != len(asked):
+        twice = next(client for k, (client, _) in enumerate(asked) if client in dict(asked[:k]))
+        raise Refusal(f"the server asks for shares of client {twice} twice; both its secrets would reveal its input")
+    if set(answered) != set(state.held):
+        raise Refusal("the clients that the server asks about are not those that shared with this one")
+    if not answered[state.me]:
+        raise Refusal(
+            f"the server says that client {state.me} did not answer; its input was sent, so nothing is revealed"
+        )
+    if sum(answered.values()) < state.terms.threshold:
+        raise Refusal(
+            f"{sum(answered.values())} clients of this client's circle answered, and the threshold is "
+            f"{state.terms.threshold}: it reveals nothing"
+        )
+    shares = {client: state.held[client][1 if yes else 0] for client, yes in answered.items()}
+    return replace(state, stage="done", circle={}, held={}), messages.write_reveal(state.terms, state.me, shares)
+
+
+def pair_key(private: bytes, mine: int, public: bytes, theirs: int, digest: bytes) -> bytes:
+    """Return the key of the mask that two clients have in common: the lower number adds it, the other subtracts."""
+    return keys.agree(private, public, digest, b"pair mask", min(mine, theirs), max(mine, theirs))
+
+
+def _expect(state: ClientState, step: str) -> None:
+    if state.stage != step:
+        raise Refusal(f"client {state.me} was asked for {step!r}, and its next step is {state.stage!r}")
+
+
+def _check_circle(state: ClientState, circle: Mapping[int, messages.Hello]) -> None:
+    terms, me = state.terms, state.me
+    mine = circle.get(me)
+    expected = keys.public_of(state.cipher), keys.public_of(keys.mask_private(state.root, terms.digest(), me))
+    if mine is None or (mine.cipher, mine.mask) != expected:
+        raise Refusal(f"the server's roster does not have client {me} with the keys that it advertised")
+    if len(circle) < terms.threshold:
+        raise Refusal(f"client {me} got a circle of {len(circle)}, and the threshold is {terms.threshold}")
+    if len(circle) > terms.circle:
+        raise Refusal(f"client {me} got a circle of {len(circle)}; the terms say {terms.circle} at most")
+    if len({key for hello in circle.values() for key in (hello.cipher, hello.mask)}) < 2 * len(circle):
+        raise Refusal("two clients of the server's roster have the same key: it names one client twice")

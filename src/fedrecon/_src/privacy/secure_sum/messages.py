@@ -1,0 +1,228 @@
+"""Messages as bytes: how each is written, and how it is read without trusting it.
+
+Every message begins alike: magic, version, kind, the digest of the terms, and the client that it comes from or goes to.
+Whatever is read is a slice of the message itself, and counts are compared with what is left of it before anything is
+made from them. So a hostile message costs no more memory than its size.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedrecon._src.privacy.secure_sum import keys
+from fedrecon._src.privacy.secure_sum.errors import MessageError
+from fedrecon._src.privacy.secure_sum.sharing import SECRET
+from fedrecon._src.privacy.secure_sum.terms import MAGIC, VERSION, Terms
+
+KINDS = {1: "advertise", 2: "roster", 3: "shares", 4: "delivery", 5: "masked", 6: "request", 7: "reveal"}
+_NUMBER = {name: number for number, name in KINDS.items()}
+_HEADER = struct.Struct(">4sBB32sQ")
+_CLIENT = struct.Struct(">Q")
+_ASKED = struct.Struct(">QB")
+_COUNT = struct.Struct(">H")
+NONCE, SEALED = 12, 2 * SECRET + 16  # two shares and the tag of AES-GCM
+
+
+class Hello(NamedTuple):
+    """What a client advertises.
+
+    Attributes:
+      client: its number.
+      cipher: the public key with which shares are encrypted for it.
+      mask: the public key from which masks follow.
+      commitment: tells a right seed from a wrong one, and nothing else about it.
+      signature: over all of this and the terms; empty without a signing key.
+      signed: what is signed.
+    """
+
+    client: int
+    cipher: bytes
+    mask: bytes
+    commitment: bytes
+    signature: bytes
+    signed: bytes
+
+
+def _header(kind: str, terms: Terms, client: int) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, _NUMBER[kind], terms.digest(), client)
+
+
+class _Reader:
+    """Takes a message apart from the front."""
+
+    def __init__(self, message: bytes, kind: str, terms: Terms, client: int | None) -> None:
+        if not isinstance(message, bytes | bytearray | memoryview):
+            raise MessageError(f"a {kind} message is bytes, not {type(message).__name__}")
+        self._left, self._kind = memoryview(message), kind
+        magic, version, number, digest, self.client = _HEADER.unpack(self.take(_HEADER.size))
+        if magic != MAGIC:
+            raise MessageError("this is not a message of a secure sum")
+        if version != VERSION:
+            raise MessageError(f"a message of protocol version {version}; this is version {VERSION}")
+        if number != _NUMBER[kind]:
+            raise MessageError(f"a message of kind {KINDS.get(number, number)!r} came where {kind!r} was expected")
+        if digest != terms.digest():
+            raise MessageError(f"the {kind} message is from another session, round or group")
+        if client is not None and self.client != client:
+            raise MessageError(f"the {kind} message names client {self.client}; it should name client {client}")
+
+    def take(self, size: int) -> bytes:
+        if len(self._left) < size:
+            raise MessageError(f"a {self._kind} message ends too early: it is damaged")
+        part, self._left = bytes(self._left[:size]), self._left[size:]
+        return part
+
+    def count(self) -> int:
+        return _COUNT.unpack(self.take(_COUNT.size))[0]
+
+    def rest(self) -> memoryview:
+        part, self._left = self._left, self._left[len(self._left) :]
+        return part
+
+    def records(self, size: int) -> list[bytes]:
+        """Read a count and that many records of one size, which must be all that is left."""
+        number = self.count()
+        if len(self._left) != number * size:
+            raise MessageError(
+                f"a {self._kind} message announces {number} entries of {size} bytes and has {len(self._left)} bytes"
+            )
+        return [self.take(size) for _ in range(number)]
+
+    def end(self) -> None:
+        if len(self._left):
+            raise MessageError(f"a {self._kind} message has {len(self._left)} bytes too many: it is damaged")
+
+
+def _once(pairs: Iterable[tuple[int, bytes]], kind: str) -> dict[int, bytes]:
+    entries: dict[int, bytes] = {}
+    for client, value in pairs:
+        if client in entries:
+            raise MessageError(f"a {kind} message names client {client} twice")
+        entries[client] = value
+    return entries
+
+
+# ---- advertise, roster ----
+
+
+def write_hello(terms: Terms, client: int, cipher: bytes, mask: bytes, commitment: bytes, signing_key: object) -> bytes:
+    """Write what a client advertises, signed if there is a key."""
+    body = _header("advertise", terms, client) + cipher + mask + commitment
+    signature = b"" if signing_key is None else keys.sign(signing_key, body)
+    return body + _COUNT.pack(len(signature)) + signature
+
+
+def read_hello(message: bytes, terms: Terms, client: int | None, verify_keys: keys.VerifyKeys | None) -> Hello:
+    """Read what a client advertises; with verify keys, only if it is signed by one of them."""
+    reader = _Reader(message, "advertise", terms, client)
+    cipher, mask, commitment = (reader.take(32) for _ in range(3))
+    signature = reader.take(reader.count())
+    reader.end()
+    signed = bytes(message[: _HEADER.size + 96])
+    if verify_keys is not None:
+        keys.verify(verify_keys, reader.client, signature, signed)
+    return Hello(reader.client, cipher, mask, commitment, signature, signed)
+
+
+def write_roster(terms: Terms, client: int, hellos: Sequence[bytes]) -> bytes:
+    """Write a client's circle: what each member advertised, as it was sent."""
+    entries = b"".join(_COUNT.pack(len(hello)) + hello for hello in hellos)
+    return _header("roster", terms, client) + _COUNT.pack(len(hellos)) + entries
+
+
+def read_roster(message: bytes, terms: Terms, client: int, verify_keys: keys.VerifyKeys | None) -> dict[int, Hello]:
+    """Read a client's circle."""
+    reader = _Reader(message, "roster", terms, client)
+    circle: dict[int, Hello] = {}
+    for _ in range(reader.count()):
+        hello = read_hello(reader.take(reader.count()), terms, None, verify_keys)
+        if hello.client in circle:
+            raise MessageError(f"a roster message names client {hello.client} twice")
+        circle[hello.client] = hello
+    reader.end()
+    return circle
+
+
+# ---- shares, delivery ----
+
+
+def _write_sealed(kind: str, terms: Terms, client: int, sealed: Mapping[int, bytes]) -> bytes:
+    entries = b"".join(_CLIENT.pack(other) + text for other, text in sealed.items())
+    return _header(kind, terms, client) + _COUNT.pack(len(sealed)) + entries
+
+
+def _read_sealed(kind: str, message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
+    records = _Reader(message, kind, terms, client).records(_CLIENT.size + NONCE + SEALED)
+    return _once(((_CLIENT.unpack(record[:8])[0], record[8:]) for record in records), kind)
+
+
+def write_shares(terms: Terms, client: int, sealed: Mapping[int, bytes]) -> bytes:
+    """Write the shares that a client gives, encrypted for each member of its circle."""
+    return _write_sealed("shares", terms, client, sealed)
+
+
+def read_shares(message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
+    """Read the shares that a client gives, by who they are for."""
+    return _read_sealed("shares", message, terms, client)
+
+
+def write_delivery(terms: Terms, client: int, sealed: Mapping[int, bytes]) -> bytes:
+    """Write the shares that a client gets."""
+    return _write_sealed("delivery", terms, client, sealed)
+
+
+def read_delivery(message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
+    """Read the shares that a client gets, by who they are from."""
+    return _read_sealed("delivery", message, terms, client)
+
+
+# ---- masked ----
+
+
+def write_masked(terms: Terms, client: int, vector: np.ndarray) -> bytes:
+    """Write a masked vector."""
+    return _header("masked", terms, client) + vector.astype(terms.dtype, copy=False).tobytes()
+
+
+def read_masked(message: bytes, terms: Terms, client: int) -> np.ndarray:
+    """Read a masked vector: a view of the message."""
+    body = _Reader(message, "masked", terms, client).rest()
+    if len(body) != terms.length * terms.dtype.itemsize:
+        raise MessageError(
+            f"a masked message has {len(body)} bytes; {terms.length} integers of {terms.bits} bits are "
+            f"{terms.length * terms.dtype.itemsize}"
+        )
+    return np.frombuffer(body, terms.dtype)
+
+
+# ---- request, reveal ----
+
+
+def write_request(terms: Terms, client: int, answered: Mapping[int, bool]) -> bytes:
+    """Write which clients of a circle answered, and which did not."""
+    entries = b"".join(_ASKED.pack(other, yes) for other, yes in answered.items())
+    return _header("request", terms, client) + _COUNT.pack(len(answered)) + entries
+
+
+def read_request(message: bytes, terms: Terms, client: int) -> list[tuple[int, bool]]:
+    """Read which shares are asked for, as they are: the caller refuses a client that is named twice."""
+    asked = [_ASKED.unpack(record) for record in _Reader(message, "request", terms, client).records(_ASKED.size)]
+    if any(flag > 1 for _, flag in asked):
+        raise MessageError("a request message asks for a kind of share that does not exist")
+    return [(other, bool(flag)) for other, flag in asked]
+
+
+def write_reveal(terms: Terms, client: int, shares: Mapping[int, bytes]) -> bytes:
+    """Write the shares that were asked for."""
+    entries = b"".join(_CLIENT.pack(other) + share for other, share in shares.items())
+    return _header("reveal", terms, client) + _COUNT.pack(len(shares)) + entries
+
+
+def read_reveal(message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
+    """Read shares, by the client whose secret they belong to."""
+    records = _Reader(message, "reveal", terms, client).records(_CLIENT.size + SECRET)
+    return _once(((_CLIENT.unpack(record[:8])[0], record[8:]) for record in records), "reveal")

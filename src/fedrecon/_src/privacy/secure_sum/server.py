@@ -1,0 +1,273 @@
+"""The server's four steps: introduce, deliver, collect, total.
+
+Each takes the state and the clients' messages as `(client, bytes)` pairs, where `client` is the sender
+according to the transport, and returns the next state and a message for each client. Whoever is missing has dropped
+out. A message that cannot be read counts as missing; `ServerState.refused` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from fedrecon._src.privacy.secure_sum import keys, messages
+from fedrecon._src.privacy.secure_sum.circles import circles
+from fedrecon._src.privacy.secure_sum.client import pair_key
+from fedrecon._src.privacy.secure_sum.entropy import SYSTEM, Entropy
+from fedrecon._src.privacy.secure_sum.errors import MessageError, SecureSumError, TooFewClients
+from fedrecon._src.privacy.secure_sum.masks import add_mask
+from fedrecon._src.privacy.secure_sum.sharing import Combiner
+from fedrecon._src.privacy.secure_sum.terms import Terms
+
+T = TypeVar("T")
+Incoming = Iterable[tuple[int, bytes]]
+Outgoing = dict[int, bytes]
+
+
+class Sum(NamedTuple):
+    """What the server learns.
+
+    Attributes:
+      total: `(length,)` the sum, modulo 2**bits, over `clients`.
+      clients: whose input is in the sum.
+      missing: `{step: clients who were last heard before it}`; those of `unmask` are in the sum.
+      refused: `{client: why its message was not accepted}`.
+      entropy: where the server's randomness came from; in a rehearsal everybody's. `system`, or the seed.
+    """
+
+    total: np.ndarray
+    clients: tuple[int, ...]
+    missing: Mapping[str, tuple[int, ...]]
+    refused: Mapping[int, str]
+    entropy: str
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What the server keeps between messages.
+
+    Attributes:
+      terms: of this sum.
+      stage: the step that comes next.
+      hellos: what each client advertised.
+      circles: who exchanges keys with whom.
+      shared: clients who gave shares to their circle.
+      answered: clients whose masked input is in `masked`.
+      masked: the sum of masked inputs.
+      missing: by step.
+      refused: messages that were not accepted, by client.
+      entropy: the name of the server's source of randomness.
+    """
+
+    terms: Terms
+    stage: str
+    hellos: Mapping[int, messages.Hello]
+    circles: Mapping[int, tuple[int, ...]]
+    shared: frozenset[int] = frozenset()
+    answered: frozenset[int] = frozenset()
+    masked: np.ndarray | None = field(default=None, repr=False)
+    missing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    refused: Mapping[int, str] = field(default_factory=dict)
+    entropy: str = SYSTEM.name
+
+
+def introduce(
+    terms: Terms, hellos: Incoming, *, verify_keys: keys.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+) -> tuple[ServerState, Outgoing]:
+    """Draw circles among those who advertised, and tell each client its own.
+
+    Args:
+      terms: as clients were told.
+      hellos: of `advertise`.
+      verify_keys: keys of the devices that exist; whoever has not signed with its own is left out.
+      entropy: where the order of the ring comes from.
+    """
+    terms.check()
+    refused: dict[int, str] = {}
+    sent: dict[int, bytes] = {}
+
+    def read(message: bytes, client: int) -> messages.Hello:
+        hello = messages.read_hello(message, terms, client, verify_keys)
+        sent[client] = bytes(message)
+        return hello
+
+    read_hellos = dict(_readable(hellos, read, None, refused))
+    if len(read_hellos) < terms.threshold:
+        raise TooFewClients("advertise", len(read_hellos), terms.threshold)
+    drawn = circles(read_hellos, terms.circle, entropy)
+    state = ServerState(terms, "deliver", read_hellos, drawn, refused=refused, entropy=entropy.name)
+    rosters = {
+        client: messages.write_roster(terms, client, [sent[member] for member in circle])
+        for client, circle in drawn.items()
+    }
+    return state, rosters
+
+
+def deliver(state: ServerState, shares: Incoming) -> tuple[ServerState, Outgoing]:
+    """Deliver shares to the clients they are for.
+
+    A client whose circle has too few left to continue is left out, as if it had dropped out.
+
+    Args:
+      state: after `introduce`.
+      shares: of `share`.
+    """
+    _expect(state, "deliver")
+    terms, refused = state.terms, dict(state.refused)
+
+    def read(message: bytes, client: int) -> dict[int, bytes]:
+        sealed = messages.read_shares(message, terms, client)
+        if set(sealed) != set(state.circles[client]) - {client}:
+            raise MessageError(f"client {client} does not share with exactly its circle")
+        return sealed
+
+    sealed = dict(_readable(shares, read, state.circles, refused))
+    shared = set(sealed)
+    while lonely := {client for client in shared if _present(state, client, shared) < terms.threshold}:
+        shared -= lonely
+    if len(shared) < terms.threshold:
+        most = max((_present(state, client, set(sealed)) for client in sealed), default=0)
+        raise TooFewClients("share", most, terms.threshold)
+    missing = {**state.missing, "share": tuple(sorted(set(state.circles) - shared))}
+    after = replace(state, stage="collect", shared=frozenset(shared), missing=missing, refused=refused)
+    deliveries = {
+        client: messages.write_delivery(
+            terms,
+            client,
+            {other: sealed[other][client] for other in state.circles[client] if other in shared - {client}},
+        )
+        for client in sorted(shared)
+    }
+    return after, deliveries
+
+
+def collect(state: ServerState, masked: Incoming) -> tuple[ServerState, Outgoing]:
+    """Add up masked inputs, one at a time, and ask for what is needed to take the masks off.
+
+    Args:
+      state: after `deliver`.
+      masked: of `mask`; may be a generator, so that not all inputs are in memory.
+    """
+    _expect(state, "collect")
+    terms, refused = state.terms, dict(state.refused)
+    total, answered = np.zeros(terms.length, terms.dtype), set()
+    for client, vector in _readable(masked, lambda m, c: messages.read_masked(m, terms, c), state.shared, refused):
+        np.add(total, vector, out=total)
+        answered.add(client)
+    _check_left(state, answered, answered, "mask")
+    missing = {**state.missing, "mask": tuple(sorted(state.shared - answered))}
+    after = replace(state, stage="total", answered=frozenset(answered), masked=total, missing=missing, refused=refused)
+    requests = {client: messages.write_request(terms, client, _asked_of(after, client)) for client in sorted(answered)}
+    return after, requests
+
+
+def total(state: ServerState, reveals: Incoming) -> Sum:
+    """Take the masks off the sum.
+
+    Args:
+      state: after `collect`.
+      reveals: of `unmask`.
+    """
+    _expect(state, "total")
+    terms, refused = state.terms, dict(state.refused)
+
+    def read(message: bytes, client: int) -> dict[int, bytes]:
+        shares = messages.read_reveal(message, terms, client)
+        if set(shares) != set(_asked_of(state, client)):
+            raise MessageError(f"client {client} reveals other shares than it was asked for")
+        return shares
+
+    revealed = dict(_readable(reveals, read, state.answered, refused))
+    _check_left(state, state.answered, set(revealed), "unmask")
+    assert state.masked is not None
+    result, combiner = state.masked.copy(), Combiner(terms.threshold)
+    for client in sorted(state.answered):
+        seed = _secret(state, client, revealed, combiner)
+        add_mask(result, keys.derive(seed, terms.digest(), b"own mask", client), subtract=True)
+    for client in sorted(state.shared - state.answered):
+        _take_off(result, state, client, revealed, combiner)
+    missing = {**state.missing, "unmask": tuple(sorted(state.answered - set(revealed)))}
+    return Sum(result, tuple(sorted(state.answered)), missing, refused, state.entropy)
+
+
+def _take_off(
+    result: np.ndarray, state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner
+) -> None:
+    """Take off the masks that others have in common with a client that dropped out."""
+    partners = [other for other in state.circles[client] if other in state.answered]
+    if not partners:
+        return
+    digest = state.terms.digest()
+    private = keys.mask_private(_secret(state, client, revealed, combiner), digest, client)
+    for other in partners:
+        key = pair_key(private, client, state.hellos[other].mask, other, digest)
+        add_mask(result, key, subtract=other < client)
+
+
+def _secret(state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner) -> bytes:
+    """Put together the seed of a client that answered, or the root of one that did not."""
+    circle, digest, hello = state.circles[client], state.terms.digest(), state.hellos[client]
+    shares = {holder: revealed[holder][client] for holder in circle if holder in revealed}
+    secret = combiner.combine(shares, circle)
+    if client in state.answered:
+        right = keys.derive(secret, digest, b"commitment", client) == hello.commitment
+    else:
+        right = keys.public_of(keys.mask_private(secret, digest, client)) == hello.mask
+    if not right:
+        raise SecureSumError(
+            f"the shares of client {client} do not give its secret: client {client} shared, or one of its circle "
+            "revealed, something wrong; there is no sum, and nobody's data is known"
+        )
+    return secret
+
+
+def _asked_of(state: ServerState, client: int) -> dict[int, bool]:
+    return {other: other in state.answered for other in state.circles[client] if other in state.shared}
+
+
+def _present(state: ServerState, client: int, among: Set[int]) -> int:
+    return sum(member in among for member in state.circles[client])
+
+
+def _check_left(state: ServerState, answered: Set[int], left: Set[int], stage: str) -> None:
+    """Refuse to continue if too few are left of a circle whose secret is needed."""
+    needed = state.terms.threshold
+    if len(left) < needed:
+        raise TooFewClients(stage, len(left), needed)
+    wanted = [client for client in state.shared if _present(state, client, answered)]
+    worst = min(wanted, key=lambda client: _present(state, client, left))
+    if _present(state, worst, left) < needed:
+        raise TooFewClients(stage, _present(state, worst, left), needed, f" of the circle of client {worst}")
+
+
+def _readable(
+    incoming: Incoming,
+    read: Callable[[bytes, int], T],
+    expected: Iterable[int] | None,
+    refused: dict[int, str],
+) -> Iterable[tuple[int, T]]:
+    """Yield what can be read, each client once; note in `refused` what cannot."""
+    allowed = None if expected is None else set(expected)
+    seen: set[int] = set()
+    for client, message in incoming:
+        if client in seen:
+            refused[client] = f"client {client} sent this message twice; the first one is used"
+            continue
+        if allowed is not None and client not in allowed:
+            refused[client] = f"client {client} is not, or no longer, part of this sum"
+            continue
+        try:
+            content = read(message, client)
+        except MessageError as problem:
+            refused[client] = str(problem)
+            continue
+        seen.add(client)
+        yield client, content
+
+
+def _expect(state: ServerState, step: str) -> None:
+    if state.stage != step:
+        raise SecureSumError(f"the server was told to {step!r}, and its next step is {state.stage!r}")

@@ -1,0 +1,349 @@
+"""Baselines that a model of ratings should beat, on the same users and query examples that `evaluate` measures on.
+
+Means and biases come first; the factor models are trained centrally, on all data in one place. Like the model under
+test, a baseline sees only a new user's support examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.cohort import Needs, Packer
+from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.split import Split, half
+from fedrecon._src.recommend.round_zero import Plan, Preparation, prepare
+
+ACCURATE_WITHIN = 0.5
+HELD_OUT = 0.1  # share of the training clients on which a central baseline's ridge is chosen
+DIM = 16  # of the central factor models
+SVD_RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0)
+ALS_RIDGES = (2.0, 5.0, 10.0, 20.0, 40.0)
+SIMPLE = ("global mean", "item mean", "item + user bias")
+CENTRAL = ("biases + SVD + ridge", "ALS + ridge")
+PADDED_ENTRIES = 2**20  # in a block of groups that is solved at once
+
+
+class Examples(NamedTuple):
+    """Ratings one after another: the client, the item and the rating of each."""
+
+    client: np.ndarray
+    item: np.ndarray
+    rating: np.ndarray
+
+
+class Known(NamedTuple):
+    """Clients' examples divided into support, which a baseline may use, and query, which it must predict."""
+
+    clients: int
+    support: Examples
+    query: Examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Baselines:
+    """Results of the baselines on the query examples of clients.
+
+    Attributes:
+      clients: how many clients were measured.
+      examples: how many query examples.
+      table: `{baseline: {"rmse", "mae", "accuracy"}}`.
+    """
+
+    clients: int
+    examples: int
+    table: Mapping[str, Mapping[str, float]]
+
+    @property
+    def best(self) -> str:
+        """The name of the baseline with the smallest RMSE."""
+        return min(self.table, key=lambda name: self.table[name]["rmse"])
+
+    def __str__(self) -> str:
+        """Lay the table out as text."""
+        cells = [[name, *(f"{row[m]:.4f}" for m in ("rmse", "mae", "accuracy"))] for name, row in self.table.items()]
+        return "\n".join(lay_out([["baseline", "RMSE", "MAE", "accuracy"], *cells], right=True))
+
+
+def measure(
+    train: Clients,
+    test: Clients,
+    *,
+    split: Split | None = None,
+    num_items: int | None = None,
+    which: Sequence[str] = SIMPLE,
+    accuracy_within: float = ACCURATE_WITHIN,
+) -> Baselines:
+    """Measure baselines for ratings on the query examples of clients that took no part in training.
+
+    Predictions are clipped to the scale of the training clients' ratings.
+
+    Args:
+      train: what the baselines learn from; columns `item` and `rating`.
+      test: clients to measure on.
+      split: support and query, as given to `evaluate`; half and half by default.
+      num_items: item ids are 0 to `num_items - 1`; by default as many as the columns of `train` and `test` have.
+      which: names out of `SIMPLE` and `CENTRAL`. Central ones choose their ridge on a tenth of the training clients.
+      accuracy_within: a prediction this close to the rating counts as accurate.
+
+    Returns:
+      A `Baselines`, to print or to look numbers up in.
+    """
+    if unknown := set(which) - set(FITS):
+        raise ValueError(f"unknown baseline {sorted(unknown)[0]!r}; use some of: {', '.join(FITS)}")
+    if not len(train) or not len(test):
+        raise ValueError(f"baselines need clients to learn from and to measure on, not {len(train)} and {len(test)}")
+    if num_items is None:
+        num_items = 1 + max(int(part.columns["item"].max()) for part in (train, test))
+    split = split or half()
+    known = divided(test, split)
+    if not len(known.query.rating):
+        raise ValueError("none of the clients has query examples to measure on; use another split")
+    prepared = prepare(train, num_items, plan=Plan(traits=0), transform="none")
+    table = {}
+    for name in which:
+        guess = np.clip(FITS[name](prepared, train, split)(known), prepared.low, prepared.high)
+        table[name] = errors(guess, known.query.rating, accuracy_within)
+    return Baselines(len(np.unique(known.query.client)), len(known.query.rating), table)
+
+
+def errors(guess: np.ndarray, rating: np.ndarray, accuracy_within: float = ACCURATE_WITHIN) -> dict[str, float]:
+    """Return root mean squared error, mean absolute error and the share of accurate predictions.
+
+    Args:
+      guess: `(examples,)` predictions.
+      rating: `(examples,)` the true ratings.
+      accuracy_within: a prediction this close to the rating counts as accurate.
+    """
+    off = np.abs(guess - rating)
+    return {
+        "rmse": float(np.sqrt(np.mean(off**2))),
+        "mae": float(off.mean()),
+        "accuracy": float(np.mean(off <= accuracy_within)),
+    }
+
+
+def divided(clients: Clients, split: Split) -> Known:
+    """Divide clients' examples into support and query just as `evaluate` does.
+
+    Args:
+      clients: with columns `item` and `rating`.
+      split: how examples become support and query.
+    """
+    packer = Packer(clients, Needs(split, columns=("item", "rating")))
+    sides: tuple[list[Examples], list[Examples]] = ([], [])
+    many = max(1, PADDED_ENTRIES // sum(packer.lengths))
+    for begin in range(0, len(clients), many):
+        indices = np.arange(begin, min(begin + many, len(clients)))
+        cohort = packer.pack(indices)
+        for side, examples in zip(sides, (cohort.support, cohort.query), strict=True):
+            there = np.arange(examples.columns["item"].shape[1]) < examples.count[:, None]
+            item, rating = (np.asarray(examples.columns[name])[there] for name in ("item", "rating"))
+            side.append(Examples(np.repeat(indices, examples.count), item, rating.astype(np.float64)))
+    joined = [Examples(*map(np.concatenate, zip(*side, strict=True))) for side in sides]
+    return Known(len(clients), *joined)
+
+
+# ---- means and biases ----
+
+Predict = Callable[[Known], np.ndarray]  # clients' examples -> predictions for the query ones
+Fit = Callable[[Preparation, Clients, Split], Predict]
+
+
+def _all_examples(clients: Clients) -> Examples:
+    """Return all examples of clients, one after another."""
+    rows = rows_of(clients.starts, clients.ends)
+    owner = np.repeat(np.arange(len(clients)), clients.sizes)
+    return Examples(owner, clients.columns["item"][rows], clients.columns["rating"][rows].astype(np.float64))
+
+
+def _global_mean(prepared: Preparation, train: Clients, split: Split) -> Predict:
+    del train, split
+    return lambda known: np.full(len(known.query.rating), prepared.mean)
+
+
+def item_means(train: Clients, num_items: int) -> np.ndarray:
+    """Return each item's mean rating over these clients, and the mean of all ratings for items they have not rated.
+
+    Args:
+      train: with columns `item` and `rating`.
+      num_items: item ids are 0 to `num_items - 1`.
+    """
+    rated = _all_examples(train)
+    count = np.bincount(rated.item, minlength=num_items)
+    total = np.bincount(rated.item, rated.rating, num_items)
+    return np.where(count > 0, total / np.maximum(count, 1), rated.rating.mean())
+
+
+def _item_mean(prepared: Preparation, train: Clients, split: Split) -> Predict:
+    del split
+    means = item_means(train, len(prepared.item_bias))
+    return lambda known: means[known.query.item]
+
+
+def _biases(prepared: Preparation, train: Clients, split: Split) -> Predict:
+    del train, split
+
+    def predict(known: Known) -> np.ndarray:
+        mine = user_biases(prepared, known.support, known.clients)
+        standardized = prepared.item_bias[known.query.item] + mine[known.query.client]
+        return prepared.mean + prepared.deviation * standardized
+
+    return predict
+
+
+def user_biases(prepared: Preparation, examples: Examples, clients: int) -> np.ndarray:
+    """Return every client's bias: the mean residual of its standardised ratings, damped by the ridge.
+
+    Args:
+      prepared: the result of round zero.
+      examples: the clients' ratings.
+      clients: how many there are.
+    """
+    residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
+    count = np.bincount(examples.client, minlength=clients)
+    return np.bincount(examples.client, residual, clients) / (count + prepared.user_ridge)
+
+
+# ---- factor models, trained centrally ----
+
+
+def _svd(prepared: Preparation, train: Clients, split: Split) -> Predict:
+    """Fit item factors as singular vectors of the residuals of the biases, and new users by ridge regression."""
+
+    def candidates(part: Clients) -> Iterator[_Factors]:
+        items = _singular_items(prepared, part, DIM)
+        return (_Factors(items[:, :dim], ridge) for dim in (DIM // 4, DIM) for ridge in SVD_RIDGES)
+
+    return _chosen(candidates, prepared, train, split)
+
+
+def _als(prepared: Preparation, train: Clients, split: Split) -> Predict:
+    """Fit the residuals of the item biases by alternating least squares; a user's bias is one of its factors."""
+
+    def candidates(part: Clients) -> Iterator[_Factors]:
+        return (_Factors(_alternate(prepared, part, ridge, DIM), ridge) for ridge in ALS_RIDGES)
+
+    return _chosen(candidates, prepared, train, split)
+
+
+class _Factors(NamedTuple):
+    """Item factors `(items, dim)` and the ridge that new users are fitted with."""
+
+    items: np.ndarray
+    ridge: float
+
+
+def _chosen(
+    candidates: Callable[[Clients], Iterator[_Factors]], prepared: Preparation, train: Clients, split: Split
+) -> Predict:
+    """Choose the candidate that is best on held-out training clients, and fit it again to all training clients."""
+    part, rest = train.split_clients(1 - HELD_OUT, HELD_OUT, seed=0)
+    if not len(part) or not len(rest):
+        part, rest = train, train
+    known = divided(rest, split)
+    losses = [
+        float(np.sum((_newcomers(prepared, factors, known) - known.query.rating) ** 2)) for factors in candidates(part)
+    ]
+    best = next(itertools.islice(candidates(train), int(np.argmin(losses)), None))
+    return lambda known: _newcomers(prepared, best, known)
+
+
+def _newcomers(prepared: Preparation, factors: _Factors, known: Known) -> np.ndarray:
+    """Predict for new users: a ridge regression on support gives each client's bias and factors."""
+    mine = _users(prepared, factors, known.support, known.clients)
+    found = np.einsum("nd,nd->n", _with_one(factors.items, known.query.item), mine[known.query.client])
+    return prepared.mean + prepared.deviation * (prepared.item_bias[known.query.item] + found)
+
+
+def _users(prepared: Preparation, factors: _Factors, examples: Examples, clients: int) -> np.ndarray:
+    """Return every client's factors, followed by its bias."""
+    items, ridge = factors
+    residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
+    ridges = np.append(np.full(items.shape[1], ridge), prepared.user_ridge)
+    return ridge_by_group(_with_one(items, examples.item), residual, examples.client, clients, ridges)
+
+
+def _with_one(items: np.ndarray, item: np.ndarray) -> np.ndarray:
+    return np.concatenate([items[item], np.ones((len(item), 1))], 1)
+
+
+def _alternate(prepared: Preparation, train: Clients, ridge: float, dim: int, sweeps: int = 8) -> np.ndarray:
+    rated = _all_examples(train)
+    items = np.random.default_rng(0).normal(0, 0.1, (len(prepared.item_bias), dim))
+    y = prepared.standardize(rated.rating) - prepared.item_bias[rated.item]
+    for _ in range(sweeps):
+        users = _users(prepared, _Factors(items, ridge), rated, len(train))
+        left = y - users[rated.client, -1]
+        items = ridge_by_group(users[rated.client, :-1], left, rated.item, len(items), np.full(dim, ridge))
+    return items
+
+
+def _singular_items(prepared: Preparation, train: Clients, dim: int, sweeps: int = 6) -> np.ndarray:
+    """Return the leading right singular vectors times the root of their values, by subspace iteration."""
+    rated = _all_examples(train)
+    mine = user_biases(prepared, rated, len(train))
+    left = prepared.standardize(rated.rating) - prepared.item_bias[rated.item] - mine[rated.client]
+    num_items = len(prepared.item_bias)
+    items = np.random.default_rng(0).normal(size=(num_items, min(dim, len(train), num_items)))
+    for _ in range(sweeps):
+        items, _ = np.linalg.qr(items)
+        users = _sum_by_group(left[:, None] * items[rated.item], rated.client, len(train))
+        items = _sum_by_group(left[:, None] * users[rated.client], rated.item, num_items)
+    vectors, squares, _ = np.linalg.svd(items, full_matrices=False)
+    return vectors * squares**0.25
+
+
+def _sum_by_group(values: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
+    """Sum rows `(examples, columns)` by group."""
+    return np.stack([np.bincount(group, column, groups) for column in values.T], 1)
+
+
+def ridge_by_group(
+    features: np.ndarray, target: np.ndarray, group: np.ndarray, groups: int, ridge: np.ndarray
+) -> np.ndarray:
+    """Solve a ridge regression for each group of examples: `(groups, columns)`, zero for groups without any.
+
+    Groups of similar size are solved side by side, padded with zeros, which changes neither matrix nor moment.
+
+    Args:
+      features: `(examples, columns)`.
+      target: `(examples,)`.
+      group: `(examples,)` the group of each, in any order.
+      groups: how many there are.
+      ridge: `(columns,)` the penalty on each coefficient.
+    """
+    dim = features.shape[1]
+    order = np.argsort(group, kind="stable")
+    features, target = features[order], target[order]
+    size = np.bincount(group, minlength=groups)
+    begin = np.cumsum(size) - size
+    ranked = np.argsort(-size, kind="stable")
+    ranked = ranked[size[ranked] > 0]
+    solved = np.zeros((groups, dim))
+    at = 0
+    while at < len(ranked):
+        length = size[ranked[at]]
+        here = ranked[at : at + max(1, PADDED_ENTRIES // (int(length) * dim))]
+        j = np.arange(length)
+        mask = j < size[here][:, None]
+        rows = np.where(mask, begin[here][:, None] + j, begin[here][:, None])
+        x = features[rows] * mask[..., None]  # (groups, examples, columns)
+        gram = x.transpose(0, 2, 1) @ x + np.diag(ridge)
+        solved[here] = np.linalg.solve(gram, x.transpose(0, 2, 1) @ target[rows][..., None])[..., 0]
+        at += len(here)
+    return solved
+
+
+FITS: dict[str, Fit] = {
+    "global mean": _global_mean,
+    "item mean": _item_mean,
+    "item + user bias": _biases,
+    "biases + SVD + ridge": _svd,
+    "ALS + ridge": _als,
+}

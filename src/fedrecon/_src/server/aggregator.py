@@ -1,0 +1,92 @@
+"""An aggregator: what is done to an upload before it is added to others, and to the sum before the server takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.upload import Parts, Summand, Total
+from fedrecon._src.privacy.accounting import Release
+from fedrecon._src.privacy.noise import ShareOfNoise
+
+Report = dict[str, Array]  # what is known about a round beside the mean: counts, the weight, whether it was skipped
+
+
+class Aggregator(NamedTuple):
+    """From uploads to what the server takes. Between `encode` and `decode` there is nothing but a sum.
+
+    Attributes:
+      init: `parts -> state`, what the server keeps for it; `parts` has the shapes of what is added up, without clients.
+      message: `state -> message`, what it tells clients.
+      encode: `(message, summand, keys) -> summand`, on the client, for several clients at once; `keys` are the
+        clients' own, for what must be random.
+      decode: `(state, total, key) -> (total, state, report)`, on the server.
+      release: `parts -> Release`, what one round gives away, for a ledger of privacy, as if every client took part in
+        it; None for an aggregator that promises nothing.
+      share: `parts -> ShareOfNoise`, noise in integers that a host of clients adds to what it sends, from entropy of
+        its own; None for an aggregator whose hosts add nothing.
+    """
+
+    init: Callable[[Parts], Any]
+    message: Callable[[Any], Any]
+    encode: Callable[[Any, Summand, Array], Summand]
+    decode: Callable[[Any, Total, Array], tuple[Total, Any, Report]]
+    release: Callable[[Parts], Release] | None = None
+    share: Callable[[Parts], ShareOfNoise] | None = None
+
+
+def stateless(
+    encode: Callable[[Summand], Summand] = lambda summand: summand,
+    decode: Callable[[Total], tuple[Total, Report]] = lambda total: (total, {}),
+) -> Aggregator:
+    """Return an aggregator that keeps nothing, tells clients nothing and draws nothing."""
+
+    def encode_one(message: Any, summand: Summand, keys: Array) -> Summand:
+        del message, keys
+        return encode(summand)
+
+    def decode_one(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
+        del key
+        total, report = decode(total)
+        return total, state, report
+
+    return Aggregator(lambda parts: (), lambda state: (), encode_one, decode_one)
+
+
+@recorded
+def chain(*stages: Aggregator) -> Aggregator:
+    """Chain aggregators: the client encodes in this order, the server decodes in the reverse order.
+
+    Args:
+      *stages: what is done to an upload, in order. `chain(clip(1.0), weigh())` clips, then weighs; the server
+        divides by the weight.
+    """
+
+    def init(parts: Parts) -> Any:
+        return tuple(stage.init(parts) for stage in stages)
+
+    def message(state: Any) -> Any:
+        return tuple(stage.message(one) for stage, one in zip(stages, state, strict=True))
+
+    def encode(message: Any, summand: Summand, keys: Array) -> Summand:
+        for number, (stage, told) in enumerate(zip(stages, message, strict=True)):
+            mine = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+            summand = stage.encode(told, summand, mine)
+        return summand
+
+    def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
+        kept, report = list(state), Report()
+        for number in reversed(range(len(stages))):
+            mine = jax.random.fold_in(key, number)
+            total, kept[number], told = stages[number].decode(state[number], total, mine)
+            report |= told
+        return total, tuple(kept), report
+
+    promises = [(stage.release, stage.share) for stage in stages if stage.release is not None]
+    if len(promises) > 1:
+        raise ValueError(f"{len(promises)} of the stages add noise and promise privacy; use only one")
+    return Aggregator(init, message, encode, decode, *(promises[0] if promises else ()))

@@ -1,0 +1,211 @@
+"""User-level differential privacy: what the server takes hardly depends on any one client.
+
+Every upload is weighed, then clipped to a norm over all its entries. The sum is divided by the expected number of
+clients and not by the counted one. The server adds Gaussian noise to every entry: rows of a table that nobody touched
+get noise, too. Counts, losses and metrics of a round are data; they are left out of the sum, so a round has no loss.
+The server that adds the noise sees the sum without it; `secure` has noise that clients add.
+
+Noise is drawn in single precision by JAX's generator, from the system's entropy in deployment and from the seed in
+simulation, which protects nobody. Attacks on the last bits of floating-point noise (Mironov 2012) are not covered.
+
+References: McMahan et al., Learning differentially private recurrent language models, ICLR 2018.
+Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.upload import Parts, Summand, Total
+from fedrecon._src.privacy.accounting import Release, check_clip, noise_for, update_noise_for
+from fedrecon._src.privacy.correlated import coefficients, correlate, nothing_yet
+from fedrecon._src.server.aggregator import Aggregator, Report, chain
+from fedrecon._src.server.averaging import Weigh, check_weigh, finite, weigh_and_clip
+from fedrecon._src.server.rescaling import Scales, rescaled
+
+MARGIN = 1e-5  # norms are computed in single precision, so uploads are clipped a little below the norm that is claimed
+BELOW = "below"
+
+
+class Noise(NamedTuple):
+    """How much noise a round gets.
+
+    Attributes:
+      updates: standard deviation of the noise in the sum of uploads, in units of the clipping norm.
+      of_count: with adaptive clipping, that of the noise in the count of clients below the norm; else None.
+    """
+
+    updates: float
+    of_count: float | None = None
+
+    def release(self) -> Release:
+        """Return what one round releases if every client takes part."""
+        return Release(self.updates, 1.0, 1, count_noise=self.of_count)
+
+
+@recorded
+def private(
+    clip: float,
+    noise_multiplier: float | None = None,
+    *,
+    per_round: float,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    rounds: int | None = None,
+    clients: int | None = None,
+    sampled: bool = True,
+    correlated: int | None = None,
+    weigh: Weigh = "uniform",
+    scales: Scales | None = None,
+    quantile: float | None = None,
+    count_noise: float | None = None,
+    clip_rate: float = 0.2,
+) -> Aggregator:
+    """Average uploads with user-level differential privacy.
+
+    Give `noise_multiplier`, or `epsilon` with `rounds` and `clients`, from which it is computed (extra `privacy`).
+
+    Args:
+      clip: the largest norm of an upload; with `quantile`, that of the first round.
+      noise_multiplier: standard deviation of the noise in the sum, in units of the clipping norm. With `quantile` it is
+        that of updates and count together.
+      per_round: how many clients take part in a round, on average. The sum is divided by this, whoever takes part.
+      epsilon: the privacy budget of all rounds together.
+      delta: the probability that the promise fails; `clients ** -1.1` by default.
+      rounds: how many rounds are planned.
+      clients: how many clients there are.
+      sampled: whether clients are drawn each by itself and unseen (`Sampling(poisson=True)`), which makes the same
+        noise protect far better. False does not rely on this.
+      correlated: correlate the noise of this many rounds in a row (`fedrecon._src.privacy.correlated`), for when random
+        sampling cannot be promised. It needs `rounds`, and holds if a client takes part at most once in this many
+        rounds (`Sampling(apart=...)`). None draws the noise of every round independently.
+      weigh: multiply uploads by this before they are clipped, as for `mean`: with `examples`, what a client adds is the
+        sum over its examples and not their mean. Whatever the weight, nobody adds more than the clipping norm.
+      scales: what changes of the parameters are multiplied by while they are clipped and noised, as for `rescaled`;
+        0 for what the server leaves as it is.
+      quantile: let the norm follow this share of the clients' norms (adaptive clipping); None keeps it fixed.
+      count_noise: standard deviation of the noise in the count of clients below the norm, which adaptive clipping
+        needs and which costs privacy, too; a twentieth of `per_round` by default.
+      clip_rate: how fast the norm follows.
+
+    Returns:
+      An `Aggregator`. Its reports have no loss and no counts; with `quantile` they have `clip_norm`.
+    """
+    check_clip(clip)
+    check_weigh(weigh)
+    if not (per_round > 0 and math.isfinite(per_round)):
+        raise ValueError(f"`per_round` is {per_round}; a round needs clients")
+    if quantile is not None and not 0 < quantile < 1:
+        raise ValueError(f"`quantile` is {quantile}; it must be a share of the clients, above 0 and below 1")
+    if (noise_multiplier is None) == (epsilon is None):
+        raise ValueError("give `noise_multiplier`, or `epsilon` from which it is computed, but not both")
+    if epsilon is not None:
+        if rounds is None or clients is None:
+            raise ValueError("`epsilon` is spent on rounds and clients: give `rounds` and `clients`, too")
+        noise_multiplier = noise_for(
+            epsilon,
+            clients=clients,
+            per_round=per_round if sampled and correlated is None else clients,
+            rounds=rounds,
+            delta=delta,
+            release=None if correlated is None else functools.partial(_of_run, rounds=rounds, apart=correlated),
+        )
+    assert noise_multiplier is not None
+    if not (noise_multiplier > 0 and math.isfinite(noise_multiplier)):
+        raise ValueError(f"`noise_multiplier` is {noise_multiplier}; it must be a number above 0")
+    noise = Noise(noise_multiplier)
+    bands: tuple[float, ...] = (1.0,)
+    if correlated is not None:
+        if rounds is None:
+            raise ValueError("`correlated` noise is made for a number of rounds: give `rounds`, too")
+        if quantile is not None:
+            raise ValueError("`correlated` noise needs one clipping norm for all rounds; it excludes `quantile`")
+        bands = coefficients(correlated, rounds)
+    if quantile is not None:
+        of_count = per_round / 20 if count_noise is None else count_noise
+        noise = Noise(update_noise_for(noise_multiplier, of_count), of_count)
+    stages = [] if scales is None else [rescaled(scales)]
+    stage = _Stage(clip, noise, per_round, weigh, quantile, clip_rate, bands)
+    return chain(finite(), *stages, _clip_and_noise(stage))
+
+
+def _of_run(noise_multiplier: float, rounds: int, apart: int) -> Release:
+    return Release(noise_multiplier, 1.0, rounds, apart=apart)
+
+
+class _State(NamedTuple):
+    """What the server keeps: the clipping norm, and noise of past rounds where it is correlated."""
+
+    limit: Array
+    past: Any
+
+
+class _Stage(NamedTuple):
+    """What clipping and noise are made of."""
+
+    clip: float
+    noise: Noise
+    per_round: float
+    weigh: Weigh
+    quantile: float | None
+    clip_rate: float
+    bands: tuple[float, ...]
+
+
+def _clip_and_noise(stage: _Stage) -> Aggregator:
+    clip, noise, per_round, weigh, quantile, clip_rate, bands = stage
+
+    def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
+        del keys
+        here = summand.scale > 0
+        summand, norm = weigh_and_clip(summand, weigh, limit * (1 - MARGIN))
+        # A half up or down, so that one client changes the count by one half at most.
+        below = jnp.where(here, jnp.where(norm <= limit, 0.5, -0.5), 0.0)
+        return summand._replace(scalars={} if quantile is None else {BELOW: below}, flags={})
+
+    def decode(state: _State, total: Total, key: Array) -> tuple[Total, _State, Report]:
+        limit, past = state
+        fresh = draw_noise(total.parts, noise.updates * limit, jax.random.fold_in(key, 0))
+        if len(bands) > 1:
+            fresh, past = correlate(bands, fresh, past)
+        parts = jax.tree.map(lambda values, mine: (values + mine) / per_round, total.parts, fresh)
+        if quantile is None or noise.of_count is None:
+            return Total(parts, {}), _State(limit, past), {}
+        counted = total.scalars[BELOW] + noise.of_count * jax.random.normal(jax.random.fold_in(key, 1))
+        share = jnp.clip(counted / per_round + 0.5, 0.0, 1.0)
+        follows = limit * jnp.exp(clip_rate * (quantile - share))
+        # The exact count must not get into the report under its name.
+        return Total(parts, {}), _State(follows, past), {"clip_norm": limit, BELOW: counted}
+
+    apart = len(bands) if len(bands) > 1 else None
+    return Aggregator(
+        init=lambda parts: _State(jnp.float32(clip), nothing_yet(len(bands), parts) if len(bands) > 1 else ()),
+        message=lambda state: state.limit,
+        encode=encode,
+        decode=decode,
+        release=lambda parts: noise.release()._replace(apart=apart),
+    )
+
+
+def draw_noise(like: Parts, deviation: Array | float, key: Array) -> Parts:
+    """Draw Gaussian noise for every entry of a sum.
+
+    Args:
+      like: parts of a total, whole.
+      deviation: standard deviation.
+      key: from the system's entropy where somebody is to be protected.
+    """
+    leaves, structure = jax.tree.flatten(like)
+    keys = jax.random.split(key, max(len(leaves), 1))
+    drawn = [
+        deviation * jax.random.normal(one, values.shape, values.dtype)
+        for values, one in zip(leaves, keys, strict=False)
+    ]
+    return jax.tree.unflatten(structure, drawn)

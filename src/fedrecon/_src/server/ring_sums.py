@@ -1,0 +1,259 @@
+"""Sums as a secure sum makes them: uploads become integers at the client and are added up in a ring.
+
+Everything that is added is in the ring, also the weight, counts and metrics, so that one masked vector holds all
+that leaves a client (`to_vectors`, for `fedrecon._src.privacy.secure_sum`). Integers add up exactly in any order: the
+simulation has the result of the protocol to the bit. Rounding costs at most half a step per client and entry.
+
+With `noise_multiplier` clients add noise themselves, and the server never sees a sum without it. Then all weigh the
+same, the sum is divided by the expected number of clients, counts and metrics are not sent, and uploads are whole, with
+noise on rows that nobody touched. Here that noise is a rounded Gaussian of the variance that the client's share of
+Skellam noise has, since this is a simulation and protects nobody; a deployment encodes with `simulated_noise=False` and
+adds `fedrecon._src.privacy.noise.draw`, which is exact and from the system's entropy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, against
+from fedrecon._src.privacy.accounting import Release
+from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
+from fedrecon._src.privacy.ring import Grid, grid, quantise, restore
+from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
+from fedrecon._src.server.averaging import Weigh, all_finite, by_weight, check_weigh, clip, finite, weigh_and_clip
+from fedrecon._src.server.noised import MARGIN
+from fedrecon._src.server.rescaling import Scales, rescaled
+
+RESOLUTION = 2**12  # integers that the noise in the sum is wide: a float32 can be rounded to each of them
+
+
+@recorded
+def secure(
+    clip_norm: float,
+    *,
+    clients: int,
+    weigh: Weigh | None = None,
+    max_weight: float = 1000.0,
+    max_metric: float = 1e5,
+    noise_multiplier: float | None = None,
+    per_round: float | None = None,
+    least: int | None = None,
+    scales: Scales | None = None,
+    simulated_noise: bool = True,
+) -> Aggregator:
+    """Average uploads through a sum of integers, as a secure sum does.
+
+    Args:
+      clip_norm: the largest norm of an upload; it bounds every entry, so that sums cannot overflow.
+      clients: the most clients that are added up; sums of this many cannot overflow.
+      weigh: as for `mean`, by examples by default; with noise as for `private`, where all weigh the same by default.
+      max_weight: the largest weight of a client; larger ones are cut to this.
+      max_metric: the largest sum of a metric over a client's examples; larger ones are cut to this.
+      noise_multiplier: noise in the sum that clients add together, in units of the clipping norm; None for none.
+      per_round: with noise: how many take part on average; the sum is divided by this.
+      least: with noise: this many trusted clients together add all of it. Fewer add less than was promised, so a
+        round with fewer must not be unmasked.
+      scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescaled`.
+      simulated_noise: with noise: add it here. False where hosts of clients add it, as many as `least` or more
+        (`Aggregator.share`), which nodes of a deployment do.
+
+    Returns:
+      An `Aggregator`.
+    """
+    if clients < 2:
+        raise ValueError(f"`clients` is {clients}; a sum of one hides nobody, so it takes two or more")
+    if noise_multiplier is not None:
+        if per_round is None or least is None:
+            raise ValueError(
+                "with `noise_multiplier`, give `per_round` and `least`: how many clients on average, and at least"
+            )
+        sized = functools.partial(
+            _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least
+        )
+        sized(1)  # bad settings are reported here, not in the first round
+        stages = [] if scales is None else [rescaled(scales)]
+        clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
+        return chain(finite(), *stages, clipped, _noised_integers(sized, per_round, simulated_noise))
+    if not (max_weight > 0 and max_metric > 0):
+        raise ValueError(f"`max_weight` and `max_metric` are {max_weight} and {max_metric}; both must be above 0")
+    weighed = _at_most(weigh or "examples", max_weight)
+    values = grid(clip_norm * max_weight, clients)
+    others = {"weight": grid(max_weight, clients), "sums": grid(max_metric, clients)}
+    return chain(finite(), clip(clip_norm), by_weight(weighed), _integers(values, others, clients))
+
+
+def _weighed_and_clipped(weigh: Weigh, limit: float) -> Aggregator:
+    check_weigh(weigh)
+    return stateless(lambda summand: weigh_and_clip(summand, weigh, jnp.float32(limit))[0])
+
+
+def _at_most(weigh: Weigh, most: float) -> Weigh:
+    def bounded(examples: Array, sums: Array) -> Array:
+        if callable(weigh):
+            found = weigh(examples, sums)
+        else:
+            found = examples if weigh == "examples" else jnp.ones(examples.shape)
+        return jnp.where(jnp.isfinite(found), jnp.minimum(found, most), found)
+
+    if not callable(weigh):
+        by_weight(weigh)  # refuses an unknown name
+    return bounded
+
+
+def _integers(values: Grid, others: Mapping[str, Grid], clients: int) -> Aggregator:
+    """Make integers of what is added, and numbers of the sum; counts are integers already."""
+
+    def grid_of(name: str) -> Grid:
+        return others[name] if name in others else Grid(1.0, clients, 1.0, 32)
+
+    def encode(message: Any, summand: Summand, keys: Array) -> Summand:
+        del message, keys
+        parts = _map(lambda array: quantise(values, array * against(summand.scale, array), jnp), summand)
+        small = {name: quantise(grid_of(name), value, jnp) for name, value in summand.scalars.items()}
+        flags = {name: quantise(grid_of(name), value, jnp) for name, value in summand.flags.items()}
+        return summand._replace(parts=parts, scalars=small, flags=flags)
+
+    def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
+        del key
+        parts = {
+            name: {path: restore(values, array, jnp) for path, array in part.items()}
+            for name, part in total.parts.items()
+        }
+        scalars = {name: restore(grid_of(name), value, jnp) for name, value in total.scalars.items()}
+        return Total(parts, scalars), state, dict(scalars)
+
+    return Aggregator(lambda parts: (), lambda state: (), encode, decode)
+
+
+def _share(length: int, *, clip_norm: float, noise_multiplier: float, clients: int, least: int) -> ShareOfNoise:
+    return share_of_noise(clip_norm, length, noise_multiplier, clients=clients, least=least, resolution=RESOLUTION)
+
+
+def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregator:
+    def length_of(parts: Parts, clients_first: bool) -> int:
+        arrays = [change for part in parts.values() for change in part.values()]
+        return sum(math.prod(array.shape[1:] if clients_first else array.shape) for array in arrays)
+
+    def encode(message: Any, summand: Summand, keys: Array) -> Summand:
+        del message
+        whole = {name: {path: _whole(change) for path, change in part.items()} for name, part in summand.parts.items()}
+        share = sized(length_of(whole, True))
+        summand = summand._replace(parts=whole, scalars={}, flags={})
+        leaves, structure = jax.tree.flatten(
+            _map(lambda array: quantise(share.grid, array * against(summand.scale, array), jnp), summand)
+        )
+        if simulated:
+            leaves = [_noised(leaf, share, keys, number) for number, leaf in enumerate(leaves)]
+        return summand._replace(parts=jax.tree.unflatten(structure, leaves))
+
+    def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
+        del key
+        share = sized(length_of(total.parts, False))
+        parts = jax.tree.map(lambda array: restore(share.grid, array, jnp) / per_round, total.parts)
+        return Total(parts, {}), state, {"skipped": ~all_finite(parts)}
+
+    def share_of(parts: Parts) -> ShareOfNoise:
+        return sized(length_of(parts, False))
+
+    def release(parts: Parts) -> Release:
+        return share_of(parts).release(1.0)
+
+    return Aggregator(lambda parts: (), lambda state: (), encode, decode, release, None if simulated else share_of)
+
+
+def _noised(values: Array, share: ShareOfNoise, keys: Array, number: int) -> Array:
+    mine = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+    noise = jax.vmap(lambda key: jax.random.normal(key, values.shape[1:]))(mine) * math.sqrt(share.variance)
+    return values + jnp.rint(noise).astype(jnp.int32).astype(jnp.uint32)
+
+
+def _map(function: Any, summand: Summand) -> Parts:
+    """Apply a function to the numbers of clients that take part; others add nothing anyway."""
+
+    def one(array: Array) -> Array:
+        return function(jnp.where(against(summand.scale > 0, array), array, 0))
+
+    def of(change: Any) -> Any:
+        if isinstance(change, RowChanges):
+            return RowChanges(change.ids, one(change.values), change.count, change.table)
+        return one(change)
+
+    return {name: {path: of(change) for path, change in part.items()} for name, part in summand.parts.items()}
+
+
+def _whole(change: Any) -> Array:
+    return change.whole() if isinstance(change, RowChanges) else change
+
+
+def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts: int = 1) -> Total:
+    """Add to a sum of integers what hosts of clients add (`Aggregator.share`).
+
+    Args:
+      share: of one host.
+      total: the integers.
+      rng: `system_generator()` in deployment; a simulation may seed one, and must say so.
+      hosts: how many hosts; their noise is drawn at once.
+    """
+    noise, begin = draw(share, rng, hosts), 0
+    parts: dict[str, dict[str, Any]] = {}
+    for name, part in sorted(total.parts.items()):
+        parts[name] = {}
+        for path, values in sorted(part.items()):
+            mine = noise[begin : begin + values.size].reshape(values.shape)
+            parts[name][path] = np.asarray(values, noise.dtype) + mine
+            begin += values.size
+    return Total(parts, total.scalars)
+
+
+# ---- vectors for the protocol ----
+
+
+def to_vectors(summand: Summand) -> np.ndarray:
+    """Lay out what clients add as vectors of integers, for a secure sum.
+
+    Args:
+      summand: of several clients, as `secure` encoded it.
+
+    Returns:
+      `(clients, length)` integers: everything that is added, whole, in one order. A client that is left out has zeros,
+      its flags apart.
+    """
+    there = np.asarray(summand.scale) > 0
+    parts = [
+        np.where(there[:, None], np.asarray(_whole(change)).reshape(len(there), -1), 0)
+        for _, part in sorted(summand.parts.items())
+        for _, change in sorted(part.items())
+    ]
+    small = {**summand.scalars, **summand.flags}
+    parts += [np.asarray(small[name]).reshape(len(there), -1) for name in sorted(small)]
+    return np.concatenate(parts, 1).astype(np.uint32)
+
+
+def from_vector(vector: np.ndarray, like: Any) -> Total:
+    """Return the total that a sum of vectors stands for.
+
+    Args:
+      vector: the sum of what `to_vectors` returned.
+      like: a total, or the shapes of one (`fedrecon._src.algorithms.rounds.total_shapes`).
+    """
+    found: dict[tuple[str, str], Array] = {}
+    names = [((name, path), part[path].shape) for name, part in sorted(like.parts.items()) for path in sorted(part)]
+    names += [(("", name), like.scalars[name].shape) for name in sorted(like.scalars)]
+    length = sum(math.prod(shape) for _, shape in names)
+    if vector.shape != (length,):
+        raise ValueError(f"the sum has the shape {vector.shape}; this algorithm's has ({length},)")
+    begin = 0
+    for name, shape in names:
+        found[name] = jnp.asarray(vector[begin : begin + math.prod(shape)], jnp.uint32).reshape(shape)
+        begin += math.prod(shape)
+    parts = {name: {path: found[name, path] for path in part} for name, part in like.parts.items()}
+    return Total(parts, {name: found["", name] for name in like.scalars})

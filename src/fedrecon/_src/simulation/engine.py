@@ -1,0 +1,436 @@
+"""The simulator's rounds: every device runs its clients in blocks, side by side within a block."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedrecon._src.algorithms.algorithm import (
+    Algorithm,
+    Client,
+    Message,
+    ServerState,
+    encode,
+    finish_round,
+    shapes_of,
+    summand_shapes,
+)
+from fedrecon._src.client.lookups.tables import lookup_groups
+from fedrecon._src.core.cohort import Cohort, Drawn, arrange
+from fedrecon._src.core.keys import client_keys
+from fedrecon._src.core.model import Model, metric_names
+from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.core.upload import Total, add, no_total
+from fedrecon._src.server.aggregator import Report
+from fedrecon._src.simulation.multihost.host_arrays import AXIS, all_devices, gather, replicate, share, spread
+from fedrecon._src.simulation.multihost.host_sums import Exchange
+from fedrecon._src.simulation.multihost.joining import join
+from fedrecon._src.simulation.multihost.meeting import WAIT, meet, processes
+
+BLOCK_BYTES = 2**20  # for a block's copies of global parameters by default: about a core's cache
+MOST_IN_BLOCK = 10
+SMALL_ACCELERATOR = 2**32  # bytes, of one that does not say how many it has
+MOST_ON_ACCELERATOR = 128  # clients side by side where memory decides
+COPIES = 8  # of the global parameters that a client needs: values, gradients, an optimizer's state, intermediates
+SHARING_BYTES = 2**24  # for the local parameters of a block that shares the global ones
+MOST_SHARING = 16
+SMALL_LOOP = 2**20  # bytes that a step may read and write for its loop to be compiled as one function
+MOST_DEVICES = 64  # on a CPU, unless it has more cores
+
+
+def start_devices(devices: int | None = None, *, large_products: bool = False) -> None:
+    """Start JAX with several devices on a CPU.
+
+    The number is fixed at the first use of JAX in a process, so call this before anything else. If JAX has already
+    started, nothing changes, and `layout` refuses more devices than there are.
+
+    Args:
+      devices: how many, of all processes together if there are several (`start_hosts`); None for one per core.
+      large_products: whether the model multiplies large matrices. XLA divides such products among its threads, and the
+        last digits depend on their number. So each of several processes then has as many threads as one alone would.
+        By default it has one per device, which is faster.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    hosts = processes()
+    if devices is not None and devices % hosts:
+        raise ValueError(f"devices is {devices}; {hosts} processes have equally many each")
+    number = cores if devices is None else devices // hosts
+    if not 1 <= number <= max(MOST_DEVICES, cores):
+        raise ValueError(f"`devices` is {number}; it must be between 1 and {max(MOST_DEVICES, cores)} on this machine")
+    if hosts > 1 and not large_products:
+        # Threads of XLA, by default one a core. Processes that share a host's cores would spend half of their time on
+        # handing each other's threads small pieces of work.
+        os.environ.setdefault("NPROC", str(number))
+    _compile_small_loops()
+    # Once JAX has started this raises an error, and it is too late to change the number.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", number)
+    join()
+
+
+def _compile_small_loops() -> None:
+    """Let XLA compile loops over small arrays on a CPU as one function, instead of starting every operation by itself.
+
+    Steps of small models take half the time. Larger loops stay as they are, since their products are faster in a
+    library. Options that somebody has set already are kept, and unknown ones are ignored by XLA.
+    """
+    flags, name = os.environ.get("XLA_FLAGS", ""), "--xla_backend_extra_options"
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {name}=xla_cpu_small_while_loop_byte_threshold={SMALL_LOOP}".strip()
+
+
+def small_loops() -> bool:
+    """Say whether XLA was asked to compile small loops as one function: the last bits of results depend on it."""
+    return "small_while_loop" in os.environ.get("XLA_FLAGS", "")
+
+
+def start_hosts(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    devices: int | None = None,
+    large_products: bool = False,
+    wait: float = WAIT,
+) -> None:
+    """Run one simulation in several processes, on one host or on many.
+
+    Every process runs the same program on the same data and calls this before anything else uses JAX. From then on
+    `layout` has the devices of all of them, each process packs and runs its share of the clients, and all get the same
+    results. Only the first writes to a `RunFolder`; the others print nothing unless you do.
+
+    A process that dies, or ends with an error, ends all others with a sentence and an exit code that is not 0; so does
+    one that never comes. A process that has finished waits for the others when Python ends.
+
+    Args:
+      coordinator: `host:port` at which the first process waits for the others; None where SLURM, Kubernetes or Open
+        MPI starts the processes and says which each is. Use a network that you trust: whoever calls first is taken in.
+      processes: how many there are.
+      process: which this is, from 0.
+      devices: how many devices on CPUs all processes have together; None for one a core in each.
+      large_products: whether the model multiplies large matrices (see `start_devices`). If it does, only True gives the
+        bits of one process with as many devices.
+      wait: how many seconds to wait for the others.
+
+    Raises:
+      HostError: somebody did not come, was started differently, or JAX has been used before.
+    """
+    _compile_small_loops()  # before JAX reads its flags, which meeting the others makes it do
+    meet(coordinator, processes, process, wait=wait)
+    start_devices(devices, large_products=large_products)
+
+
+class Layout(NamedTuple):
+    """On which devices and in what blocks clients run.
+
+    Attributes:
+      mesh: the devices, along one axis.
+      block: how many clients run side by side on a device, each with its own copy of the global parameters.
+      sharing: at most how many run side by side while they share the global parameters; a multiple of `block`.
+    """
+
+    mesh: Mesh
+    block: int
+    sharing: int
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return int(self.mesh.devices.size)
+
+    def mine(self, order: np.ndarray) -> np.ndarray:
+        """Return those clients of a cohort in this layout's order that run in this process."""
+        return order[share(len(order))] if self.processes > 1 else order
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that have these devices."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    def arrange(self, indices: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Put clients in the order in which this layout runs them best (see `cohort.arrange`).
+
+        Args:
+          indices: of the clients, `ABSENT` allowed.
+          sizes: how much work each client is.
+        """
+        on_device = -(-len(indices) // (self.devices * self.block)) * self.block
+        return arrange(indices, sizes, self.devices, self.wide(on_device))
+
+    def wide(self, clients: int) -> int:
+        """Return how many of a device's clients run side by side while they share the global parameters.
+
+        They form as few blocks as `sharing` allows, all of the same size, so that the last one is not mostly padding.
+
+        Args:
+          clients: how many the device has.
+        """
+        blocks = -(-clients // self.sharing)
+        return -(-clients // (blocks * self.block)) * self.block if blocks else self.block
+
+
+def layout(
+    block: int | None = None,
+    devices: int | None = None,
+    *,
+    sharing: int | None = None,
+    model: Model | None = None,
+    alone: bool = False,
+) -> Layout:
+    """Choose on which devices and in what blocks clients run.
+
+    Clients of a large model train one by one, since each needs its own copy of the global parameters. They still
+    reconstruct side by side, since reconstruction shares the global parameters among clients.
+
+    Args:
+      block: clients side by side, each with its own copy. By default as many as fit their copies of the model's dense
+        global parameters into a core's cache, at most `MOST_IN_BLOCK`; on an accelerator, into a quarter of its memory.
+      devices: how many of the devices that JAX sees; all by default, those of other processes included.
+      sharing: clients side by side that share the global parameters, a multiple of `block`. By default the same as
+        `block` if that is given; else up to `MOST_SHARING`, as long as their local parameters are small.
+      model: its size decides the defaults.
+      alone: of several processes (`start_hosts`), use the devices of this one only, so that it need not wait for the
+        others. Reconstruction for serving does.
+    """
+    mesh = _mesh(devices, alone)
+    chosen = _default_blocks(model) if block is None and model is not None else (block, block)
+    block = MOST_IN_BLOCK if chosen[0] is None else chosen[0]
+    if block < 1:
+        raise ValueError(f"`block` is {block}; it must be at least 1")
+    sharing = (chosen[1] or block) if sharing is None else sharing
+    if sharing < 1 or sharing % block:
+        raise ValueError(f"`sharing` is {sharing}; it must be a multiple of `block`, which is {block}")
+    return Layout(mesh, block, sharing)
+
+
+def _mesh(devices: int | None, alone: bool) -> Mesh:
+    every = all_devices()
+    if alone and jax.process_count() > 1:
+        every = Mesh(every.devices[share(every.size)], (AXIS,), axis_types=every.axis_types)
+    if devices is None or devices == every.size:
+        return every
+    if jax.process_count() > 1 and not alone:
+        raise ValueError(
+            f"`devices` is {devices}; the {jax.process_count()} processes have {every.size}, and all take part: start "
+            "so many"
+        )
+    if not 1 <= devices <= every.size:
+        raise ValueError(
+            f"`devices` is {devices}; JAX sees {every.size}. On a CPU, call fedrecon.start_devices(n) before "
+            "anything else uses JAX"
+        )
+    return Mesh(every.devices[:devices], (AXIS,), axis_types=every.axis_types)
+
+
+def _default_blocks(model: Model) -> tuple[int, int]:
+    """Return `block` and `sharing` for a model's size and the devices that there are."""
+    shapes = flatten(shapes_of(model.init_global))[0]
+    lookups = lookup_groups(model)
+    dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
+    return blocks_for(dense, _bytes(shapes_of(model.init_local)), _memory())
+
+
+def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
+    """Return `block` and `sharing`: both the same unless copies are what keeps blocks small.
+
+    Args:
+      dense: bytes of the global parameters that every client copies.
+      local: bytes of a client's local parameters.
+      memory: bytes of an accelerator's memory, of which a quarter is for blocks; None on a CPU, where its cache
+        decides, since wider blocks win nothing there.
+    """
+    if memory is None:
+        copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
+    else:
+        copies, shared, most, most_sharing = (
+            memory // 4 // COPIES,
+            memory // 4,
+            MOST_ON_ACCELERATOR,
+            MOST_ON_ACCELERATOR,
+        )
+    block = int(np.clip(copies // max(dense, 1), 1, most))
+    if block == most:
+        return block, block
+    sharing = min(shared // max(local, 1), most_sharing)
+    return block, max(sharing // block, 1) * block
+
+
+def _memory() -> int | None:
+    """Return the bytes of an accelerator's memory that JAX may use; None on a CPU."""
+    device = jax.local_devices()[0]
+    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit", SMALL_ACCELERATOR)
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+# (state, kept, cohorts, key, first, number) -> (state, kept, report with rounds first)
+Rounds = Callable[[ServerState, Any, Cohort | Drawn, Array, int, int], tuple[ServerState, Any, Report]]
+Pick = Callable[[Any], Cohort]  # clients of a block, as they are given to a call -> the same, packed
+
+
+@functools.lru_cache(maxsize=4)
+def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
+    """Compile the rounds of an algorithm, once for each algorithm (by identity) and layout.
+
+    Args:
+      algorithm: what is trained.
+      layout: on which devices and in what blocks clients run.
+
+    Returns:
+      `(state, kept, cohorts, key, first, number) -> (state, kept, report)`, which runs `number` rounds from round
+      `first` on. Their cohorts are packed together, in every leaf the first dimension the round, the second the
+      client; or they are drawn from a population that is on the devices. Any `number` up to how many there are runs the
+      same compiled code. Randomness depends on the key and the round's number only, so the results do not depend on
+      how rounds are grouped into calls. Each of several processes gives its own clients (`Layout.mine`), and gets what
+      all of them keep.
+    """
+    metrics = len(metric_names(algorithm.model))
+
+    def one_round(state: ServerState, kept: Any, who: Any, pick: Pick, key: Array) -> tuple[ServerState, Any, Report]:
+        message = algorithm.message(state)
+        nothing = no_total(summand_shapes(algorithm, state, metrics))
+        exchange = Exchange(nothing, layout.devices, layout.processes)
+        nothing = exchange.with_room(nothing)
+        total, kept = _run_blocks(algorithm, message, nothing, kept, who, pick, key, layout)
+        state, report = finish_round(algorithm, state, exchange.add_up(total), key)
+        return state, kept, report
+
+    def rounds(state: ServerState, kept: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array) -> Any:
+        who, pick = _taking(cohorts)
+        most = jax.tree.leaves(who)[0].shape[0]
+        nothing = no_total(summand_shapes(algorithm, state, metrics))
+        shapes = jax.eval_shape(lambda: finish_round(algorithm, state, nothing, key)[1])
+        reports = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
+
+        def body(carry: Any) -> Any:
+            r, state, kept, reports = carry
+            now = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), who)
+            state, kept, report = one_round(state, kept, now, pick, jax.random.fold_in(key, first + r))
+            reports = jax.tree.map(lambda all_, one: all_.at[r].set(one), reports, report)
+            return r + 1, state, kept, reports
+
+        start = (jnp.int32(0), state, kept, reports)
+        return jax.lax.while_loop(lambda carry: carry[0] < number, body, start)[1:]
+
+    whole, by_client = PartitionSpec(), PartitionSpec(AXIS)
+
+    @jax.jit
+    def compiled(state: ServerState, kept: Any, cohorts: Cohort | Drawn, *others: Any) -> Any:
+        packed = PartitionSpec(None, AXIS)
+        spec = Drawn(whole, packed) if isinstance(cohorts, Drawn) else packed
+        return jax.shard_map(
+            rounds,
+            mesh=layout.mesh,
+            in_specs=(whole, by_client, spec, *[whole] * 3),
+            out_specs=(whole, by_client, whole),
+            check_vma=False,  # blocks start from zeros that do not vary over devices yet
+        )(state, kept, cohorts, *others)
+
+    if layout.processes == 1:
+        return compiled
+
+    def together(state: ServerState, kept: Any, cohorts: Cohort | Drawn, *others: Any) -> Any:
+        if isinstance(cohorts, Drawn):
+            cohorts = cohorts._replace(places=spread(cohorts.places, axis=1))
+        else:
+            cohorts = spread(cohorts, axis=1)
+        state, kept, report = compiled(state, spread(kept), cohorts, *others)
+        return state, gather(kept), report
+
+    return together
+
+
+def _taking(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
+    """Return the clients of all rounds, `(rounds, clients, ...)`, and how to take some of them: packed, or by place."""
+    if not isinstance(cohorts, Drawn):
+        return cohorts, lambda packed: packed
+
+    def pick(places: Array) -> Cohort:
+        return jax.tree.map(lambda leaf: leaf.at[places].get(mode="promise_in_bounds"), cohorts.population)
+
+    return cohorts.places, pick
+
+
+def _run_blocks(
+    algorithm: Algorithm, message: Message, nothing: Total, kept: Any, who: Any, pick: Pick, key: Array, layout: Layout
+) -> tuple[Total, Any]:
+    """Run this device's clients a block at a time, adding uploads as they come so that few are in memory at once."""
+
+    def run(client: Client, pick: Pick) -> Callable[[Total, tuple[Any, Any]], tuple[Total, Any]]:
+        def block(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
+            cohort, kept = pick(part[0]), part[1]
+            upload, kept = client(message.method, kept, cohort, key)
+            summand = encode(algorithm, message, upload, client_keys(key, cohort.identity))
+            return add(total, summand), kept
+
+        return block
+
+    wide, stages = layout.wide(jax.tree.leaves(who)[0].shape[0]), algorithm.method.stages
+    if stages is None or wide == layout.block:
+        total, kept = jax.lax.scan(run(algorithm.method.client, pick), nothing, _blocks((who, kept), layout.block))
+        return total, _unblock(kept)
+
+    def prepare_together(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
+        cohort, kept = pick(part[0]), part[1]
+        prepared = stages.prepare(message.method, kept, cohort, key)
+        finish = run(stages.finish, lambda packed: packed)
+        total, kept = jax.lax.scan(finish, total, _blocks((cohort, prepared), layout.block))
+        return total, _unblock(kept)
+
+    total, kept = jax.lax.scan(prepare_together, nothing, _blocks((who, kept), wide))
+    return total, _unblock(kept)
+
+
+def _blocks(tree: Any, block: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // block, block, *x.shape[1:]), tree)
+
+
+def _unblock(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
+
+
+def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """Compile a function of clients so that every device runs its clients a block at a time.
+
+    Args:
+      function: `(what all clients share, clients) -> result`; `clients` and the result have the clients first in every
+        leaf. Each of several processes gives its own clients (`Layout.mine`), and gets the results of all.
+      layout: on which devices and in what blocks clients run.
+    """
+
+    def run(shared: Any, clients: Any) -> Any:
+        wide = layout.wide(jax.tree.leaves(clients)[0].shape[0])
+        return _unblock(jax.lax.map(lambda part: function(shared, part), _blocks(clients, wide)))
+
+    by_client = PartitionSpec(AXIS)
+    compiled = jax.jit(
+        jax.shard_map(
+            run, mesh=layout.mesh, in_specs=(PartitionSpec(), by_client), out_specs=by_client, check_vma=False
+        )
+    )
+    if layout.processes == 1:
+        return compiled
+    return lambda shared, clients: gather(compiled(shared, spread(clients)))
+
+
+def everywhere(tree: Any, layout: Layout) -> Any:
+    """Copy arrays to all devices of a layout.
+
+    Args:
+      tree: the arrays.
+      layout: on which devices and in what blocks clients run.
+    """
+    if layout.processes > 1:
+        return replicate(tree)
+    return jax.device_put(tree, NamedSharding(layout.mesh, PartitionSpec()))

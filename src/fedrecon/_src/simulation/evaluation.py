@@ -1,0 +1,311 @@
+"""ReconEval and StandardEval: measure every client on its own, and summarise over clients."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.fitting import check_reconstruction, features_of
+from fedrecon._src.client.objectives import Objective, measure_all
+from fedrecon._src.core.clients import Clients, check_clients
+from fedrecon._src.core.cohort import ABSENT, Cohort, Needs, Packer
+from fedrecon._src.core.keys import client_keys
+from fedrecon._src.core.model import ClientMetrics, Model, evaluated_names, finish
+from fedrecon._src.core.notices import warn_caller
+from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.split import Split, half, query_only
+from fedrecon._src.simulation.engine import Layout, compile_each, everywhere
+from fedrecon._src.simulation.engine import layout as choose_layout
+
+CLIENTS_AT_ONCE = 600
+NUMBERS_AT_ONCE = 1000  # about how many numbers a client's batch of features has
+DIVERGED_ABOVE = 1000.0
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+REMEDY = (
+    "Try smaller learning rates, in reconstruction, update and server, or limit updates with "
+    "aggregate=fr.aggregate.mean(clip_norm=...)."
+)
+
+
+class DivergenceWarning(UserWarning):
+    """Training learns nothing for several rounds in a row, or most clients of an evaluation diverged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Metrics of a model on a set of clients.
+
+    Attributes:
+      protocol: `recon` or `standard`.
+      clients: how many clients were measured; those without query examples are not.
+      diverged: how many of them diverged. They are excluded from all means.
+      examples: how many query examples the means are over.
+      micro: metrics over all examples together; for metrics of a client as a whole (`Model.client_metrics`), the mean
+        over clients.
+      macro: metrics of each client, averaged over clients.
+      quantiles: quantiles of each metric over clients, as `{metric: {quantile: value}}`.
+      per_client: each metric of each client, NaN for clients that were not measured or that diverged.
+    """
+
+    protocol: str
+    clients: int
+    diverged: int
+    examples: int
+    micro: dict[str, float]
+    macro: dict[str, float]
+    quantiles: dict[str, dict[str, float]]
+    per_client: dict[str, np.ndarray] = dataclasses.field(repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Return everything except `per_client`, ready for JSON."""
+        values = dataclasses.asdict(self)
+        del values["per_client"]
+        return values
+
+
+class Evaluator:
+    """Evaluates one algorithm on one set of clients, as often as needed, compiled once."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        clients: Clients,
+        *,
+        protocol: str = "recon",
+        split: Split | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        layout: Layout | None = None,
+    ):
+        """Prepare to evaluate.
+
+        Args:
+          algorithm: its model and its reconstruction are used.
+          clients: the clients to measure; with `recon`, clients that took no part in training.
+          protocol: `recon` or `standard`; see `evaluate`.
+          split: support and query for `recon`; half and half by default.
+          batch_size: how many examples of a client are measured at once; by default chosen from the size of an example.
+          seed: for the initial local parameters.
+          layout: on which devices and in what blocks clients run.
+        """
+        if protocol not in ("recon", "standard"):
+            raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
+        check_clients(clients)
+        if len(clients) == 0:
+            raise ValueError("there are no clients to evaluate on")
+        if protocol == "recon":
+            check_reconstruction(algorithm, clients)
+        self.algorithm, self.clients, self.protocol = algorithm, clients, protocol
+        self._split = query_only() if protocol == "standard" else split or half()
+        self._key = jax.random.key(seed)
+        self._layout = layout or choose_layout(model=algorithm.model)
+        used = features_of(algorithm, clients)
+        self._needs = Needs(self._split, algorithm.method.support_limit, columns=used)
+        numbers = sum(math.prod(clients.columns[name].shape[1:]) for name in used)
+        self._batch_size = batch_size or int(np.clip(NUMBERS_AT_ONCE // max(numbers, 1), 16, 64))
+        self._packer = Packer(clients, self._needs)
+        self._has_local = algorithm.has_local()
+        self._run = compile_each(self._block, self._layout)
+
+    def on(self, clients: Clients) -> Evaluator:
+        """Return an evaluator of other clients; if they pack to the same shapes, nothing is compiled again.
+
+        Args:
+          clients: the clients to measure.
+        """
+        if len(clients) == 0:
+            raise ValueError("there are no clients to evaluate on")
+        other = copy.copy(self)
+        other.clients = clients
+        other._packer = Packer(clients, self._needs)
+        return other
+
+    def _block(self, shared: Any, part: tuple[Cohort, Any]) -> Any:
+        params, key = shared
+        cohort, kept = part
+        model = self.algorithm.model
+        if self.protocol == "standard":
+            local = kept
+        else:
+            keys = client_keys(key, cohort.identity)
+            local = self.algorithm.method.reconstruct(params, kept, cohort.support, keys)
+        objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
+        sums = measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
+        if model.client_metrics is None:
+            return sums
+        return jnp.concatenate([sums, _of_clients(model.client_metrics, params, local, cohort)], 1)
+
+    def __call__(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
+        """Evaluate global parameters; a `DivergenceWarning` says if more than half of the clients diverged.
+
+        Args:
+          params: global parameters.
+          kept: what each client kept from training, clients first, if the protocol or the algorithm uses it.
+          progress: a progress display.
+        """
+        found = self.measure(params, kept, progress=progress)
+        if problem := why_diverged(found.clients, found.diverged):
+            warn_caller(problem, DivergenceWarning)
+        return found
+
+    def measure(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
+        """Evaluate global parameters, and leave it to the caller to say how many clients diverged.
+
+        Args:
+          params: global parameters.
+          kept: as for an evaluation.
+          progress: a progress display.
+        """
+        return summarize(self.algorithm.model, self.protocol, self.sums(params, kept, progress=progress))
+
+    def sums(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> np.ndarray:
+        """Return each client's sums of loss and metrics, `(clients, metrics, 2)`: totals and weights.
+
+        Args:
+          params: global parameters.
+          kept: as for an evaluation.
+          progress: a progress display.
+        """
+        if self.protocol == "standard" and self._has_local and not jax.tree.leaves(kept):
+            raise ValueError(
+                "StandardEval measures local parameters kept from training; give them as `kept`, "
+                "or use protocol='recon'"
+            )
+        shared = everywhere((params, self._key), self._layout)
+        found = np.zeros((len(self.clients), len(evaluated_names(self.algorithm.model)), 2), np.float64)
+        with progress("evaluating", len(self.clients)) as advance:
+            for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
+                indices = np.arange(begin, min(begin + CLIENTS_AT_ONCE, len(self.clients)))
+                padded = np.full(min(CLIENTS_AT_ONCE, len(self.clients)), ABSENT)
+                padded[: len(indices)] = indices
+                sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
+                order = self._layout.arrange(padded, sizes)
+                mine = self._layout.mine(order)
+                sums = np.asarray(self._run(shared, (self._packer.pack(mine), _of(kept, mine))))
+                found[order[order >= 0]] = sums[order >= 0]
+                advance(len(indices))
+        return found
+
+
+def _of_clients(metrics: ClientMetrics, params: Any, local: Any, cohort: Cohort) -> jax.Array:
+    """Measure clients as a whole: sums of `(clients, names, 2)`, in which a client that has a value counts once."""
+    values = jax.vmap(metrics.measure, (None, 0, 0, 0))(params, local, cohort.support, cohort.query)
+    there = ~jnp.isnan(values) & (cohort.query.count > 0)[:, None]
+    return jnp.stack([jnp.where(there, values, 0), there.astype(values.dtype)], -1)
+
+
+def evaluate(
+    algorithm: Algorithm,
+    params: Any,
+    clients: Clients,
+    *,
+    kept: Any = (),
+    protocol: str = "recon",
+    split: Split | None = None,
+    seed: int = 0,
+    layout: Layout | None = None,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Evaluate global parameters on every client.
+
+    Args:
+      algorithm: its model and its reconstruction are used.
+      params: global parameters.
+      clients: the clients to measure; with `recon`, clients that took no part in training.
+      kept: what each of these clients kept from training, clients first; empty if they kept nothing.
+      protocol: `recon` reconstructs the local parameters on each client's support and measures on its query;
+        `standard` measures the kept local parameters on all examples of `clients`.
+      split: support and query for `recon`; half and half by default, whatever training does.
+      seed: for the initial local parameters.
+      layout: on which devices and in what blocks clients run.
+      progress: a progress display.
+
+    Returns:
+      An `Evaluation`: means over examples and over clients, quantiles over clients, and the metrics of each client. A
+      `DivergenceWarning` says if more than half of the clients diverged.
+    """
+    evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, layout=layout)
+    return evaluator(params, kept, progress=progress)
+
+
+def why_diverged(clients: int, diverged: int) -> str | None:
+    """Say that most clients diverged and what to try; None if they did not.
+
+    Args:
+      clients: how many were measured.
+      diverged: how many of them diverged.
+    """
+    if not 2 * diverged > clients:
+        return None
+    rest = "no metric has a value" if diverged == clients else f"metrics are of the other {clients - diverged} alone"
+    return f"{diverged} of {clients} evaluated clients diverged: {rest}. {REMEDY}"
+
+
+def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
+    """Summarise the metrics of clients.
+
+    A client has diverged if any of its sums is not finite, or if its loss is more than `DIVERGED_ABOVE` times the
+    median client's. One such client would dominate the mean, so it is excluded and counted in `diverged`.
+
+    Args:
+      model: its metrics are summarised.
+      protocol: `recon` or `standard`, for the result.
+      sums: `(clients, metrics, 2)` of loss and metrics: totals and weights.
+    """
+    measured = ~(sums[:, 0, 1] == 0)
+    finite = np.isfinite(sums).all((1, 2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses = np.where(measured & finite, sums[:, 0, 0] / sums[:, 0, 1], np.nan)
+    usual = np.nanmedian(losses) if np.isfinite(losses).any() else np.nan
+    good = measured & finite & ~((losses > DIVERGED_ABOVE * usual) & (usual > 0))
+    names = evaluated_names(model)
+    per_client = {name: np.full(len(sums), np.nan) for name in names}
+    for i in np.flatnonzero(good):
+        for name, value in finish(model, sums[i]).items():
+            per_client[name][i] = value
+    return Evaluation(
+        protocol=protocol,
+        clients=int(measured.sum()),
+        diverged=int((measured & ~good).sum()),
+        examples=int(sums[good, 0, 1].sum()),
+        micro=finish(model, sums[good].sum(0)),
+        macro={name: _over_clients(np.mean, values) for name, values in per_client.items()},
+        quantiles={
+            name: {f"{q:g}": _over_clients(functools.partial(np.quantile, q=q), values) for q in QUANTILES}
+            for name, values in per_client.items()
+        },
+        per_client=per_client,
+    )
+
+
+def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+    """Return a statistic over the clients that have a value; NaN if none has."""
+    there = values[~np.isnan(values)]
+    return float(statistic(there)) if there.size else float("nan")
+
+
+def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
+    """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing.
+
+    Args:
+      algorithm: what is trained.
+      clients: the population.
+      seed: the run's seed.
+    """
+    if algorithm.method.keep is None:
+        return ()
+    keys = client_keys(jax.random.key(seed), clients.identities())
+    return jax.tree.map(np.array, algorithm.method.keep(keys))
+
+
+def _of(kept: Any, order: np.ndarray) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x)[np.maximum(order, 0)], kept)

@@ -1,0 +1,205 @@
+"""Explain a model: which parameters are global or local, how they are read, what a client sends and receives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.client.lookups.tables import group_name, lookup_groups
+from fedrecon._src.client.lookups.tracing import Reads, find_reads
+from fedrecon._src.client.lookups.validation import known_lookups, probe
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.cohort import Needs, Packer
+from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.model import AUTO, Batch, Model
+from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.core.split import query_only
+
+SAMPLED = 100  # clients whose rows are counted
+ID_BYTES = 4  # a row's id is sent with the row
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One parameter of a model, or one piece of its state.
+
+    Attributes:
+      path: the leaf's path.
+      kind: `global`, `local`, `frozen`, `global state` (averaged) or `local state` (set from support).
+      shape: its shape.
+      nbytes: its size in bytes.
+      features: if it is only read by rows, the features whose ids index it.
+      note: how it is read or where it starts; why it is not read by rows.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    nbytes: int
+    features: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """A report on a model; `print` it.
+
+    Attributes:
+      parts: every parameter, global ones first.
+      receives: bytes that a client receives in a round: all that is global.
+      sends: bytes that it sends: the change of all that is global.
+      receives_by_rows: bytes that it would receive if only the table rows that its examples touch were sent, with their
+        ids: a mean over clients. None if no clients were given or no table is read by rows.
+      sends_by_rows: bytes that it sends if only rows that changed are sent, in the same way.
+      clients: how many clients that mean is over.
+      noised: whether the algorithm's aggregator adds noise. Noise is added to every row of every table.
+    """
+
+    parts: tuple[Part, ...]
+    receives: int
+    sends: int
+    receives_by_rows: float | None = None
+    sends_by_rows: float | None = None
+    clients: int = 0
+    noised: bool = False
+
+    def __str__(self) -> str:
+        """Return the report as a table."""
+        rows = [("parameter", "part", "shape", "size", "read")]
+        for part in self.parts:
+            read = f"by rows at {', '.join(part.features)}" if part.features else part.note
+            rows.append((part.path, part.kind, str(part.shape), _size(part.nbytes), read))
+        lines = lay_out(rows)
+        own = sum(part.nbytes for part in self.parts if part.kind.startswith("local"))
+        lines += [
+            "",
+            f"A client receives {_size(self.receives)} a round, sends {_size(self.sends)}, "
+            f"and keeps {_size(own)} to itself.",
+        ]
+        if self.receives_by_rows is not None and self.sends_by_rows is not None:
+            lines.append(
+                f"Row-wise it would receive {_size(self.receives_by_rows)} and send {_size(self.sends_by_rows)} "
+                f"(mean over {self.clients} clients)."
+            )
+        if self.noised:
+            saved = "" if self.sends_by_rows is None else f", not {_size(self.sends_by_rows)} of rows"
+            lines.append(
+                "Noise is added to every row, and row ids would reveal which items a client has. For privacy against "
+                f"the server a client sends all {_size(self.sends)}{saved}."
+            )
+        return "\n".join(lines)
+
+
+def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -> Explanation:
+    """Explain which parameters are global, local, frozen or state, how they are read, and what a round sends.
+
+    Args:
+      model: a model; or an algorithm, to take its split and optimizer into account.
+      examples: clients, or a batch. Needed to find out, by tracing, which tables are read by rows. With clients, the
+        rows that they touch are counted, of at most `SAMPLED` clients.
+
+    Returns:
+      An `Explanation`: `print` it for a table, or look at its `parts`.
+    """
+    algorithm = model if isinstance(model, Algorithm) else None
+    model = model.model if isinstance(model, Algorithm) else model
+    reads = _reads(model, examples)
+    if algorithm is not None and not algorithm.define(_with(model, reads)).needs.groups:
+        reads = {p: r if not r.features else Reads((), "its optimizer needs all of it") for p, r in reads.items()}
+    key = jax.random.key(0)
+    shared = flatten(jax.eval_shape(model.init_global, key))[0]
+    local = flatten(jax.eval_shape(model.init_local, key))[0]
+    state = ((), ()) if model.state is None else (model.state.shared, model.state.local)
+    starts = _starts(model)
+    parts = [
+        _part(path, leaf, "global state" if path in state[0] else "global", reads[path])
+        for path, leaf in shared.items()
+    ]
+    parts += [
+        _part(path, leaf, "local state" if path in state[1] else "local", Reads((), _note(path, state[1], starts)))
+        for path, leaf in local.items()
+    ]
+    parts += [_part(path, leaf, "frozen", Reads((), "keeps its value")) for path, leaf in model.frozen.items()]
+    total = sum(part.nbytes for part in parts if part.kind.startswith("global"))
+    noised = algorithm is not None and algorithm.aggregator.release is not None
+    report = Explanation(tuple(parts), total, total, noised=noised)
+    sparse = {part.path: part for part in parts if part.features}
+    if not sparse or not isinstance(examples, Clients):
+        return report
+    down, up, clients = _by_rows(sparse, examples, algorithm)
+    dense = total - sum(part.nbytes for part in sparse.values())
+    return dataclasses.replace(report, receives_by_rows=dense + down, sends_by_rows=dense + up, clients=clients)
+
+
+def _with(model: Model, reads: Mapping[str, Reads]) -> Model:
+    return model._replace(lookups={path: read.features for path, read in reads.items() if read.features})
+
+
+def _reads(model: Model, examples: Clients | Batch | None) -> dict[str, Reads]:
+    declared = lookup_groups(model)
+    paths = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    if examples is None:
+        unknown = "whole, or by rows: give `examples` to find out" if model.lookups == AUTO else "whole"
+        return {path: Reads(declared.get(path, ()), unknown) for path in paths}
+    if model.lookups == AUTO and isinstance(examples, Clients):
+        return known_lookups(model, examples)
+    batch = probe(examples) if isinstance(examples, Clients) else examples
+    found = find_reads(model, {name: jnp.asarray(column) for name, column in batch.items()})
+    if model.lookups == AUTO:
+        return found
+    declarable = {
+        path: Reads((), f"whole; declare it in `lookups`, read by rows at {', '.join(r.features)}") if r.features else r
+        for path, r in found.items()
+    }
+    return {path: Reads(declared[path]) if path in declared else declarable[path] for path in paths}
+
+
+def _part(path: str, leaf: Any, kind: str, reads: Reads) -> Part:
+    return Part(path, kind, tuple(leaf.shape), leaf.size * leaf.dtype.itemsize, reads.features, reads.why)
+
+
+def _note(path: str, state: Sequence[str], starts: Mapping[str, str]) -> str:
+    return "set from support" if path in state else starts[path]
+
+
+def _starts(model: Model) -> dict[str, str]:
+    """Describe where each local parameter starts: drawn for every client, the same for all, or learned."""
+    one, other = (flatten(model.init_local(jax.random.key(n)))[0] for n in (0, 1))
+    if model.default_local is not None:
+        return dict.fromkeys(one, "starts at a learned default")
+    same = {path: bool(jnp.array_equal(one[path], other[path])) for path in one}
+    return {path: "starts the same for every client" if same[path] else "drawn for every client" for path in one}
+
+
+def _by_rows(sparse: Mapping[str, Part], clients: Clients, algorithm: Algorithm | None) -> tuple[float, float, int]:
+    """Return the mean bytes of rows that clients touch with all examples and with query, and how many clients."""
+    chosen = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), SAMPLED)).astype(np.int64))
+    groups: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for part in sparse.values():
+        name = group_name(part.features)
+        groups[name] = (min(part.shape[0], groups.get(name, (part.shape[0],))[0]), part.features)
+    columns = sorted({feature for part in sparse.values() for feature in part.features})
+
+    def mean_bytes(needs: Needs) -> float:
+        counts = Packer(clients, needs._replace(groups=groups, columns=columns)).pack(chosen).num_rows
+        width = {path: part.nbytes // part.shape[0] for path, part in sparse.items()}
+        once = {group: ID_BYTES * float(counts[group].mean()) for group in groups}
+        values = sum(width[path] * float(counts[group_name(part.features)].mean()) for path, part in sparse.items())
+        return values + sum(once.values())
+
+    down = mean_bytes(Needs(query_only()))
+    return down, down if algorithm is None else mean_bytes(algorithm.method.needs), len(chosen)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} GB"

@@ -1,0 +1,288 @@
+"""Sample the clients of a round, and pack their cohorts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.fitting import features_of
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.cohort import ABSENT, Cohort, Drawn, Packer, redraw
+from fedrecon._src.core.keys import RunKeys, as_number, fold_words, words_of
+from fedrecon._src.simulation.engine import Layout, everywhere
+
+RESIDENT_BYTES = 2**27  # up to this many bytes, a population is packed once and stays on the devices
+LESS_URGENT = 10  # the niceness of the thread that packs
+OVERFLOW = 1e-24  # at most the probability that Poisson sampling draws more, or fewer, clients than a round counts on
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the clients of a round are chosen.
+
+    Attributes:
+      clients_per_round: how many clients' updates a round takes; None for a tenth of the population, at least `least`.
+      oversample: invite this many times as many, and take the first that answer.
+      drop_out: the share of invited clients that never answer.
+      min_examples: clients with fewer examples do not answer either.
+      poisson: draw every client independently, with the same probability, so that `clients_per_round` is the average.
+        Differential privacy relies on this. The number of clients is then private too, and is not reported.
+      apart: let a client take part at most once in this many rounds: clients take turns in this many groups, and a
+        round draws from one group. Correlated noise relies on this. None draws from all clients in every round.
+      least: if the population decides, no round takes fewer clients than this, as their steps would be noisy; those of
+        a smaller population all take part.
+    """
+
+    clients_per_round: int | None = 100
+    oversample: float = 1.0
+    drop_out: float = 0.0
+    min_examples: int = 1
+    poisson: bool = False
+    apart: int | None = None
+    least: int = 50
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        number = 1 if self.clients_per_round is None else self.clients_per_round
+        if number < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
+            raise ValueError(
+                "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
+                f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
+            )
+        if self.least < 1:
+            raise ValueError(f"sampling has `least` {self.least}; a round takes 1 client or more")
+        if self.apart is not None and (self.apart < 1 or self.poisson):
+            raise ValueError(
+                f"sampling has apart {self.apart} and poisson {self.poisson}; rounds apart are 1 or more, and who is "
+                "drawn by chance alone may be drawn twice in a row"
+            )
+        if self.poisson and self.oversample != 1:
+            raise ValueError(
+                f"`oversample` is {self.oversample}; with `poisson` it must be 1, so that answering first does not "
+                "decide who takes part"
+            )
+
+    def wanted(self, population: int) -> int:
+        """Return how many clients' updates a round takes.
+
+        Args:
+          population: how many clients there are.
+        """
+        if self.clients_per_round is not None:
+            return self.clients_per_round
+        most = population // (self.apart or 1)
+        return max(1, min(most, max(self.least, round(population / 10))))
+
+    def rate(self, clients: int) -> float:
+        """Return the probability with which a client is drawn, for privacy accounting; 1 without `poisson`.
+
+        Args:
+          clients: in the population.
+        """
+        return min(self.wanted(clients) / clients, 1.0) if self.poisson else 1.0
+
+    def replies(self, generator: np.random.Generator, drawn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return who of the invited answers, as places in `drawn`, whoever answers first first.
+
+        A subclass may have a model of devices instead, such as which of them are slow.
+
+        Args:
+          generator: draws what is random in this round.
+          drawn: `(invited,)` indices of clients.
+          sizes: `(invited,)` how many examples they have.
+        """
+        del drawn
+        enough = sizes >= self.min_examples
+        if self.drop_out:
+            enough &= generator.random(len(sizes)) >= self.drop_out
+        return np.flatnonzero(enough)
+
+    def capacity(self, clients: int) -> int:
+        """Return how many clients a round has room for.
+
+        With `poisson`, more are drawn with probability at most `OVERFLOW`. In that case some of them, chosen at random,
+        are left out. That is no longer Poisson sampling; `overflow_delta` is what it adds to delta.
+
+        Args:
+          clients: in the population.
+        """
+        return _places(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
+
+    def fewest(self, clients: int) -> int:
+        """Return how many clients a round has at least, for noise that clients add together.
+
+        With `poisson`, fewer are drawn with probability at most `OVERFLOW`, as long as this is above 1.
+
+        Args:
+          clients: in the population.
+        """
+        return _fewest(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
+
+    def overflow_delta(self, rounds: int) -> float:
+        """Return what rounds that draw too many or too few clients add to delta, for any epsilon up to 13.
+
+        A failure of probability p adds p (1 + e^epsilon).
+
+        Args:
+          rounds: how many rounds there are.
+        """
+        return 2 * rounds * OVERFLOW * (1 + math.exp(13)) if self.poisson else 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _places(clients: int, rate: float) -> int:
+    """Return the least number of clients that sampling exceeds with probability at most `OVERFLOW`."""
+    from scipy.stats import binom  # slow to import, and rarely needed
+
+    low, high = 0, clients
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if binom.sf(middle, clients, rate) <= OVERFLOW else (middle + 1, high)
+    return max(low, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _fewest(clients: int, rate: float) -> int:
+    """Return the largest number that sampling stays below with probability at most `OVERFLOW`, 1 at least."""
+    from scipy.stats import binom
+
+    low, high = 1, clients
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if binom.cdf(middle - 1, clients, rate) <= OVERFLOW else (low, middle - 1)
+    return low
+
+
+class Sample(NamedTuple):
+    """The clients of one round, and counts of those that were invited but do not take part."""
+
+    clients: np.ndarray  # (capacity,) indices, ABSENT if too few answered
+    counts: dict[str, int]
+
+
+def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -> Sample:
+    """Draw the clients of a round without replacement, in time that does not grow with the population.
+
+    This runs while compiled rounds run and must not wait for their devices, so it draws with numpy.
+
+    Args:
+      key: the words of a JAX key (`jax.random.key_data`).
+      number: of the round; the same key and number draw the same clients.
+      clients: the population.
+      sampling: how clients are chosen.
+    """
+    every = sampling.apart or 1
+    here = len(range(number % every, len(clients), every))  # whose turn it is: each so many clients of them all
+    generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
+    wanted = sampling.capacity(len(clients))
+    if sampling.poisson:
+        # Drawing the number of clients first and then that many of them is the same as a coin for each, but faster.
+        invited = min(int(generator.binomial(len(clients), sampling.rate(len(clients)))), wanted)
+    else:
+        invited = min(here, int(np.ceil(wanted * sampling.oversample)))
+    drawn = number % every + every * generator.choice(here, invited, replace=False)
+    sizes = clients.ends[drawn] - clients.starts[drawn]
+    answered = sampling.replies(generator, drawn, sizes)
+    taken = drawn[answered][:wanted]
+    chosen = np.full(wanted, ABSENT, np.int64)
+    chosen[: len(taken)] = taken
+    if sampling.poisson:
+        return Sample(chosen, {})
+    small = int((sizes < sampling.min_examples).sum())
+    return Sample(chosen, {"invited": invited, "too_small": small, "dropped": invited - small - len(answered)})
+
+
+class Prepared(NamedTuple):
+    """Several rounds ready to run in one call; every leaf of packed cohorts is `(rounds, clients, ...)`."""
+
+    first: int
+    number: int
+    cohorts: Cohort | Drawn  # of this process's clients, where there are several
+    samples: list[Sample]
+    orders: list[np.ndarray]  # all clients of each round, in the order of the layout
+
+
+@functools.cache
+def _beside_the_devices() -> ThreadPoolExecutor:
+    """Return a thread that gives way to those of the devices.
+
+    Where every core has a device, the thread that packs takes time from one of them, and in every round the others wait
+    for that one. With a lower priority it takes the time in which devices wait for each other anyway.
+    """
+    return ThreadPoolExecutor(1, "fedrecon-packing", _give_way)
+
+
+def _give_way() -> None:
+    if sys.platform == "linux":  # elsewhere a priority is of the whole process
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS_URGENT)
+
+
+class Cohorts:
+    """Draws and packs the cohorts of rounds. A round's cohort depends only on the keys and the round's number."""
+
+    def __init__(
+        self, algorithm: Algorithm, clients: Clients, sampling: Sampling, layout: Layout, keys: RunKeys, at_once: int
+    ):
+        """Prepare to draw cohorts.
+
+        Args:
+          algorithm: what is trained.
+          clients: the population.
+          sampling: how the clients of a round are chosen.
+          layout: on which devices and in what blocks clients run.
+          keys: of the run.
+          at_once: how many rounds are packed together; always the same number, so that nothing is compiled twice.
+        """
+        self._clients, self._sampling, self._layout, self._at_once = clients, sampling, layout, at_once
+        self._sampling_words, self._client_words = words_of(keys.sampling), words_of(keys.clients)
+        needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
+        self._packer, self._redrawn = Packer(clients, needs), needs.split.redrawn
+        everybody = self._packer.pack_everybody(RESIDENT_BYTES)
+        self._population = None if everybody is None else everywhere(everybody, layout)
+
+    def prepare(self, first: int, number: int) -> Prepared:
+        """Prepare rounds; if they are fewer than `at_once`, the others have absent clients only.
+
+        Args:
+          first: the first round.
+          number: how many rounds.
+        """
+        number = min(number, self._at_once)
+        samples = [sample(self._sampling_words, first + r, self._clients, self._sampling) for r in range(number)]
+        drawn = np.stack([s.clients for s in samples])
+        orders = [self._layout.arrange(*pair) for pair in zip(drawn, self._packer.work(drawn), strict=True)]
+        orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
+        mine = [self._layout.mine(order) for order in orders]
+        if self._population is not None:
+            return Prepared(first, number, Drawn.from_indices(self._population, np.stack(mine)), samples, orders)
+        packed = self._packer.pack(np.concatenate(mine), self._draws(first, len(mine[0])))
+        cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
+        return Prepared(first, number, cohorts, samples, orders)
+
+    def prepare_ahead(self, first: int, number: int) -> Future[Prepared]:
+        """Begin to prepare rounds while the devices run others; do not call `prepare` before it is done.
+
+        Args:
+          first: the first round.
+          number: how many rounds.
+        """
+        return _beside_the_devices().submit(self.prepare, first, number)
+
+    def _draws(self, first: int, clients: int) -> np.ndarray | None:
+        """Return from what each of a call's clients redraws its split; None if splits are not redrawn."""
+        if not self._redrawn:
+            return None
+        draws = [redraw(fold_words(self._client_words, first + r)) for r in range(self._at_once)]
+        return np.repeat(np.stack(draws), clients)

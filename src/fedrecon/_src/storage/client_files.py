@@ -1,0 +1,227 @@
+"""Clients on disk: a folder of `.npy` files that can be memory-mapped, written at once or one client at a time.
+
+The folder holds offsets.npy, names.npy, column-<name>.npy, field-<name>.npy, and manifest.json, written last.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.lib import format as npy
+
+from fedrecon._src.storage.digests import DamagedError, describe_files, verify_files
+
+Columns = Mapping[str, np.ndarray]
+
+FORMAT = "fedrecon-clients"
+VERSION = 1
+CLIENTS_PER_BLOCK = 16_384
+QUICK_BYTES = 1 << 24  # files up to this size are checked whenever a folder is opened
+
+
+class Totals(NamedTuple):
+    """The number of examples of all clients, and the size of the largest client."""
+
+    num_examples: int
+    max_size: int
+
+
+class ArrayFile:
+    """A `.npy` file that grows along its first axis, so that a column need not fit into memory."""
+
+    def __init__(self, path: Path, dtype: Any, shape: tuple[int, ...] = ()) -> None:
+        """Start a file.
+
+        Args:
+          path: the file.
+          dtype: of the entries.
+          shape: of each entry.
+        """
+        self.dtype, self.shape, self.length = np.dtype(dtype), shape, 0
+        self.file = path.open("wb")
+        self._write_header()
+
+    def _write_header(self) -> None:
+        # numpy pads the header so that the first dimension can grow in place
+        header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False}
+        npy.write_array_header_1_0(self.file, {**header, "shape": (self.length, *self.shape)})
+
+    def append(self, values: np.ndarray) -> None:
+        """Append entries.
+
+        Args:
+          values: `(entries, ...)`.
+        """
+        self.file.write(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data)
+        self.length += len(values)
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Write the final length and close."""
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
+
+
+class ClientStream:
+    """Writes clients one by one into a folder; its memory use does not grow with the number of clients."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start writing.
+
+        Args:
+          folder: an empty folder.
+        """
+        self.folder, self.files = folder, ExitStack()
+        self.columns: dict[str, ArrayFile] = {}
+        self.offsets = self.files.enter_context(ArrayFile(folder / "offsets.npy", np.int64))
+        self.offsets.append(np.zeros(1, np.int64))
+        self.names = self.files.enter_context((folder / "names.txt").open("w+", encoding="utf-8", newline="\n"))
+        self.kind, self.width, self.totals = "", 1, Totals(0, 0)
+
+    def add(self, name: object, client: Columns) -> None:
+        """Append one client.
+
+        Args:
+          name: its id, an integer or text.
+          client: its columns.
+        """
+        if not self.columns:
+            for column, values in client.items():
+                file = ArrayFile(column_path(self.folder, column), values.dtype, values.shape[1:])
+                self.columns[column] = self.files.enter_context(file)
+        sizes = {len(values) for values in client.values()}
+        first = {column: (file.dtype, file.shape) for column, file in self.columns.items()}
+        if len(sizes) != 1 or client.keys() != first.keys():
+            raise ValueError(f"client {name!r} has columns {_shapes(client)}; expected {list(first)} of one length.")
+        for column, values in client.items():
+            dtype, shape = first[column]
+            if values.shape[1:] != shape or not np.can_cast(values.dtype, dtype, "safe"):
+                given, expected = f"{values.dtype}{list(values.shape[1:])}", f"{dtype}{list(shape)}"
+                raise ValueError(
+                    f"client {name!r}: rows of column {column!r} are {given}, but the first client's are "
+                    f"{expected}: give every client the same dtype and shape."
+                )
+            self.columns[column].append(values)
+        size = sizes.pop()
+        self.totals = Totals(self.totals.num_examples + size, max(self.totals.max_size, size))
+        self.offsets.append(np.array([self.totals.num_examples]))
+        self._add_name(name)
+
+    def _add_name(self, name: object) -> None:
+        kind = "integer" if isinstance(name, int | np.integer) else "text"
+        if self.kind not in ("", kind) or (text := str(name)).splitlines() not in ([text], []):
+            raise ValueError(f"client name {name!r}: names must be all integers or all text of a single line.")
+        self.kind, self.width = kind, max(self.width, len(text))
+        self.names.write(text + "\n")
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Write the names and close all files."""
+        with self.files:
+            self.names.seek(0)
+            dtype = np.int64 if self.kind == "integer" else f"U{self.width}"
+            with ArrayFile(self.folder / "names.npy", dtype) as names:
+                while lines := list(islice(self.names, CLIENTS_PER_BLOCK)):
+                    names.append(np.array([line[:-1] for line in lines]).astype(dtype))
+        (self.folder / "names.txt").unlink()
+
+
+def _shapes(columns: Columns) -> str:
+    return ", ".join(f"{name} {values.shape}" for name, values in columns.items()) or "none"
+
+
+def column_path(folder: Path, name: str) -> Path:
+    """Return the path of a column's file; raises if the name cannot be part of a file name.
+
+    Args:
+      folder: of the clients.
+      name: of the column.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"column name {name!r} cannot be a file name: use letters, digits, '_', '-' and '.'.")
+    return folder / f"column-{name}.npy"
+
+
+def write_manifest(
+    folder: Path,
+    kind: str,
+    columns: Mapping[str, ArrayFile],
+    totals: Totals,
+    fields: Mapping[str, Any],
+) -> None:
+    """Write the array fields of a subclass, and then the manifest, which completes the folder.
+
+    Args:
+      folder: of the clients.
+      kind: the name of the class.
+      columns: their files, by name.
+      totals: of all clients.
+      fields: of the subclass.
+    """
+    arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+    for name, value in arrays.items():
+        np.save(folder / f"field-{name}.npy", value, allow_pickle=False)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": kind,
+        "num_clients": len(np.load(folder / "offsets.npy", mmap_mode="r")) - 1,
+        "num_examples": totals.num_examples,
+        "max_size": totals.max_size,
+        "columns": {name: {"dtype": file.dtype.str, "shape": list(file.shape)} for name, file in columns.items()},
+        "array_fields": sorted(arrays),
+        "fields": {name: value for name, value in fields.items() if name not in arrays},
+        "files": describe_files(folder, sorted(file.name for file in folder.glob("*.npy"))),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def read_manifest(folder: Path, most_bytes: int | None = QUICK_BYTES) -> dict[str, Any]:
+    """Read the manifest of a folder; raises if it is not a folder of clients, or is damaged.
+
+    Files up to 16 MB are read and compared with their digests. For larger files only the size is compared, so that
+    millions of clients open in milliseconds. Folders of earlier versions have no digests.
+
+    Args:
+      folder: the folder.
+      most_bytes: the largest file that is read; None reads all.
+    """
+    if not (folder / "manifest.json").is_file():
+        raise ValueError(f"{folder} is not a saved Clients folder: it has no manifest.json.")
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        kind, version = manifest["format"], manifest["version"]
+        version = int(version)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        kind, version = "unknown", 0
+    if kind != FORMAT:
+        raise ValueError(f"{folder} is not a saved Clients folder: its manifest.json is of another kind.")
+    if version > VERSION:
+        raise ValueError(f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it.")
+    if "files" in manifest:
+        try:
+            verify_files(folder, manifest["files"], most_bytes)
+        except DamagedError as problem:
+            raise DamagedError(f"{folder} is damaged or incomplete: {problem}") from None
+    return manifest
+
+
+def map_array(path: Path) -> np.ndarray:
+    """Memory-map an array without reading it.
+
+    Args:
+      path: a `.npy` file.
+    """
+    return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -1,1 +1,0 @@
-"""Files and folders: arrays, runs, models, clients."""

@@ -1,1 +1,0 @@
-"""R and U: what a client solves, and the solvers."""

@@ -1,1 +1,0 @@
-"""What travels: uploads and messages as bytes, models and algorithms as folders."""
