@@ -22,7 +22,7 @@ class Rounds:
         import jax
 
         import fedrecon as fr
-from fedrecon._src.simulation import engine
+        from fedrecon._src.simulation import engine
         from fedrecon._src.simulation.sampling import Cohorts, Sampling
 
         self.at_once = max(1, min(10, 10_000 // number))

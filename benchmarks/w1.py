@@ -15,7 +15,6 @@ ROUNDS_AT_ONCE = 10
 def setup(source):
     """Return the ratings, each user's shuffled once."""
     import fedrecon as fr
-from fedrecon._src.simulation import engine
 
     return fr.data.load(source).shuffle(0)
 
@@ -40,6 +39,7 @@ class Rounds:
 
     def __init__(self, ratings, algorithm, *, clients=CLIENTS, devices=None, block=None, calls=2):
         import fedrecon as fr
+        from fedrecon._src.simulation import engine
         from fedrecon._src.simulation.sampling import Cohorts, Sampling
 
         self.place = fr.layout(block, devices, model=algorithm.model)

@@ -15,7 +15,8 @@ ROOT = Path(fr.__file__).parent
 # Each may import those before it, never those after. The most specific name counts.
 PLACES = """
 _version core.pytrees core.factories core.formatting core.progress core.notices core.keys storage core client
-privacy server algorithms.algorithm kit algorithms simulation.multihost simulation.engine simulation.sampling privacy.spending simulation models data recommend
+privacy server algorithms.algorithm kit algorithms
+simulation.multihost simulation.engine simulation.sampling privacy.spending simulation models data recommend
 privacy.attacks privacy.leakage privacy.canaries app deploy device app.cli facade __main__
 """
 ORDER = PLACES.split()

@@ -13,5 +13,6 @@ from fedrecon._src.server import mean as mean
 from fedrecon._src.server import private as private
 from fedrecon._src.server import rescaled as rescaled
 from fedrecon._src.server import secure as secure
+from fedrecon._src.server import stateless as stateless
 from fedrecon._src.server import weight_of as weight_of
 from fedrecon._src.server import zero as zero

@@ -43,7 +43,12 @@ def stateless(
     encode: Callable[[Summand], Summand] = lambda summand: summand,
     decode: Callable[[Total], tuple[Total, Report]] = lambda total: (total, {}),
 ) -> Aggregator:
-    """Return an aggregator that keeps nothing, tells clients nothing and draws nothing."""
+    """Return an aggregator without state, message or randomness.
+
+    Args:
+      encode: what a client does to its summand.
+      decode: what the server does to the total; also returns what to report.
+    """
 
     def encode_one(message: Any, summand: Summand, keys: Array) -> Summand:
         del message, keys
