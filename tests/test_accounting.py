@@ -76,6 +76,7 @@ TABLE = {  # the noise multiplier for epsilon 1, 2, 4 and 8; 500 rounds, delta =
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "per_round"), TABLE)
 def test_the_table_of_noise_holds_for_the_accountant_of_the_library(clients, per_round):
     """Against dp-accounting itself, with nothing of ours between: it allows our noise, and not one percent less."""

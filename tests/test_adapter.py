@@ -43,6 +43,7 @@ HEAD = {"head/kernel", "head/bias"}
 BIASES = {"body/bias", "head/bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "expected"),
     [
@@ -266,6 +267,7 @@ def factor_model(local="user", **options):
     return fr.models.from_function(factors, init, **{**RATINGS, **options, "local": local})
 
 
+@pytest.mark.slow
 def test_a_round_of_a_plain_function_equals_ours():
     assert_a_round_equals_ours(factor_model(), "items", "user", (DIM,))
 
@@ -345,6 +347,7 @@ def noisy_run(clients, rounds=1, epochs=1, **options):
     return -float(one_round(noisy_algorithm(epochs), clients, rounds, **options).params["w"])
 
 
+@pytest.mark.slow
 def test_what_is_random_differs_by_client_round_and_step():
     alone, pair = xy(([1], [0])), xy(([1], [0]), ([1], [0]))
     first = noisy_run(alone)
@@ -355,6 +358,7 @@ def test_what_is_random_differs_by_client_round_and_step():
     assert noisy_run(alone, epochs=2) - first != pytest.approx(first, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_random_follows_from_the_seed_and_not_from_the_layout():
     clients = xy(([1, 2], [0, 0]), ([3], [0]), ([1], [0]))
     here = noisy_run(clients, epochs=2)

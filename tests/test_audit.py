@@ -76,6 +76,7 @@ def test_noise_of_round_zero_is_measured_below_its_claim_and_sabotage_above(seed
         audit_run(noise_by="round-zero", sabotage="no-clipping")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sabotage", ["none", "half-noise", "no-clipping", "twice"])
 def test_noise_of_the_clients_in_integers_is_audited_too(sabotage):
     found = audit_run(noise_by="clients", sabotage=sabotage)

@@ -193,6 +193,7 @@ def algorithm(lookups, optimizer, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_found_lookups_change_nothing_but_the_time(name):
     sparse, dense = (one_round(algorithm(lookups, OPTIMIZERS[name]), CLIENTS, rounds=2) for lookups in ("auto", {}))
@@ -200,6 +201,7 @@ def test_found_lookups_change_nothing_but_the_time(name):
     assert_same_history(sparse, dense)
 
 
+@pytest.mark.slow
 def test_found_lookups_change_nothing_in_second_order():
     sparse, dense = (
         one_round(
@@ -238,6 +240,7 @@ def test_tables_read_at_ids_that_they_do_not_have_are_left_dense():
     assert rows_by_group(found) == {"main_tag,tags": (6, ("main_tag", "tags"))}
 
 
+@pytest.mark.slow
 def test_a_loss_sees_ids_as_they_are():
     """Rows are renumbered for tables alone: here the ids are the labels too."""
     model = fr.Model(
@@ -279,6 +282,7 @@ def centring(params, state, item, training, key=None, mask=None):
     return ((rows - (mean if training else state["mean"])) * keep) @ params["u"], new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)], ids=["by steps", "by copies"])
 def test_dropout_and_averaged_statistics_are_run_by_rows_too(optimizer):
     model = fr.models.from_function(
@@ -309,6 +313,7 @@ def test_dropout_and_averaged_statistics_are_run_by_rows_too(optimizer):
     assert_same_history(sparse, dense)
 
 
+@pytest.mark.slow
 def test_evidence_is_traced_and_run_by_rows_too():
     ours = fr.models.matrix_factorization(12, 2, init_scale=0.5)
     clients = clients_of(

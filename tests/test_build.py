@@ -25,6 +25,7 @@ from fedrecon._src.app.tasks.factors import relaxed_prior
 from toy_models import descend, linear, one_by_one, one_round, xy
 
 
+@pytest.mark.slow
 def test_a_gradient_longer_than_its_limit_is_shortened_to_it():
     """At w = b = 0 and (x, y) = (2, 5) the gradient in w is -20: cut to -1, a step of rate 0.5 adds 0.5."""
 

@@ -140,6 +140,7 @@ def test_a_run_goes_on_only_with_the_same_options_of_xla(trained, tmp_path, monk
     assert "began with other options of XLA" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_model_with_biases_and_a_default_resumes_too(trained, tmp_path):
     ratings, _ = trained
     options = [str(ratings), *SMALL, "--model.biases", "--model.learned-default", "--server.optimizer", "yogi"]
@@ -236,6 +237,7 @@ def test_an_existing_run_is_neither_replaced_nor_mixed_with_another(trained, tmp
     assert (run / "run.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_on_other_data(tmp_path, capsys):
     ratings = write_ratings(tmp_path / "ratings.csv")
     command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]
@@ -271,6 +273,7 @@ def test_ctrl_c_saves_what_was_learned_and_says_how_to_go_on(trained, tmp_path, 
     assert whole["item_embedding"].tobytes() == parts["item_embedding"].tobytes()
 
 
+@pytest.mark.slow
 def test_few_users_train_without_validation_or_test(tmp_path, capsys):
     ratings = write_ratings(tmp_path / "ratings.csv", users=1)
     command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", *SMALL]
@@ -291,6 +294,7 @@ def test_the_fractions_that_are_advised_can_be_typed(tmp_path):
     assert main([*command, "--data.fractions", ".6", ".2", ".2"]) == 0
 
 
+@pytest.mark.slow
 def test_one_test_user_says_little_and_is_not_said_to_decide(tmp_path, capsys):
     ratings = write_ratings(tmp_path / "ratings.csv", users=20)
     command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", "--devices", "1"]
@@ -558,6 +562,7 @@ def test_a_file_that_does_not_fit_says_what_would(content, options, message, tmp
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_splitting_by_time_says_what_to_add_and_that_works(tmp_path, capsys):
     file, out = write_ratings(tmp_path / "a.csv"), ["--out", str(tmp_path / "run"), "--rounds", "1", "--model.dim", "2"]
     head, *lines = file.read_text().splitlines()
@@ -570,6 +575,7 @@ def test_splitting_by_time_says_what_to_add_and_that_works(tmp_path, capsys):
 # ---- demo ----
 
 
+@pytest.mark.slow
 def test_the_demo_compares_and_recommends(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--rounds", "2"]) == 0
     out = capsys.readouterr().out
@@ -687,6 +693,7 @@ def test_debug_shows_where_an_error_came_from(tmp_path, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_process_on_every_core(tmp_path):
     ratings = write_ratings(tmp_path / "ratings.csv")
     command = [sys.executable, "-m", "fedrecon"]

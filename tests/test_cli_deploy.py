@@ -38,6 +38,7 @@ def test_a_plan_numbers_items_by_their_ids_whatever_the_order_of_the_file(tmp_pa
     assert "no differential privacy is promised" in shown
 
 
+@pytest.mark.slow
 def test_a_plan_of_text_takes_the_first_words(tmp_path):
     (tmp_path / "words.txt").write_text("the\nof\nand\nrare\n")
     words = ["plan", "--task", "text", "--words", f"{tmp_path}/words.txt", "--out", f"{tmp_path}/plan"]
@@ -188,6 +189,7 @@ def test_a_damaged_memory_is_noticed(tmp_path):
         Memory(tmp_path / "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -237,6 +239,7 @@ def test_the_certificate_is_good_for_its_names_and_no_others(tmp_path):
         shake("other.example.org")
 
 
+@pytest.mark.slow
 def test_a_node_in_a_script_accepts_the_named_plan_only(tmp_path, capsys):
     _, parts = files_of(tmp_path)
     (tmp_path / "items.csv").write_text("item\n" + "\n".join(map(str, range(100, 112))) + "\n")
@@ -272,6 +275,7 @@ def made_plan(folder, capsys, *words):
     return folder / "plan"
 
 
+@pytest.mark.slow
 def test_a_server_shows_a_line_a_round_or_json_and_its_run_is_taken_by_other_commands(tmp_path, monkeypatch, capsys):
     union, parts = files_of(tmp_path)
     plan, run = made_plan(tmp_path, capsys, "--reconstruct.solver", "least-squares"), tmp_path / "run"
@@ -288,6 +292,7 @@ def test_a_server_shows_a_line_a_round_or_json_and_its_run_is_taken_by_other_com
     assert main(["recommend", str(run), "--ratings", str(union), "--user", "u001"]) == 0
 
 
+@pytest.mark.slow
 def test_a_server_whose_training_fails_says_why_and_ends_as_train_does(tmp_path, monkeypatch, capsys):
     _, parts = files_of(tmp_path)
     plan = made_plan(tmp_path, capsys, "--update.learning-rate", "1e30", "--reconstruct.learning-rate", "1e30")

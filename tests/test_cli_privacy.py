@@ -7,6 +7,8 @@ import pytest
 
 from fedrecon._src.app.cli import main
 
+pytestmark = pytest.mark.slow
+
 PLAN = ["privacy", "plan", "--clients", "5000", "--per-round", "50", "--rounds", "20"]
 
 

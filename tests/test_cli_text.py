@@ -15,6 +15,8 @@ from fedrecon._src.app.tasks import Items
 from fedrecon._src.storage.sealed import write_sealed
 from fedrecon.data import load_text
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "8", "--model.max-words", "5"]
 SMALL += ["--model.hidden", "16", "--model.embedding", "8", "--model.projection", "8", "--devices", "1"]
 SMALL += ["--reconstruct.learning-rate", "1", "--reconstruct.epochs", "5", "--reconstruct.batch-size", "4"]

@@ -53,6 +53,7 @@ def test_training_ends_with_ranking_beside_baselines(folder, capsys):
     assert test["micro"]["ndcg@100"] > test["baselines"]["popularity"]["ndcg@100"]
 
 
+@pytest.mark.slow
 def test_popularity_is_kept_where_no_round_improves_on_it(tmp_path, capsys):
     """What people have is drawn by popularity alone, so there is nothing else to learn."""
     rng = np.random.default_rng(0)
@@ -145,6 +146,7 @@ def test_a_model_of_clicks_asks_for_clicks(folder, capsys, given):
     assert "--clicks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tuning_tries_settings_on_validation_users(folder, capsys):
     out = folder / "tuned"
     small = [*OPTIONS, "--rounds", "4", "--trials", "1"]
@@ -169,6 +171,7 @@ def test_files_need_no_counts(tmp_path):
     np.testing.assert_array_equal(load(tmp_path / "quoted.csv")[1].columns["rating"], [1, 1])
 
 
+@pytest.mark.slow
 def test_columns_of_clicks_are_recognised_and_said(tmp_path, capsys):
     lines = [f"u{user},{item},{1 + user % 3}" for user in range(20) for item in range(8) if (user + item) % 3]
     (tmp_path / "plays.csv").write_text("\n".join(["Listener,artist_id,plays", *lines]))
@@ -279,6 +282,7 @@ def test_coverage_is_for_ranking_alone():
     assert with_coverage(DEFAULT, None, None, None, found) is found
 
 
+@pytest.mark.slow
 def test_a_training_on_clicks_that_fails_says_so_and_serves_nobody(folder, tmp_path, capsys):
     command = ["train", str(folder / "clicks.csv"), "--task", "clicks", "--out", str(tmp_path / "run"), *OPTIONS]
     assert main([*command, "--rounds", "4", "--server.learning-rate", "1e38"]) == 3

@@ -12,6 +12,8 @@ import pytest
 import fedrecon as fr
 from toy_models import a_and_b, clients_of, descend, linear, one_by_one, one_round, squared_error, xy
 
+pytestmark = pytest.mark.slow
+
 
 def line(local):
     """prediction = w * x + b from zero, with any part of it local."""

@@ -25,6 +25,8 @@ from fedrecon._src.app.recommender import shown_scale
 from fedrecon._src.app.saved import open_model
 from fedrecon._src.simulation.evaluation import Evaluation
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--model.dim", "2", "--rounds", "4", "--evaluate-every", "0", "--devices", "1"]
 
 

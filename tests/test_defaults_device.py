@@ -32,6 +32,8 @@ pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")
 
 from fedrecon_device import Bundle, Personal
 
+pytestmark = pytest.mark.slow
+
 MOST = 12
 RATES = [1.0, 2.0, 3.5, 5.0]
 COUNTS = [0.0, 1.0, 7.0, 250.0, 90000.0]

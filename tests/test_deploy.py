@@ -40,6 +40,7 @@ def assert_close(found, expected, tolerance=1e-6):
         np.testing.assert_allclose(a, b, tolerance, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case == "least squares" else pytest.mark.slow) for case in CASES]
 )

@@ -56,6 +56,7 @@ def files(tmp_path_factory):
     return files_of(tmp_path_factory.mktemp("files"))
 
 
+@pytest.mark.slow
 def test_nodes_are_told_that_training_failed_and_their_models_serve_nobody(files, tmp_path):
     broken = dataclasses.replace(CONFIG, update=Update(learning_rate=1e30, batch_size=4), aggregate=Aggregate())
     nodes = {k: node_of(part, tmp_path / f"node{k}") for k, part in enumerate(files[1])}
@@ -129,6 +130,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_bad_replies_are_counted_by_reason_and_leave_no_trace(files, tmp_path):
     _, parts = files
     handlers = {0: node_of(parts[0]).handle, 1: node_of(parts[1]).handle}
@@ -141,6 +143,7 @@ def test_bad_replies_are_counted_by_reason_and_leave_no_trace(files, tmp_path):
     assert_close(outcome.params, simulated(PLAN, union_of(tmp_path, {0, 1}))[0].params)
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_is_late_once_and_then_left_out_for_a_while(files, tmp_path):
     _, parts = files
     handlers = {k: node_of(part).handle for k, part in enumerate(parts)}
@@ -337,6 +340,7 @@ def test_a_secure_plan_has_no_open_sums(files):
 # ---- secure sums ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "counted"),
     [
@@ -393,6 +397,7 @@ def joined(files):
     return node, good
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_no_message_makes_a_node_or_the_server_fail(joined, data):
@@ -465,6 +470,7 @@ def test_who_trains_in_a_round_follows_from_names_alone(files):
     assert len(set(drawn)) > 1
 
 
+@pytest.mark.slow
 def test_a_node_with_too_few_users_sends_zeros(files):
     plan = plan_of(CONFIG, least_users=1000)
     node = node_of(files[1][0])

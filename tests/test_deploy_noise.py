@@ -38,6 +38,7 @@ def parameters(outcome):
     return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(outcome.params)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, SECURE], ids=["noise of the server", "noise of the nodes"])
 def test_two_runs_of_one_plan_have_other_noise(options, files, tmp_path):
     """It cannot follow from the plan's seed, which everybody knows."""
@@ -48,6 +49,7 @@ def test_two_runs_of_one_plan_have_other_noise(options, files, tmp_path):
     assert np.std(one - two) > 0.01
 
 
+@pytest.mark.slow
 def test_without_its_noise_the_sum_of_integers_is_that_of_clipped_changes(files, tmp_path, monkeypatch):
     monkeypatch.setattr(ring_sums, "draw", lambda share, rng, hosts: np.zeros(share.length, np.uint32))
     monkeypatch.setattr(noised, "draw_noise", lambda like, deviation, key: jax.tree.map(jnp.zeros_like, like))
@@ -74,6 +76,7 @@ def test_the_least_nodes_together_have_the_noise_that_is_promised():
     assert np.std(sums) == pytest.approx(0.7 * share.steps, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_it_promises_and_the_run_what_was_spent(files, tmp_path):
     plan = private_plan({"noise_multiplier": None, "epsilon": 8.0}, share=0.5, **SECURE)
     assert 7.9 < plan.promises.epsilon <= 8.0
@@ -97,6 +100,7 @@ def test_the_plan_says_what_it_promises_and_the_run_what_was_spent(files, tmp_pa
     assert not {"clients", "clipped", "non_finite"} & set(rounds[0])
 
 
+@pytest.mark.slow
 def test_nodes_count_their_answers_over_all_runs_of_a_plan(files, tmp_path):
     plan = private_plan(**SECURE)
     nodes = {k: node_of(part, tmp_path / f"node{k}") for k, part in enumerate(files[1])}
@@ -109,6 +113,7 @@ def test_nodes_count_their_answers_over_all_runs_of_a_plan(files, tmp_path):
     assert again[0].memory.answers == {plan.digest: 4}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_counts_the_round_that_may_have_been_summed_twice(files, tmp_path):
     plan = private_plan(**SECURE)
     grid = grid_of(files[1])
@@ -157,6 +162,7 @@ def test_round_zero_without_noise_is_no_part_of_a_plan_with_noise():
         plan_of(config, users=100)
 
 
+@pytest.mark.slow
 def test_a_plan_with_less_privacy_is_weaker():
     strong, weak = private_plan().promises, private_plan({"noise_multiplier": 0.3}).promises
     assert any("epsilon rises" in line for line in weaker(strong, weak))

@@ -81,6 +81,7 @@ def test_a_node_recognises_common_names_of_columns(files, tmp_path):
     assert found.fingerprint() == expected.fingerprint()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("secure", "tolerance"), [(False, 1e-6), pytest.param(True, 5e-6, marks=pytest.mark.slow)])
 def test_the_default_preset_on_nodes_gives_what_the_simulation_gives(
     secure, tolerance, files, prepared_simulation, tmp_path
@@ -137,6 +138,7 @@ CLICKS_CONFIG = ClicksConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "secure", "tolerance"),
     [
@@ -187,6 +189,7 @@ def population(users=range(18)):
     return named.take(list(users))
 
 
+@pytest.mark.slow
 def test_a_keras_model_on_nodes_gives_what_the_simulation_gives(tmp_path):
     algorithm, everybody = keras_algorithm(), population()
     plan = plan_for(algorithm, everybody, rounds=3, fractions=(0.8, 0.0, 0.2), max_examples=12, seed=4)
@@ -218,6 +221,7 @@ def test_a_node_refuses_the_plan_of_another_algorithm_or_of_one_that_it_was_not_
             Plan.from_bytes(plan.content, given)
 
 
+@pytest.mark.slow
 def test_an_operator_names_the_function_that_brings_the_algorithm(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "import test_deploy_plans as t\ndef make(path):\n    return t.keras_algorithm(), t.population(range(6))\n"

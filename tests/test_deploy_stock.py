@@ -65,6 +65,7 @@ def super_node(file, plan, state):
     return handle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_client_app_gives_what_a_resident_node_gives(secure, files, tmp_path):
     plan = plan_of(CONFIG, secure=secure, least_nodes=2)

@@ -27,6 +27,8 @@ from fedrecon.device import ExportError, bundle
 from fedrecon_device import Bundle, Personal, check
 from fedrecon_device.tensors import read_tensors
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "least squares": (factorization(), "least-squares", None),
     "least squares, all parts": (factorization(default=True, feedback=True), "least-squares", None),

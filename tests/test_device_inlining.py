@@ -88,6 +88,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_rewritten_function_gives_the_same_numbers(name):
     function, arguments, gone = FUNCTIONS[name]

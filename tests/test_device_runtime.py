@@ -129,6 +129,7 @@ def replaced_somewhere(content, data):
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", "items.json.zlib", "test_vectors.json"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -15,6 +15,8 @@ from fedrecon._src.data.text.sentences import prompt_columns
 from fedrecon.data import Vocabulary, personal_text
 from fedrecon_device import words as device_words
 
+pytestmark = pytest.mark.slow
+
 KNOWN = ["the", "a", "i", "you", "we", "my", "it", "is", "so", "at", "to", "in", "met"]
 WRITTEN = st.text(
     st.one_of(st.sampled_from(" .,!?'\"-\n\u2026\u2019\x85\x1c\u2028\xad\u200b"), st.characters(codec="utf-8")),

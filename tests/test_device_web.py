@@ -43,6 +43,7 @@ def fake_bundle(folder, task="ratings"):
     return pages
 
 
+@pytest.mark.slow
 def test_the_shared_vectors_are_what_python_computes():
     saved, now = json.loads(device_vectors.FILE.read_text()), json.loads(json.dumps(device_vectors.vectors()))
     compare(saved, now, "vectors")
@@ -150,6 +151,7 @@ def a_run(folder):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_the_page_of_a_ratings_run_is_served_without_exporting_anything(tmp_path, end):
     (tmp_path / "scratch").mkdir()

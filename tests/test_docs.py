@@ -103,6 +103,7 @@ def run_page(page):
     return names, outputs
 
 
+@pytest.mark.slow
 @having("python", [page for page in PAGES if page.name != "README.md"])
 def test_every_python_block_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -110,6 +111,7 @@ def test_every_python_block_runs_and_prints_what_the_page_shows(page, tmp_path, 
     run_page(page)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs_and_recommends(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names, (printed,) = run_page(ROOT / "README.md")

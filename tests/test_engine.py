@@ -64,6 +64,7 @@ def population(sizes, seed):
 sizes_lists = st.lists(st.integers(0, LARGEST), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "devices", "sharing"), LAYOUTS)
 @settings(max_examples=12, deadline=None)
 @given(sizes=sizes_lists, seed=st.integers(0, 10_000))
@@ -73,6 +74,7 @@ def test_neither_block_size_nor_device_count_changes_a_result(block, devices, sh
     assert_close(run(clients, order, block, devices, sharing), run(clients, order))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "devices"), [(1, 1), (3, 2)])
 @settings(max_examples=25, deadline=None)
 @given(sizes=sizes_lists, seed=st.integers(0, 10_000), data=st.data())
@@ -83,7 +85,7 @@ def test_neither_the_order_of_packing_nor_empty_places_change_a_result(block, de
     assert_close(run(clients, np.array(order), block, devices), run(clients, straight, block, devices))
 
 
-@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("block", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_padding_never_changes_a_result(block):
     """A client that takes no part but is much larger makes everybody's arrays longer."""
     clients = population([3, 5, 1, 6], seed=1)
@@ -94,6 +96,7 @@ def test_padding_never_changes_a_result(block):
     assert_close(found, run(clients, np.arange(5), block), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_number_of_devices_does_not_change_what_is_learned_or_evaluated():
     algorithm = fr.federated_reconstruction(
         linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
@@ -137,7 +140,9 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
     assert rounds._cache_size() == 1
 
 
-@pytest.mark.parametrize("place", [(2, 2), (1, 1)], ids=["two devices", "one"])
+@pytest.mark.parametrize(
+    "place", [pytest.param((2, 2), id="two devices"), pytest.param((1, 1), id="one", marks=pytest.mark.slow)]
+)
 def test_clients_packed_once_train_to_the_bits_of_clients_packed_in_every_round(place, monkeypatch):
     clients = population([3, 5, 1, 6, 0, 0], seed=1)
     options = {"rounds": 4, "sampling": fr.Sampling(4, drop_out=0.5), "layout": fr.layout(*place), "seed": 3}
@@ -148,6 +153,7 @@ def test_clients_packed_once_train_to_the_bits_of_clients_packed_in_every_round(
     assert found.history == expected.history
 
 
+@pytest.mark.slow
 def test_clients_that_keep_state_find_it_again_however_they_are_packed(monkeypatch):
     clients = population([3, 5, 1, 6, 2, 4], seed=1)
     algorithm = fr.federated_averaging(lookup_model(), update=descend(0.1, 2), server=optax.sgd(1.0))
@@ -158,7 +164,7 @@ def test_clients_that_keep_state_find_it_again_however_they_are_packed(monkeypat
     jax.tree.map(np.testing.assert_array_equal, (found.params, found.kept), (expected.params, expected.kept))
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint16])
+@pytest.mark.parametrize("dtype", [np.int8, pytest.param(np.uint16, marks=pytest.mark.slow)])
 def test_the_type_of_ids_does_not_change_what_is_learned(dtype):
     """The table has as many rows as the type can count, and the sum of several devices has one more."""
     items = np.array([126, 0, 5, 7, 126, 3], dtype)

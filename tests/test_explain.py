@@ -83,6 +83,7 @@ def test_of_an_algorithm_only_rows_of_query_examples_are_sent():
     assert report.sends_by_rows == pytest.approx(4 * DIM + 2 * (4 * DIM + 4))
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_moves_every_row_leaves_tables_dense():
     report = fr.explain(algorithm(model(), optax.adamw(0.1)), clients())
     (items,) = (part for part in report.parts if part.path == "items")

@@ -64,6 +64,7 @@ def test_owners_keep_and_train_their_local_parameters(rounds):
     assert run.kept["b"][2] == 0
 
 
+@pytest.mark.slow
 def test_kept_parameters_change_only_in_rounds_their_owner_takes_part_in():
     clients = xy(*(([1, 2], [i, 3]) for i in range(1, 7)))
     kept = [one_round(averaging(linear()), clients, rounds=r, clients_per_round=2, seed=5).kept["b"] for r in range(5)]
@@ -102,6 +103,7 @@ def test_a_client_whose_training_blew_up_keeps_what_it_had():
     assert run.kept["b"][0] == alone.kept["b"][0]
 
 
+@pytest.mark.slow
 def test_lookups_change_nothing_in_averaging():
     generator = np.random.default_rng(0)
     columns = {

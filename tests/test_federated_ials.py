@@ -119,6 +119,7 @@ def test_first_order_leaves_the_support_of_a_client_alone():
     )
 
 
+@pytest.mark.slow
 def test_by_rows_and_by_whole_tables_give_the_same():
     def run(model):
         algorithm = ials(model, server=optax.adam(0.05), split=None)
@@ -154,6 +155,7 @@ def test_rounds_are_those_of_a_loop_in_numpy():
     np.testing.assert_allclose(run.params["item_embedding"], V, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_training_ranks_hidden_items_better():
     rng = np.random.default_rng(0)
     taste = rng.integers(0, 2, 60)  # two kinds of people, each with a half of the items

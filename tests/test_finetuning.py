@@ -71,6 +71,7 @@ def test_without_steps_nothing_is_finetuned():
     assert losses(algorithm, START, a_and_b()) == pytest.approx([6.76, 14.44], rel=1e-5)  # as in the spec
 
 
+@pytest.mark.slow
 def test_clients_do_not_see_each_others_finetuning():
     algorithm = fr.then_finetune(reconstruction(), descend(0.02))
     clients = a_and_b()
@@ -81,6 +82,7 @@ def test_clients_do_not_see_each_others_finetuning():
     np.testing.assert_allclose(side_by_side, alone, 1e-6)
 
 
+@pytest.mark.slow
 def test_training_and_what_is_uploaded_stay_what_they_were():
     algorithm = reconstruction()
     finetuned = fr.then_finetune(algorithm, descend(0.1))
@@ -116,6 +118,7 @@ def test_few_clients_run_side_by_side_where_each_finetunes_a_large_model():
     assert (everything.block, everything.sharing) == (1, 1)
 
 
+@pytest.mark.slow
 def test_finetuning_the_words_of_ones_own_is_reconstruction_from_trained_values():
     sizes = {"embedding": 4, "hidden": 3, "projection": 4}
     generator = np.random.default_rng(0)

@@ -70,6 +70,7 @@ def test_a_round_of_matrix_factorization_equals_ours():
     assert_a_round_equals_ours(model, "items/weight", "user/weight", (1, DIM))
 
 
+@pytest.mark.slow
 def test_a_round_with_adam_equals_ours():
     model = fr.models.from_equinox(Factors, **RATINGS)
     assert_a_round_equals_ours(model, "items/weight", "user/weight", (1, DIM), optimizer=optax.adam(0.05))
@@ -123,6 +124,7 @@ def test_several_features_feed_several_arguments():
         assert model.predict({"w": 2.0}, {"b": 1.0}, batch).tolist() == [7, 21]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["batch", "ema"])
 def test_local_statistics_are_rebuilt_from_the_support(mode):
     model = net(mode=mode)
@@ -135,6 +137,7 @@ def test_local_statistics_are_rebuilt_from_the_support(mode):
     np.testing.assert_allclose(var, real.var(0), 1e-4)
 
 
+@pytest.mark.slow
 def test_a_partial_batch_is_filled_up_from_the_client_s_first_examples():
     """Equinox takes no mask: of 70 examples, batches of 64 and of the last 6 with the first 58 make the statistics."""
     model = net()
@@ -146,6 +149,7 @@ def test_a_partial_batch_is_filled_up_from_the_client_s_first_examples():
     np.testing.assert_allclose(mean, (64 * real[:64].mean(0) + 6 * last.mean(0)) / 70, 1e-4, 1e-5)
 
 
+@pytest.mark.slow
 def test_averaged_statistics_travel_with_the_global_parameters():
     model = net(state="averaged", local=())
     clients = clients_of(features(4, 1), features(4, 2))
@@ -156,6 +160,7 @@ def test_averaged_statistics_travel_with_the_global_parameters():
     np.testing.assert_allclose(statistics(run.params)[0], 0.01 * np.mean(means, 0), 1e-4, 1e-6)
 
 
+@pytest.mark.slow
 def test_frozen_statistics_are_used_in_training_while_dropout_is_on():
     model, dropped = net(state="frozen"), net(0.5, state="frozen")
     shared, own = started(model)
@@ -164,6 +169,7 @@ def test_frozen_statistics_are_used_in_training_while_dropout_is_on():
     assert not np.allclose(dropped.fit(shared, own, batch, Step(ALL, KEY)), dropped.predict(shared, own, batch))
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_key_and_is_off_without_one():
     model, plain = net(0.5), net()
     shared, own = started(model)

@@ -83,6 +83,7 @@ def test_a_round_of_nnx_matrix_factorization_equals_ours():
     assert_a_round_equals_ours(fr.models.from_flax(Factors, **RATINGS), "items/embedding", "user/kernel")
 
 
+@pytest.mark.slow
 def test_a_round_of_linen_matrix_factorization_equals_ours():
     model = fr.models.from_flax(LinenFactors(), example=rating_clients(), **RATINGS)
     assert_a_round_equals_ours(model, "items/embedding", "user/kernel", optimizer=optax.adam(0.05))
@@ -151,6 +152,7 @@ def test_statistics_leave_out_what_fills_a_batch_up(net):
     np.testing.assert_allclose(found, normal @ own["head/kernel"] + own["head/bias"], 1e-3, 1e-4)
 
 
+@pytest.mark.slow
 @NETS
 def test_local_statistics_are_rebuilt_from_the_support(net):
     model = net()
@@ -163,6 +165,7 @@ def test_local_statistics_are_rebuilt_from_the_support(net):
     np.testing.assert_allclose(var, real.var(0), 1e-4)
 
 
+@pytest.mark.slow
 @NETS
 def test_averaged_statistics_travel_with_the_global_parameters(net):
     model = net(state="averaged", local=())
@@ -232,6 +235,7 @@ def test_dropout_alone_makes_a_linen_module_random():
     assert not np.allclose(model.fit(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [None, False])
 def test_attention_in_linen_drops_in_training_alone(said):
     class Attending(nn.Module):
@@ -254,6 +258,7 @@ def test_lookups_are_found_without_a_word():
     assert fr.find_lookups(model, batch) == {"items/embedding": ("item",)}
 
 
+@pytest.mark.slow
 def test_a_network_trains_and_learns():
     generator = np.random.default_rng(0)
     x = generator.normal(size=(60, 4)).astype(np.float32)

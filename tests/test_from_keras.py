@@ -64,15 +64,18 @@ def started(model):
     return model.init_global(jax.random.key(1)), model.init_local(jax.random.key(2))
 
 
+@pytest.mark.slow
 def test_a_round_of_a_functional_model_equals_ours():
     assert_a_round_equals_ours(fr.models.from_keras(functional(), **RATINGS), "items/embeddings", "user/kernel")
 
 
+@pytest.mark.slow
 def test_a_round_of_a_sequential_model_equals_ours():
     model = fr.models.from_keras(sequential(), **RATINGS)
     assert_a_round_equals_ours(model, "items/embeddings", "user/kernel", optimizer=optax.sgd(0.1, momentum=0.9))
 
 
+@pytest.mark.slow
 def test_a_round_of_a_subclassed_model_equals_ours():
     model = fr.models.from_keras(Subclassed(), example=rating_clients(), **RATINGS)
     assert_a_round_equals_ours(model, "items/embeddings", "user", (DIM,))
@@ -240,6 +243,7 @@ def test_statistics_of_images_leave_out_what_fills_a_batch_up():
     np.testing.assert_allclose(new["norm/moving_mean"], 0.01 * x[:4].mean((0, 1, 2)), 1e-4)
 
 
+@pytest.mark.slow
 def test_local_statistics_are_rebuilt_from_the_support():
     model = net()
     data = features(7)
@@ -250,6 +254,7 @@ def test_local_statistics_are_rebuilt_from_the_support():
     np.testing.assert_allclose(local["norm/moving_variance"], real.var(0), 1e-4)
 
 
+@pytest.mark.slow
 def test_averaged_statistics_travel_with_the_global_parameters():
     model = net(state="averaged", local=())
     clients = clients_of(features(4, 1), features(4, 2))
@@ -306,6 +311,7 @@ def test_lookups_are_found_without_a_word():
         assert fr.find_lookups(model, batch) == {"items/embeddings": ("item",)}
 
 
+@pytest.mark.slow
 def test_an_embedding_that_masks_an_id_is_still_read_by_rows():
     """Keras compares ids with 0 for the mask: ids are values there, and only indices of the table are renumbered."""
     words = keras.Input((5,), dtype="int32")

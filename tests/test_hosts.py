@@ -140,7 +140,10 @@ def rounds_of_hosts(algorithm, clients, client_side):
     return algorithm.params(state), () if kept is None else kept
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in ("lookups by rows", "all items") else pytest.mark.slow) for case in CASES],
+)
 def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
     """Every client by itself, from plain columns, in arrays of one length; everything travels as bytes."""
     algorithm, clients = CASES[case]
@@ -174,6 +177,7 @@ def test_what_is_expected_of_a_client_follows_from_its_columns_without_examples(
         assert sorted(set(np.asarray(found.delta["item_embedding"].ids)[0].tolist()) - {0}) == sorted(set(items[2:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["names", "redrawn split", "clipped", "averaging with local parts", "scaffold"])
 def test_gateways_that_add_up_their_clients_give_what_the_simulator_gives(case):
     algorithm, clients = CASES[case]
@@ -193,6 +197,7 @@ def test_gateways_that_add_up_their_clients_give_what_the_simulator_gives(case):
     assert_close(rounds_of_hosts(algorithm, clients, client_side), simulated(algorithm, clients), 1e-6)
 
 
+@pytest.mark.slow
 def test_clients_keep_their_identity_in_any_population():
     """Half of the people in another order and file train as the same people do among everybody."""
     algorithm, clients = CASES["random steps"]
@@ -205,6 +210,7 @@ def test_clients_keep_their_identity_in_any_population():
     np.testing.assert_allclose(alone.delta["mix/dense"], everybody.delta["mix/dense"][[3, 1]], 1e-6)
 
 
+@pytest.mark.slow
 def test_nothing_local_is_in_what_leaves():
     """Local parameters that no global one may show are looked for in every leaf of every algorithm's upload."""
     mark = 1234.5

@@ -9,6 +9,8 @@ import pytest
 import fedrecon as fr
 from toy_models import descend, linear, lookup_clients, lookup_model, xy
 
+pytestmark = pytest.mark.slow
+
 RATINGS = fr.data.synthetic_ratings(num_users=30, num_items=120, mean_ratings=24, seed=0)
 
 

@@ -38,6 +38,7 @@ def descend_by_hand(x, y, rate, batch, epochs, steps):
     return w, b, loss, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 4, 7])
 @pytest.mark.parametrize(("epochs", "steps"), [(1, None), (3, None), (3, 4), (2, 0)])
 def test_descent_goes_through_the_examples_in_order_in_batches(batch, epochs, steps):

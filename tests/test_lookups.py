@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,11 +65,20 @@ def ratings_without_repeats():
     return fr.Clients({"item": item, "rating": rating}, ends - sizes, ends)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize(
-    "optimizer", [optax.sgd(0.1), optax.adagrad(0.1), optax.adam(0.05)], ids=["sgd", "adagrad", "adam"]
-)
-@pytest.mark.parametrize("kind", ["ratings", "several features"])
+ROW_OPTIMIZERS = {"sgd": optax.sgd(0.1), "adagrad": optax.adagrad(0.1), "adam": optax.adam(0.05)}
+ROW_CASES = [
+    pytest.param(
+        kind,
+        ROW_OPTIMIZERS[name],
+        epochs,
+        id=f"{kind}-{name}-{epochs}",
+        marks=[] if (kind, name, epochs) == ("ratings", "sgd", 1) else pytest.mark.slow,
+    )
+    for kind, name, epochs in itertools.product(["ratings", "several features"], ROW_OPTIMIZERS, [1, 2])
+]
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "epochs"), ROW_CASES)
 def test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables(kind, optimizer, epochs):
     """If no client has an id twice, packing lists no rows, and steps read slices: nothing else changes."""
     clients = ratings_without_repeats() if kind == "ratings" else clients_without_repeats()
@@ -93,8 +104,11 @@ def test_rows_in_order_are_as_good_as_listed_ones_and_whole_tables(kind, optimiz
     assert_close(in_order.params, dense.params)
 
 
-@pytest.mark.parametrize(("optimizer", "expected"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_reach_is_as_little_as_is_exact(optimizer, expected):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "lamb" else []) for name in OPTIMIZERS]
+)
+def test_reach_is_as_little_as_is_exact(name):
+    optimizer, expected = OPTIMIZERS[name]
     assert reach(optimizer) == expected
 
 
@@ -126,6 +140,7 @@ def algorithm(lookups, optimizer, **options):
 EXACT = ["sgd", "sgd clipped by norm", "adagrad", "momentum", "sgd with weight decay"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_declared_lookups_change_nothing_but_the_time(name):
     place = fr.layout(block=2, devices=1)
@@ -136,6 +151,7 @@ def test_declared_lookups_change_nothing_but_the_time(name):
     assert_same_history(sparse, dense)
 
 
+@pytest.mark.slow
 def test_declared_lookups_change_nothing_in_joint_training_or_clipping():
     options = {"joint": True, "aggregate": fr.aggregators.mean(clip_norm=0.5)}
     sparse, dense = (one_round(algorithm(lookups, optax.sgd(0.1), **options), CLIENTS) for lookups in (True, False))

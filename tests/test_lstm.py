@@ -76,11 +76,13 @@ def test_outputs_are_those_of_a_loop_by_hand():
     np.testing.assert_allclose(lstm(*of(ALONE)), expected, 1e-5, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [ALONE, EACH, SHARED, SOME])
 def test_gradients_are_those_of_a_plain_lstm(axes):
     assert_like_plain(gradients, axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [2, 4])
 @pytest.mark.parametrize("axes", [ALONE, SHARED])
 def test_sentences_in_tiles_have_the_gradients_they_have_together(monkeypatch, tile, axes):
@@ -89,11 +91,13 @@ def test_sentences_in_tiles_have_the_gradients_they_have_together(monkeypatch, t
     assert_like_plain(gradients, axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [ALONE, SHARED])
 def test_second_derivatives_are_those_of_a_plain_lstm(axes):
     assert_like_plain(second_derivatives, axes)
 
 
+@pytest.mark.slow
 def test_a_single_client_in_a_block_has_the_gradients_it_has_alone():
     args = of(ALONE)
     alone = jax.jit(gradients(lstm))(*args)
@@ -103,6 +107,7 @@ def test_a_single_client_in_a_block_has_the_gradients_it_has_alone():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, 1e-6, 1e-6), found, alone)
 
 
+@pytest.mark.slow
 def test_gradients_of_frozen_weights_are_not_computed():
     def products(wanted):
         compiled = jax.jit(jax.grad(loss(lstm), wanted)).lower(*of(ALONE)).compile()

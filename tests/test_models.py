@@ -184,6 +184,7 @@ def test_implicit_feedback_receives_the_gradient_of_what_it_moved(second_order):
     np.testing.assert_allclose(run.params["evidence"]["b"], [-0.5 * by_row] * 2 + [0, 0], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second_order", [False, True])
 def test_implicit_feedback_keeps_lookups_sparse_and_exact(second_order):
     model = fr.models.matrix_factorization(6, dim=2, init_scale=0.5, biases=True)

@@ -178,6 +178,7 @@ def test_huge_logits_give_a_finite_loss():
     np.testing.assert_allclose(losses, [1e4, 0])
 
 
+@pytest.mark.slow
 def test_a_loss_over_positions_is_the_loss_over_tokens_scaled():
     params, local = parameters(small())
     lengths = [5, 2, 3, 1]
@@ -193,6 +194,7 @@ def test_a_loss_over_positions_is_the_loss_over_tokens_scaled():
 # ---- padding ----
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(0, LENGTH), min_size=4, max_size=4), seed=st.integers(0, 1000))
 def test_padding_never_changes_a_gradient_or_a_metric(lengths, seed):
@@ -208,6 +210,7 @@ def test_padding_never_changes_a_gradient_or_a_metric(lengths, seed):
     assert not np.any(found[1][0]["word_embedding"][0])  # neither padding nor words without a row teach row 0
 
 
+@pytest.mark.slow
 def test_an_example_that_is_masked_never_changes_a_gradient_or_a_metric():
     model = small()
     params, local = parameters(model)
@@ -235,6 +238,7 @@ def plain_cross_entropy(hidden, kernel, bias, target):
     return jnp.where(target > 0, losses, 0), jnp.where(target > 0, hits, 0).astype(jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "axes"), [(2**22, (0, None, None, 0)), (90, (0, None, None, 0)), (90, (0, 0, 0, 0))])
 @pytest.mark.parametrize("wanted", [(0,), (0, 1, 2)])
 def test_cross_entropy_has_the_derivatives_of_the_plain_one(monkeypatch, part, axes, wanted):
@@ -260,6 +264,7 @@ def test_cross_entropy_has_the_derivatives_of_the_plain_one(monkeypatch, part, a
     assert_close(both(found), both(plain_cross_entropy), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["local", "lstm", "word_embedding", "projection", "output"])
 def test_a_part_has_the_same_gradient_alone_as_with_all_others(monkeypatch, part):
     """What is left out where only some parameters are differentiated is zero indeed."""
@@ -292,6 +297,7 @@ def plain_loss(params, local, batch):
     return jnp.sum(losses) / jnp.sum(target != 0)
 
 
+@pytest.mark.slow
 def test_what_reconstruction_leaves_out_is_there_when_it_is_differentiated_once_more():
     """The gradient, in global parameters, of the length of the gradient in local ones."""
     model = small()
@@ -329,12 +335,14 @@ def one_round_of(*, sharing=None, second_order=False):
     return one_round(algorithm, clients, layout=fr.layout(1, 1, sharing=sharing))
 
 
+@pytest.mark.slow
 def test_clients_side_by_side_learn_what_they_learn_one_by_one():
     expected, found = one_round_of(), one_round_of(sharing=4)
     assert_close(found.params, expected.params)
     assert_same_history(found, expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_clients_can_weigh_as_many_tokens_as_they_have():
     # The query is the second half: of three sentences one, of five two, of two one, of four two.
     assert one_round_of().history[0]["weight"] == 4 + (1 + 3) + 4 + (2 + 3)
@@ -342,12 +350,14 @@ def test_clients_can_weigh_as_many_tokens_as_they_have():
         fr.aggregators.weight_of(small(), "tokens")
 
 
+@pytest.mark.slow
 def test_second_order_differentiates_through_reconstruction():
     first, second = one_round_of().params, one_round_of(second_order=True).params
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(second))
     assert not np.allclose(first["lstm"]["kernel"], second["lstm"]["kernel"], atol=1e-7)
 
 
+@pytest.mark.slow
 def test_everything_global_is_averaged_with_yogi_by_rows_as_by_whole_tables():
     clients, model = people([5, 3, 4], [2, 5, 5, 1, 3]), small(local_oov=False)
     by_rows, whole = (
@@ -382,6 +392,7 @@ def with_private_words(number, seed, *, told_apart=True):
     return fr.Clients(together, ends - len(which), ends)
 
 
+@pytest.mark.slow
 def test_only_local_embeddings_learn_what_follows_a_private_word():
     model = fr.models.next_word(FOLLOWERS, 2, embedding=8, hidden=8, projection=8)
     options = {"update": descend(0.5, 8), "server": optax.adam(0.03)}

@@ -70,6 +70,7 @@ def test_digests_tell_algorithms_apart():
     assert fr.digest(algorithm(fr.models.matrix_factorization(9, dim=3))) != fr.digest(algorithm())
 
 
+@pytest.mark.slow
 def test_a_saved_algorithm_trains_to_the_same_bits(tmp_path):
     made = algorithm()
     start = one_round(made, RATED, rounds=1).params

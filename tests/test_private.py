@@ -87,6 +87,7 @@ def test_noise_has_the_deviation_that_was_asked_for_and_goes_on_every_entry():
     assert (noise != 0).all()
 
 
+@pytest.mark.slow
 def test_every_row_of_a_table_is_noised_and_rounds_differ():
     algorithm = recon(fr.aggregators.private(1.0, 1.0, per_round=2), lookup_model())
     state = algorithm.init(jax.random.key(0))
@@ -221,6 +222,7 @@ def test_the_sum_of_integers_is_the_mean_of_floats_to_the_rounding():
     assert all(leaf.dtype == np.uint32 for leaf in jax.tree.leaves(total))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [None, 1.0], ids=["plain", "noise of the clients"])
 def test_simulation_equals_the_protocol_bit_for_bit(noise):
     """What the simulator adds up is what the server of a secure sum gets, and it decodes it to the same model."""
@@ -321,6 +323,7 @@ def poisoned_ratings():
     return people.take(np.arange(61)), ratings.take(np.arange(61, 81))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adaptive", [False, True], ids=["mean", "adaptive_clip"])
 def test_one_poisoned_client_of_61_spoils_a_mean_and_no_clipped_one(adaptive):
     clients, others = poisoned_ratings()

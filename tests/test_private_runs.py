@@ -20,6 +20,8 @@ from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.simulation.sampling import Sampling
 from toy_models import descend, linear, one_by_one, xy
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "data": {"source": "synthetic", "max_examples": 20},
     "model": {"dim": 2},
@@ -162,7 +164,6 @@ def test_the_audit_is_silent_on_a_sound_run_and_finds_a_sabotage(capsys):
     assert "the promise is broken" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sabotage", ["half-noise", "twice"])
 def test_every_sabotage_of_a_run_is_found(sabotage, capsys):
     assert main(["privacy", "audit", "--sabotage", sabotage]) != 0

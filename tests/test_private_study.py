@@ -14,6 +14,7 @@ def divided():
     return Divided(fr.data.synthetic_ratings(num_users=300, num_items=40, mean_ratings=15, seed=0), 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", ["fedrecon", "everything global"])
 def test_a_job_measures_and_attacks(train, divided):
     setting = Setting(train=train, dim=2, epsilon=4.0, population=100_000, cohort=5_000, rounds=2, every=2)

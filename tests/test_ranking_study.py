@@ -39,6 +39,7 @@ def test_settings_are_chosen_on_validation_users(data):
         assert one["valid"] == data.rank(score, "valid").metrics["ndcg@100"]
 
 
+@pytest.mark.slow
 def test_the_federated_job_measures_as_the_others_do(data):
     found = run_job(SMALL, data, 0)
     measured = found["evaluations"][0]["unseen"]

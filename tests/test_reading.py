@@ -398,6 +398,7 @@ def test_without_pyarrow_text_is_read_all_the_same(write, monkeypatch):
     assert found.names.tolist() == expected.names.tolist()
 
 
+@pytest.mark.slow
 def test_commands_read_standard_input(tmp_path, monkeypatch, capsys):
     rows = [f"{user},{item},{1 + (user * item) % 5}" for user in range(30) for item in range(8) if (user + item) % 3]
     path = tmp_path / "a.csv"

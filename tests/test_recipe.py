@@ -11,6 +11,8 @@ import pytest
 
 import fedrecon as fr
 
+pytestmark = pytest.mark.slow
+
 ITEMS, DIM = 12, 3
 
 

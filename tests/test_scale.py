@@ -8,6 +8,8 @@ import pytest
 import fedrecon as fr
 from fedrecon.models import matrix_factorization, standardized
 
+pytestmark = pytest.mark.slow
+
 ITEMS = 6
 
 

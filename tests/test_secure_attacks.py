@@ -167,6 +167,7 @@ def test_everybody_at_the_largest_norm_and_weight_is_no_overflow(clients, clip, 
     assert int(total.astype(np.int32)) == exact_sum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("noise", [None, 1e-3], ids=["plain", "noise of the clients"])
 def test_uploads_that_are_no_numbers_leave_the_sum_of_the_others(poison, noise):
@@ -216,6 +217,7 @@ def encoded(aggregator, upload, parts):
     return aggregator.encode(message, summand_of(upload), jax.random.split(jax.random.key(0), len(upload.examples)))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([2, 12]), st.sampled_from([0.01, 3.7, 100.0]), st.sampled_from([1, 500]))
 def test_the_mean_of_a_secure_sum_is_within_its_stated_error(seed, clients, clip, most):

@@ -86,6 +86,7 @@ def write_ratings(path):
 # ---- the same bits ----
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bits_of_one_with_two_devices(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
@@ -149,6 +150,7 @@ def hosts():
             ip("netns", "delete", name)
 
 
+@pytest.mark.slow
 def test_two_hosts_whose_names_stand_for_their_loopbacks_give_the_same_bits(tmp_path, hosts):
     ratings, run, alone = write_ratings(tmp_path / "ratings.csv"), tmp_path / "run", tmp_path / "alone"
     with started(*two(["train", str(ratings), "--out", str(run), *SMALL], first=ADDRESSES[0]), hosts=hosts) as both:
@@ -163,6 +165,7 @@ def test_two_hosts_whose_names_stand_for_their_loopbacks_give_the_same_bits(tmp_
 START = "import sys, jax, fedrecon as fr\nfr.start_hosts(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), wait=10)\n"
 
 
+@pytest.mark.slow
 def test_a_process_on_the_first_ones_host_is_found_by_those_on_others(hosts):
     """It calls the first process over the loopback, where nobody else could reach it."""
     calls = [ADDRESSES[0], "127.0.0.1", ADDRESSES[0]]
@@ -174,6 +177,7 @@ def test_a_process_on_the_first_ones_host_is_found_by_those_on_others(hosts):
     assert [(code, out) for code, out, _ in results] == [(0, "3\n")] * 3, results
 
 
+@pytest.mark.slow
 def test_hosts_that_meet_but_have_a_firewall_between_them_say_so(hosts):
     """Only the port of the coordinator is open: the others, which the system chooses, are not."""
     closed = ["rule", "add", "to", ADDRESSES[0], "ipproto", "tcp", "dport", "10000-65534", "prohibit"]
@@ -215,6 +219,7 @@ def newest(run):
     return max((int(path.name[6:]) for path in (run / "checkpoint").glob("round-*[0-9]")), default=0)
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_bits(tmp_path):
     ratings, run, alone = write_ratings(tmp_path / "ratings.csv"), tmp_path / "run", tmp_path / "alone"
     command = ["train", str(ratings), "--out", str(run), *SMALL]
@@ -251,6 +256,7 @@ def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_bits(tmp_pa
     assert facts["test"] == json.loads((alone / "run.json").read_text())["test"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_the_first_process_refuses_ends_the_other_with_the_same_sentence(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
@@ -276,6 +282,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_counts_as_dead():
     where = f"127.0.0.1:{free_port()}"
     with started(*(["-c", SILENT, where, k] for k in range(2))) as (first, _):
@@ -333,6 +340,7 @@ def test_an_error_of_the_first_process_is_raised_in_the_others(wires, monkeypatc
         second.agree(lambda: None)
 
 
+@pytest.mark.slow
 def test_processes_that_have_used_jax_before_are_refused():
     program, where = START.replace("\n", "\njax.devices()\n", 1), f"127.0.0.1:{free_port()}"
     with started(*(["-c", program, where, 2, k] for k in range(2))) as both:

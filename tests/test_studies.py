@@ -22,6 +22,8 @@ import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.config import Factorization, Reconstruct, Update
 
+pytestmark = pytest.mark.slow
+
 TINY = Setting(
     model=Factorization(dim=2, biases=True, init_mean=3.5),
     reconstruct=Reconstruct(steps=3),

@@ -370,6 +370,7 @@ def test_questions_a_corpus_cannot_answer_are_refused(write, tmp_path):
 # ---- memory ----
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text_that_is_prepared(tmp_path):
     def peak(posts):
         path = tmp_path / f"{posts}.jsonl"

@@ -11,6 +11,8 @@ import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.config import Reconstruct, Update
 
+pytestmark = pytest.mark.slow
+
 TINY = Setting(
     vocabulary=25,
     buckets=7,

@@ -62,6 +62,7 @@ def test_labels_are_different_whatever_titles_are(titles):
     assert len(set(labels)) == len(titles)
 
 
+@pytest.mark.slow
 def test_recommendations_name_ones_own_items(tmp_path, capsys):
     rows = [f"{user},{item},{1 + (user * item) % 5}" for user in range(30) for item in range(8) if (user + item) % 3]
     ratings = write(tmp_path / "ratings.csv", "\n".join(["exported today", "user,item,rating", *rows]))

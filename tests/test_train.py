@@ -145,6 +145,7 @@ def test_evaluating_and_saving_do_not_change_what_is_learned(whole):
     assert_same_bits(run(momentum(), valid=None).params, whole[0].params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [momentum, keeping])
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path, algorithm, whole, whole_keeping):
     expected = whole[0] if algorithm is momentum else whole_keeping
@@ -182,6 +183,7 @@ class Stop:
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), [("round", 3), ("evaluation", 5), ("round", 12)])
 def test_ctrl_c_leaves_what_was_learned_and_the_run_can_go_on(tmp_path, whole, kind, number):
     stopped = run(momentum(), folder=tmp_path, on_record=Stop(kind, number))
@@ -197,6 +199,7 @@ def test_ctrl_c_leaves_what_was_learned_and_the_run_can_go_on(tmp_path, whole, k
     assert folder.records() == found.history
 
 
+@pytest.mark.slow
 def test_ctrl_c_without_a_folder_returns_what_was_learned():
     stopped = run(momentum(), valid=None, on_record=Stop("round", 3))
     assert stopped.interrupted
@@ -220,6 +223,7 @@ np.save(sys.argv[1] + "/found.npy", leaves_of(found.params))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_bits(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
@@ -244,6 +248,7 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path):
     assert fr.RunFolder(folder).records() == expected.history
 
 
+@pytest.mark.slow
 def test_drop_out_and_too_small_clients_are_counted_in_the_round():
     found = run(momentum(), valid=None, rounds=8, sampling=None)
     assert {entry["clients"] for entry in found.history} <= {1, 2, 3}
@@ -349,6 +354,7 @@ def test_no_clients_are_refused():
         fr.train(momentum(), nobody, rounds=1)
 
 
+@pytest.mark.slow
 def test_a_redrawn_split_resumes_to_the_bit_and_differs_from_a_fixed_one(tmp_path):
     def algorithm(split):
         return recon_with(split, optax.chain(optax.sgd(0.5), optax.scale_by_schedule(lambda n: 1.0 / (1 + n))))
@@ -423,6 +429,7 @@ def test_training_ends_when_evaluations_get_no_better_and_keeps_the_best(norms):
     assert_same_bits(every.params, run(momentum()).params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), [("round", 3), ("evaluation", 4), ("round", 5), ("evaluation", 8)])
 def test_a_run_with_patience_resumes_to_the_same_bits(tmp_path, norms, kind, number):
     whole = patient(norms)

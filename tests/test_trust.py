@@ -97,6 +97,7 @@ def test_a_run_that_is_overwritten_is_gone_when_the_new_one_is_complete(trained,
     }
 
 
+@pytest.mark.slow
 def test_the_old_run_is_there_until_an_interrupted_new_one_is_complete(trained, run, monkeypatch, capsys):
     from fedrecon._src.app.cli import show
 
@@ -210,6 +211,7 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(trained, run, capsys):
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_damaged_metrics_are_named_and_do_not_keep_a_run_from_going_on(trained, run, capsys):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([lines[0][:-9], *lines[1:]]) + "\n")
@@ -222,6 +224,7 @@ def test_damaged_metrics_are_named_and_do_not_keep_a_run_from_going_on(trained, 
 # ---- on another machine ----
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_laid_out_as_it_began(trained, run, capsys):
     """This process has four devices; the settings of the run, which say one, are taken out of it."""
     facts = facts_of(run)
@@ -248,6 +251,7 @@ def play_counts(path, users=20, most=5000):
     return path
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_says_so_from_its_first_round_to_its_exit_code(tmp_path, capsys):
     counts, run = play_counts(tmp_path / "plays.csv"), tmp_path / "run"
     assert main(["train", str(counts), "--out", str(run), "--rounds", "8", *SMALL]) == 3
@@ -267,6 +271,7 @@ def test_a_training_that_fails_says_so_from_its_first_round_to_its_exit_code(tmp
     assert "the training of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -282,12 +287,14 @@ def test_rounds_that_learn_nothing_say_why(trained, tmp_path, capsys, options, m
     assert "training failed: nothing was learned in 2 of 2 rounds" in err
 
 
+@pytest.mark.slow
 def test_rounds_without_anybody_fail_also_where_the_clipping_norm_follows_the_clients(trained, tmp_path, capsys):
     options = ["--sampling.min-examples", "99", "--aggregate.clip-quantile", "0.5"]
     assert main(["train", str(trained[0]), "--out", str(tmp_path / "run"), "--rounds", "2", *SMALL, *options]) == 3
     assert "training failed: nothing was learned in 2 of 2 rounds" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_single_round_learns_also_where_the_clipping_norm_follows_the_clients(trained, tmp_path):
     options = ["--aggregate.clip-quantile", "0.5", "--evaluate-every", "1"]
     for rounds in ("0", "1"):
@@ -297,6 +304,7 @@ def test_a_single_round_learns_also_where_the_clipping_norm_follows_the_clients(
     assert any((before[name] != after[name]).any() for name in before)
 
 
+@pytest.mark.slow
 def test_clients_with_a_single_example_are_counted(tmp_path, capsys):
     lonely, command = tmp_path / "lonely.csv", ["--rounds", "2", *SMALL, "--data.fractions", "1", "0", "0"]
     rows = [f"u{k},{k % 3},4" for k in range(20)]

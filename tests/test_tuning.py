@@ -12,6 +12,8 @@ from fedrecon._src.app.cli.train import parse
 from fedrecon._src.app.config import Data, RatingsConfig
 from fedrecon._src.app.tuning import SPACE, Trial, Tuned, seconds_of, what_mattered
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):

@@ -52,7 +52,7 @@ def with_support_of(clients, other, sides=2):
     return fr.Clients(columns, clients.starts, clients.ends)
 
 
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("joint", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_leaf_that_leaves_is_a_delta_of_a_global_parameter_or_a_sum(joint):
     model, clients = lookup_model(), lookup_clients([6, 9, 4])
     params = model.init_global(jax.random.key(0))
@@ -129,6 +129,7 @@ def items_then(query):
     return clients_of({name: np.concatenate([support[name], query[name]]) for name in support})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)], ids=["rows", "copy"])
 def test_items_rated_in_support_alone_do_not_move_in_first_order(optimizer):
     model = fr.models.matrix_factorization(6, dim=2, init_scale=0.5)
@@ -139,6 +140,7 @@ def test_items_rated_in_support_alone_do_not_move_in_first_order(optimizer):
     assert moved.tolist() == [False, True, False, False, True, True]
 
 
+@pytest.mark.slow
 def test_items_rated_in_support_alone_do_move_in_second_order():
     model = fr.models.matrix_factorization(6, dim=2, init_scale=0.5)
     clients = items_then({"item": np.array([1, 4, 5], np.int32), "rating": np.array([2, 2, 5], np.float32)})
@@ -200,6 +202,7 @@ def curved_delta(model, second_order, steps=1):
     return uploads(algorithm, params, curved_clients())[0]
 
 
+@pytest.mark.slow
 def test_second_order_gradients_equal_finite_differences():
     found = curved_delta(curved(), second_order=True)
     expected = -0.3 * difference(lambda w: query_loss(w, START), 0.8)
@@ -215,6 +218,7 @@ def test_first_order_gradients_hold_the_reconstruction_fixed():
     assert abs(expected - second) > 0.1 * abs(second)
 
 
+@pytest.mark.slow
 def test_second_order_reconstructs_anew_at_every_step_of_the_update():
     w = 0.8
     for _ in range(3):
@@ -222,6 +226,7 @@ def test_second_order_reconstructs_anew_at_every_step_of_the_update():
     np.testing.assert_allclose(curved_delta(curved(), True, steps=3).delta["w"], [w - 0.8], 1e-4)
 
 
+@pytest.mark.slow
 def test_second_order_gradients_of_a_learned_default_equal_finite_differences():
     found = curved_delta(fr.models.learned_default(curved()), second_order=True)
     by_w = -0.3 * difference(lambda w: query_loss(w, START), 0.8)
@@ -230,6 +235,7 @@ def test_second_order_gradients_of_a_learned_default_equal_finite_differences():
     np.testing.assert_allclose(found.delta["default_local/b"], [by_start], 1e-4)
 
 
+@pytest.mark.slow
 def test_second_order_of_least_squares_is_differentiated_too():
     """b = s / (n + ridge) * ... is known in closed form for the linear model."""
     algorithm = recon(linear(), fr.least_squares(1.0), descend(0.1, 2), second_order=True)
@@ -243,6 +249,7 @@ def test_second_order_of_least_squares_is_differentiated_too():
     np.testing.assert_allclose(found.delta["w"], [-0.1 * difference(loss, 0.5)], 1e-4)
 
 
+@pytest.mark.slow
 def test_second_order_with_lookups_equals_second_order_without():
     clients = lookup_clients([6, 3, 1, 8], seed=4)
     sparse, dense = (
