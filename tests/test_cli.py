@@ -709,3 +709,16 @@ def test_the_command_runs_as_a_process_on_every_core(tmp_path):
     done = subprocess.run([*command, "evaluate", str(tmp_path / "gone")], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+def test_help_and_refused_options_do_not_wait_for_jax():
+    code = """if True:
+        import sys
+        from fedrecon._src.app.cli import COMMANDS, main
+
+        for command in ([], *([name] for name in COMMANDS if name != "reproduce")):
+            codes = (main([*command, "--help"]), main([*command, "--no-such-option"]))
+            heavy = {"jax", "numpy", "matplotlib", "optax"} & set(sys.modules)
+            assert codes == (0, 2) and not heavy, (command, codes, heavy)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -93,7 +93,7 @@ def test_a_bad_setting_is_named(values, message):
         (lambda: Data(source="x", fractions=(0.5, 0.1, 0.1)), "sum to 1"),
         (lambda: TextData(source="x", max_sentences=1), "max_sentences is 1"),
         (lambda: NextWord(oov_buckets=0), "oov_buckets is 0"),
-        (lambda: Split(train="thirds"), "unknown split 'thirds'"),
+        (lambda: Split(train="thirds"), "split.train"),
         (lambda: Split(evaluate="none"), "says little"),
     ],
 )

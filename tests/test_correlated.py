@@ -9,13 +9,14 @@ import optax
 import pytest
 
 import fedrecon as fr
+from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.upload import Total
 from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.correlated import coefficients, correlate, nothing_yet
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.server.noised import draw_noise
-from fedrecon._src.simulation.sampling import Sampling, sample
+from fedrecon._src.simulation.sampling import sample
 from toy_models import descend, linear, one_by_one, xy
 
 BANDS, ROUNDS = 3, 7

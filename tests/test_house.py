@@ -68,7 +68,7 @@ def test_data_walks_one_way():
 def test_no_public_function_has_the_name_of_a_module(package):
     found = importlib.import_module(package)
     submodules = {info.name for info in pkgutil.iter_modules(found.__path__)}
-    hidden = [name for name in submodules & set(vars(found)) if callable(getattr(found, name))]
+    hidden = [name for name in submodules & set(dir(found)) if callable(getattr(found, name))]
     assert not hidden
 
 
@@ -90,3 +90,12 @@ def test_every_module_says_what_lives_there():
 
 def test_no_module_is_called_by_a_name_that_says_nothing():
     assert not [m for m, _ in modules() if re.search(r"(^|_)(utils?|helpers?|common|manager|misc)$", m.split(".")[-1])]
+
+
+def test_names_that_editors_see_are_those_that_python_imports():
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    shown = {name.asname: (node.module, name.name) for node in block.body for name in node.names}
+    assert set(shown) == {*fr._MODULES, *fr._MODULE_OF}
+    for name, (module, original) in shown.items():
+        assert f"{module}.{original}" == (fr._MODULES.get(name) or f"{fr._MODULE_OF[name]}.{name}")

@@ -14,10 +14,10 @@ from fedrecon._src.app.config import config_from_json
 from fedrecon._src.app.experiment import run_experiment
 from fedrecon._src.app.presets import DEFAULT
 from fedrecon._src.app.tasks import CLICKS
+from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.progress import silent
 from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.simulation.sampling import Sampling
 from toy_models import descend, linear, one_by_one, xy
 
 pytestmark = pytest.mark.slow

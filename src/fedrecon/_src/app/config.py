@@ -31,10 +31,9 @@ from fedrecon._src.app.settings import Reconstruct as Reconstruct
 from fedrecon._src.app.settings import Server as Server
 from fedrecon._src.app.settings import Split as Split
 from fedrecon._src.app.settings import Update as Update
-from fedrecon._src.data.text.preparation import FRACTIONS, MAX_SENTENCES
-from fedrecon._src.recommend.round_zero import TRAITS
-from fedrecon._src.simulation.sampling import Sampling as Sampling
+from fedrecon._src.core.client_sampling import Sampling as Sampling
 
+NUM_TRAITS = 2  # of an item, in round zero: its bias and its popularity
 TaskName = Literal["ratings", "clicks", "text"]
 _TASKS = tyro.conf.arg(metavar="{ratings,clicks,text}")
 
@@ -50,7 +49,7 @@ class Source:
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA")]
-    fractions: tuple[float, float, float] = FRACTIONS
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
     split_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -227,8 +226,8 @@ class Scale:
         finite = all(abs(number) <= MOST_FLOAT for number in numbers)
         if not finite or not self.low <= self.high or not min(self.ridges) > 0:
             raise ValueError(f"scale is {self}; it must be finite, with deviation and ridges above 0")
-        if len(self.trait_ridges) not in (0, len(TRAITS)):
-            raise ValueError(f"scale.trait_ridges are {self.trait_ridges[:9]}; expected none or {len(TRAITS)}")
+        if len(self.trait_ridges) not in (0, NUM_TRAITS):
+            raise ValueError(f"scale.trait_ridges are {self.trait_ridges[:9]}; expected none or {NUM_TRAITS}")
 
     @property
     def ridges(self) -> tuple[float, ...]:
@@ -385,7 +384,7 @@ class TextData(Source):
       unpack: unpack a compressed Stack Overflow database to a file beside it, which stays.
     """
 
-    max_sentences: int = MAX_SENTENCES
+    max_sentences: int = 1_000
     min_sentences: int = 1
     bad_rows: Literal["error", "skip"] = "error"
     word_count: str | None = None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from fedrecon._src.core import split as splits
 
 Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
 ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "yogi"]
@@ -79,6 +78,13 @@ def check_seed(name: str, value: int | None) -> None:
     check_number(name, value, most=MOST_SEEDS - 1)
 
 
+def check_split(name: str, value: str) -> None:
+    """Check the name of a split, or the share of support that stands for one."""
+    share = re.fullmatch(r"(?:redrawn-)?(half|alternate|none|[0-9.]+)", value)
+    if share is None or (share[1][0] in "0123456789." and not 0 < float(share[1]) < 1):
+        raise ValueError(f"{name} is {value!r}; it must be half, alternate, none or a share such as 0.8")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """Which of a client's examples are support (to reconstruct from) and which are query (to learn from or measure on).
@@ -96,13 +102,14 @@ class Split:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if splits.named(self.train).redrawn and self.by_time:
+        check_split("split.train", self.train)
+        check_split("split.evaluate", self.evaluate)
+        if self.train.startswith("redrawn-") and self.by_time:
             other = self.train.removeprefix("redrawn-")
             raise ValueError(
                 f"split.train is {self.train!r}, which shuffles; it cannot be used with split.by_time: add split.train "
                 f"{other}"
             )
-        splits.named(self.evaluate)
         if self.evaluate == "none":
             raise ValueError("split.evaluate is 'none'; an error on the support examples says little: use 'half'")
 

@@ -15,6 +15,7 @@ from fedrecon._src.app.experiment import make_evaluator
 from fedrecon._src.app.health import Watch, why_failed
 from fedrecon._src.app.saved import save_model
 from fedrecon._src.app.tasks import Task, Users, task_of
+from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import AUTO
 from fedrecon._src.deploy import noise
@@ -23,7 +24,6 @@ from fedrecon._src.deploy.plan import OWN, Plan, PlanError
 from fedrecon._src.deploy.rating_scale import RatingScale
 from fedrecon._src.deploy.round_zero import Found, RoundZero
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
-from fedrecon._src.simulation.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

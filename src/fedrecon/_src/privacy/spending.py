@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.privacy.accounting import MOST_ROUNDS, Release
 from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.simulation.sampling import Sampling
 
 
 class Spending(NamedTuple):

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fedrecon._src.simulation.evaluation import DivergenceWarning
 from fedrecon._version import __version__
 
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
@@ -101,8 +100,11 @@ def _run(args: Sequence[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
+            options = command.parse(args[1:])  # without JAX, so that help and refused options are quick
+            from fedrecon._src.simulation.evaluation import DivergenceWarning
+
             warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
-            return command.run(command.parse(args[1:]))
+            return command.run(options)
     except SystemExit as leaving:  # how a help text ends, and some errors of use
         return _fail(leaving.code, 1) if isinstance(leaving.code, str) else leaving.code or 0
 
@@ -163,9 +165,8 @@ def _fail(sentence: str, code: int, problem: Exception | None = None) -> int:
 
 def _end_others(sentence: str, code: int, problem: Exception | None = None) -> int:
     """End all processes of a simulation, which cannot go on without this one; return the code where there are none."""
-    from fedrecon._src.simulation.multihost.channel import wire
-
-    if (others := wire()) is not None:
+    channel = sys.modules.get("fedrecon._src.simulation.multihost.channel")
+    if channel is not None and (others := channel.wire()) is not None:
         others.wait_for_verdict(problem)
         others.fail(sentence, code)
     return code

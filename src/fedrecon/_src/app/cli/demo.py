@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fedrecon._src.app.cli import FAILED, options, show
 from fedrecon._src.app.presets import DEFAULT
 
@@ -119,6 +117,8 @@ def _compare(found: Outcome, test: Evaluation) -> None:
 
 def _recommend(found: Outcome) -> None:
     """Recommend to a test user with a usual number of ratings."""
+    import numpy as np
+
     from fedrecon._src.app.serving import recommend_items
 
     test, items = found.users.test, found.model.legend

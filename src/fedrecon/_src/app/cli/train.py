@@ -25,7 +25,6 @@ from fedrecon._src.app.config import (
     to_json,
 )
 from fedrecon._src.app.presets import PRESETS, Preset, base_of
-from fedrecon._src.simulation.multihost.meeting import WAIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class Processes:
     coordinator: str | None = None
     processes: int | None = None
     process_id: int | None = None
-    wait: float = WAIT
+    wait: float = 50.0
 
     @property
     def given(self) -> bool:
