@@ -193,7 +193,7 @@ FIGURE_JOBS = (
     # .9177; 0.001 had .9241
     Job("adam", "server Adam", with_server("adam", 0.003), {SERVER: (0.001, 0.003, 0.01)}),
     # .9196; 0.01 had .9197
-    Job("yogi", "server Yogi", with_server("yogi", 0.003), {SERVER: (0.003, 0.01, 0.03)}),
+    Job("yogi", "server Yogi", with_server("fedyogi", 0.003), {SERVER: (0.003, 0.01, 0.03)}),
 )
 
 ROWS = (

@@ -19,7 +19,7 @@ from fedrecon._src.app.presets import DEFAULT
 from fedrecon._src.app.protection import Protection, protect
 from fedrecon._src.app.tasks.factors import FOUND, Items, prepare_privately, prepare_ratings, ridges_of
 from fedrecon._src.app.tasks.task import Ready, Users
-from fedrecon._src.client.priors import keep_constant, with_prior
+from fedrecon._src.client.optimizers import keep_constant, with_prior
 from fedrecon._src.core.progress import Progress, silent
 from studies.numbers import number
 from studies.rating_jobs import MOST_EXAMPLES, Divided, count, open_ratings

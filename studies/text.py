@@ -39,7 +39,7 @@ TWO_CORES = Setting(
     reconstruct=Reconstruct(learning_rate=1.0, steps=100, epochs=1, batch_size=16),
     update=Update(learning_rate=3.0, steps=100, batch_size=16, clip_norm=1.0),
     finetune=Update(learning_rate=0.3, steps=100, batch_size=16, clip_norm=1.0),
-    server=Server(optimizer="yogi", learning_rate=0.02, decay_rounds=800),
+    server=Server(optimizer="fedyogi", learning_rate=0.02, decay_rounds=800),
     clients_per_round=5,
     rounds=800,
     every=200,

@@ -70,7 +70,7 @@ class Setting:
     )
     update: Update = field(default_factory=lambda: Update(learning_rate=0.3, steps=100, batch_size=PUBLISHED))
     finetune: Update = field(default_factory=lambda: Update(learning_rate=0.1, steps=100, batch_size=PUBLISHED))
-    server: Server = field(default_factory=lambda: Server(optimizer="yogi", learning_rate=0.1))
+    server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.1))
     clients_per_round: int = 200
     rounds: int = 2500
     on_to: int | None = None
@@ -150,14 +150,14 @@ def make_trainer(setting: Setting) -> Trainer:
             joint=setting.update.joint,
             aggregate=by_tokens,
         )
-        ways = {"recon": lambda: algorithm, "recon-finetune": lambda: fr.then_finetune(algorithm, finetune)}
+        ways = {"recon": lambda: algorithm, "recon-finetune": lambda: fr.with_finetuning(algorithm, finetune)}
     else:
         algorithm = fr.federated_averaging(model, update=update, server=server, aggregate=by_tokens)
 
         ways = {
             "plain": lambda: algorithm,
-            "oov-finetune": lambda: fr.then_finetune(algorithm, finetune, which="oov_embedding"),
-            "full-finetune": lambda: fr.then_finetune(algorithm, finetune),
+            "oov-finetune": lambda: fr.with_finetuning(algorithm, finetune, which="oov_embedding"),
+            "full-finetune": lambda: fr.with_finetuning(algorithm, finetune),
         }
     return Trainer(algorithm, {measure: ways[measure]() for measure in setting.measures})
 

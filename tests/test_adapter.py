@@ -540,14 +540,14 @@ def test_a_learned_default_keeps_statistics_and_keys():
     run = one_round(algorithm, xy((X, np.zeros(6))))
     expected = 5 * MOMENTUM**2 + 7 * 0.1 * MOMENTUM + 20 * 0.1
     assert run.params["shared"]["mean"] == pytest.approx(expected, rel=1e-5)
-    assert fr.models.learned_default(noisy_model()).fit is not None
+    assert fr.models.learned_default(noisy_model()).predict_train is not None
 
 
 def test_finetuning_holds_statistics():
-    algorithm = fr.then_finetune(centred_algorithm("local"), descend(0.0, 2))
+    algorithm = fr.with_finetuning(centred_algorithm("local"), descend(0.0, 2))
     found = fr.evaluate(algorithm, {"w": np.float32(1)}, xy((X, np.zeros(6))))
     assert found.micro["loss"] == pytest.approx(((np.array(X[3:]) - 3) ** 2).mean(), rel=1e-4)
-    shared = fr.then_finetune(centred_algorithm("averaged"), descend(0.0, 2))
+    shared = fr.with_finetuning(centred_algorithm("averaged"), descend(0.0, 2))
     assert set(shared.model.init_local(KEY)["finetuned"]) == {"w"}
 
 
@@ -567,14 +567,14 @@ def test_a_table_of_clients_refuses_statistics_and_passes_keys_on():
     model = fr.models.client_table(noisy_model(), 2)
     params = {"shared": {"w": jnp.float32(1)}, "locals": {"b": jnp.zeros(2)}}
     batch = {"client": jnp.array([0, 1]), "x": jnp.ones(2), "y": jnp.zeros(2)}
-    drawn = model.fit(params, {}, batch, Step(jnp.ones(2, bool), KEY))
+    drawn = model.predict_train(params, {}, batch, Step(jnp.ones(2, bool), KEY))
     assert 0 < drawn[0] != drawn[1] < 1
     assert model.predict(params, {}, batch).tolist() == [1, 1]
 
 
 def test_models_that_use_no_key_and_no_state_are_as_they_were():
     model = factor_model()
-    assert model.fit is None
+    assert model.predict_train is None
     assert model.state is None
     assert leaves_of(model.init_local(KEY)).size == DIM
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client.lookups.tables import Rows, fetch_rows, noise_like, renumber
+from fedrecon._src.client.lookups.tables import BatchRows, fetch_rows, random_params, renumber
 from fedrecon._src.client.lookups.tracing import by_rows, find_reads
 from toy_models import (
     assert_close,
@@ -116,7 +116,7 @@ def test_reads_by_rows_are_found_and_rows_give_the_same(use, features):
     model = table_model(use)
     assert fr.find_lookups(model, BATCH) == {"table": features}
     narrow = by_rows(model, {"table": features})
-    params, local = noise_like(jax.eval_shape(model.init_global, jax.random.key(0))), {"u": jnp.float32(1.5)}
+    params, local = random_params(jax.eval_shape(model.init_global, jax.random.key(0))), {"u": jnp.float32(1.5)}
 
     def total(predict, params, batch):
         return jnp.sum(predict(params, local, batch) * jnp.array([1.0, -2.0, 0.5, 3.0]))
@@ -126,7 +126,7 @@ def test_reads_by_rows_are_found_and_rows_give_the_same(use, features):
     batch = renumber(BATCH, renumbered)
 
     def of_rows(values, wrap):
-        table = Rows(values, rows.ids, rows.places) if wrap else values
+        table = BatchRows(values, rows.ids, rows.places) if wrap else values
         return total(narrow.predict, {**params, "table": table}, batch)
 
     ids = jnp.concatenate([BATCH[feature].reshape(-1) for feature in features])

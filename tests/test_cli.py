@@ -143,7 +143,7 @@ def test_a_run_goes_on_only_with_the_same_options_of_xla(trained, tmp_path, monk
 @pytest.mark.slow
 def test_a_model_with_biases_and_a_default_resumes_too(trained, tmp_path):
     ratings, _ = trained
-    options = [str(ratings), *SMALL, "--model.biases", "--model.learned-default", "--server.optimizer", "yogi"]
+    options = [str(ratings), *SMALL, "--model.biases", "--model.learned-default", "--server.optimizer", "fedyogi"]
     options += ["--reconstruct.solver", "least-squares"]
     assert main(["train", *options, "--out", str(tmp_path / "whole"), "--rounds", "5"]) == 0
     assert main(["train", *options, "--out", str(tmp_path / "parts"), "--rounds", "2"]) == 0

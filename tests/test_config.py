@@ -25,7 +25,7 @@ from fedrecon._src.app.config import (
 )
 
 CONFIG = RatingsConfig(
-    data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="yogi")
+    data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="fedyogi")
 )
 
 
@@ -41,7 +41,11 @@ def test_what_a_file_leaves_out_takes_its_default():
 def test_settings_of_text_have_the_defaults_of_text():
     default = TextConfig(data=TextData(source="x"))
     assert (default.rounds, default.sampling.clients_per_round, default.split.by_time) == (400, 5, True)
-    assert (default.server.optimizer, default.server.learning_rate, default.update.learning_rate) == ("yogi", 0.02, 3.0)
+    assert (default.server.optimizer, default.server.learning_rate, default.update.learning_rate) == (
+        "fedyogi",
+        0.02,
+        3.0,
+    )
     found = config_from_json({"task": "text", "data": {"source": "x"}, "reconstruct": {"epochs": 2}}, "file")
     assert found == TextConfig(
         data=TextData(source="x"),

@@ -15,7 +15,7 @@ from fedrecon._src.core.upload import Total
 from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.correlated import coefficients, correlate, nothing_yet
 from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.server.noised import draw_noise
+from fedrecon._src.server.gaussian import draw_noise
 from fedrecon._src.simulation.sampling import sample
 from toy_models import descend, linear, one_by_one, xy
 

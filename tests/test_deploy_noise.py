@@ -16,7 +16,7 @@ from fedrecon._src.deploy import noise as deployed_noise
 from fedrecon._src.deploy.algorithm_plan import plan_for
 from fedrecon._src.deploy.plan import Plan, PlanError, describe, weaker
 from fedrecon._src.privacy.accounting import epsilon_of
-from fedrecon._src.server import noised, ring_sums
+from fedrecon._src.server import fixed_point, gaussian
 from fedrecon.deploy import InProcess, NotEnoughNodes
 from toy_models import descend, linear, xy
 
@@ -51,8 +51,8 @@ def test_two_runs_of_one_plan_have_other_noise(options, files, tmp_path):
 
 @pytest.mark.slow
 def test_without_its_noise_the_sum_of_integers_is_that_of_clipped_changes(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(ring_sums, "draw", lambda share, rng, hosts: np.zeros(share.length, np.uint32))
-    monkeypatch.setattr(noised, "draw_noise", lambda like, deviation, key: jax.tree.map(jnp.zeros_like, like))
+    monkeypatch.setattr(fixed_point, "draw", lambda share, rng, hosts: np.zeros(share.length, np.uint32))
+    monkeypatch.setattr(gaussian, "draw_noise", lambda like, deviation, key: jax.tree.map(jnp.zeros_like, like))
     by_nodes, by_server = (
         deployed(private_plan({"clip_norm": 0.4}, **options), grid_of(files[1]), tmp_path / str(len(options)))
         for options in (SECURE, {})

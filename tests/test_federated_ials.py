@@ -131,7 +131,7 @@ def test_by_rows_and_by_whole_tables_give_the_same():
 def test_rounds_are_those_of_a_loop_in_numpy():
     """All clients in every round, halves in stored order, both ways, everybody weighing the same, Adam and a prior."""
     rate, prior, rounds, clients = 0.1, 3.0, 3, people([6, 4, 7, 2])
-    server = fr.with_prior(optax.adam(rate), {"item_embedding": prior}, examples=clients.num_examples)
+    server = fr.optimizers.with_prior(optax.adam(rate), {"item_embedding": prior}, examples=clients.num_examples)
     algorithm = ials(server=server, aggregate=fr.aggregators.mean("uniform"))
     run = fr.train(algorithm, clients, rounds=rounds, clients_per_round=4, seed=0, layout=one_by_one())
     V = np.asarray(algorithm.init(fr.run_keys(0).init).method.params["item_embedding"], float)

@@ -45,7 +45,7 @@ def follow(w, b, steps, *, rate, move_w, move_b):
 
 
 def test_global_parameters_are_finetuned_after_the_local_ones_are_rebuilt():
-    algorithm = fr.then_finetune(reconstruction(), descend(0.02))
+    algorithm = fr.with_finetuning(reconstruction(), descend(0.02))
     support = [(1, 5), (3, 8)]
     _, b = follow(5, 0, support, rate=0.1, move_w=0, move_b=1)
     assert b == pytest.approx(-1.4)  # as in the spec
@@ -60,20 +60,20 @@ def test_global_parameters_are_finetuned_after_the_local_ones_are_rebuilt():
 
 @pytest.mark.parametrize(("which", "move_w", "move_b"), [("bias/*", 0, 1), ("w", 1, 0), ("*", 1, 1)])
 def test_finetuning_begins_at_the_trained_values(which, move_w, move_b):
-    algorithm = fr.then_finetune(averaging(), descend(0.02, epochs=2), which=which)
+    algorithm = fr.with_finetuning(averaging(), descend(0.02, epochs=2), which=which)
     trained = {"w": jnp.float32(2.0), "bias": {"b": jnp.float32(1.0)}}
     w, b = follow(2, 1, 2 * [(1, 5), (3, 8)], rate=0.02, move_w=move_w, move_b=move_b)
     assert losses(algorithm, trained, a_and_b())[0] == pytest.approx((2 * w + b - 6) ** 2, rel=1e-4)
 
 
 def test_without_steps_nothing_is_finetuned():
-    algorithm = fr.then_finetune(reconstruction(), descend(0.1, steps=0))
+    algorithm = fr.with_finetuning(reconstruction(), descend(0.1, steps=0))
     assert losses(algorithm, START, a_and_b()) == pytest.approx([6.76, 14.44], rel=1e-5)  # as in the spec
 
 
 @pytest.mark.slow
 def test_clients_do_not_see_each_others_finetuning():
-    algorithm = fr.then_finetune(reconstruction(), descend(0.02))
+    algorithm = fr.with_finetuning(reconstruction(), descend(0.02))
     clients = a_and_b()
     together = losses(algorithm, START, clients)
     alone = [losses(algorithm, START, clients.take([i]))[0] for i in range(2)]
@@ -85,7 +85,7 @@ def test_clients_do_not_see_each_others_finetuning():
 @pytest.mark.slow
 def test_training_and_what_is_uploaded_stay_what_they_were():
     algorithm = reconstruction()
-    finetuned = fr.then_finetune(algorithm, descend(0.1))
+    finetuned = fr.with_finetuning(algorithm, descend(0.1))
     assert finetuned.method.client is algorithm.method.client
     expected, found = (one_round(each, a_and_b(), rounds=2) for each in (algorithm, finetuned))
     assert_same_bits(found.params, expected.params)
@@ -93,28 +93,28 @@ def test_training_and_what_is_uploaded_stay_what_they_were():
 
 def test_the_larger_of_two_supports_is_used():
     # One batch for reconstruction, three for finetuning; the fourth example is for neither.
-    algorithm = fr.then_finetune(reconstruction(steps=1), descend(0.02, steps=3))
+    algorithm = fr.with_finetuning(reconstruction(steps=1), descend(0.02, steps=3))
     support = [(1, 5), (3, 8), (2, 1), (1, 100)]
     _, b = follow(5, 0, support[:1], rate=0.1, move_w=0, move_b=1)
     w, _ = follow(5, b, support[:3], rate=0.02, move_w=1, move_b=0)
     mine = fr.reconstruct(algorithm, START, xy(([x for x, _ in support], [y for _, y in support])))
     assert mine["finetuned"]["w"] == pytest.approx([w], rel=1e-5)
-    assert fr.then_finetune(reconstruction(), descend(0.02, steps=3)).method.support_limit is None
+    assert fr.with_finetuning(reconstruction(), descend(0.02, steps=3)).method.support_limit is None
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match="`which` pattern 'oov\\*' matched nothing; the paths are: bias/b, w"):
-        fr.then_finetune(averaging(), descend(0.1), which="oov*")
+        fr.with_finetuning(averaging(), descend(0.1), which="oov*")
     with pytest.raises(ValueError, match="`which` matched nothing; the global parameters are: bias/b, w"):
-        fr.then_finetune(averaging(), descend(0.1), which=lambda path, leaf: False)
+        fr.with_finetuning(averaging(), descend(0.1), which=lambda path, leaf: False)
 
 
 def test_few_clients_run_side_by_side_where_each_finetunes_a_large_model():
     model = fr.models.next_word(10_000, 500, local_oov=False)
-    algorithm = fr.federated_averaging(model, update=descend(0.3, 16), server=fr.yogi(0.1))
+    algorithm = fr.federated_averaging(model, update=descend(0.3, 16), server=fr.optimizers.fedyogi(0.1))
     assert fr.layout(model=model).sharing == 16
-    assert fr.layout(model=fr.then_finetune(algorithm, descend(0.1, 16), which="oov_*").model).sharing == 16
-    everything = fr.layout(model=fr.then_finetune(algorithm, descend(0.1, 16)).model)
+    assert fr.layout(model=fr.with_finetuning(algorithm, descend(0.1, 16), which="oov_*").model).sharing == 16
+    everything = fr.layout(model=fr.with_finetuning(algorithm, descend(0.1, 16)).model)
     assert (everything.block, everything.sharing) == (1, 1)
 
 
@@ -130,8 +130,8 @@ def test_finetuning_the_words_of_ones_own_is_reconstruction_from_trained_values(
     }
     in_one_place = fr.models.next_word(4, 2, local_oov=False, **sizes)
     trained = in_one_place.init_global(jax.random.key(0))
-    finetuned = fr.then_finetune(
-        fr.federated_averaging(in_one_place, update=descend(0.5, 2), server=fr.yogi(0.1)),
+    finetuned = fr.with_finetuning(
+        fr.federated_averaging(in_one_place, update=descend(0.5, 2), server=fr.optimizers.fedyogi(0.1)),
         descend(0.5, 2),
         which="oov_embedding",
     )

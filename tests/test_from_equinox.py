@@ -165,8 +165,12 @@ def test_frozen_statistics_are_used_in_training_while_dropout_is_on():
     model, dropped = net(state="frozen"), net(0.5, state="frozen")
     shared, own = started(model)
     batch = batch_of(6)
-    np.testing.assert_allclose(model.fit(shared, own, batch, Step(ALL, KEY)), model.predict(shared, own, batch), 1e-5)
-    assert not np.allclose(dropped.fit(shared, own, batch, Step(ALL, KEY)), dropped.predict(shared, own, batch))
+    np.testing.assert_allclose(
+        model.predict_train(shared, own, batch, Step(ALL, KEY)), model.predict(shared, own, batch), 1e-5
+    )
+    assert not np.allclose(
+        dropped.predict_train(shared, own, batch, Step(ALL, KEY)), dropped.predict(shared, own, batch)
+    )
 
 
 @pytest.mark.slow
@@ -175,9 +179,9 @@ def test_dropout_follows_the_key_and_is_off_without_one():
     shared, own = started(model)
     batch = batch_of(6)
     one, again, other, none = (
-        model.fit(shared, own, batch, Step(ALL, key)) for key in (KEY, KEY, jax.random.key(1), None)
+        model.predict_train(shared, own, batch, Step(ALL, key)) for key in (KEY, KEY, jax.random.key(1), None)
     )
     np.testing.assert_array_equal(one, again)
     assert not np.allclose(one, other)
-    np.testing.assert_allclose(none, plain.fit(shared, own, batch, Step(ALL, None)), 1e-5)
+    np.testing.assert_allclose(none, plain.predict_train(shared, own, batch, Step(ALL, None)), 1e-5)
     assert len({tuple(row) for row in np.asarray(one - none).round(4).tolist()}) > 1  # each example its own

@@ -147,7 +147,7 @@ def test_statistics_leave_out_what_fills_a_batch_up(net):
     mean, var = statistics(model.state.advance(shared, own, batch, MASK)[1])
     np.testing.assert_allclose(mean, 0.01 * real.mean(0), 1e-4)
     np.testing.assert_allclose(var, 0.99 + 0.01 * real.var(0), 1e-4)
-    found = model.fit(shared, own, batch, Step(MASK, KEY))[:4]
+    found = model.predict_train(shared, own, batch, Step(MASK, KEY))[:4]
     normal = (real - real.mean(0)) / np.sqrt(real.var(0) + 1e-5)
     np.testing.assert_allclose(found, normal @ own["head/kernel"] + own["head/bias"], 1e-3, 1e-4)
 
@@ -183,8 +183,12 @@ def test_frozen_statistics_are_used_in_training_while_dropout_is_on(net):
     shared, own = started(model)
     batch = batch_of(6)
     assert model.state is None
-    np.testing.assert_allclose(model.fit(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch), 1e-5)
-    assert not np.allclose(dropped.fit(shared, own, batch, Step(MASK, KEY)), dropped.predict(shared, own, batch))
+    np.testing.assert_allclose(
+        model.predict_train(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch), 1e-5
+    )
+    assert not np.allclose(
+        dropped.predict_train(shared, own, batch, Step(MASK, KEY)), dropped.predict(shared, own, batch)
+    )
 
 
 @NETS
@@ -193,11 +197,11 @@ def test_dropout_follows_the_key_and_is_off_without_one(net):
     shared, own = started(model)
     batch = batch_of(6)
     one, again, other, none = (
-        model.fit(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
+        model.predict_train(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
     )
     np.testing.assert_array_equal(one, again)
     assert not np.allclose(one, other)
-    np.testing.assert_allclose(none, plain.fit(shared, own, batch, Step(MASK, None)), 1e-5)
+    np.testing.assert_allclose(none, plain.predict_train(shared, own, batch, Step(MASK, None)), 1e-5)
 
 
 class BareNet(nn.Module):
@@ -216,11 +220,11 @@ def test_linen_layers_that_say_nothing_of_training_are_told():
     shared, own = started(told)
     np.testing.assert_allclose(bare.predict(shared, own, batch), told.predict(shared, own, batch), 1e-5)
     one, again, other, none = (
-        bare.fit(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
+        bare.predict_train(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
     )
     np.testing.assert_array_equal(one, again)
     assert not np.allclose(one, other)
-    np.testing.assert_allclose(none, told.fit(shared, own, batch, Step(MASK, None)), 1e-5)
+    np.testing.assert_allclose(none, told.predict_train(shared, own, batch, Step(MASK, None)), 1e-5)
 
 
 def test_dropout_alone_makes_a_linen_module_random():
@@ -232,7 +236,7 @@ def test_dropout_alone_makes_a_linen_module_random():
     batch = batch_of(6)
     model = fr.models.from_flax(Dropped(), example=batch, local="head", **CLASSES)
     shared, own = started(model)
-    assert not np.allclose(model.fit(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch))
+    assert not np.allclose(model.predict_train(shared, own, batch, Step(MASK, KEY)), model.predict(shared, own, batch))
 
 
 @pytest.mark.slow
@@ -249,7 +253,7 @@ def test_attention_in_linen_drops_in_training_alone(said):
     shared, own = started(model)
     served = model.predict(shared, own, batch)
     np.testing.assert_array_equal(served, model.predict(shared, own, batch))
-    assert not np.allclose(model.fit(shared, own, batch, Step(MASK, KEY)), served)
+    assert not np.allclose(model.predict_train(shared, own, batch, Step(MASK, KEY)), served)
 
 
 def test_lookups_are_found_without_a_word():

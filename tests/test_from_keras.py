@@ -229,7 +229,7 @@ def test_statistics_leave_out_what_fills_a_batch_up():
     new = model.state.advance(shared, own, batch, MASK)[1]
     np.testing.assert_allclose(new["norm/moving_mean"], 0.01 * real.mean(0), 1e-4)
     np.testing.assert_allclose(new["norm/moving_variance"], 0.99 + 0.01 * real.var(0), 1e-4)
-    found = model.fit(shared, own, batch, Step(MASK, KEY))[:4]
+    found = model.predict_train(shared, own, batch, Step(MASK, KEY))[:4]
     normal = (real - real.mean(0)) / np.sqrt(real.var(0) + 1e-3)
     np.testing.assert_allclose(found, normal @ own["head/kernel"] + own["head/bias"], 1e-3, 1e-4)
 
@@ -272,9 +272,9 @@ def test_frozen_statistics_are_used_in_training_while_dropout_is_on():
     own["head/bias"] = jnp.array([3.0, 4.0])
     batch = batch_of(6)
     assert model.state is None
-    assert net(state="frozen").fit is None  # then training does nothing else than predict
-    np.testing.assert_allclose(model.fit(shared, own, batch, Step(MASK, KEY)), [[3, 4]] * 6)
-    half = net(0.5, state="frozen").fit(shared, own, batch, Step(MASK, KEY))
+    assert net(state="frozen").predict_train is None  # then training does nothing else than predict
+    np.testing.assert_allclose(model.predict_train(shared, own, batch, Step(MASK, KEY)), [[3, 4]] * 6)
+    half = net(0.5, state="frozen").predict_train(shared, own, batch, Step(MASK, KEY))
     normal = hidden(shared, batch["x"]) / np.sqrt(1 + 1e-3)  # by running statistics, which start at 0 and 1
     kept = [2 * normal * np.array(keep) @ own["head/kernel"] + own["head/bias"] for keep in np.ndindex(2, 2, 2)]
     assert np.abs(np.stack(kept) - half).max(-1).min(0).max() < 1e-4
@@ -285,11 +285,11 @@ def test_dropout_follows_the_key_and_is_off_without_one():
     shared, own = started(model)
     batch = batch_of(6)
     one, again, other, none = (
-        model.fit(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
+        model.predict_train(shared, own, batch, Step(MASK, key)) for key in (KEY, KEY, jax.random.key(1), None)
     )
     np.testing.assert_array_equal(one, again)
     assert not np.allclose(one, other)
-    np.testing.assert_allclose(none, plain.fit(shared, own, batch, Step(MASK, None)), 1e-5)
+    np.testing.assert_allclose(none, plain.predict_train(shared, own, batch, Step(MASK, None)), 1e-5)
 
 
 def test_the_user_s_model_is_left_as_it_was():
@@ -298,7 +298,7 @@ def test_the_user_s_model_is_left_as_it_was():
     )
     before = [np.asarray(variable.value) for variable in network.variables]
     model = fr.models.from_keras(network, local="dense*", **CLASSES)
-    model.fit(*started(model), batch_of(6), Step(MASK, KEY))
+    model.predict_train(*started(model), batch_of(6), Step(MASK, KEY))
     for variable, value in zip(network.variables, before, strict=True):
         np.testing.assert_array_equal(variable.value, value)
     assert not any("call" in layer.__dict__ for layer in network.layers)

@@ -42,11 +42,11 @@ def noisy():
     """Dropout of a kind: training adds noise that depends on the step's key."""
     model = lookup_model()
 
-    def fit(params, local, batch, step):
+    def predict_train(params, local, batch, step):
         noise = 0.0 if step.key is None else 0.1 * jax.random.normal(step.key, batch["y"].shape)
         return model.predict(params, local, batch) + noise
 
-    return model._replace(fit=fit)
+    return model._replace(predict_train=predict_train)
 
 
 def with_statistics():
@@ -111,7 +111,7 @@ CASES = {
         ),
         NAMED,
     ),
-    "finetuning": (fr.then_finetune(recon(), descend(0.1, 2), which="mix/*"), CLIENTS),
+    "finetuning": (fr.with_finetuning(recon(), descend(0.1, 2), which="mix/*"), CLIENTS),
     "scaffold": (
         fr.scaffold(all_global(), learning_rate=0.1, batch_size=2, num_clients=5, server=optax.sgd(1.0)),
         CLIENTS,
@@ -131,7 +131,7 @@ def simulated(algorithm, clients):
 def rounds_of_hosts(algorithm, clients, client_side):
     """Train with the functions of hosts alone; `client_side` returns what reaches the server, and what is kept."""
     state = jax.tree.map(np.asarray, algorithm.init(fr.run_keys(SEED).init))
-    kept = None if algorithm.method.keep is None else fr.kept_at_first(algorithm, clients, SEED)
+    kept = None if algorithm.method.init_client is None else fr.kept_at_first(algorithm, clients, SEED)
     for number in range(ROUNDS):
         key = fr.round_key(SEED, number)
         message = fr.from_bytes(fr.to_bytes(algorithm.message(state)), algorithm.message(state))
@@ -156,7 +156,9 @@ def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
             mine = None if kept is None else jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], kept)
             name = i if clients.names is None else clients.names[i]
             found.append(fr.client_round(algorithm, message, clients[i], key, mine, client=name, lengths=lengths))
-        kept = None if kept is None else jax.tree.map(lambda *x: np.concatenate(x[::-1]), *[f.kept for f in found])
+        kept = (
+            None if kept is None else jax.tree.map(lambda *x: np.concatenate(x[::-1]), *[f.client_state for f in found])
+        )
         return [fr.from_bytes(fr.to_bytes(f.upload), like) for f in found], kept
 
     assert_close(rounds_of_hosts(algorithm, clients, client_side), simulated(algorithm, clients), 1e-6)
@@ -191,7 +193,7 @@ def test_gateways_that_add_up_their_clients_give_what_the_simulator_gives(case):
         ]
         back = np.argsort(np.concatenate(parts))
         if kept is not None:
-            kept = jax.tree.map(lambda *x: np.concatenate(x)[back], *[f.kept for f in found])
+            kept = jax.tree.map(lambda *x: np.concatenate(x)[back], *[f.client_state for f in found])
         return [fr.from_bytes(fr.to_bytes(f.total), like) for f in found], kept
 
     assert_close(rounds_of_hosts(algorithm, clients, client_side), simulated(algorithm, clients), 1e-6)
@@ -248,7 +250,7 @@ def test_making_an_algorithm_computes_nothing():
 
     lazy = fr.gradient_descent(optax.GradientTransformation(fail, fail), batch_size=1)
     algorithm = fr.federated_reconstruction(lookup_model(), reconstruct=lazy, update=lazy, server=optax.sgd(1.0))
-    fr.then_finetune(algorithm, lazy)
+    fr.with_finetuning(algorithm, lazy)
     with pytest.raises(AssertionError, match="asked"):
         algorithm.method  # noqa: B018
 
@@ -281,7 +283,7 @@ def test_a_penalty_is_part_of_what_is_minimised():
 
     def client(params, kept, cohort, key):
         pull = jnp.full(cohort.query.count.shape, 2.0)
-        return updater.run(params, cohort, kit.hold(model), (), pull=pull).upload, kept
+        return updater.run(params, cohort, kit.first_order_predict(model), (), pull=pull).upload, kept
 
     algorithm = dataclasses.replace(base, define=lambda model: base.define(model)._replace(client=client))
     message = algorithm.message(algorithm.init(jax.random.key(0)))

@@ -14,7 +14,7 @@ ROOT = Path(fr.__file__).parent
 
 # Each may import those before it, never those after. The most specific name counts.
 PLACES = """
-_version core.pytrees core.factories core.formatting core.progress core.notices core.keys storage core client
+_version core.pytrees core.factories core.formatting core.progress core.keys storage core client
 privacy server algorithms.algorithm kit algorithms
 simulation.multihost simulation.engine simulation.sampling privacy.spending simulation models data recommend
 privacy.attacks privacy.leakage privacy.canaries app deploy device app.cli facade __main__
@@ -79,7 +79,7 @@ def test_few_modules_lie_at_the_top():
 @pytest.mark.parametrize("name", ["scaffold", "ditto"])
 def test_an_algorithm_is_one_short_file_of_public_names(name):
     path = ROOT / "_src" / "algorithms" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 80
+    assert len(path.read_text().splitlines()) < 100
     assert set(imports_of(path)) == {"fedrecon.kit"}
 
 

@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "nesterov": (optax.sgd(0.1, momentum=0.9, nesterov=True), "copy"),
     "adam": (optax.adam(0.05), "copy"),
     "rmsprop": (optax.rmsprop(0.01), "copy"),
-    "yogi": (fr.yogi(0.01), "copy"),
+    "yogi": (fr.optimizers.fedyogi(0.01), "copy"),
     "sgd with weight decay": (SGD_DECAYED, "whole"),
     "adamw": (optax.adamw(0.01, weight_decay=0.1), "whole"),
     "lamb": (optax.lamb(0.01), "whole"),

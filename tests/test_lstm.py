@@ -7,7 +7,7 @@ import pytest
 
 from fedrecon._src.models.text import lstm as lstm_module
 from fedrecon._src.models.text.lstm import lstm as lstm_in_two
-from fedrecon._src.models.text.merging import merging
+from fedrecon._src.models.text.shared_weights import merging
 from toy_models import plain_lstm
 
 BATCH, TIME, FEATURES, HIDDEN, CLIENTS = 3, 4, 2, 5, 3

@@ -169,7 +169,7 @@ def test_metrics_are_those_of_the_definitions():
 def test_a_tie_for_the_highest_logit_counts_as_a_hit():
     hidden, kernel = jnp.ones((3, 1)), jnp.array([[2.0, 5.0, 5.0, 1.0]])
     logits = softmax.Logits(hidden, kernel, jnp.zeros(4), jnp.ones(3, bool), hidden, ())
-    assert logits.against(jnp.array([3, 1, 2]))[1].tolist() == [0, 1, 1]
+    assert logits.score(jnp.array([3, 1, 2]))[1].tolist() == [0, 1, 1]
 
 
 def test_huge_logits_give_a_finite_loss():
@@ -361,7 +361,11 @@ def test_second_order_differentiates_through_reconstruction():
 def test_everything_global_is_averaged_with_yogi_by_rows_as_by_whole_tables():
     clients, model = people([5, 3, 4], [2, 5, 5, 1, 3]), small(local_oov=False)
     by_rows, whole = (
-        one_round(fr.federated_averaging(each, update=descend(0.5, 2), server=fr.yogi(0.1, eps=0.1)), clients, rounds=8)
+        one_round(
+            fr.federated_averaging(each, update=descend(0.5, 2), server=fr.optimizers.fedyogi(0.1, eps=0.1)),
+            clients,
+            rounds=8,
+        )
         for each in (model, model._replace(lookups={}))
     )
     assert_close(by_rows.params, whole.params, 1e-4)

@@ -25,7 +25,7 @@ def yogi_by_hand(rate, b1, b2, eps, start):
     ids=["defaults", "others", "optax's start"],
 )
 def test_three_steps_of_yogi_are_those_computed_by_hand(settings):
-    optimizer = fr.yogi(0.1, **settings)
+    optimizer = fr.optimizers.fedyogi(0.1, **settings)
     x = jnp.zeros(3)
     state = optimizer.init(x)
     for gradient in GRADIENTS:
@@ -38,12 +38,12 @@ def test_three_steps_of_yogi_are_those_computed_by_hand(settings):
 
 
 def test_the_accumulators_of_yogi_start_at_zero():
-    state = fr.yogi(0.1).init({"w": jnp.ones(2)})
+    state = fr.optimizers.fedyogi(0.1).init({"w": jnp.ones(2)})
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(state))
 
 
 def test_three_steps_of_adagrad_are_those_computed_by_hand():
-    optimizer = fr.adagrad(0.1, eps=0.01)
+    optimizer = fr.optimizers.fedadagrad(0.1, eps=0.01)
     x, by_hand, total = jnp.zeros(3), np.zeros(3), np.zeros(3)
     state = optimizer.init(x)
     for gradient in GRADIENTS:

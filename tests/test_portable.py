@@ -50,7 +50,7 @@ MADE = {
         server=fr.optimizers.sgd(1.0),
         aggregate=fr.aggregators.chain(fr.aggregators.finite(), fr.aggregators.by_weight()),
     ),
-    "finetuning": lambda: fr.then_finetune(
+    "finetuning": lambda: fr.with_finetuning(
         algorithm(), fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=2), which="*item*"
     ),
 }

@@ -61,7 +61,7 @@ def test_a_round_takes_the_gradient_of_the_reference(reference, clients):
     model = fr.models.matrix_factorization(
         ITEMS, DIM, biases=True, init_scale=0.5, init_local_scale=0, init_item_bias=prepared.item_bias
     )
-    model = fr.models.standardized(fr.models.implicit_feedback(model, ITEMS), prepared.mean, prepared.deviation)
+    model = fr.models.standardize(fr.models.implicit_feedback(model, ITEMS), prepared.mean, prepared.deviation)
     before = model.init_global(jax.random.key(0))
     rng = np.random.default_rng(1)
     before["evidence"]["user_embedding"] = rng.normal(0, 0.1, (ITEMS, DIM)).astype(np.float32)
@@ -70,7 +70,7 @@ def test_a_round_takes_the_gradient_of_the_reference(reference, clients):
         model._replace(init_global=lambda key: before),
         reconstruct=fr.least_squares({"user_bias": prepared.user_ridge, "*": prepared.noise}),
         update=fr.gradient_descent(optax.sgd(1.0), batch_size=10),
-        server=fr.with_prior(optax.sgd(1e-2), {"shared/item_embedding": 5.0}, examples=11 / 2),
+        server=fr.optimizers.with_prior(optax.sgd(1e-2), {"shared/item_embedding": 5.0}, examples=11 / 2),
         second_order=True,
     )
     after = fr.train(algorithm, clients, rounds=1, clients_per_round=4).params

@@ -58,7 +58,7 @@ def test_scaffold_moves_its_control_by_the_share_of_clients_that_took_part():
     state = fr.server_update(algorithm, state, [found.upload])
     _, c, own = scaffold_by_hand([A, B], 1)
     assert state.method[1]["w"] == pytest.approx(c * 2 / 4, rel=1e-5)
-    np.testing.assert_allclose(found.kept["w"], own, 1e-5)
+    np.testing.assert_allclose(found.client_state["w"], own, 1e-5)
 
 
 def test_scaffold_clients_without_examples_keep_their_control():

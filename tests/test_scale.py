@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon.models import matrix_factorization, standardized
+from fedrecon.models import matrix_factorization, standardize
 
 pytestmark = pytest.mark.slow
 
@@ -24,12 +24,12 @@ def clients_of(unit=1.0, zero=0.0, users=8):
 def algorithm_of(clients, **ends):
     rating = clients.columns["rating"].astype(np.float64)
     model = matrix_factorization(ITEMS, 2, biases=True, init_local_scale=0)
-    model = standardized(model, rating.mean(), rating.std(), **ends)
+    model = standardize(model, rating.mean(), rating.std(), **ends)
     return fr.federated_reconstruction(
         model,
         reconstruct=fr.least_squares({"user_bias": 2.0, "*": 1.0}),
         update=fr.gradient_descent(optax.sgd(1.0), batch_size=ITEMS),
-        server=fr.with_prior(optax.adam(0.05), {"item_embedding": 1.0}, examples=len(rating)),
+        server=fr.optimizers.with_prior(optax.adam(0.05), {"item_embedding": 1.0}, examples=len(rating)),
         second_order=True,
     )
 
@@ -87,4 +87,4 @@ def test_item_biases_start_where_they_are_told():
 )
 def test_a_scale_that_is_none_is_an_error(mean, deviation, ends):
     with pytest.raises(ValueError, match="must"):
-        standardized(matrix_factorization(ITEMS, 2), mean, deviation, **ends)
+        standardize(matrix_factorization(ITEMS, 2), mean, deviation, **ends)

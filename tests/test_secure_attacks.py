@@ -16,7 +16,7 @@ from fedrecon._src.privacy import secure_sum as ss
 from fedrecon._src.privacy.noise import share_of_noise
 from fedrecon._src.privacy.secure_sum import keys, messages, sharing
 from fedrecon._src.privacy.secure_sum.masks import add_mask
-from fedrecon._src.server.ring_sums import to_vectors
+from fedrecon._src.server.fixed_point import to_vectors
 from test_private import through, uploads
 from test_secure_sum import MARGIN, Host, exact, until_request
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from fedrecon import optimizers as optimizers
     from fedrecon import split as split
     from fedrecon._src.algorithms.algorithm import Algorithm as Algorithm
-    from fedrecon._src.algorithms.algorithm import Message as Message
+    from fedrecon._src.algorithms.algorithm import RoundMessage as RoundMessage
     from fedrecon._src.algorithms.algorithm import Method as Method
     from fedrecon._src.algorithms.algorithm import ServerState as ServerState
     from fedrecon._src.algorithms.ditto import ditto as ditto
     from fedrecon._src.algorithms.federated_averaging import federated_averaging as federated_averaging
     from fedrecon._src.algorithms.federated_ials import federated_ials as federated_ials
     from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction as federated_reconstruction
-    from fedrecon._src.algorithms.finetuning import then_finetune as then_finetune
+    from fedrecon._src.algorithms.finetuning import with_finetuning as with_finetuning
     from fedrecon._src.algorithms.fitting import decide_lookups as decide_lookups
     from fedrecon._src.algorithms.local_training import local_training as local_training
     from fedrecon._src.algorithms.rounds import client_round as client_round
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
     from fedrecon._src.client.least_squares import least_squares as least_squares
     from fedrecon._src.client.lookups.tracing import find_lookups as find_lookups
     from fedrecon._src.client.objectives import Solver as Solver
-    from fedrecon._src.client.optimizer_rules import adagrad as adagrad
-    from fedrecon._src.client.optimizer_rules import yogi as yogi
-    from fedrecon._src.client.priors import keep_constant as keep_constant
-    from fedrecon._src.client.priors import with_prior as with_prior
     from fedrecon._src.core.client_sampling import Sampling as Sampling
     from fedrecon._src.core.clients import Clients as Clients
     from fedrecon._src.core.cohort import Lengths as Lengths
@@ -103,12 +99,12 @@ if TYPE_CHECKING:
 
 # Names by the module of fedrecon._src that defines them.
 _NAMES = {
-    "algorithms.algorithm": "Algorithm Message Method ServerState",
+    "algorithms.algorithm": "Algorithm Method RoundMessage ServerState",
     "algorithms.ditto": "ditto",
     "algorithms.federated_averaging": "federated_averaging",
     "algorithms.federated_ials": "federated_ials",
     "algorithms.federated_reconstruction": "federated_reconstruction",
-    "algorithms.finetuning": "then_finetune",
+    "algorithms.finetuning": "with_finetuning",
     "algorithms.fitting": "decide_lookups",
     "algorithms.local_training": "local_training",
     "algorithms.rounds": "client_round client_total client_update server_round server_update",
@@ -122,8 +118,6 @@ _NAMES = {
     "client.least_squares": "least_squares",
     "client.lookups.tracing": "find_lookups",
     "client.objectives": "Solver",
-    "client.optimizer_rules": "adagrad yogi",
-    "client.priors": "keep_constant with_prior",
     "core.clients": "Clients",
     "core.cohort": "Lengths",
     "core.factories": "RecipeError",

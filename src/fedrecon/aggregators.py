@@ -11,7 +11,7 @@ from fedrecon._src.server import clip as clip
 from fedrecon._src.server import finite as finite
 from fedrecon._src.server import mean as mean
 from fedrecon._src.server import private as private
-from fedrecon._src.server import rescaled as rescaled
+from fedrecon._src.server import rescale as rescale
 from fedrecon._src.server import secure as secure
 from fedrecon._src.server import stateless as stateless
 from fedrecon._src.server import weight_of as weight_of

@@ -13,4 +13,4 @@ from fedrecon._src.models import popularity_factors as popularity_factors
 from fedrecon._src.models import ranking_factorization as ranking_factorization
 from fedrecon._src.models import ranking_metrics as ranking_metrics
 from fedrecon._src.models import rows as rows
-from fedrecon._src.models import standardized as standardized
+from fedrecon._src.models import standardize as standardize

@@ -20,8 +20,8 @@ from fedrecon._src.recommend.private_round_zero.together import gaussian as gaus
 from fedrecon._src.recommend.private_round_zero.together import integers as integers
 from fedrecon._src.recommend.private_round_zero.together import prepare as prepare
 from fedrecon._src.server.adaptive_clipping import adaptive_clip as adaptive_clip
-from fedrecon._src.server.noised import private as private
-from fedrecon._src.server.rescaling import rescaled as rescaled
-from fedrecon._src.server.ring_sums import from_vector as from_vector
-from fedrecon._src.server.ring_sums import secure as secure
-from fedrecon._src.server.ring_sums import to_vectors as to_vectors
+from fedrecon._src.server.fixed_point import from_vector as from_vector
+from fedrecon._src.server.fixed_point import secure as secure
+from fedrecon._src.server.fixed_point import to_vectors as to_vectors
+from fedrecon._src.server.gaussian import private as private
+from fedrecon._src.server.rescaling import rescale as rescale

@@ -13,7 +13,6 @@ import optax
 from jax import Array
 
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
-from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, summand_of
@@ -23,7 +22,7 @@ from fedrecon._src.server.averaging import all_finite
 ENCODING = 3  # folded into a client's key for what the aggregator draws; R and U fold in 1 and 2
 
 
-class Trained(NamedTuple):
+class TrainState(NamedTuple):
     """The state of a method whose server has an optimizer: the global parameters and the optimizer's state."""
 
     params: Params
@@ -37,7 +36,7 @@ class ServerState(NamedTuple):
     aggregator: Any
 
 
-class Message(NamedTuple):
+class RoundMessage(NamedTuple):
     """All that the server sends in a round. Every client gets the same message."""
 
     method: Any
@@ -91,7 +90,7 @@ class Method(NamedTuple):
     message: Callable[[Any], Any] = lambda state: state.params
     params: Callable[[Any], Params] = lambda state: state.params
     parts: Callable[[Any], Parts] = lambda state: {DELTA: flatten(state.params)[0]}
-    keep: Callable[[Array], Any] | None = None
+    init_client: Callable[[Array], Any] | None = None
     check: Callable[[Params, Params, Batch, Array], None] = lambda *args: None
     support_limit: int | None = None
     stages: Stages | None = None
@@ -127,13 +126,13 @@ class Algorithm:
         state = self.method.init(key)
         return ServerState(state, self.aggregator.init(self.method.parts(state)))
 
-    def message(self, state: ServerState) -> Message:
+    def message(self, state: ServerState) -> RoundMessage:
         """Return what the server sends to the clients of a round.
 
         Args:
           state: the server's state.
         """
-        return Message(self.method.message(state.method), self.aggregator.message(state.aggregator))
+        return RoundMessage(self.method.message(state.method), self.aggregator.message(state.aggregator))
 
     def params(self, state: ServerState) -> Params:
         """Return the global parameters.
@@ -148,7 +147,7 @@ class Algorithm:
         return bool(jax.tree.leaves(shapes_of(self.model.init_local)))
 
 
-def encode(algorithm: Algorithm, message: Message, upload: Upload, keys: Array) -> Summand:
+def encode(algorithm: Algorithm, message: RoundMessage, upload: Upload, keys: Array) -> Summand:
     """Encode uploads as summands, ready to be added.
 
     Args:
@@ -157,8 +156,8 @@ def encode(algorithm: Algorithm, message: Message, upload: Upload, keys: Array) 
       upload: the uploads of several clients.
       keys: the clients' keys.
     """
-    mine = jax.vmap(jax.random.fold_in, (0, None))(keys, ENCODING)
-    return algorithm.aggregator.encode(message.aggregator, summand_of(upload), mine)
+    encoding_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, ENCODING)
+    return algorithm.aggregator.encode(message.aggregator, summand_of(upload), encoding_keys)
 
 
 def summand_shapes(algorithm: Algorithm, state: ServerState, metrics: int) -> Any:
@@ -217,13 +216,13 @@ def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
       model: only models with a `fit` have random steps.
       keys: the clients' keys.
     """
-    if model.fit is None:
+    if model.predict_train is None:
         return None, None
     fold = jax.vmap(jax.random.fold_in, (0, None))
     return fold(keys, 1), fold(keys, 2)
 
 
-def averaged(model: Model) -> tuple[str, ...]:
+def averaged_paths(model: Model) -> tuple[str, ...]:
     """Return the paths of the global state: leaves that the server averages without its optimizer.
 
     Args:
@@ -232,7 +231,7 @@ def averaged(model: Model) -> tuple[str, ...]:
     return () if model.state is None else model.state.shared
 
 
-def init_server(model: Model, server: optax.GradientTransformation, key: Array) -> Trained:
+def init_server(model: Model, server: optax.GradientTransformation, key: Array) -> TrainState:
     """Initialise the global parameters and the server's optimizer.
 
     Args:
@@ -241,12 +240,12 @@ def init_server(model: Model, server: optax.GradientTransformation, key: Array) 
       key: for the initial parameters.
     """
     params = model.init_global(key)
-    return Trained(params, server.init(params))
+    return TrainState(params, server.init(params))
 
 
 def step_server(
-    server: optax.GradientTransformation, state: Trained, mean: Mapping[str, Array], as_is: Collection[str] = ()
-) -> Trained:
+    server: optax.GradientTransformation, state: TrainState, mean: Mapping[str, Array], as_is: Collection[str] = ()
+) -> TrainState:
     """Take a server step, with the negative mean change as the optimizer's gradient.
 
     Args:
@@ -261,24 +260,4 @@ def step_server(
     updates, optimizer = server.update(unflatten(structure, gradient), state.optimizer, state.params)
     if as_is:
         updates = unflatten(structure, flatten(updates)[0] | {path: mean[path] for path in as_is})
-    return Trained(optax.apply_updates(state.params, updates), optimizer)
-
-
-__all__ = [
-    "Algorithm",
-    "Client",
-    "Message",
-    "Method",
-    "ServerState",
-    "Stages",
-    "Trained",
-    "averaged",
-    "client_keys",
-    "encode",
-    "finish_round",
-    "init_server",
-    "shapes_of",
-    "step_keys",
-    "step_server",
-    "summand_shapes",
-]
+    return TrainState(optax.apply_updates(state.params, updates), optimizer)

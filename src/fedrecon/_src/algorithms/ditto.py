@@ -13,7 +13,7 @@ from jax import Array
 from fedrecon import kit
 
 
-@kit.recorded
+@kit.register_factory
 def ditto(
     model: kit.Model,
     *,
@@ -32,7 +32,7 @@ def ditto(
         global model.
       strength: strength of the pull; 0 means local training that starts from the global model.
       server: the optimizer that takes the negative mean change as a gradient.
-      aggregate: weights, clipping; `aggregate.mean()` by default.
+      aggregate: weights, clipping; `aggregators.mean()` by default.
 
     Returns:
       An `Algorithm`. Its local parameters are a client's own model. After training, `Run.kept` has those of all
@@ -43,35 +43,40 @@ def ditto(
     if not strength >= 0:
         raise ValueError(f"`strength` is {strength}; it must be at least 0")
 
-    def train_own(params: kit.Params, own: kit.Params, examples: kit.Examples) -> kit.Params:
-        def pull(mine: kit.Params, context: Any) -> Array:
-            return strength / 2 * optax.tree.norm(optax.tree.sub(mine, params), squared=True)
+    def train_personal(params: kit.Params, personal_params: kit.Params, examples: kit.Examples) -> kit.Params:
+        def pull(trained: kit.Params, context: Any) -> Array:
+            return strength / 2 * optax.tree.norm(optax.tree.sub(trained, params), squared=True)
 
-        objective = kit.Objective(model, lambda mine, _, batch: model.predict(mine, (), batch), penalty=pull)
-        return personal.solve(kit.Problem(objective, own, (), examples, measured=False)).params
+        objective = kit.Objective(model, lambda trained, _, batch: model.predict(trained, (), batch), penalty=pull)
+        return personal.solve(kit.Problem(objective, personal_params, (), examples, measured=False)).params
 
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update)
 
-        def client(params: kit.Params, own: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
+        def client(params: kit.Params, personal_params: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             of_steps = kit.step_keys(model, kit.client_keys(key, cohort.identity))[1]
-            upload = updater.run(params, cohort, kit.hold(model), (), keys=of_steps).upload
-            return upload, train_own(params, own, cohort.query)
+            upload = updater.run(params, cohort, kit.first_order_predict(model), (), keys=of_steps).upload
+            return upload, train_personal(params, personal_params, cohort.query)
 
-        def reconstruct(params: kit.Params, kept: Any, support: kit.Examples, keys: Array) -> kit.Params:
+        def reconstruct(params: kit.Params, client_state: Any, support: kit.Examples, keys: Array) -> kit.Params:
             start = jax.vmap(lambda key: params, out_axes=0)(keys)
-            return train_own(params, start, support)
+            return train_personal(params, start, support)
 
         return kit.Method(
             init=lambda key: kit.init_server(model, server, key),
             client=client,
-            server=lambda state, mean, _: kit.step_server(server, state, mean[kit.DELTA], kit.averaged(model)),
+            server=lambda state, mean, _: kit.step_server(server, state, mean[kit.DELTA], kit.averaged_paths(model)),
             reconstruct=reconstruct,
             needs=updater.needs(kit.query_only(), 1),
-            keep=jax.vmap(model.init_global),
+            init_client=jax.vmap(model.init_global),
             support_limit=personal.limit,
         )
 
-    own = model._replace(init_local=model.init_global, predict=lambda _, own, batch: model.predict(own, (), batch))
-    serving = own._replace(fit=None, state=None, lookups={})
-    return kit.Algorithm(serving, define, aggregate or kit.mean_of_uploads())
+    serving = model._replace(
+        init_local=model.init_global,
+        predict=lambda _, personal_params, batch: model.predict(personal_params, (), batch),
+        predict_train=None,
+        state=None,
+        lookups={},
+    )
+    return kit.Algorithm(serving, define, aggregate or kit.mean())

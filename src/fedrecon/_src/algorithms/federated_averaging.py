@@ -14,23 +14,23 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged, init_server, step_keys, step_server
-from fedrecon._src.client.batch_statistics import settle
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, init_server, step_keys, step_server
+from fedrecon._src.client.batch_statistics import set_local_state
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.reconstruction import reconstruction
-from fedrecon._src.client.update import Updater, hold
+from fedrecon._src.client.update import Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.core.split import query_only
-from fedrecon._src.core.upload import DELTA, Upload, against
+from fedrecon._src.core.upload import DELTA, Upload, broadcast_clients
 from fedrecon._src.server import Aggregator
 from fedrecon._src.server import mean as mean_of_uploads
 
 
-@recorded
+@register_factory
 def federated_averaging(
     model: Model,
     *,
@@ -50,7 +50,7 @@ def federated_averaging(
       server: the optimizer that takes the negative mean change as a gradient.
       reconstruct: how clients that took no part in training get local parameters, for ReconEval; not needed for
         models without local parameters.
-      aggregate: weights, clipping; `aggregate.mean()` by default.
+      aggregate: weights, clipping; `aggregators.mean()` by default.
 
     Returns:
       An `Algorithm`. If the model has local parameters, `Run.kept` has those of all clients after training.
@@ -65,20 +65,22 @@ def federated_averaging(
         updater, recon = Updater(model, update), reconstruction(model, reconstruct)
         has_local = bool(jax.tree.leaves(jax.eval_shape(lambda: model.init_local(jax.random.key(0)))))
 
-        def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             of_steps = step_keys(model, client_keys(key, cohort.identity))[1]
-            updated = updater.run(params, cohort, hold(model), (), solved=kept, keys=of_steps)
+            updated = updater.run(params, cohort, first_order_predict(model), (), solved=client_state, keys=of_steps)
             if not has_local:
-                return updated.upload, kept
-            return updated.upload, keep_finite(settle(model, params, updated.local, cohort.query), kept)
+                return updated.upload, client_state
+            return updated.upload, keep_finite(
+                set_local_state(model, params, updated.local, cohort.query), client_state
+            )
 
         return Method(
             init=lambda key: init_server(model, server, key),
             client=client,
-            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
+            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
             reconstruct=recon.run,
             needs=updater.needs(query_only(), 1),
-            keep=jax.vmap(model.init_local) if has_local else None,
+            init_client=jax.vmap(model.init_local) if has_local else None,
             check=recon.check,
             support_limit=recon.limit,
         )
@@ -95,4 +97,4 @@ def keep_finite(new: Params, old: Params) -> Params:
     """
     finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(new)]
     fine = jnp.stack(finite).all(0)
-    return jax.tree.map(lambda a, b: jnp.where(against(fine, a), a, b), new, old)
+    return jax.tree.map(lambda a, b: jnp.where(broadcast_clients(fine, a), a, b), new, old)

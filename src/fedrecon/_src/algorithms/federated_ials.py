@@ -27,14 +27,14 @@ from fedrecon._src.client.least_squares import solve_positive
 ITEMS, GRAM, LOCAL = "item_embedding", "gram", "user_embedding"
 
 
-class _Side(NamedTuple):
-    """Support or query of one client: places in its rows, and weights, zero where there is no example."""
+class _SideExamples(NamedTuple):
+    """Support or query of one client: positions in its rows, and weights, zero where there is no example."""
 
-    place: Array
+    position: Array
     weight: Array
 
 
-@kit.recorded
+@kit.register_factory
 def federated_ials(
     model: kit.Model,
     *,
@@ -62,7 +62,7 @@ def federated_ials(
       split: S; halves redrawn in every round by default.
       second_order: differentiate through the reconstruction, so that embeddings of support items are trained too.
       both_ways: run every client twice, the second time with support and query exchanged.
-      aggregate: weights, clipping; `aggregate.mean()` by default.
+      aggregate: weights, clipping; `aggregators.mean()` by default.
 
     Returns:
       An `Algorithm`.
@@ -78,22 +78,24 @@ def federated_ials(
         )
     num_items, dim = shapes[0][ITEMS].shape
 
-    def embedding(rows: Array, gram: Array, side: _Side) -> Array:
-        mine = rows[side.place]
-        matrix = mine.T @ (side.weight[:, None] * mine) + unobserved * gram + ridge * jnp.eye(dim)
-        return solve_positive(matrix, mine.T @ side.weight)
+    def embedding(rows: Array, gram: Array, side: _SideExamples) -> Array:
+        side_rows = rows[side.position]
+        matrix = side_rows.T @ (side.weight[:, None] * side_rows) + unobserved * gram + ridge * jnp.eye(dim)
+        return solve_positive(matrix, side_rows.T @ side.weight)
 
-    def cost(rows: Array, gram: Array, support: _Side, query: _Side) -> tuple[Array, Array]:
+    def cost(rows: Array, gram: Array, support: _SideExamples, query: _SideExamples) -> tuple[Array, Array]:
         """Return half the cost on the query, and the sum of squared errors there."""
-        own = embedding(rows, gram, support)
-        own = own if second_order else jax.lax.stop_gradient(own)
-        error, known = rows[query.place] @ own - 1, rows[support.place] @ own
+        user = embedding(rows, gram, support)
+        user = user if second_order else jax.lax.stop_gradient(user)
+        error, support_scores = rows[query.position] @ user - 1, rows[support.position] @ user
         squares = jnp.sum(query.weight * error**2)
-        everything = own @ gram @ own - jnp.sum(jnp.where(support.weight > 0, known, 0) ** 2)
-        there = jnp.where(query.weight > 0, error, 0)
-        return (squares + unobserved * everything) / 2, jnp.stack([jnp.sum(there**2), jnp.sum(there)])
+        everything = user @ gram @ user - jnp.sum(jnp.where(support.weight > 0, support_scores, 0) ** 2)
+        errors = jnp.where(query.weight > 0, error, 0)
+        return (squares + unobserved * everything) / 2, jnp.stack([jnp.sum(errors**2), jnp.sum(errors)])
 
-    def one(rows: Array, gram: Array, support: _Side, query: _Side) -> tuple[Array, Array, Array, Array]:
+    def client_gradients(
+        rows: Array, gram: Array, support: _SideExamples, query: _SideExamples
+    ) -> tuple[Array, Array, Array, Array]:
         """Return the gradients of a client, its count and its sums of metrics."""
         ways = [(support, query), (query, support)] if both_ways else [(support, query)]
         counts = jnp.stack([jnp.sum(side.weight > 0) for _, side in ways]).astype(jnp.float32)
@@ -101,22 +103,22 @@ def federated_ials(
         count = jnp.where(takes_part, counts.sum(), 0)
 
         def total(rows: Array, gram: Array) -> tuple[Array, Array]:
-            costs, told = (jnp.stack(part) for part in zip(*(cost(rows, gram, *way) for way in ways), strict=True))
-            return jnp.where(takes_part, costs.sum() / jnp.maximum(count, 1), 0.0), told.sum(0)
+            costs, metrics = (jnp.stack(part) for part in zip(*(cost(rows, gram, *way) for way in ways), strict=True))
+            return jnp.where(takes_part, costs.sum() / jnp.maximum(count, 1), 0.0), metrics.sum(0)
 
-        (of_rows, of_gram), told = jax.grad(total, (0, 1), has_aux=True)(rows, gram)
-        sums = jnp.stack([jnp.stack([told[0], count]), jnp.stack([told[1] + count, count])])
+        (of_rows, of_gram), metrics = jax.grad(total, (0, 1), has_aux=True)(rows, gram)
+        sums = jnp.stack([jnp.stack([metrics[0], count]), jnp.stack([metrics[1] + count, count])])
         return of_rows, of_gram, count, jnp.where(takes_part, sums, 0)
 
-    def side_of(examples: kit.Examples, place: Array) -> _Side:
-        there = jnp.arange(place.shape[1]) < examples.count[:, None]
-        weights = model.loss(jnp.ones(place.shape), examples.columns)[1]
-        return _Side(place, jnp.where(there, weights, 0.0))
+    def side_of(examples: kit.Examples, position: Array) -> _SideExamples:
+        real = jnp.arange(position.shape[1]) < examples.count[:, None]
+        weights = model.loss(jnp.ones(position.shape), examples.columns)[1]
+        return _SideExamples(position, jnp.where(real, weights, 0.0))
 
     def define(model: kit.Model) -> kit.Method:
         by_rows = ITEMS in model.lookups
 
-        def client(params: kit.Params, kept: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
+        def client(params: kit.Params, client_state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             del key
             if by_rows:
                 rows, axis = params[ITEMS][cohort.rows["item"]], 0
@@ -125,28 +127,28 @@ def federated_ials(
                 rows, axis = params[ITEMS], None
                 places = cohort.support.columns["item"], cohort.query.columns["item"]
             sides = side_of(cohort.support, places[0]), side_of(cohort.query, places[1])
-            of_rows, of_gram, count, sums = jax.vmap(one, (axis, None, 0, 0))(rows, params[GRAM], *sides)
+            of_rows, of_gram, count, sums = jax.vmap(client_gradients, (axis, None, 0, 0))(rows, params[GRAM], *sides)
             change: Any = -of_rows
             if by_rows:
                 change = kit.RowChanges(cohort.rows["item"], change, cohort.num_rows["item"], num_items)
-            return kit.Upload({kit.DELTA: {GRAM: -of_gram, ITEMS: change}}, count, sums), kept
+            return kit.Upload({kit.DELTA: {GRAM: -of_gram, ITEMS: change}}, count, sums), client_state
 
-        def reconstruct(params: kit.Params, kept: Any, support: kit.Examples, keys: Array) -> kit.Params:
-            del kept, keys
+        def reconstruct(params: kit.Params, client_state: Any, support: kit.Examples, keys: Array) -> kit.Params:
+            del client_state, keys
             sides = side_of(support, support.columns["item"])
             return {LOCAL: jax.vmap(embedding, (None, None, 0))(params[ITEMS], params[GRAM], sides)}
 
-        def init(key: Array) -> kit.Trained:
+        def init(key: Array) -> kit.TrainState:
             params = model.init_global(key)
-            return kit.Trained(params, server.init({ITEMS: params[ITEMS]}))
+            return kit.TrainState(params, server.init({ITEMS: params[ITEMS]}))
 
-        def take(state: kit.Trained, mean: kit.Parts, report: Any) -> kit.Trained:
+        def take(state: kit.TrainState, mean: kit.Parts, report: Any) -> kit.TrainState:
             del report
             items, change = state.params[ITEMS], mean[kit.DELTA]
             whole = change[ITEMS] + items @ (change[GRAM] + change[GRAM].T)
-            stepped = kit.step_server(server, kit.Trained({ITEMS: items}, state.optimizer), {ITEMS: whole})
+            stepped = kit.step_server(server, kit.TrainState({ITEMS: items}, state.optimizer), {ITEMS: whole})
             new = stepped.params[ITEMS]
-            return kit.Trained({GRAM: new.T @ new, ITEMS: new}, stepped.optimizer)
+            return kit.TrainState({GRAM: new.T @ new, ITEMS: new}, stepped.optimizer)
 
         groups = {"item": (num_items, ("item",))} if by_rows else {}
         halves = kit.half()._replace(redrawn=True) if split is None else split
@@ -158,4 +160,4 @@ def federated_ials(
             needs=kit.Needs(halves, groups=groups, support_rows=True),
         )
 
-    return kit.Algorithm(model, define, aggregate or kit.mean_of_uploads())
+    return kit.Algorithm(model, define, aggregate or kit.mean())

@@ -14,23 +14,31 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, Stages, averaged, init_server, step_keys, step_server
+from fedrecon._src.algorithms.algorithm import (
+    Algorithm,
+    Method,
+    Stages,
+    averaged_paths,
+    init_server,
+    step_keys,
+    step_server,
+)
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.reconstruction import reconstruction
-from fedrecon._src.client.update import Updater, differentiate_through, hold
+from fedrecon._src.client.update import Updater, first_order_predict, second_order_predict
 from fedrecon._src.core.cohort import Cohort
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.split import half as half_split
-from fedrecon._src.core.upload import DELTA, RowChanges, Upload, against
+from fedrecon._src.core.upload import DELTA, RowChanges, Upload, broadcast_clients
 from fedrecon._src.server import Aggregator
 from fedrecon._src.server import mean as mean_of_uploads
 
 
-@recorded
+@register_factory
 def federated_reconstruction(
     model: Model,
     *,
@@ -58,7 +66,7 @@ def federated_reconstruction(
       second_order: let U differentiate through R. R then runs again in every step of U, so use few steps.
       both_ways: run every client twice, the second time with support and query exchanged, and upload the mean of both
         changes, weighted by examples. Clients learn from all examples in every round, at twice the cost.
-      aggregate: weights, clipping; `aggregate.mean()` by default.
+      aggregate: weights, clipping; `aggregators.mean()` by default.
 
     Returns:
       An `Algorithm`.
@@ -81,36 +89,38 @@ def federated_reconstruction(
         updater = Updater(model, update, through_support=second_order or both_ways)
         recon = reconstruction(model, reconstruct)
 
-        def reconstruct_first(params: Params, kept: Any, cohort: Cohort, key: Array) -> Any:
+        def reconstruct_first(params: Params, client_state: Any, cohort: Cohort, key: Array) -> Any:
             keys = client_keys(key, cohort.identity)
             of_r, of_u = step_keys(model, keys)
-            return recon.run(params, kept, cohort.support, keys, of_r), of_u, kept
+            return recon.run(params, client_state, cohort.support, keys, of_r), of_u, client_state
 
         def then_update(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             del key
-            local, of_u, kept = prepared
+            local, of_u, client_state = prepared
             if joint:
-                return updater.run(params, cohort, hold(model), (), solved=local, keys=of_u).upload, kept
-            return updater.run(params, cohort, hold(model), local, keys=of_u).upload, kept
+                return updater.run(
+                    params, cohort, first_order_predict(model), (), solved=local, keys=of_u
+                ).upload, client_state
+            return updater.run(params, cohort, first_order_predict(model), local, keys=of_u).upload, client_state
 
-        def client(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             if not second_order:
-                return then_update(params, reconstruct_first(params, kept, cohort, key), cohort, key)
+                return then_update(params, reconstruct_first(params, client_state, cohort, key), cohort, key)
             keys = client_keys(key, cohort.identity)
             of_r, of_u = step_keys(model, keys)
             start = jax.vmap(model.init_local)(keys), of_r
-            predict = differentiate_through(model, reconstruct)
-            return updater.run(params, cohort, predict, start, keys=of_u).upload, kept
+            predict = second_order_predict(model, reconstruct)
+            return updater.run(params, cohort, predict, start, keys=of_u).upload, client_state
 
-        def twice(params: Params, kept: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-            one, kept = client(params, kept, cohort, key)
-            other, kept = client(params, kept, exchanged(cohort), key)
-            return together(one, other), kept
+        def twice(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            first, client_state = client(params, client_state, cohort, key)
+            second, client_state = client(params, client_state, swap_support_query(cohort), key)
+            return average_uploads(first, second), client_state
 
         return Method(
             init=lambda key: init_server(model, server, key),
             client=twice if both_ways else client,
-            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged(model)),
+            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
             reconstruct=recon.run,
             needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
             check=recon.check,
@@ -121,7 +131,7 @@ def federated_reconstruction(
     return Algorithm(model, define, aggregate or mean_of_uploads())
 
 
-def exchanged(cohort: Cohort) -> Cohort:
+def swap_support_query(cohort: Cohort) -> Cohort:
     """Exchange support and query of a cohort.
 
     Args:
@@ -132,23 +142,24 @@ def exchanged(cohort: Cohort) -> Cohort:
     )
 
 
-def together(one: Upload, other: Upload) -> Upload:
+def average_uploads(first: Upload, second: Upload) -> Upload:
     """Join two uploads of the same clients into one: the mean of their changes, weighted by examples.
 
     Args:
-      one: an upload.
-      other: another, of the same clients and rows.
+      first: an upload.
+      second: another, of the same clients and rows.
     """
-    examples = one.examples + other.examples
-    share = one.examples / jnp.maximum(examples, 1)  # (clients,)
+    examples = first.examples + second.examples
+    share = first.examples / jnp.maximum(examples, 1)  # (clients,)
 
     def mean(a: Any, b: Any) -> Any:
         if isinstance(a, RowChanges):  # both have the same rows, since rows of both sides are listed
             return dataclasses.replace(a, values=mean(a.values, b.values))
-        weight = against(share, a)
+        weight = broadcast_clients(share, a)
         return weight * a + (1 - weight) * b
 
     parts = {
-        part: {path: mean(a, other.parts[part][path]) for path, a in some.items()} for part, some in one.parts.items()
+        part: {path: mean(a, second.parts[part][path]) for path, a in some.items()}
+        for part, some in first.parts.items()
     }
-    return Upload(parts, examples, one.sums + other.sums)
+    return Upload(parts, examples, first.sums + second.sums)

@@ -8,17 +8,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged, shapes_of
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, shapes_of
 from fedrecon._src.client.lookups.tables import lookup_groups
 from fedrecon._src.client.objectives import Objective, Problem, Solver
 from fedrecon._src.core.cohort import Examples
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, unflatten
 
 
-@recorded
-def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*") -> Algorithm:
+@register_factory
+def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*") -> Algorithm:
     """Finetune global parameters on a client's support, after its local parameters are reconstructed.
 
     Training and uploads do not change, only serving and evaluation do: `reconstruct` now returns
@@ -43,34 +43,36 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
     model = algorithm.model
     shapes = flatten(shapes_of(model.init_global))[0]
     matches = matcher(which, "which", shapes)
-    paths = [path for path, leaf in shapes.items() if matches(path, leaf) and path not in averaged(model)]
+    paths = [path for path, leaf in shapes.items() if matches(path, leaf) and path not in averaged_paths(model)]
     if not paths:
         raise ValueError(f"`which` matched nothing; the global parameters are: {', '.join(shapes)}")
 
-    def with_own(params: Params, own: dict[str, Any]) -> Params:
+    def with_finetuned(params: Params, finetuned: dict[str, Any]) -> Params:
         leaves, structure = flatten(params)
-        return unflatten(structure, {**leaves, **own})
+        return unflatten(structure, {**leaves, **finetuned})
 
     def init_local(key: Array) -> Params:
         leaves = flatten(model.init_global(key))[0]
         return {"local": model.init_local(key), "finetuned": {path: leaves[path] for path in paths}}
 
-    def predict(params: Params, mine: Params, batch: Batch) -> Any:
-        return model.predict(with_own(params, mine["finetuned"]), mine["local"], batch)
+    def predict(params: Params, local: Params, batch: Batch) -> Any:
+        return model.predict(with_finetuned(params, local["finetuned"]), local["local"], batch)
 
     def objective(params: Params) -> Objective:
-        return Objective(model, lambda own, local, batch: model.predict(with_own(params, own), local, batch))
+        return Objective(
+            model, lambda finetuned, local, batch: model.predict(with_finetuned(params, finetuned), local, batch)
+        )
 
-    def reconstruct(params: Params, kept: Any, support: Examples, keys: Array) -> Params:
-        local = algorithm.method.reconstruct(params, kept, support, keys)
+    def reconstruct(params: Params, client_state: Any, support: Examples, keys: Array) -> Params:
+        local = algorithm.method.reconstruct(params, client_state, support, keys)
         leaves = flatten(params)[0]
         start = {path: jnp.broadcast_to(leaves[path], (len(keys), *leaves[path].shape)) for path in paths}
         solution = finetune.solve(Problem(objective(params), start, local, support, measured=False))
         return {"local": local, "finetuned": solution.params}
 
-    def check(params: Params, mine: Params, batch: Batch, mask: Array) -> None:
-        algorithm.method.check(params, mine["local"], batch, mask)
-        finetune.check(objective(params), mine["finetuned"], mine["local"], batch, mask)
+    def check(params: Params, local: Params, batch: Batch, mask: Array) -> None:
+        algorithm.method.check(params, local["local"], batch, mask)
+        finetune.check(objective(params), local["finetuned"], local["local"], batch, mask)
 
     def define(_: Model) -> Method:
         limits = (algorithm.method.support_limit, finetune.limit)
@@ -82,7 +84,7 @@ def then_finetune(algorithm: Algorithm, finetune: Solver, *, which: Which = "*")
         predict=predict,
         default_local=None,
         evidence=None,
-        fit=None,
+        predict_train=None,
         state=None,
         lookups=lookup_groups(model),
     )

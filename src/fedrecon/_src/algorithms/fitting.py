@@ -47,10 +47,10 @@ def check_fit(algorithm: Algorithm, clients: Clients) -> None:
     """
     if clients.num_examples == 0:
         raise ValueError("the clients have no examples")
-    found = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
-    check_lookups(algorithm.model, *found)
-    algorithm.method.check(*found, jnp.ones(PROBED, bool))
-    _known(algorithm).reconstructs.add(_kind(clients))
+    inputs = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
+    check_lookups(algorithm.model, *inputs)
+    algorithm.method.check(*inputs, jnp.ones(PROBED, bool))
+    _facts_of(algorithm).reconstructs.add(_kind(clients))
 
 
 def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
@@ -60,11 +60,11 @@ def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
       algorithm: the algorithm to run.
       clients: the data.
     """
-    known = _known(algorithm)
-    if _kind(clients) not in known.reconstructs:
-        found = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
-        algorithm.method.check(*found, jnp.ones(PROBED, bool))
-        known.reconstructs.add(_kind(clients))
+    facts = _facts_of(algorithm)
+    if _kind(clients) not in facts.reconstructs:
+        inputs = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
+        algorithm.method.check(*inputs, jnp.ones(PROBED, bool))
+        facts.reconstructs.add(_kind(clients))
 
 
 def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
@@ -74,7 +74,7 @@ def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
       algorithm: the algorithm to run.
       clients: the data.
     """
-    features, kind = _known(algorithm).features, _kind(clients)
+    features, kind = _facts_of(algorithm).features, _kind(clients)
     if kind not in features:
         features[kind] = features_used(algorithm.model, clients)
     return features[kind]
@@ -83,7 +83,7 @@ def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
 _Kind = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type and shape of each column
 
 
-class _Known(NamedTuple):
+class _ColumnFacts(NamedTuple):
     """What is known about an algorithm for each kind of columns; cached, since finding out traces the model."""
 
     features: dict[_Kind, list[str]]
@@ -91,8 +91,8 @@ class _Known(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _known(algorithm: Algorithm) -> _Known:
-    return _Known({}, set())
+def _facts_of(algorithm: Algorithm) -> _ColumnFacts:
+    return _ColumnFacts({}, set())
 
 
 def _kind(clients: Clients) -> _Kind:

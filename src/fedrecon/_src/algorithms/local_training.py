@@ -7,12 +7,12 @@ import optax
 from fedrecon._src.algorithms.algorithm import Algorithm, shapes_of
 from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon._src.client.objectives import Solver
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten
 
 
-@recorded
+@register_factory
 def local_training(model: Model, *, train: Solver) -> Algorithm:
     """Train a whole model on every client's own support examples, and send nothing.
 

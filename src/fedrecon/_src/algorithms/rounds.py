@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Message, ServerState, encode, finish_round, summand_shapes
+from fedrecon._src.algorithms.algorithm import (
+    Algorithm,
+    RoundMessage,
+    ServerState,
+    encode,
+    finish_round,
+    summand_shapes,
+)
 from fedrecon._src.algorithms.fitting import features_of
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Lengths, Needs, Packer, redraw
@@ -30,19 +37,19 @@ class ClientRound(NamedTuple):
     """The result of a round on clients: their upload, and what they keep (empty for methods that keep nothing)."""
 
     upload: Upload
-    kept: Any
+    client_state: Any
 
 
 class ClientTotal(NamedTuple):
     """The result of a round on a gateway's clients: the sum of their encoded uploads, and what they keep."""
 
     total: Total
-    kept: Any
+    client_state: Any
 
 
 def client_update(
     algorithm: Algorithm,
-    message: Message,
+    message: RoundMessage,
     examples: Clients | Mapping[str, Any],
     key: Array,
     *,
@@ -69,10 +76,10 @@ def client_update(
 
 def client_round(
     algorithm: Algorithm,
-    message: Message,
+    message: RoundMessage,
     examples: Clients | Mapping[str, Any],
     key: Array,
-    kept: Any = None,
+    client_state: Any = None,
     *,
     client: Any = 0,
     lengths: Lengths | None = None,
@@ -91,19 +98,19 @@ def client_round(
     """
     clients = as_clients(examples, client)
     parts = [
-        (_compiled_client(algorithm)(message, theirs, cohort, key), here)
-        for cohort, theirs, here in _blocks(algorithm, clients, key, kept, lengths)
+        (_compiled_client(algorithm)(message, block_state, cohort, key), count)
+        for cohort, block_state, count in _blocks(algorithm, clients, key, client_state, lengths)
     ]
-    found = [jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:n], part) for part, here in parts]
-    return ClientRound(*jax.tree.map(lambda *leaves: np.concatenate(leaves), *found))
+    trimmed = [jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], part) for part, count in parts]
+    return ClientRound(*jax.tree.map(lambda *leaves: np.concatenate(leaves), *trimmed))
 
 
 def client_total(
     algorithm: Algorithm,
-    message: Message,
+    message: RoundMessage,
     examples: Clients | Mapping[str, Any],
     key: Array,
-    kept: Any = None,
+    client_state: Any = None,
     *,
     client: Any = 0,
     lengths: Lengths | None = None,
@@ -124,10 +131,10 @@ def client_total(
     """
     clients = as_clients(examples, client)
     total, left = None, []
-    for cohort, theirs, here in _blocks(algorithm, clients, key, kept, lengths):
-        part, new = _compiled_total(algorithm)(message, theirs, cohort, key, key if secret is None else secret)
+    for cohort, block_state, count in _blocks(algorithm, clients, key, client_state, lengths):
+        part, new = _compiled_total(algorithm)(message, block_state, cohort, key, key if secret is None else secret)
         total = part if total is None else jax.tree.map(jnp.add, total, part)
-        left.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:n], new))
+        left.append(jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], new))
     return ClientTotal(jax.tree.map(np.asarray, total), jax.tree.map(lambda *leaves: np.concatenate(leaves), *left))
 
 
@@ -191,7 +198,7 @@ def as_clients(examples: Clients | Mapping[str, Any], client: Any = 0) -> Client
 
 
 def _blocks(
-    algorithm: Algorithm, clients: Clients, key: Array, kept: Any, lengths: Lengths | None
+    algorithm: Algorithm, clients: Clients, key: Array, client_state: Any, lengths: Lengths | None
 ) -> Iterable[tuple[Cohort, Any, int]]:
     """Pack clients in blocks of one size; yield each with what its clients keep and how many clients it has."""
     if len(clients) == 0:
@@ -201,21 +208,21 @@ def _blocks(
     block = 1 if len(clients) == 1 else AT_ONCE
     for begin in range(0, len(clients), block):
         indices = np.full(block, ABSENT)
-        here = min(block, len(clients) - begin)
-        indices[:here] = np.arange(begin, begin + here)
+        count = min(block, len(clients) - begin)
+        indices[:count] = np.arange(begin, begin + count)
         cohort = packer.pack(indices, np.full(block, draw))
-        yield cohort, _kept_of(algorithm, kept, indices), here
+        yield cohort, _state_of_block(algorithm, client_state, indices), count
 
 
-def _kept_of(algorithm: Algorithm, kept: Any, indices: np.ndarray) -> Any:
-    if algorithm.method.keep is None:
+def _state_of_block(algorithm: Algorithm, client_state: Any, indices: np.ndarray) -> Any:
+    if algorithm.method.init_client is None:
         return ()
-    if kept is None:
+    if client_state is None:
         raise ValueError(
             "clients of this method keep something from round to round; pass it as `kept`, and before the first round "
             "pass `kept_at_first(algorithm, clients, seed)`"
         )
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[np.maximum(indices, 0)], kept)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[np.maximum(indices, 0)], client_state)
 
 
 Specification = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -235,22 +242,24 @@ def _needs(algorithm: Algorithm, specification: Specification) -> Needs:
 
 @functools.lru_cache(maxsize=64)
 def _compiled_client(algorithm: Algorithm) -> Callable[..., tuple[Upload, Any]]:
-    return jax.jit(lambda message, kept, cohort, key: algorithm.method.client(message.method, kept, cohort, key))
+    return jax.jit(
+        lambda message, client_state, cohort, key: algorithm.method.client(message.method, client_state, cohort, key)
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_total(algorithm: Algorithm) -> Callable[..., tuple[Total, Any]]:
-    def run(message: Message, kept: Any, cohort: Cohort, key: Array, secret: Array) -> tuple[Total, Any]:
-        upload, kept = algorithm.method.client(message.method, kept, cohort, key)
+    def run(message: RoundMessage, client_state: Any, cohort: Cohort, key: Array, secret: Array) -> tuple[Total, Any]:
+        upload, client_state = algorithm.method.client(message.method, client_state, cohort, key)
         summand = encode(algorithm, message, upload, client_keys(secret, cohort.identity))
-        return add(no_total(summand), summand), kept
+        return add(no_total(summand), summand), client_state
 
     return jax.jit(run)
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_encode(algorithm: Algorithm) -> Callable[..., Total]:
-    def run(message: Message, upload: Upload, key: Array) -> Total:
+    def run(message: RoundMessage, upload: Upload, key: Array) -> Total:
         summand = encode(algorithm, message, upload, jax.random.split(key, upload.examples.shape[0]))
         return add(no_total(summand), summand)
 
@@ -276,9 +285,9 @@ def upload_shapes(algorithm: Algorithm, examples: Clients | Mapping[str, Any]) -
     def run(cohort: Cohort) -> Upload:
         key = jax.random.key(0)
         message = algorithm.message(algorithm.init(key))
-        keep = algorithm.method.keep
-        kept = () if keep is None else keep(client_keys(key, cohort.identity))
-        return algorithm.method.client(message.method, kept, cohort, key)[0]
+        init_client = algorithm.method.init_client
+        client_state = () if init_client is None else init_client(client_keys(key, cohort.identity))
+        return algorithm.method.client(message.method, client_state, cohort, key)[0]
 
     return jax.eval_shape(run, cohort)
 

@@ -12,7 +12,7 @@ from fedrecon import kit
 CONTROL = "control"  # the part of an upload besides `delta`
 
 
-@kit.recorded
+@kit.register_factory
 def scaffold(
     model: kit.Model,
     *,
@@ -43,18 +43,18 @@ def scaffold(
         # The gradient of <control - own control, parameters> corrects every step.
         updater = kit.Updater(model, update, penalty=lambda params, pull: optax.tree.vdot(pull, params))
 
-        def client(message: Any, own: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
+        def client(message: Any, own_control: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             params, control = message
-            pull = jax.tree.map(lambda c, mine: c - mine, control, own)  # (clients, ...)
-            updated = updater.run(params, cohort, kit.hold(model), (), pull=pull)
+            pull = jax.tree.map(lambda c, own: c - own, control, own_control)  # (clients, ...)
+            updated = updater.run(params, cohort, kit.first_order_predict(model), (), pull=pull)
 
             def change(c: Array, delta: Array) -> Array:
-                steps = kit.against(updated.steps, delta)
+                steps = kit.broadcast_clients(updated.steps, delta)
                 return jnp.where(steps > 0, -c - delta / (learning_rate * jnp.maximum(steps, 1)), 0)
 
             changes = jax.tree.map(change, kit.flatten(control)[0], updated.upload.delta)
-            own = jax.tree.map(jnp.add, own, kit.unflatten(kit.flatten(own)[1], changes))
-            return updated.upload._replace(parts={**updated.upload.parts, CONTROL: changes}), own
+            own_control = jax.tree.map(jnp.add, own_control, kit.unflatten(kit.flatten(own_control)[1], changes))
+            return updated.upload._replace(parts={**updated.upload.parts, CONTROL: changes}), own_control
 
         def take(state: Any, mean: kit.Parts, report: dict[str, Array]) -> Any:
             moved = kit.unflatten(kit.flatten(state[1])[1], mean[CONTROL])
@@ -70,7 +70,7 @@ def scaffold(
             message=lambda state: (state[0].params, state[1]),
             params=lambda state: state[0].params,
             parts=lambda state: dict.fromkeys((kit.DELTA, CONTROL), kit.flatten(state[1])[0]),
-            keep=jax.vmap(nothing),
+            init_client=jax.vmap(nothing),
         )
 
-    return kit.Algorithm(model, define, kit.mean_of_uploads("uniform"))
+    return kit.Algorithm(model, define, kit.mean("uniform"))

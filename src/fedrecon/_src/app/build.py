@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optax
 
-from fedrecon._src import server as aggregate
+from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import federated_ials
 from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
@@ -16,8 +16,7 @@ from fedrecon._src.app.tasks.ratings import load_ratings as load_ratings
 from fedrecon._src.client.gradient_descent import gradient_descent
 from fedrecon._src.client.least_squares import Ridge, least_squares
 from fedrecon._src.client.objectives import Solver
-from fedrecon._src.client.optimizer_rules import adagrad, yogi
-from fedrecon._src.client.priors import with_prior
+from fedrecon._src.client.optimizers import fedadagrad, fedyogi, with_prior
 from fedrecon._src.core import split
 from fedrecon._src.core.model import Model
 from fedrecon._src.simulation.engine import Layout, layout
@@ -27,7 +26,13 @@ def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransforma
     """Return an optimizer by name; `momentum` is SGD with momentum 0.9."""
     if name == "momentum":
         return optax.sgd(learning_rate, momentum=0.9)
-    known = {"sgd": optax.sgd, "adagrad": optax.adagrad, "fedadagrad": adagrad, "adam": optax.adam, "yogi": yogi}
+    known = {
+        "sgd": optax.sgd,
+        "adagrad": optax.adagrad,
+        "fedadagrad": fedadagrad,
+        "adam": optax.adam,
+        "fedyogi": fedyogi,
+    }
     return known[name](learning_rate)
 
 
@@ -78,27 +83,27 @@ def build_split(name: str, settings: Split) -> split.Split:
     return split.named(name)._replace(by="time" if settings.by_time else None)
 
 
-def build_weights(config: Config, model: Model) -> aggregate.Weigh:
+def build_weights(config: Config, model: Model) -> aggregators.Weigh:
     """Return how clients are weighed."""
     weigh = config.aggregate.weigh
     # Perplexity is over tokens whatever the loss is over.
-    return aggregate.weight_of(model, "perplexity") if weigh == "tokens" else weigh
+    return aggregators.weight_of(model, "perplexity") if weigh == "tokens" else weigh
 
 
-def build_aggregator(config: Config, model: Model) -> aggregate.Aggregator:
+def build_aggregator(config: Config, model: Model) -> aggregators.Aggregator:
     """Return how updates become one mean if clients need no protection from the server."""
     settings, weigh = config.aggregate, build_weights(config, model)
     quantile = settings.followed
     if quantile is None:
-        return aggregate.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
-    stages = [aggregate.finite()]
-    stages += [] if settings.zero_norm is None else [aggregate.zero(settings.zero_norm)]
-    stages += [aggregate.adaptive_clip(quantile, times=settings.clip_times)]
-    return aggregate.chain(*stages, aggregate.by_weight(weigh))
+        return aggregators.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
+    stages = [aggregators.finite()]
+    stages += [] if settings.zero_norm is None else [aggregators.zero(settings.zero_norm)]
+    stages += [aggregators.adaptive_clip(quantile, times=settings.clip_times)]
+    return aggregators.chain(*stages, aggregators.by_weight(weigh))
 
 
 def build_algorithm(
-    config: Config, model: Model, examples: float = 1, aggregator: aggregate.Aggregator | None = None
+    config: Config, model: Model, examples: float = 1, aggregator: aggregators.Aggregator | None = None
 ) -> Algorithm:
     """Return Federated Reconstruction of a model with these settings; for clicks, over all items.
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from fedrecon._src.core.notices import warn_caller
+from fedrecon._src.core.progress import warn_caller
 
 SOME = 5  # ids that a message names
 RATED = "a dict {item: rating}, such as {1: 5.0, 7: 2.0}, or a list of such dicts"

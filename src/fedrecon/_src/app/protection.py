@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedrecon._src import server as aggregate
+from fedrecon._src import server as aggregators
 from fedrecon._src.app.budget import Population, budget_sentence, delta_of, rounds_noise, rule
 from fedrecon._src.app.build import build_aggregator, build_split, build_weights
 from fedrecon._src.app.config import Config
@@ -33,7 +33,7 @@ class Protection(NamedTuple):
     """
 
     config: Config
-    aggregator: aggregate.Aggregator
+    aggregator: aggregators.Aggregator
     examples: float | None = None
     ledger: Ledger | None = None
     noise_multiplier: float | None = None
@@ -138,20 +138,20 @@ def _scales(config: Config) -> dict[str, float] | None:
     return dict.fromkeys(FOUND[: None if config.model.item_traits else -1], 0.0)
 
 
-def _without_noise(config: Config, model: Model, clients: int) -> aggregate.Aggregator:
+def _without_noise(config: Config, model: Model, clients: int) -> aggregators.Aggregator:
     if not config.aggregate.secure:
         return build_aggregator(config, model)
     assert config.aggregate.clip_norm is not None
     most = config.sampling.capacity(clients)
-    return aggregate.secure(config.aggregate.clip_norm, clients=most, weigh=build_weights(config, model))
+    return aggregators.secure(config.aggregate.clip_norm, clients=most, weigh=build_weights(config, model))
 
 
-def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggregator:
+def _private(config: Config, per_round: float, noise: float) -> aggregators.Aggregator:
     settings = config.privacy
     assert settings.clip_norm is not None
     if settings.clip_quantile is not None:
         update_noise_for(noise, per_round / 20)  # its error says what to do if too few clients hide a count
-    return aggregate.private(
+    return aggregators.private(
         settings.clip_norm,
         noise,
         per_round=per_round,
@@ -163,9 +163,9 @@ def _private(config: Config, per_round: float, noise: float) -> aggregate.Aggreg
     )
 
 
-def _secure(config: Config, clients: int, per_round: float, noise: float) -> aggregate.Aggregator:
+def _secure(config: Config, clients: int, per_round: float, noise: float) -> aggregators.Aggregator:
     least = config.sampling.fewest(clients) if config.sampling.poisson else int(per_round)
-    return aggregate.secure(
+    return aggregators.secure(
         config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is not chosen yet
         clients=config.sampling.capacity(clients),
         noise_multiplier=noise,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
-ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "yogi"]
+ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "fedyogi"]
 
 
 MOST_FLOAT = 3.4e38  # beyond it, numbers are infinite on the devices, which compute in 32 bits

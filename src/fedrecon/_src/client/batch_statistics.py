@@ -12,10 +12,10 @@ from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model, State
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 
-SETTLE_BATCH = 64  # examples that statistics are computed over at once; of more examples, the mean over such batches
+STATE_BATCH = 64  # examples that statistics are computed over at once; of more examples, the mean over such batches
 
 
-def settle(model: Model, params: Params, local: Params, examples: Examples) -> Params:
+def set_local_state(model: Model, params: Params, local: Params, examples: Examples) -> Params:
     """Set the local state of several clients from their examples.
 
     A moving average (`State.momenta`) becomes the mean of the batches' own values, over batches of `SETTLE_BATCH`
@@ -33,14 +33,14 @@ def settle(model: Model, params: Params, local: Params, examples: Examples) -> P
         return local
 
     def add(total: dict[str, Array], batch: Batch, mask: Array, local: Params) -> dict[str, Array]:
-        found = _of_batch(state, params, local, batch, mask)
+        statistics = _of_batch(state, params, local, batch, mask)
         # After its last batch a client gets batches of padding, whose statistics mean nothing.
-        counted = {path: jnp.where(jnp.any(mask), jnp.sum(mask) * value, 0) for path, value in found.items()}
+        counted = {path: jnp.where(jnp.any(mask), jnp.sum(mask) * value, 0) for path, value in statistics.items()}
         return {path: total[path] + counted[path].astype(total[path].dtype) for path in total}
 
     leaves, structure = flatten(local)
     empty = {path: jnp.zeros_like(leaves[path]) for path in state.local}
-    sums = fold_batches(add, empty, local, examples, SETTLE_BATCH, cyclic=True)
+    sums = fold_batches(add, empty, local, examples, STATE_BATCH, cyclic=True)
 
     def mean(total: Array, old: Array) -> Array:
         count = examples.count.reshape(-1, *[1] * (old.ndim - 1))
@@ -56,8 +56,8 @@ def _of_batch(state: State, params: Params, local: Params, batch: Batch, mask: A
     """
     leaves, structure = flatten(local)
     empty = {path: jnp.zeros_like(leaves[path]) for path in state.momenta}
-    found = state.advance(params, unflatten(structure, {**leaves, **empty}), batch, mask)[1]
-    return {path: value / (1 - state.momenta.get(path, 0.0)) for path, value in found.items()}
+    statistics = state.advance(params, unflatten(structure, {**leaves, **empty}), batch, mask)[1]
+    return {path: value / (1 - state.momenta.get(path, 0.0)) for path, value in statistics.items()}
 
 
 def advance_shared(
@@ -66,7 +66,7 @@ def advance_shared(
     rest: Params,
     examples: Examples,
     batch_size: int | None,
-    join: Callable[..., tuple[Params, Params]],
+    merge: Callable[..., tuple[Params, Params]],
 ) -> dict[str, Array]:
     """Advance the global state of several clients over their examples, batch by batch, as the layers do.
 
@@ -76,11 +76,11 @@ def advance_shared(
       rest: what else each client needs to predict, clients first.
       examples: each client's examples.
       batch_size: examples per batch; None for all.
-      join: `(shared, rest) -> (global, local)` of one client.
+      merge: `(shared, rest) -> (global, local)` of one client.
     """
 
     def step(shared: dict[str, Array], batch: Batch, mask: Array, rest: Params) -> dict[str, Array]:
-        new = state.advance(*join(shared, rest), batch, mask)[0]
+        new = state.advance(*merge(shared, rest), batch, mask)[0]
         return {path: jnp.where(jnp.any(mask), new[path], shared[path]).astype(shared[path].dtype) for path in shared}
 
     return fold_batches(step, dict(shared), rest, examples, batch_size, cyclic=True)

@@ -52,10 +52,10 @@ class Batches:
         """Replace padding by copies of each client's last example, up to whole batches."""
         column = jnp.asarray(column)
         short = -column.shape[1] % self._size
-        own = jnp.arange(column.shape[1] + short) < self._count[:, None]  # (clients, examples)
+        real = jnp.arange(column.shape[1] + short) < self._count[:, None]  # (clients, examples)
         last = _pick(column, self._last[:, None])  # (clients, 1, ...)
         padded = jnp.pad(column, [(0, 0), (0, short)] + [(0, 0)] * (column.ndim - 2)) if short else column
-        return jnp.where(own.reshape(*own.shape, *([1] * (column.ndim - 2))), padded, last)
+        return jnp.where(real.reshape(*real.shape, *([1] * (column.ndim - 2))), padded, last)
 
     def take(self, arranged: Any, t: Array) -> Any:
         """Return batch `t` of every client.
@@ -84,7 +84,7 @@ class Batches:
 
 def _pick(column: Array, places: Array) -> Array:
     """Return the examples of each client at `(clients, n)` places, which are in range."""
-    return jax.vmap(lambda mine, at: mine.at[at].get(mode="promise_in_bounds"))(column, places)
+    return jax.vmap(lambda examples, index: examples.at[index].get(mode="promise_in_bounds"))(column, places)
 
 
 def fold_batches(

@@ -12,12 +12,12 @@ import optax
 from jax import Array
 
 from fedrecon._src.client.batches import Batches
-from fedrecon._src.client.growing import cut, phases, put_back
+from fedrecon._src.client.lookups.phases import cut, phases, put_back
 from fedrecon._src.client.lookups.reach import reach, state_labels
 from fedrecon._src.client.lookups.tables import change_rows, merge_repeats, read_rows
-from fedrecon._src.client.objectives import Problem, Solution, Solver, no_sums
+from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
 from fedrecon._src.core.cohort import Examples
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Step
 from fedrecon._src.core.pytrees import Params
 
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 TakeStep = Callable[[Carry, Array, Turn], Carry]  # (carry, which step, its examples) -> carry
 
 
-@recorded
+@register_factory
 def gradient_descent(
     optimizer: optax.GradientTransformation,
     *,
@@ -87,7 +87,7 @@ def gradient_descent(
     def solve(problem: Problem) -> Solution:
         examples, tables = problem.examples, problem.tables
         # If the model has a `fit`, padding may enter the statistics of a batch, so it must be real examples.
-        batches = Batches(examples, batch_size, epochs=epochs, cyclic=problem.objective.fit is not None)
+        batches = Batches(examples, batch_size, epochs=epochs, cyclic=problem.objective.predict_train is not None)
         todo = batches.number * epochs if steps is None else jnp.minimum(batches.number * epochs, steps)
         if tables is not None:
             tables = tables.in_batches(examples.columns, batches.in_step, batch_size)
@@ -120,11 +120,11 @@ def _start(problem: Problem, optimizer: optax.GradientTransformation) -> Carry:
     solved = {**problem.params, **changes} if changes else problem.params
     # `axis_size` is explicit, since there may be no leaves to solve for.
     state = jax.vmap(optimizer.init, axis_size=clients)(solved)
-    return Carry(problem.params, changes, state, no_sums(problem.objective.model, problem.examples))
+    return Carry(problem.params, changes, state, zero_sums(problem.objective.model, problem.examples))
 
 
 def _keys_of_step(problem: Problem, t: Array) -> Array | None:
-    if problem.objective.fit is None or problem.keys is None:
+    if problem.objective.predict_train is None or problem.keys is None:
         return None
     return jax.vmap(jax.random.fold_in, (0, None))(problem.keys, t)
 
@@ -171,7 +171,7 @@ def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Ta
     """Return a step on whole parameters, of which every client has its own copy."""
     objective, alone = problem.objective, _alone(problem)
 
-    def one(
+    def step_client(
         params: Params, state: Any, context: Any, batch: Batch, mask: Array, active: Array, key: Array | None
     ) -> tuple[Params, Any, Array]:
         measure = jax.value_and_grad(objective.measure, has_aux=True)
@@ -184,7 +184,7 @@ def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Ta
 
     def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
         del t
-        params, state, sums = jax.vmap(one)(
+        params, state, sums = jax.vmap(step_client)(
             carry.params, carry.state, problem.context, turn.batch, turn.mask, turn.active, turn.keys
         )
         return Carry(params, {}, state, carry.sums + sums if problem.measured else carry.sums)
@@ -204,7 +204,7 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
     unchanged = tables.unchanged(1)
     labels = state_labels(optimizer, _first({**problem.params, **unchanged}))
 
-    def one(
+    def step_client(
         params: Params, state: Any, changes: dict[str, Array], slot: dict[str, Array], context: Any, turn: Turn
     ) -> _RowUpdate:
         fetched = tables.fetch(changes, turn.batch)  # rows: (ids, ...) of each table
@@ -230,10 +230,12 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
         places = tables.places(t, turn.batch, turn.slots)
         changes = {path: read_rows(carry.changes[path], at) for path, at in places.items()}  # (clients, ids, ...)
         leaves, structure = jax.tree.flatten(carry.state)
-        own = [read_rows(leaf, places[at]) if at in places else leaf for leaf, at in zip(leaves, labels, strict=True)]
+        row_leaves = [
+            read_rows(leaf, places[at]) if at in places else leaf for leaf, at in zip(leaves, labels, strict=True)
+        ]
         slot = {path: at.slot for path, at in places.items() if at.slot is not None}
-        mine = jax.tree.unflatten(structure, own)
-        new = jax.vmap(one)(carry.params, mine, changes, slot, problem.context, turn)
+        row_state = jax.tree.unflatten(structure, row_leaves)
+        new = jax.vmap(step_client)(carry.params, row_state, changes, slot, problem.context, turn)
         places = {path: at._replace(slot=new.slot.get(path)) for path, at in places.items()}
         lists = {path: change_rows(carry.changes[path], at, new.rows[path]) for path, at in places.items()}
         state = [

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedrecon._src.client.lookups.tables import original_batch
 from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names
 from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
 
@@ -21,7 +21,7 @@ Ridge = float | Mapping[str, Any]  # one for all, or by pattern: a number for a 
 MOST_SOLVED_FOR = 2048  # numbers per client: least squares forms a square matrix of this side for every client
 
 
-@recorded
+@register_factory
 def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
     """Solve exactly, in one step, for models with a squared error that are linear in what is solved for.
 
@@ -44,7 +44,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
         if problem.tables is not None:
             raise ValueError("least squares solves for whole parameters, not for rows of lookup tables")
 
-        def one(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:
+        def solve_client(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:
             mask = jnp.arange(next(iter(batch.values())).shape[0]) < count
             start, restore = ravel_pytree(params)
             if start.size > MOST_SOLVED_FOR:
@@ -71,7 +71,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
 
         columns = {name: column[:, :limit] for name, column in examples.columns.items()}
         count = examples.count if limit is None else jnp.minimum(examples.count, limit)
-        solved, sums = jax.vmap(one)(problem.params, problem.context, columns, count)
+        solved, sums = jax.vmap(solve_client)(problem.params, problem.context, columns, count)
         return Solution(solved, {}, sums, count, jnp.ones_like(count))
 
     return Solver(solve, limit, lambda: "whole", _check_least_squares)
@@ -79,9 +79,9 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
 
 def _fit(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> Array:
     """Predict as in a training step, which for some models differs from their predictions in use."""
-    if objective.fit is None:
+    if objective.predict_train is None:
         return objective.predict(params, context, batch)
-    return objective.fit(params, context, batch, Step(mask, None))
+    return objective.predict_train(params, context, batch, Step(mask, None))
 
 
 def _ridges(ridge: Ridge, params: Params) -> Array:
@@ -148,13 +148,13 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
     def try_out(params: Params, context: Any, batch: Batch) -> tuple[Array, ...]:
         vector, restore = ravel_pytree(params)
         a, b = (jax.random.normal(key, vector.shape) for key in jax.random.split(jax.random.key(0)))
-        both, one, other, none = (
+        both, first, second, none = (
             _fit(objective, restore(v), context, batch, mask) for v in (a + b, a, b, jnp.zeros_like(a))
         )
-        error, weights = _error(objective.model, one, batch)
-        values, own = objective.model.loss(one, batch)
-        scale = 1 + jnp.max(jnp.abs(one)) + jnp.max(jnp.abs(other))
-        return both - one - other + none, scale, values * own, weights * error**2
+        error, weights = _error(objective.model, first, batch)
+        values, loss_weights = objective.model.loss(first, batch)
+        scale = 1 + jnp.max(jnp.abs(first)) + jnp.max(jnp.abs(second))
+        return both - first - second + none, scale, values * loss_weights, weights * error**2
 
     bend, scale, values, squares = (np.asarray(x) for x in try_out(params, context, batch))
     if not np.all(np.abs(bend) <= 1e-3 * scale):

@@ -11,10 +11,10 @@ from jax import Array
 
 from fedrecon._src.client.batches import fold_batches
 from fedrecon._src.client.lookups.reach import Reach
-from fedrecon._src.client.lookups.tables import Tables, original_batch
+from fedrecon._src.client.lookups.tables import LookupTables, original_batch
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names, predict_in
-from fedrecon._src.core.pytrees import Params, divide
+from fedrecon._src.core.pytrees import Params, split_params
 
 
 class Objective(NamedTuple):
@@ -30,7 +30,7 @@ class Objective(NamedTuple):
 
     model: Model
     predict: Callable[[Params, Any, Batch], Any]
-    fit: Callable[[Params, Any, Batch, Step], Any] | None = None
+    predict_train: Callable[[Params, Any, Batch, Step], Any] | None = None
     penalty: Callable[[Params, Any], Array] | None = None
 
     def measure(
@@ -45,10 +45,10 @@ class Objective(NamedTuple):
           mask: `(examples,)`, false for padding.
           step: the training step, to predict as in training; None to predict as in use.
         """
-        if self.fit is None or step is None:
+        if self.predict_train is None or step is None:
             predictions = self.predict(params, context, batch)
         else:
-            predictions = self.fit(params, context, batch, step)
+            predictions = self.predict_train(params, context, batch, step)
         loss, sums = measure(self.model, predictions, original_batch(batch), mask)
         return loss if self.penalty is None else loss + self.penalty(params, context), sums
 
@@ -91,7 +91,7 @@ class Problem(NamedTuple):
     params: Params
     context: Any
     examples: Examples
-    tables: Tables | None = None
+    tables: LookupTables | None = None
     grows: Mapping[str, int] = {}
     measured: bool = True
     differentiable: bool = False
@@ -137,30 +137,30 @@ def solve_local(
       keys: the clients' keys, for what is random in their steps; None if nothing should be random.
       differentiable: whether gradients must flow back through the solution.
     """
-    solved, held, join = divide(start, model.local_state)
-    if not jax.tree.leaves(solved):
+    free, fixed, merge = split_params(start, model.local_state)
+    if not jax.tree.leaves(free):
         return start
-    objective = local_objective(model, params, join)
-    problem = Problem(objective, solved, held, support, measured=False, differentiable=differentiable, keys=keys)
-    return join(solver.solve(problem).params, held)
+    objective = local_objective(model, params, merge)
+    problem = Problem(objective, free, fixed, support, measured=False, differentiable=differentiable, keys=keys)
+    return merge(solver.solve(problem).params, fixed)
 
 
-def local_objective(model: Model, params: Params, join: Callable[[Params, Params], Params]) -> Objective:
+def local_objective(model: Model, params: Params, merge: Callable[[Params, Params], Params]) -> Objective:
     """Return what R minimises: the loss as a function of the local parameters that are solved for.
 
     Args:
       model: a partially local model.
       params: the global parameters.
-      join: `(what is solved for, what is held fixed) -> local parameters`.
+      merge: `(what is solved for, what is held fixed) -> local parameters`.
     """
 
-    def predict(solved: Params, held: Params, batch: Batch) -> Any:
-        return model.predict(params, join(solved, held), batch)
+    def predict(free: Params, fixed: Params, batch: Batch) -> Any:
+        return model.predict(params, merge(free, fixed), batch)
 
-    def fit(solved: Params, held: Params, batch: Batch, step: Step) -> Any:
-        return predict_in(model, params, join(solved, held), batch, step)
+    def predict_train(free: Params, fixed: Params, batch: Batch, step: Step) -> Any:
+        return predict_in(model, params, merge(free, fixed), batch, step)
 
-    return Objective(model, predict, None if model.fit is None else fit)
+    return Objective(model, predict, None if model.predict_train is None else predict_train)
 
 
 def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:
@@ -193,13 +193,13 @@ def measure_all(objective: Objective, params: Params, context: Any, examples: Ex
       Sums of `(clients, metrics, 2)`.
     """
 
-    def step(total: Array, batch: Batch, mask: Array, mine: tuple[Params, Any]) -> Array:
-        return total + jnp.where(jnp.any(mask), objective.measure(mine[0], mine[1], batch, mask)[1], 0)
+    def step(total: Array, batch: Batch, mask: Array, inputs: tuple[Params, Any]) -> Array:
+        return total + jnp.where(jnp.any(mask), objective.measure(inputs[0], inputs[1], batch, mask)[1], 0)
 
-    return fold_batches(step, no_sums(objective.model, examples), (params, context), examples, batch_size)
+    return fold_batches(step, zero_sums(objective.model, examples), (params, context), examples, batch_size)
 
 
-def no_sums(model: Model, examples: Examples) -> Array:
+def zero_sums(model: Model, examples: Examples) -> Array:
     """Return zero sums of loss and metrics, `(clients, metrics, 2)`.
 
     Args:

@@ -1,43 +1,162 @@
-"""optax optimizers and schedules that can be saved with an algorithm, and our own federated ones.
+"""Optimizers: those of optax in a form that can be saved, the server optimizers of federated learning, and priors.
 
 `fr.optimizers.sgd(0.1)` is `optax.sgd(0.1)`. Any optax optimizer can train; those made here can also be saved with
 `fr.save`.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
-from fedrecon._src.client.optimizer_rules import adagrad as fedadagrad
-from fedrecon._src.client.optimizer_rules import yogi as fedyogi
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
+from fedrecon._src.core.pytrees import Which, by_pattern, flatten, matcher, unflatten
 
-sgd = recorded(optax.sgd)
-adam = recorded(optax.adam)
-adamw = recorded(optax.adamw)
-adagrad = recorded(optax.adagrad)
-rmsprop = recorded(optax.rmsprop)
-chain = recorded(optax.chain)
-identity = recorded(optax.identity)
-clip_by_global_norm = recorded(optax.clip_by_global_norm)
-add_decayed_weights = recorded(optax.add_decayed_weights)
-scale = recorded(optax.scale)
-scale_by_schedule = recorded(optax.scale_by_schedule)
-linear_schedule = recorded(optax.linear_schedule)
-cosine_decay_schedule = recorded(optax.cosine_decay_schedule)
+sgd = register_factory(optax.sgd)
+adam = register_factory(optax.adam)
+adamw = register_factory(optax.adamw)
+adagrad = register_factory(optax.adagrad)
+rmsprop = register_factory(optax.rmsprop)
+chain = register_factory(optax.chain)
+identity = register_factory(optax.identity)
+clip_by_global_norm = register_factory(optax.clip_by_global_norm)
+add_decayed_weights = register_factory(optax.add_decayed_weights)
+scale = register_factory(optax.scale)
+scale_by_schedule = register_factory(optax.scale_by_schedule)
+linear_schedule = register_factory(optax.linear_schedule)
+cosine_decay_schedule = register_factory(optax.cosine_decay_schedule)
 
-__all__ = [
-    "adagrad",
-    "adam",
-    "adamw",
-    "add_decayed_weights",
-    "chain",
-    "clip_by_global_norm",
-    "cosine_decay_schedule",
-    "fedadagrad",
-    "fedyogi",
-    "identity",
-    "linear_schedule",
-    "rmsprop",
-    "scale",
-    "scale_by_schedule",
-    "sgd",
-]
+
+@register_factory
+def fedadagrad(
+    learning_rate: float, eps: float = 1e-3, initial_accumulator: float = 0.0
+) -> optax.GradientTransformation:
+    """Adagrad as federated optimization uses it: accumulators start at zero, `eps` is large and outside the root.
+
+    `optax.adagrad` starts them at 0.1. The mean updates of federated rounds are far smaller than that, so it would need
+    hundreds of rounds to adapt.
+
+    Args:
+      learning_rate: the learning rate.
+      eps: added to the root of the accumulators.
+      initial_accumulator: where the accumulators start.
+
+    References:
+      Reddi et al., Adaptive Federated Optimization, ICLR 2021.
+    """
+
+    def init(params: optax.Params) -> optax.Updates:
+        return jax.tree.map(lambda x: jnp.full_like(x, initial_accumulator), params)
+
+    def update(
+        updates: optax.Updates, state: optax.Updates, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.Updates]:
+        del params
+        state = jax.tree.map(lambda total, g: total + g**2, state, updates)
+        return jax.tree.map(lambda total, g: -learning_rate * g / (jnp.sqrt(total) + eps), state, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+@register_factory
+def fedyogi(
+    learning_rate: float,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 1e-3,
+    initial_accumulator: float = 0.0,
+) -> optax.GradientTransformation:
+    """Yogi as federated optimization uses it: accumulators start at zero, `eps` is large.
+
+    Args:
+      learning_rate: the learning rate.
+      b1: decay of the mean of gradients.
+      b2: how fast the accumulators follow the squares of gradients.
+      eps: added to the root of the accumulators.
+      initial_accumulator: where the accumulators start.
+
+    References:
+      Reddi et al., Adaptive Federated Optimization, ICLR 2021.
+    """
+    return optax.chain(
+        optax.scale_by_yogi(b1=b1, b2=b2, eps=eps, initial_accumulator_value=initial_accumulator),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+# ---- priors ----
+
+Strength = float | Callable[[Any], Any]  # constant, or an optax schedule
+
+
+class PriorState(NamedTuple):
+    """The state of a prior that changes: how many steps were taken."""
+
+    step: Array
+
+
+def with_prior(
+    optimizer: optax.GradientTransformation, prior: Strength | Mapping[str, Strength], *, examples: float
+) -> optax.GradientTransformation:
+    """Add a ridge on global parameters to what the server's optimizer minimises.
+
+    The optimizer gets `examples * gradient + prior * parameters`, where `gradient` is the mean over the examples of a
+    cohort, an estimate of the mean over all clients' examples. So uploads should be weighted by examples, and be plain
+    gradients: one step of SGD with rate 1. The server then minimises the sum of all losses plus
+    `prior / 2 * |parameters|^2`.
+
+    Without a prior, table rows that few clients use are fitted to noise.
+
+    Args:
+      optimizer: any optimizer; it gets gradients of sums, so adaptive ones work best.
+      prior: one value for all global parameters, or a mapping from patterns on their paths to values; parameters that
+        no pattern matches have no prior. A value may be a schedule, a function of the number of steps so far.
+      examples: how many examples all clients together would update on, as counted in round zero.
+    """
+    for value in prior.values() if isinstance(prior, Mapping) else [prior]:
+        if not callable(value) and not value >= 0:
+            raise ValueError(f"`prior` is {prior}; it must not be negative")
+    if not examples > 0:
+        raise ValueError(f"`examples` is {examples}; it must be above 0")
+
+    def add(updates: optax.Updates, params: optax.Params, step: Array | None) -> optax.Updates:
+        strengths = by_pattern(prior, "prior", params)
+        values, structure = flatten(params)
+        slopes, _ = flatten(updates)
+        now = {path: value(step) if callable(value) else value for path, value in strengths.items()}
+        total = {path: examples * slope + now.get(path, 0.0) * values[path] for path, slope in slopes.items()}
+        return unflatten(structure, total)
+
+    def add_and_count(
+        updates: optax.Updates, state: PriorState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, PriorState]:
+        return add(updates, params, state.step), PriorState(state.step + 1)
+
+    if any(map(callable, prior.values() if isinstance(prior, Mapping) else [prior])):
+        start = PriorState(jnp.zeros([], jnp.int32))
+        return optax.chain(optax.GradientTransformation(lambda params: start, add_and_count), optimizer)
+    return optax.chain(optax.stateless(lambda updates, params: add(updates, params, None)), optimizer)
+
+
+def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> optax.GradientTransformation:
+    """Keep some global parameters at their initial value.
+
+    Args:
+      optimizer: for all other parameters.
+      which: the parameters to keep: a glob pattern on the path, several of them, or a predicate
+        `(path, leaf) -> bool`.
+    """
+
+    def labels(params: Any) -> Any:
+        leaves, structure = flatten(params)
+        constant = matcher(which, "which", leaves)
+        return unflatten(
+            structure, {path: "constant" if constant(path, leaf) else "free" for path, leaf in leaves.items()}
+        )
+
+    return optax.multi_transform({"free": optimizer, "constant": optax.set_to_zero()}, labels)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from fedrecon._src.client.batch_statistics import settle
+from fedrecon._src.client.batch_statistics import set_local_state
 from fedrecon._src.client.objectives import Solver, local_objective, solve_local, start_local
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model
-from fedrecon._src.core.pytrees import Params, divide
+from fedrecon._src.core.pytrees import Params, split_params
 
 
 class Reconstruction(NamedTuple):
@@ -38,19 +38,19 @@ def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
       solver: how local parameters are reconstructed; None for models without local parameters to solve for.
     """
 
-    def run(params: Params, kept: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
-        del kept
+    def run(params: Params, client_state: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
+        del client_state
         fresh = jax.vmap(model.init_local)(keys)
-        local = jax.vmap(lambda mine, examples: start_local(model, params, mine, examples))(fresh, support)
-        if jax.tree.leaves(divide(local, model.local_state).solved):
+        local = jax.vmap(lambda start, examples: start_local(model, params, start, examples))(fresh, support)
+        if jax.tree.leaves(split_params(local, model.local_state).free):
             if solver is None:
                 raise ValueError("the model has local parameters; give `reconstruct`, a solver that reconstructs them")
             local = solve_local(model, solver, params, local, support, keys=of_steps)
-        return settle(model, params, local, support)
+        return set_local_state(model, params, local, support)
 
     def check(params: Params, local: Params, batch: Batch, mask: Array) -> None:
-        solved, held, join = divide(local, model.local_state)
-        if solver is not None and jax.tree.leaves(solved):
-            solver.check(local_objective(model, params, join), solved, held, batch, mask)
+        free, fixed, merge = split_params(local, model.local_state)
+        if solver is not None and jax.tree.leaves(free):
+            solver.check(local_objective(model, params, merge), free, fixed, batch, mask)
 
     return Reconstruction(run, check, None if solver is None else solver.limit)

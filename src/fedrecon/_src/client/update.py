@@ -12,7 +12,7 @@ from jax import Array
 
 from fedrecon._src.client.batch_statistics import advance_shared
 from fedrecon._src.client.lookups.tables import (
-    Tables,
+    LookupTables,
     group_name,
     lookup_groups,
     renumber,
@@ -22,7 +22,7 @@ from fedrecon._src.client.lookups.tables import (
 from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver, solve_local, start_local
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.model import Batch, Model, Step, predict_in
-from fedrecon._src.core.pytrees import Params, Structure, divide, flatten, unflatten
+from fedrecon._src.core.pytrees import Params, Structure, flatten, split_params, unflatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.upload import DELTA, RowChanges, Upload
 
@@ -34,7 +34,7 @@ Penalty = Callable[[Params, Any], Array]
 GLOBAL, LOCAL = "global/", "local/"  # prefixes of the paths of what is solved for
 
 
-class Updated(NamedTuple):
+class UpdateResult(NamedTuple):
     """The result of U for a block of clients.
 
     Attributes:
@@ -77,7 +77,7 @@ class _WorkingCopy(NamedTuple):
     """
 
     copies: dict[str, Array]
-    tables: Tables | None
+    tables: LookupTables | None
     growing: tuple[str, ...]
     cohort: Cohort
 
@@ -136,7 +136,7 @@ class Updater:
         solved: Params = (),
         keys: Array | None = None,
         pull: Any = (),
-    ) -> Updated:
+    ) -> UpdateResult:
         """Run U.
 
         Args:
@@ -154,15 +154,15 @@ class Updater:
         working = self._working_copy(leaves, cohort)
         state = self.model.state
         statistics = {path: working.copies[path] for path in (state.shared if state else ())}
-        local = divide(solved, self.model.local_state if jax.tree.leaves(solved) else ())
-        local_leaves, local_structure = flatten(local.solved)
+        local = split_params(solved, self.model.local_state if jax.tree.leaves(solved) else ())
+        local_leaves, local_structure = flatten(local.free)
         trained = {GLOBAL + path: leaf for path, leaf in working.copies.items() if path not in statistics}
         trained |= {LOCAL + path: leaf for path, leaf in local_leaves.items()}
         support = working.cohort.support if self._through_support else ()
-        held = Held(context, support, statistics, local.held, pull)
+        held = Held(context, support, statistics, local.fixed, pull)
 
         def local_of(trained: Mapping[str, Any], local_state: Params) -> Params:
-            return local.join(unflatten(local_structure, _under(LOCAL, trained)), local_state)
+            return local.merge(unflatten(local_structure, _under(LOCAL, trained)), local_state)
 
         solution = self._update.solve(
             Problem(
@@ -175,16 +175,16 @@ class Updater:
                 keys=keys,
             )
         )
-        mine = local_of(solution.params, local.held)
+        local_after = local_of(solution.params, local.fixed)
         after = _under(GLOBAL, solution.params)
         if statistics:
-            others = after | self._changed(working, solution, cohort)
-            rest = (others, mine if jax.tree.leaves(mine) else context)
+            other_leaves = after | self._changed(working, solution, cohort)
+            rest = (other_leaves, local_after if jax.tree.leaves(local_after) else context)
             after |= self._advance_statistics(statistics, rest, working, structure)
         # (clients, ...) of whole parameters, (clients, rows, ...) of lookup tables
         delta = {path: after[path] - copy for path, copy in working.copies.items()} | _under(GLOBAL, solution.changes)
         upload = self._upload({path: delta[path] for path in leaves}, leaves, cohort, solution)
-        return Updated(upload, mine, solution.steps)
+        return UpdateResult(upload, local_after, solution.steps)
 
     def _objective(self, predict: Predict, structure: Structure, local_of: Callable[..., Params]) -> Objective:
         """Return what U minimises, as a function of what is solved for and of what is held fixed."""
@@ -200,7 +200,7 @@ class Updater:
         return Objective(
             self.model,
             whole,
-            None if self.model.fit is None else whole,
+            None if self.model.predict_train is None else whole,
             None if penalty is None else lambda trained, held: penalty(params_of(trained, held), held.pull),
         )
 
@@ -229,7 +229,7 @@ class Updater:
         if not rows:
             return _WorkingCopy(dense, None, (), cohort)
         if self._by_steps:
-            tables = Tables(
+            tables = LookupTables(
                 {GLOBAL + path: jnp.asarray(leaves[path]) for path in rows},
                 {GLOBAL + path: features for path, features in self._features.items()},
                 cohort.slots,
@@ -290,7 +290,7 @@ def _under(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
 
 
-def hold(model: Model) -> Predict:
+def first_order_predict(model: Model) -> Predict:
     """Predict with local parameters that are held fixed while the global ones change: the first-order method.
 
     Args:
@@ -311,7 +311,7 @@ def hold(model: Model) -> Predict:
     return predict
 
 
-def differentiate_through(model: Model, reconstruct: Solver) -> Predict:
+def second_order_predict(model: Model, reconstruct: Solver) -> Predict:
     """Predict with local parameters that are reconstructed in every step, so that gradients flow through R.
 
     A client's context is then a pair: where its local parameters start, and the key of R's steps (None if these are
@@ -329,11 +329,11 @@ def differentiate_through(model: Model, reconstruct: Solver) -> Predict:
         fresh, key = context
         start = start_local(model, params, fresh, support)
         if jax.tree.leaves(start):
-            one = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])
+            single = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])
             alone = jax.tree.map(lambda leaf: leaf[None], start)
             keys = None if key is None else key[None]
-            found = solve_local(model, reconstruct, params, alone, one, keys=keys, differentiable=True)
-            start = jax.tree.map(lambda leaf: leaf[0], found)
+            solution = solve_local(model, reconstruct, params, alone, single, keys=keys, differentiable=True)
+            start = jax.tree.map(lambda leaf: leaf[0], solution)
         return predict_in(model, params, start, batch, step)
 
     return predict

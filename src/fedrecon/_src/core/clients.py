@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fedrecon._src.core.keys import as_number, as_words, mixed, name_hashes
+from fedrecon._src.core.keys import as_number, as_words, mix_hashes, name_hashes
 from fedrecon._src.core.tabular import frame_columns, read_csv_column, read_parquet
 from fedrecon._src.storage.client_files import (
     CLIENTS_PER_BLOCK,
@@ -123,13 +123,13 @@ class Clients:
         if self.names is None:
             raise KeyError("these clients have no names: address them by index.")
         try:
-            found = np.flatnonzero(self.names == self.names.dtype.type(name))
+            matches = np.flatnonzero(self.names == self.names.dtype.type(name))
         except (ValueError, OverflowError):
-            found = np.empty(0, np.int64)
-        if not len(found):
+            matches = np.empty(0, np.int64)
+        if not len(matches):
             example = f" Names look like {self.names[0]!s}." if len(self) else ""
             raise KeyError(f"no client is named {name!r} among {len(self)}.{example}")
-        return int(found[0])
+        return int(matches[0])
 
     # ---- constructors ----
 
@@ -188,11 +188,11 @@ class Clients:
             header = [name.strip().strip('"') for name in file.readline().rstrip("\n").split(delimiter)]
             if not file.readline().strip():
                 raise ValueError(f"{path} has no rows: expected a header line and one line per example.")
-        wanted = {client: None, **(dict.fromkeys(header) if columns is None else columns)}
-        for name in wanted:
+        dtypes = {client: None, **(dict.fromkeys(header) if columns is None else columns)}
+        for name in dtypes:
             if name not in header:
                 raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(header)}.")
-        read = {name: read_csv_column(path, header.index(name), dtype, delimiter) for name, dtype in wanted.items()}
+        read = {name: read_csv_column(path, header.index(name), dtype, delimiter) for name, dtype in dtypes.items()}
         return cls.from_columns(read, client=client)
 
     @classmethod
@@ -205,12 +205,12 @@ class Clients:
           columns: names of the columns wanted; None takes all.
         """
 
-        def choose(there: list[str]) -> list[str]:
-            wanted = there if columns is None else list(dict.fromkeys([client, *columns]))
-            for name in (client, *wanted):
-                if name not in there:
-                    raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(there)}.")
-            return wanted
+        def choose(available: list[str]) -> list[str]:
+            names_to_read = available if columns is None else list(dict.fromkeys([client, *columns]))
+            for name in (client, *names_to_read):
+                if name not in available:
+                    raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(available)}.")
+            return names_to_read
 
         arrays, _ = read_parquet(path, choose)
         return cls.from_columns(arrays, client=client)
@@ -363,7 +363,7 @@ class Clients:
           One `Clients` per fraction, sharing the columns.
         """
         edges = [float(edge) for edge in _edges(fractions)]
-        drawn = mixed(as_number(self.identities()), seed) / 2.0**64
+        drawn = mix_hashes(as_number(self.identities()), seed) / 2.0**64
         edges[-1] = 2.0 if edges[-1] == 1 else edges[-1]  # a hash just below 2**64 gives 1.0 after rounding
         return tuple(self.take(np.flatnonzero((drawn >= start) & (drawn < end))) for start, end in pairwise(edges))
 
@@ -394,8 +394,8 @@ class Clients:
         """
         owner = np.repeat(np.arange(len(self)), self.sizes)
         number = np.arange(len(owner)) - (np.cumsum(self.sizes) - self.sizes)[owner]  # of the example in its client
-        salt = mixed(as_number(self.identities()), seed)
-        return self._reordered_by(lambda rows: mixed(number.astype(np.uint64), salt[owner]))
+        salt = mix_hashes(as_number(self.identities()), seed)
+        return self._reordered_by(lambda rows: mix_hashes(number.astype(np.uint64), salt[owner]))
 
     def _reordered_by(self, keys: Callable[[np.ndarray], np.ndarray]) -> Self:
         """Copy the examples, those of each client sorted (stably) by `keys(rows)`."""
@@ -430,17 +430,17 @@ class Clients:
         return digest.hexdigest()
 
 
-def check_clients(given: Any) -> None:
+def check_clients(value: Any) -> None:
     """Raise a TypeError that says how to make clients, unless these are some.
 
     Args:
-      given: what somebody gave as clients.
+      value: what was passed as clients.
     """
-    if isinstance(given, Clients):
+    if isinstance(value, Clients):
         return
-    frame = hasattr(given, "columns") and hasattr(given, "__getitem__")
+    frame = hasattr(value, "columns") and hasattr(value, "__getitem__")
     how = 'fr.Clients.from_dataframe(frame, client="user")' if frame else "fr.Clients.from_columns(columns, client=...)"
-    raise TypeError(f"`clients` is of type {type(given).__name__}; expected fr.Clients: make them with {how}")
+    raise TypeError(f"`clients` is of type {type(value).__name__}; expected fr.Clients: make them with {how}")
 
 
 def _plain(name: str, values: Any) -> np.ndarray:
@@ -479,6 +479,6 @@ def _edges(fractions: Sequence[float]) -> list[Fraction]:
 
 def _extra_fields(cls: type[Clients], needed: bool = False) -> list[str]:
     """Name the fields that a kind of clients adds; with `needed`, those without a default."""
-    own, none = {field.name for field in dataclasses.fields(Clients)}, dataclasses.MISSING
-    added = [field for field in dataclasses.fields(cls) if field.name not in own]
+    base_fields, none = {field.name for field in dataclasses.fields(Clients)}, dataclasses.MISSING
+    added = [field for field in dataclasses.fields(cls) if field.name not in base_fields]
     return [f.name for f in added if not needed or (f.default is none and f.default_factory is none)]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.keys import as_number, mixed
+from fedrecon._src.core.keys import as_number, mix_hashes
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.upload import ROW_CHUNK
 
@@ -158,10 +158,10 @@ class Packer:
           indices: of the clients, in the order to pack them; `ABSENT` leaves a slot empty.
           draws: for each client a number from which, with its identity, a redrawn split draws its order.
         """
-        split, here = self._needs.split, indices >= 0
-        safe = np.where(here, indices, 0)
-        starts = np.where(here, self._clients.starts[safe], 0)
-        sizes = np.where(here, self._clients.ends[safe], 0) - starts
+        split, present = self._needs.split, indices >= 0
+        safe = np.where(present, indices, 0)
+        starts = np.where(present, self._clients.starts[safe], 0)
+        sizes = np.where(present, self._clients.ends[safe], 0) - starts
         identity = self._identity(safe)
         ordered = self._ordered(starts, sizes, identity, 0 if draws is None else draws)
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
@@ -179,10 +179,11 @@ class Packer:
                 _check_ids(support.columns[feature], features, rows)
                 _check_ids(query.columns[feature], features, rows)
             extra = support if self._needs.support_rows else None
-            found = self._list_rows(rows, features, extra, query)
-            cohort.rows[group], cohort.num_rows[group] = found[:2]
-            cohort.slots.update(found[2])
-            cohort.support_slots.update(found[3])
+            cohort.rows[group], cohort.num_rows[group], slots, support_slots = self._list_rows(
+                rows, features, extra, query
+            )
+            cohort.slots.update(slots)
+            cohort.support_slots.update(support_slots)
         return cohort
 
     def pack_everybody(self, most: int) -> Cohort | None:
@@ -232,8 +233,8 @@ class Packer:
         by = self._needs.split.by
         if self._needs.split.redrawn:
             owner, j = _ragged(sizes)
-            draws = mixed(as_number(identity), draws)
-            return (starts[owner] + j)[np.lexsort((mixed(j.astype(np.uint64), draws[owner]), owner))]
+            draws = mix_hashes(as_number(identity), draws)
+            return (starts[owner] + j)[np.lexsort((mix_hashes(j.astype(np.uint64), draws[owner]), owner))]
         if by is None:
             return None
         if by not in self._clients.columns:
@@ -242,7 +243,7 @@ class Packer:
         source = starts[owner] + j
         return source[np.lexsort((self._clients.columns[by][source], owner))]
 
-    def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> _Side:
+    def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> _PackedSide:
         counts = np.minimum(counts, length)
         pattern = self._needs.split.pattern
         if pattern is None:
@@ -252,10 +253,10 @@ class Packer:
             source = np.repeat(begins, counts) + pattern(np.arange(length))[j]
         source = source if ordered is None else ordered[source]
         columns = {name: np.take(column, source, axis=0) for name, column in self._columns.items()}
-        return _Side(columns, counts, length, _counted_from(np.arange(len(counts)) * length, counts))
+        return _PackedSide(columns, counts, length, _counted_from(np.arange(len(counts)) * length, counts))
 
     def _list_rows(
-        self, table_rows: int, features: Sequence[str], support: _Side | None, query: _Side
+        self, table_rows: int, features: Sequence[str], support: _PackedSide | None, query: _PackedSide
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """List the rows each client touches, in order of first use, query before support."""
         sides = [query] if support is None else [query, support]
@@ -294,9 +295,11 @@ class Packer:
         first = np.empty(flat.size, np.int32)
         bounds = np.append(0, np.cumsum(counts))[np.append(np.arange(0, clients, group), clients)]
         for begin, end in itertools.pairwise(bounds):
-            here = key[begin:end]
-            self._scratch[here[::-1]] = seen[begin:end][::-1]  # if a key repeats, the last write wins: its first use
-            first[begin:end] = self._scratch[here]
+            block_keys = key[begin:end]
+            self._scratch[block_keys[::-1]] = seen[begin:end][
+                ::-1
+            ]  # if a key repeats, the last write wins: its first use
+            first[begin:end] = self._scratch[block_keys]
         new = first == seen
         if new.all():
             rank = _counted_from(np.zeros(clients, np.int64), counts)
@@ -351,7 +354,7 @@ def _by_example(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
-class _Side(NamedTuple):
+class _PackedSide(NamedTuple):
     """Support or query of a cohort, one example after another, without padding."""
 
     columns: dict[str, np.ndarray]
@@ -371,7 +374,7 @@ class _Side(NamedTuple):
         return Examples(columns, self.counts.astype(np.int32))
 
 
-def _by_feature(side: _Side, slot: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
+def _by_feature(side: _PackedSide, slot: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
     slots, start = {}, 0
     for feature in features:
         stop = start + side.flat(feature).shape[1]

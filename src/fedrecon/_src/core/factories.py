@@ -39,7 +39,7 @@ FACTORIES: dict[str, Callable[..., Any]] = {}
 _made: weakref.WeakKeyDictionary[Any, list[_Made]] = weakref.WeakKeyDictionary()
 
 
-def recorded(factory: Callable[P, T]) -> Callable[P, T]:
+def register_factory(factory: Callable[P, T]) -> Callable[P, T]:
     """Let a factory remember its arguments, for `recipe_of`.
 
     Args:
@@ -54,8 +54,8 @@ def recorded(factory: Callable[P, T]) -> Callable[P, T]:
         anchor = _anchor(made)
         if anchor is not None:
             arguments = dict(signature.bind(*args, **kwargs).arguments)
-            others = [other for other in _made.get(anchor, []) if other.fields != _fields(made)]
-            _made[anchor] = [*others, _Made(name, arguments, _fields(made))]
+            different = [record for record in _made.get(anchor, []) if record.fields != _fields(made)]
+            _made[anchor] = [*different, _Made(name, arguments, _fields(made))]
         return made
 
     FACTORIES[name] = make
@@ -79,13 +79,13 @@ def recipe_of(made: Any, what: str = "it") -> dict[str, Any]:
             "(optimizers are in fr.optimizers), or pass the same thing again when loading"
         )
     now = _fields(made)
-    found = next((one for one in candidates if one.fields == now), None)
-    if found is None:
+    record = next((candidate for candidate in candidates if candidate.fields == now), None)
+    if record is None:
         nearest = candidates[-1]
         changed = next(name for name, value in now.items() if nearest.fields.get(name) != value)
         raise RecipeError(f"{what} was changed after {nearest.make} made it: `{changed}` was replaced")
-    settings = {name: _describe(value, f"`{name}` of {found.make}") for name, value in found.arguments.items()}
-    return {"make": found.make, "settings": settings}
+    settings = {name: _describe(value, f"`{name}` of {record.make}") for name, value in record.arguments.items()}
+    return {"make": record.make, "settings": settings}
 
 
 def follow(recipe: Any, depth: int = 0) -> Any:
@@ -149,8 +149,8 @@ def _describe(value: Any, what: str) -> Any:
 def _anchor(made: Any) -> types.FunctionType | None:
     """Return a function that identifies what was made: one that its factory defined."""
     candidates = [made] if isinstance(made, types.FunctionType) else list(_values(made).values())
-    own = [f for f in candidates if isinstance(f, types.FunctionType) and "<locals>" in f.__qualname__]
-    return own[0] if own else None
+    closures = [f for f in candidates if isinstance(f, types.FunctionType) and "<locals>" in f.__qualname__]
+    return closures[0] if closures else None
 
 
 def _values(made: Any) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def as_words(numbers: np.ndarray) -> np.ndarray:
     return np.stack([numbers >> np.uint64(32), numbers & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
 
 
-def mixed(numbers: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
+def mix_hashes(numbers: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
     """Hash 64-bit numbers, each with a salt, so that every output bit depends on every input bit.
 
     This is the mixer of SplitMix64.
@@ -129,11 +129,11 @@ def name_hashes(names: np.ndarray) -> np.ndarray:
     """
     text = np.ascontiguousarray(names.astype(str))
     characters = text.view(np.uint32).reshape(len(text), -1)  # (clients, longest name)
-    found = np.zeros(len(text), np.uint64)
+    hashes = np.zeros(len(text), np.uint64)
     with np.errstate(over="ignore"):
         for column in characters.T:
-            there = column != 0  # shorter names are padded with zeros, and the padding must not change the hash
-            if not there.any():
+            in_name = column != 0  # shorter names are padded with zeros, and the padding must not change the hash
+            if not in_name.any():
                 break  # an integer as text has room for 21 characters, whatever its size
-            found = np.where(there, mixed(found ^ column, 0x632BE59BD9B4E019), found)
-    return found
+            hashes = np.where(in_name, mix_hashes(hashes ^ column, 0x632BE59BD9B4E019), hashes)
+    return hashes

@@ -98,7 +98,7 @@ class Model(NamedTuple):
     lookups: Mapping[str, str | Sequence[str]] | Literal["auto"] = {}
     default_local: Callable[[Params], Params] | None = None
     evidence: Callable[[Params, Batch, Array], Params] | None = None
-    fit: Callable[[Params, Params, Batch, Step], Any] | None = None
+    predict_train: Callable[[Params, Params, Batch, Step], Any] | None = None
     state: State | None = None
     frozen: Mapping[str, Any] = {}
     client_metrics: ClientMetrics | None = None
@@ -119,9 +119,9 @@ def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: 
       batch: features of `(examples, ...)`.
       step: the training step; None outside training.
     """
-    if model.fit is None or step is None:
+    if model.predict_train is None or step is None:
         return model.predict(params, local, batch)
-    return model.fit(params, local, batch, step)
+    return model.predict_train(params, local, batch, step)
 
 
 def metric_names(model: Model) -> list[str]:

@@ -1,13 +1,18 @@
-"""Progress displays for long work."""
+"""Progress bars for long work, and warnings that point at the caller's own code."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 Advance = Callable[..., None]
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Progress(Protocol):
@@ -63,3 +68,16 @@ def bars(title: str, total: int) -> Iterator[Advance]:
             display.update(task, advance=done, note=note)
 
         yield advance
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn whoever called the package.
+
+    Args:
+      message: what happened and what to do.
+      category: of the warning.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -52,27 +52,27 @@ def unflatten(structure: Structure, leaves: Mapping[str, Any]) -> Params:
     return jax.tree_util.tree_unflatten(structure.treedef, [leaves[path] for path in structure.paths])
 
 
-class Divided(NamedTuple):
-    """Parameters in two parts, and `join(solved, held)` to put them together again."""
+class ParamSplit(NamedTuple):
+    """Parameters that are solved for, those that are held fixed, and `merge(free, fixed)` to combine them again."""
 
-    solved: Params
-    held: Params
-    join: Callable[[Params, Params], Params]
+    free: Params
+    fixed: Params
+    merge: Callable[[Params, Params], Params]
 
 
-def divide(params: Params, held: Collection[str]) -> Divided:
-    """Divide parameters into those that are solved for and those that are held fixed.
+def split_params(params: Params, fixed: Collection[str]) -> ParamSplit:
+    """Split parameters into those that are solved for and those that are held fixed.
 
     Args:
       params: a pytree.
-      held: paths of the leaves that are held fixed.
+      fixed: paths of the leaves that are held fixed.
     """
-    if not held:
-        return Divided(params, (), lambda solved, held: solved)
+    if not fixed:
+        return ParamSplit(params, (), lambda free, fixed: free)
     leaves, structure = flatten(params)
-    solved = {path: leaf for path, leaf in leaves.items() if path not in held}
-    kept = {path: leaves[path] for path in held}
-    return Divided(solved, kept, lambda solved, held: unflatten(structure, {**solved, **held}))
+    free = {path: leaf for path, leaf in leaves.items() if path not in fixed}
+    fixed_leaves = {path: leaves[path] for path in fixed}
+    return ParamSplit(free, fixed_leaves, lambda free, fixed: unflatten(structure, {**free, **fixed}))
 
 
 class Partition(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 
 Sizes = np.ndarray  # (clients,) how many examples each has
 Pair = tuple[np.ndarray, np.ndarray]  # for support and for query
@@ -31,7 +31,7 @@ class Split(NamedTuple):
     redrawn: bool = False
 
 
-@recorded
+@register_factory
 def fraction(support: float, *, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
     """Give the first `support` share of a client's examples to support, the rest to query.
 
@@ -59,7 +59,7 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
     return Split(counts, lambda sizes: (np.zeros_like(sizes), counts(sizes)[0]), None, by)
 
 
-@recorded
+@register_factory
 def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> Split:
     """Give the first half of a client's examples to support, the second half to query (see `fraction`).
 
@@ -71,7 +71,7 @@ def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> 
     return fraction(0.5, by=by, min_support=min_support, min_query=min_query)
 
 
-@recorded
+@register_factory
 def at_most(support: int, split: Split) -> Split:
     """Limit another split to the first `support` support examples of a client; query stays the same.
 
@@ -89,7 +89,7 @@ def at_most(support: int, split: Split) -> Split:
     return split._replace(counts=counts)
 
 
-@recorded
+@register_factory
 def redrawn(split: Split) -> Split:
     """Shuffle a client's examples before another split; in training, anew in every round that the client takes part in.
 
@@ -106,7 +106,7 @@ def redrawn(split: Split) -> Split:
     return split._replace(redrawn=True)
 
 
-@recorded
+@register_factory
 def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
     """Alternate between support and query: the first `chunk` examples are support, the next `chunk` query, and so on.
 
@@ -128,7 +128,7 @@ def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
     return Split(counts, lambda sizes: (np.zeros_like(sizes), np.full_like(sizes, chunk)), pattern, by)
 
 
-@recorded
+@register_factory
 def none(*, by: str | None = None) -> Split:
     """Use all of a client's examples both as support and as query.
 
@@ -138,13 +138,13 @@ def none(*, by: str | None = None) -> Split:
     return Split(lambda sizes: (sizes, sizes), _both_from_start, None, by)
 
 
-@recorded
+@register_factory
 def query_only() -> Split:
     """Use every example as query: for algorithms that reconstruct nothing."""
     return Split(lambda sizes: (np.zeros_like(sizes), sizes), _both_from_start)
 
 
-@recorded
+@register_factory
 def support_only() -> Split:
     """Use every example as support: to serve a client rather than measure on it."""
     return Split(lambda sizes: (sizes, np.zeros_like(sizes)), _both_from_start)
@@ -172,5 +172,4 @@ def named(name: str) -> Split:
     try:
         return fraction(float(name))
     except ValueError:
-        known = ", ".join(NAMED)
-        raise ValueError(f"unknown split {name!r}; use {known}, or a fraction such as 0.8") from None
+        raise ValueError(f"unknown split {name!r}; use {', '.join(NAMED)}, or a fraction such as 0.8") from None

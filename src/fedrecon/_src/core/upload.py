@@ -99,7 +99,7 @@ def summand_of(upload: Upload) -> Summand:
     finite = takes_part & jnp.isfinite(upload.sums).all((1, 2))
     scalars = {
         "clients": takes_part.astype(jnp.float32),
-        "sums": jnp.where(against(finite, upload.sums), upload.sums, 0),
+        "sums": jnp.where(broadcast_clients(finite, upload.sums), upload.sums, 0),
     }
     return Summand(upload.parts, takes_part.astype(jnp.float32), upload.examples, upload.sums, scalars, {})
 
@@ -115,7 +115,7 @@ def leave_out(summand: Summand, out: Array, flag: str | None = None) -> Summand:
     flags = dict(summand.flags)
     if flag is not None:
         flags[flag] = flags.get(flag, jnp.zeros(())) + (out & (summand.scale > 0)).astype(jnp.float32)
-    scalars = {name: jnp.where(against(out, value), 0, value) for name, value in summand.scalars.items()}
+    scalars = {name: jnp.where(broadcast_clients(out, value), 0, value) for name, value in summand.scalars.items()}
     return summand._replace(scale=jnp.where(out, 0.0, summand.scale), scalars=scalars, flags=flags)
 
 
@@ -153,9 +153,9 @@ def add(total: Total, summand: Summand) -> Total:
 def _add_change(total: Array, change: Change, scale: Array) -> Array:
     if isinstance(change, RowChanges):
         return _add_rows(total, change, scale)
-    kept = jnp.where(against(scale > 0, change), change, 0)
+    included = jnp.where(broadcast_clients(scale > 0, change), change, 0)
     integers = jnp.issubdtype(total.dtype, jnp.integer)
-    more = jnp.sum(kept, 0, dtype=total.dtype) if integers else jnp.tensordot(scale, kept, 1)
+    more = jnp.sum(included, 0, dtype=total.dtype) if integers else jnp.tensordot(scale, included, 1)
     if more.shape != total.shape:
         more = jnp.pad(more, [(0, len(total) - len(more))] + [(0, 0)] * (more.ndim - 1))
     return total + more
@@ -169,16 +169,16 @@ def _add_rows(total: Array, change: RowChanges, scale: Array) -> Array:
         k, total = state
         ids = jax.lax.dynamic_slice_in_dim(change.ids, k * ROW_CHUNK, ROW_CHUNK, 1)  # (clients, chunk)
         part = jax.lax.dynamic_slice_in_dim(change.values, k * ROW_CHUNK, ROW_CHUNK, 1)
-        part = jnp.where(against(scale > 0, part), part, 0)
+        part = jnp.where(broadcast_clients(scale > 0, part), part, 0)
         if not jnp.issubdtype(total.dtype, jnp.integer):
-            part = part * against(scale, part)
+            part = part * broadcast_clients(scale, part)
         # Padding has id 0 and zero changes, so it adds nothing to row 0.
         return k + 1, total.at[ids.reshape(-1)].add(part.reshape(-1, *part.shape[2:]), mode="promise_in_bounds")
 
     return jax.lax.while_loop(lambda state: state[0] < chunks, body, (jnp.int32(0), total))[1]
 
 
-def against(flags: Array, values: Array) -> Array:
+def broadcast_clients(flags: Array, values: Array) -> Array:
     """Reshape `(clients,)` to `(clients, 1, ...)`, so that it broadcasts against values.
 
     Args:
@@ -206,9 +206,9 @@ def map_values(function: Callable[[Array], Array], parts: Mapping[str, Mapping[s
       parts: of an upload or a summand.
     """
 
-    def one(change: Any) -> Any:
+    def map_change(change: Any) -> Any:
         if isinstance(change, RowChanges):
             return dataclasses.replace(change, values=function(change.values))
         return function(change)
 
-    return {name: {path: one(change) for path, change in part.items()} for name, part in parts.items()}
+    return {name: {path: map_change(change) for path, change in part.items()} for name, part in parts.items()}

@@ -15,7 +15,7 @@ from fedrecon._src.app.tasks.clicks import read_clicks
 from fedrecon._src.app.tasks.ratings import read_ratings
 from fedrecon._src.app.tasks.task import Read
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.keys import as_number, mixed, round_key, words_of
+from fedrecon._src.core.keys import as_number, mix_hashes, round_key, words_of
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.deploy import noise
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan
@@ -105,7 +105,7 @@ def taking_part(plan: Plan, users: Clients, number: int) -> Clients:
         return users
     salt = as_number(words_of(round_key(plan.seed, number))) ^ np.uint64(TAKES_PART)
     with np.errstate(over="ignore"):
-        drawn = mixed(as_number(users.identities()), salt)
+        drawn = mix_hashes(as_number(users.identities()), salt)
     return users.take(drawn.astype(np.float64) < plan.share * 2.0**64)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from fedrecon._src import server as aggregate
+from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.app.config import ClicksConfig, Config
 from fedrecon._src.app.protection import is_recipe
@@ -29,7 +29,7 @@ from fedrecon._src.core.upload import DELTA, Total
 from fedrecon._src.privacy.accounting import Release, default_delta, noise_for
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.privacy.noise import system_generator
-from fedrecon._src.server.ring_sums import add_noise
+from fedrecon._src.server.fixed_point import add_noise
 
 if TYPE_CHECKING:
     from fedrecon._src.deploy.plan import Plan
@@ -78,7 +78,7 @@ def problem_of(plan: Plan) -> str | None:
     if not plan.secure:
         return "noise of the nodes protects nobody if the server sees single nodes' sums; use secure sums"
     if share is None:
-        return "noise of the nodes would be simulated; use aggregate.secure(..., simulated_noise=False)"
+        return "noise of the nodes would be simulated; use aggregators.secure(..., simulated_noise=False)"
     if share(parts_of(plan.algorithm)).least > plan.least_nodes:
         return (
             f"{share(parts_of(plan.algorithm)).least} nodes are needed to add the promised noise, and the plan "
@@ -129,7 +129,7 @@ def with_noise(config: Config, model: Model, users: int, options: dict[str, Any]
     return dataclasses.replace(config, privacy=dataclasses.replace(privacy, noise_multiplier=noise))
 
 
-def aggregator_of(config: Config, users: int, options: dict[str, Any]) -> aggregate.Aggregator | None:
+def aggregator_of(config: Config, users: int, options: dict[str, Any]) -> aggregators.Aggregator | None:
     """Return the aggregator of a plan's updates; None for the one of the settings."""
     settings = config.privacy
     if settings.noise_multiplier is None:
@@ -137,11 +137,11 @@ def aggregator_of(config: Config, users: int, options: dict[str, Any]) -> aggreg
     assert settings.clip_norm is not None
     per_round = float(options.get("share", 1.0)) * users
     if not options.get("secure"):
-        return aggregate.private(
+        return aggregators.private(
             settings.clip_norm, settings.noise_multiplier, per_round=per_round, quantile=settings.clip_quantile
         )
     least = int(options.get("least_nodes", 1))
-    return aggregate.secure(
+    return aggregators.secure(
         settings.clip_norm,
         clients=max(ROOM * users, least),
         noise_multiplier=settings.noise_multiplier,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Message
+from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage
 from fedrecon._src.app.config import ConfigError
 from fedrecon._src.app.tasks import Users
 from fedrecon._src.core.cohort import Lengths
@@ -213,7 +213,7 @@ class Plan(abc.ABC):
     # ---- what follows from it ----
 
     @functools.cached_property
-    def message_shapes(self) -> Message:
+    def message_shapes(self) -> RoundMessage:
         """What the server sends in a round, with shapes instead of arrays."""
         return jax.eval_shape(lambda: self.algorithm.message(self.algorithm.init(jax.random.key(0))))
 

@@ -29,7 +29,7 @@ def bits_of(like: Any) -> int:
 
 
 def _in_ring(tree: Any) -> bool:
-    """Say whether a tree is of integers already, as `aggregate.secure` makes them."""
+    """Say whether a tree is of integers already, as `aggregators.secure` makes them."""
     return all(leaf.dtype == np.uint32 for leaf in flatten(tree)[0].values())
 
 

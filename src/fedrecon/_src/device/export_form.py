@@ -19,7 +19,7 @@ from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Batch, Step, predict_in
 from fedrecon._src.core.pytrees import Params
-from fedrecon._src.models.text.merging import plain_layers
+from fedrecon._src.models.text.shared_weights import plain_layers
 
 HIGHEST_LOG = 80.0  # higher predictions are cut to this: float32 ends at the exponential of 88
 

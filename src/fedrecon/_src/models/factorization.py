@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
 
 
-@recorded
+@register_factory
 def matrix_factorization(
     num_items: int,
     dim: int = 50,

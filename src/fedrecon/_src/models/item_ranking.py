@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, ClientMetrics, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
 
 RECALL_AT, NDCG_AT, HIT_AT = (20, 50), (100,), (20,)
 
 
-@recorded
+@register_factory
 def ranking_factorization(
     num_items: int, dim: int = 64, *, init_scale: float = 0.1, weight: str | None = None
 ) -> Model:
@@ -98,33 +98,33 @@ def ranking_metrics(
     names = [f"recall@{k}" for k in recall_at] + [f"ndcg@{k}" for k in ndcg_at] + [f"hit@{k}" for k in hit_at]
 
     def measure(shared: Params, local: Params, support: Any, query: Any) -> Array:
-        found = scores(shared, local)
-        better, tied, there = _places(found, support, query)
+        item_scores = scores(shared, local)
+        better, tied, real = _ranks(item_scores, support, query)
         count = jnp.maximum(query.count, 1)
-        values = [jnp.sum(_chance(better, tied, k) * there) / jnp.minimum(count, k) for k in recall_at]
+        values = [jnp.sum(_chance(better, tied, k) * real) / jnp.minimum(count, k) for k in recall_at]
         for k in ndcg_at:
             gains = jnp.asarray(np.append(0, np.cumsum(1 / np.log2(np.arange(2, k + 2)))), jnp.float32)
-            mine = (gains[jnp.minimum(better + tied, k)] - gains[jnp.minimum(better, k)]) / tied
-            values.append(jnp.sum(mine * there) / gains[jnp.minimum(count, k)])
-        values += [_hit(better, tied, there, k) for k in hit_at]
-        broken = jnp.isnan(found).any() | (query.count == 0)
+            gain = (gains[jnp.minimum(better + tied, k)] - gains[jnp.minimum(better, k)]) / tied
+            values.append(jnp.sum(gain * real) / gains[jnp.minimum(count, k)])
+        values += [_hit(better, tied, real, k) for k in hit_at]
+        broken = jnp.isnan(item_scores).any() | (query.count == 0)
         return jnp.where(broken, jnp.nan, jnp.stack(values))
 
     return ClientMetrics(tuple(names), measure)
 
 
-def _places(scores: Array, support: Any, query: Any) -> tuple[Array, Array, Array]:
+def _ranks(scores: Array, support: Any, query: Any) -> tuple[Array, Array, Array]:
     """Return for each query item how many are better, how many share its score (itself included), and if it is real."""
     items = scores.shape[0]
     counts = jnp.arange(support.columns["item"].shape[0]) < support.count
-    known = jnp.zeros(items, bool).at[support.columns["item"]].max(counts)
-    free = jnp.where(known, -jnp.inf, scores)
+    in_support = jnp.zeros(items, bool).at[support.columns["item"]].max(counts)
+    free = jnp.where(in_support, -jnp.inf, scores)
     ordered = jnp.sort(free)
-    mine = free[query.columns["item"]]
-    low = jnp.maximum(jnp.searchsorted(ordered, mine, side="left"), known.sum())
-    high = jnp.searchsorted(ordered, mine, side="right")
-    there = jnp.arange(mine.shape[0]) < query.count
-    return items - high, jnp.maximum(high - low, 1), there
+    query_scores = free[query.columns["item"]]
+    low = jnp.maximum(jnp.searchsorted(ordered, query_scores, side="left"), in_support.sum())
+    high = jnp.searchsorted(ordered, query_scores, side="right")
+    real = jnp.arange(query_scores.shape[0]) < query.count
+    return items - high, jnp.maximum(high - low, 1), real
 
 
 def _chance(better: Array, tied: Array, k: int) -> Array:
@@ -132,10 +132,10 @@ def _chance(better: Array, tied: Array, k: int) -> Array:
     return jnp.clip((k - better) / tied, 0, 1)
 
 
-def _hit(better: Array, tied: Array, there: Array, k: int) -> Array:
+def _hit(better: Array, tied: Array, real: Array, k: int) -> Array:
     """Return the chance that any of the items is among the first `k`; `ranking.hit_rate` says why it is a product."""
-    certain = jnp.any(there & (better + tied <= k))
-    across = there & (better < k) & (better + tied > k)
+    certain = jnp.any(real & (better + tied <= k))
+    across = real & (better < k) & (better + tied > k)
     nth = jnp.cumsum(across) - 1
     out = jnp.maximum(1 - (k - better) / jnp.maximum(tied - nth, 1), 0)
     return jnp.where(certain, 1.0, 1 - jnp.prod(jnp.where(across, out, 1.0)))

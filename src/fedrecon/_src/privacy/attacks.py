@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Message
+from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage
 from fedrecon._src.algorithms.fitting import features_of
 from fedrecon._src.algorithms.rounds import client_update
 from fedrecon._src.client.lookups.tables import lookup_groups
@@ -49,7 +49,7 @@ class Victims(NamedTuple):
 
 
 def observe(
-    algorithm: Algorithm, message: Message, clients: Clients, key: Any, *, rating: str
+    algorithm: Algorithm, message: RoundMessage, clients: Clients, key: Any, *, rating: str
 ) -> tuple[Victims, Cohort]:
     """Run a round on clients, and record what each uploads and the truth about it.
 
@@ -178,7 +178,7 @@ class RatingAttack:
     """
 
     def __init__(
-        self, algorithm: Algorithm, message: Message, clients: Clients, victims: Victims, rating: str, feature: str
+        self, algorithm: Algorithm, message: RoundMessage, clients: Clients, victims: Victims, rating: str, feature: str
     ):
         """Prepare to attack ratings of rows that `feature` names."""
         self._algorithm, self._message, self._victims = algorithm, message, victims

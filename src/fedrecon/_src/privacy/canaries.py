@@ -25,8 +25,8 @@ from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.audit import Audit, Canaries, audit
 from fedrecon._src.recommend import private_round_zero as round_zero
 from fedrecon._src.server.aggregator import Aggregator
-from fedrecon._src.server.noised import private
-from fedrecon._src.server.ring_sums import add_noise, secure
+from fedrecon._src.server.fixed_point import add_noise, secure
+from fedrecon._src.server.gaussian import private
 
 Sabotage = Literal["none", "half-noise", "no-clipping", "twice"]
 By = Literal["server", "clients", "round-zero"]

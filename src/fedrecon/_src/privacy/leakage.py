@@ -160,7 +160,7 @@ def leakage(
     if len(clients) < 2 or most < 2:
         raise ValueError(f"{min(len(clients), most)} people; it takes two or more to ask which of them it was")
     algorithm = decide_lookups(algorithm, clients)
-    if algorithm.method.keep is not None:
+    if algorithm.method.init_client is not None:
         raise ValueError(
             "this method's clients keep something from round to round; only methods without that can be attacked"
         )

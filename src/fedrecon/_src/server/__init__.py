@@ -13,6 +13,6 @@ from fedrecon._src.server.averaging import finite as finite
 from fedrecon._src.server.averaging import mean as mean
 from fedrecon._src.server.averaging import weight_of as weight_of
 from fedrecon._src.server.averaging import zero as zero
-from fedrecon._src.server.noised import private as private
-from fedrecon._src.server.rescaling import rescaled as rescaled
-from fedrecon._src.server.ring_sums import secure as secure
+from fedrecon._src.server.fixed_point import secure as secure
+from fedrecon._src.server.gaussian import private as private
+from fedrecon._src.server.rescaling import rescale as rescale

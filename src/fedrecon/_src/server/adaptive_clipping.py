@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total, map_values
 from fedrecon._src.server.aggregator import Aggregator, Report
 from fedrecon._src.server.averaging import clip_to, norms
@@ -31,7 +31,7 @@ class NormsSeen(NamedTuple):
     limit: Array
 
 
-@recorded
+@register_factory
 def adaptive_clip(
     quantile: float = 0.5, *, times: float = 1.0, start: float | None = None, memory: float = 0.8
 ) -> Aggregator:
@@ -70,31 +70,31 @@ def adaptive_clip(
     def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
         del keys
         norm = norms(summand)
-        here = (summand.scale > 0).astype(jnp.float32)
-        histogram = here[:, None] * (_bin(norm)[:, None] == jnp.arange(BINS))  # (clients, BINS)
+        present = (summand.scale > 0).astype(jnp.float32)
+        histogram = present[:, None] * (_bin(norm)[:, None] == jnp.arange(BINS))  # (clients, BINS)
         # As long as no norm is known, uploads are summed as directions of length 1; `decode` gives them their length.
-        known, direction = limit > 0, summand.scale / jnp.where(norm > 0, norm, 1.0)
+        has_limit, direction = limit > 0, summand.scale / jnp.where(norm > 0, norm, 1.0)
         clipped = clip_to(summand, norm, limit)
-        flags = {**clipped.flags, "clipped": jnp.where(known, clipped.flags["clipped"], 0.0)}
+        flags = {**clipped.flags, "clipped": jnp.where(has_limit, clipped.flags["clipped"], 0.0)}
         flags[HISTOGRAM] = histogram.astype(jnp.float32)
-        return summand._replace(scale=jnp.where(known, clipped.scale, direction), flags=flags)
+        return summand._replace(scale=jnp.where(has_limit, clipped.scale, direction), flags=flags)
 
     def decode(state: NormsSeen, total: Total, key: Array) -> tuple[Total, NormsSeen, Report]:
         del key
         seen = memory * state.histogram + total.scalars[HISTOGRAM]
-        here = quantile_of(seen, quantile)
-        length = jnp.where(state.limit > 0, 1.0, here)
+        norm = quantile_of(seen, quantile)
+        length = jnp.where(state.limit > 0, 1.0, norm)
         total = total._replace(parts=map_values(lambda values: length * values, total.parts))
-        limit = jnp.where(jnp.sum(seen) > 0, times * here, state.limit)
-        report: dict[str, Any] = {"clip_norm": jnp.where(state.limit > 0, state.limit, here)}
+        limit = jnp.where(jnp.sum(seen) > 0, times * norm, state.limit)
+        report: dict[str, Any] = {"clip_norm": jnp.where(state.limit > 0, state.limit, norm)}
         return total, NormsSeen(seen, limit.astype(jnp.float32)), report
 
     return Aggregator(init, lambda state: state.limit, encode, decode)
 
 
 def _bin(norm: Array) -> Array:
-    place = jnp.floor((jnp.log2(jnp.maximum(norm, 2.0**LOWEST)) - LOWEST) * PER_DOUBLING)
-    return jnp.clip(place, 0, BINS - 1).astype(jnp.int32)
+    bin_index = jnp.floor((jnp.log2(jnp.maximum(norm, 2.0**LOWEST)) - LOWEST) * PER_DOUBLING)
+    return jnp.clip(bin_index, 0, BINS - 1).astype(jnp.int32)
 
 
 def quantile_of(histogram: Array, quantile: float) -> Array:
@@ -105,7 +105,9 @@ def quantile_of(histogram: Array, quantile: float) -> Array:
       quantile: the share.
     """
     below = jnp.cumsum(histogram)
-    wanted = quantile * below[-1]
-    here = jnp.argmax(below >= wanted)
-    inside = jnp.clip((wanted - (below[here] - histogram[here])) / jnp.maximum(histogram[here], 1e-30), 0, 1)
-    return 2.0 ** (LOWEST + (here + inside) / PER_DOUBLING)
+    target = quantile * below[-1]
+    bin_index = jnp.argmax(below >= target)
+    inside = jnp.clip(
+        (target - (below[bin_index] - histogram[bin_index])) / jnp.maximum(histogram[bin_index], 1e-30), 0, 1
+    )
+    return 2.0 ** (LOWEST + (bin_index + inside) / PER_DOUBLING)

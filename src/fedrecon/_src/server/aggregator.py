@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise
@@ -62,7 +62,7 @@ def stateless(
     return Aggregator(lambda parts: (), lambda state: (), encode_one, decode_one)
 
 
-@recorded
+@register_factory
 def chain(*stages: Aggregator) -> Aggregator:
     """Chain aggregators: the client encodes in this order, the server decodes in the reverse order.
 
@@ -75,21 +75,21 @@ def chain(*stages: Aggregator) -> Aggregator:
         return tuple(stage.init(parts) for stage in stages)
 
     def message(state: Any) -> Any:
-        return tuple(stage.message(one) for stage, one in zip(stages, state, strict=True))
+        return tuple(stage.message(stage_state) for stage, stage_state in zip(stages, state, strict=True))
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
-        for number, (stage, told) in enumerate(zip(stages, message, strict=True)):
-            mine = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-            summand = stage.encode(told, summand, mine)
+        for number, (stage, stage_message) in enumerate(zip(stages, message, strict=True)):
+            stage_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+            summand = stage.encode(stage_message, summand, stage_keys)
         return summand
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
-        kept, report = list(state), Report()
+        states, report = list(state), Report()
         for number in reversed(range(len(stages))):
-            mine = jax.random.fold_in(key, number)
-            total, kept[number], told = stages[number].decode(state[number], total, mine)
-            report |= told
-        return total, tuple(kept), report
+            stage_key = jax.random.fold_in(key, number)
+            total, states[number], stage_report = stages[number].decode(state[number], total, stage_key)
+            report |= stage_report
+        return total, tuple(states), report
 
     promises = [(stage.release, stage.share) for stage in stages if stage.release is not None]
     if len(promises) > 1:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Model, metric_names
 from fedrecon._src.core.upload import Summand, Total, leave_out, map_values, values_of
 from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
@@ -18,7 +18,7 @@ from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
 Weigh = Literal["examples", "uniform"] | Callable[[Array, Array], Array]
 
 
-@recorded
+@register_factory
 def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm: float | None = None) -> Aggregator:
     """Average uploads.
 
@@ -40,7 +40,7 @@ def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm
     return chain(*stages, by_weight(weigh))
 
 
-@recorded
+@register_factory
 def finite() -> Aggregator:
     """Exclude clients whose upload has any non-finite entry, and report them as `non_finite`."""
 
@@ -56,7 +56,7 @@ def finite() -> Aggregator:
     return stateless(encode)
 
 
-@recorded
+@register_factory
 def clip(norm: float) -> Aggregator:
     """Scale uploads down to a norm over all their entries, and report how many were as `clipped`.
 
@@ -71,7 +71,7 @@ def clip(norm: float) -> Aggregator:
     return stateless(encode)
 
 
-@recorded
+@register_factory
 def zero(norm: float) -> Aggregator:
     """Exclude clients whose upload has a norm above this, and report them as `zeroed`.
 
@@ -82,7 +82,7 @@ def zero(norm: float) -> Aggregator:
     return stateless(lambda summand: leave_out(summand, norms(summand) > norm, "zeroed"))
 
 
-@recorded
+@register_factory
 def by_weight(weigh: Weigh = "examples") -> Aggregator:
     """Weigh uploads, and divide their sum by the sum of weights.
 
@@ -108,7 +108,7 @@ def by_weight(weigh: Weigh = "examples") -> Aggregator:
     return stateless(encode, decode)
 
 
-@recorded
+@register_factory
 def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Array]:
     """Weigh clients by the weight that one of the model's metrics gives their query examples, such as tokens.
 
@@ -122,8 +122,8 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
     names = metric_names(model)
     if metric not in names:
         raise ValueError(f"`metric` is {metric!r}; the model has: {', '.join(names)}")
-    place = names.index(metric)
-    return lambda examples, sums: sums[:, place, 1]
+    index = names.index(metric)
+    return lambda examples, sums: sums[:, index, 1]
 
 
 def check_weigh(weigh: Weigh) -> None:

@@ -18,7 +18,7 @@ Scale = float | np.ndarray  # one for all entries, or one for each row of a tabl
 Scales = Mapping[str, Scale]
 
 
-def rescaled(scales: Scales) -> Aggregator:
+def rescale(scales: Scales) -> Aggregator:
     """Multiply changes of the global parameters before they are clipped, and divide their sum afterwards.
 
     A change that is multiplied by 0 is not sent: it uses none of the clipping norm, and its sum is 0 without any
@@ -39,14 +39,14 @@ def rescaled(scales: Scales) -> Aggregator:
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
         del message, keys
-        found = of(summand.parts)
-        changes = {path: _multiplied(change, found.get(path)) for path, change in summand.parts[DELTA].items()}
+        factors = of(summand.parts)
+        changes = {path: _multiplied(change, factors.get(path)) for path, change in summand.parts[DELTA].items()}
         return summand._replace(parts={**summand.parts, DELTA: changes})
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
         del key
-        found = of(total.parts)
-        changes = {path: _divided(values, found.get(path)) for path, values in total.parts[DELTA].items()}
+        factors = of(total.parts)
+        changes = {path: _divided(values, factors.get(path)) for path, values in total.parts[DELTA].items()}
         return total._replace(parts={**total.parts, DELTA: changes}), state, {}
 
     return Aggregator(lambda parts: (), lambda state: (), encode, decode)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedrecon._src.algorithms.algorithm import (
     Algorithm,
     Client,
-    Message,
+    RoundMessage,
     ServerState,
     encode,
     finish_round,
@@ -363,7 +363,14 @@ def _taking(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
 
 
 def _run_blocks(
-    algorithm: Algorithm, message: Message, nothing: Total, kept: Any, who: Any, pick: Pick, key: Array, layout: Layout
+    algorithm: Algorithm,
+    message: RoundMessage,
+    nothing: Total,
+    kept: Any,
+    who: Any,
+    pick: Pick,
+    key: Array,
+    layout: Layout,
 ) -> tuple[Total, Any]:
     """Run this device's clients a block at a time, adding uploads as they come so that few are in memory at once."""
 

@@ -20,8 +20,7 @@ from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Needs, Packer
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import ClientMetrics, Model, evaluated_names, finish
-from fedrecon._src.core.notices import warn_caller
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.progress import Progress, silent, warn_caller
 from fedrecon._src.core.split import Split, half, query_only
 from fedrecon._src.simulation.engine import Layout, compile_each, everywhere
 from fedrecon._src.simulation.engine import layout as choose_layout
@@ -32,7 +31,7 @@ DIVERGED_ABOVE = 1000.0
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 REMEDY = (
     "Try smaller learning rates, in reconstruction, update and server, or limit updates with "
-    "aggregate=fr.aggregate.mean(clip_norm=...)."
+    "aggregate=fr.aggregators.mean(clip_norm=...)."
 )
 
 
@@ -301,10 +300,10 @@ def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
       clients: the population.
       seed: the run's seed.
     """
-    if algorithm.method.keep is None:
+    if algorithm.method.init_client is None:
         return ()
     keys = client_keys(jax.random.key(seed), clients.identities())
-    return jax.tree.map(np.array, algorithm.method.keep(keys))
+    return jax.tree.map(np.array, algorithm.method.init_client(keys))
 
 
 def _of(kept: Any, order: np.ndarray) -> Any:

@@ -18,8 +18,7 @@ from fedrecon._src.algorithms.fitting import check_fit, decide_lookups
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import finish, metric_names
-from fedrecon._src.core.notices import warn_caller
-from fedrecon._src.core.progress import Advance, Progress, silent
+from fedrecon._src.core.progress import Advance, Progress, silent, warn_caller
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.privacy.ledger import Ledger

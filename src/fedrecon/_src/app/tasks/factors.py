@@ -17,13 +17,13 @@ from fedrecon._src.app.settings import relaxed_rounds
 from fedrecon._src.app.stopping import say_rounds
 from fedrecon._src.app.tasks.task import Ready, Users
 from fedrecon._src.client.least_squares import Ridge
-from fedrecon._src.client.priors import Strength, keep_constant, with_prior
+from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.formatting import how_many, readable
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.ratings.accepted import Accepted
-from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardized
+from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardize
 from fedrecon._src.recommend import private_round_zero as round_zero
 from fedrecon._src.recommend.round_zero import DEFAULT, Plan, Preparation, Transform, advance, answer, prepare, start
 
@@ -172,7 +172,7 @@ def build_model(settings: Factorization, num_items: int, zero: Preparation | Non
     if settings.implicit_feedback:
         moves = ("user_embedding", *(["user_bias"] if settings.biases else []))
         model = implicit_feedback(model, num_items, moves=moves)
-    return standardized(model, scale.mean, scale.deviation, low=scale.low, high=scale.high) if scale else model
+    return standardize(model, scale.mean, scale.deviation, low=scale.low, high=scale.high) if scale else model
 
 
 def ridges_of(config: RatingsConfig) -> Ridge | None:

@@ -16,14 +16,14 @@ _IN_ORDER = {"copy", "convert_element_type", "reshape", "squeeze", "expand_dims"
 _BY_ROW = {"copy", "convert_element_type", "stop_gradient"}
 
 
-class Table(NamedTuple):
+class TableTag(NamedTuple):
     """Marks a parameter that may be a table read by rows."""
 
     path: str
     then: tuple[tuple[Any, dict], ...] = ()  # what is done to it before its rows are taken
 
 
-class Ids(NamedTuple):
+class IdsTag(NamedTuple):
     """Marks a feature's ids, possibly reshaped."""
 
     feature: str
@@ -32,14 +32,14 @@ class Ids(NamedTuple):
     most: int | None = None  # ids above this were changed
 
 
-class _About(NamedTuple):
+class _DerivedTag(NamedTuple):
     """Marks an intermediate value computed from ids, such as whether they are negative."""
 
     kind: str
-    ids: Ids
+    ids: IdsTag
 
 
-class _Known(NamedTuple):
+class _ConstantTag(NamedTuple):
     """Marks a constant of the program."""
 
     value: Any
@@ -52,10 +52,10 @@ class Value(NamedTuple):
     tag: Any = None
 
 
-class Tables(Protocol):
+class GatherHandler(Protocol):
     """What to do when an equation uses a table."""
 
-    def take(self, eqn: Any, table: Table, ids: Ids | None, why: str) -> Any:
+    def take(self, eqn: Any, table: TableTag, ids: IdsTag | None, why: str) -> Any:
         """Return the result of a gather from a table; None to evaluate the gather itself.
 
         Args:
@@ -65,7 +65,7 @@ class Tables(Protocol):
           why: in that case, what it does instead.
         """
 
-    def spoil(self, table: Table, why: str) -> None:
+    def spoil(self, table: TableTag, why: str) -> None:
         """Note that a table is used in another way than by rows.
 
         Args:
@@ -74,7 +74,7 @@ class Tables(Protocol):
         """
 
 
-def evaluate(jaxpr: Any, consts: Iterable[Value], arguments: Iterable[Value], tables: Tables) -> list[Value]:
+def evaluate(jaxpr: Any, consts: Iterable[Value], arguments: Iterable[Value], tables: GatherHandler) -> list[Value]:
     """Evaluate a jaxpr; `tables` handles gathers of rows and is notified of any other use of a table.
 
     Args:
@@ -87,7 +87,7 @@ def evaluate(jaxpr: Any, consts: Iterable[Value], arguments: Iterable[Value], ta
     env.update(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Value:
-        return Value(atom.val, _Known(atom.val)) if isinstance(atom, core.Literal) else env[atom]
+        return Value(atom.val, _ConstantTag(atom.val)) if isinstance(atom, core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
@@ -95,9 +95,9 @@ def evaluate(jaxpr: Any, consts: Iterable[Value], arguments: Iterable[Value], ta
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
+def _equation(eqn: Any, values: list[Value], tables: GatherHandler) -> list[Value]:
     name, tags = eqn.primitive.name, [value.tag for value in values]
-    marked = [tag for tag in tags if isinstance(tag, Table)]
+    marked = [tag for tag in tags if isinstance(tag, TableTag)]
     if name in ("jit", "pjit", "closed_call", "core_call") and any(tag is not None for tag in tags):
         inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
         return evaluate(inner.jaxpr, [Value(c) for c in inner.consts], values, tables)
@@ -105,11 +105,11 @@ def _equation(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
         return _checkpointed(eqn, values, tables)
     if marked:
         table = marked[0]
-        if name == "gather" and len(marked) == 1 and isinstance(tags[0], Table):
+        if name == "gather" and len(marked) == 1 and isinstance(tags[0], TableTag):
             why, ids = _row_gather(eqn, values[1])
-            found = tables.take(eqn, table, ids, why)
-            if found is not None:
-                return [Value(found)]
+            rows = tables.take(eqn, table, ids, why)
+            if rows is not None:
+                return [Value(rows)]
         elif name in _BY_ROW:
             then = (*table.then, (eqn.primitive, eqn.primitive.get_bind_params(eqn.params)))
             array = None if values[0].array is None else _bind(eqn, values)[0]
@@ -124,8 +124,8 @@ def _equation(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
 
 def _bind(eqn: Any, values: list[Value]) -> list[Any]:
     with eqn.ctx.manager:
-        found = eqn.primitive.bind(*(v.array for v in values), **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
+        outputs = eqn.primitive.bind(*(v.array for v in values), **eqn.primitive.get_bind_params(eqn.params))
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def _spoiling(name: str) -> str:
@@ -136,31 +136,31 @@ def _spoiling(name: str) -> str:
     return f"it is used whole, by {name}"
 
 
-def _checkpointed(eqn: Any, values: list[Value], tables: Tables) -> list[Value]:
+def _checkpointed(eqn: Any, values: list[Value], tables: GatherHandler) -> list[Value]:
     """Evaluate a `jax.checkpoint` and keep it one, so that the backward pass still recomputes it."""
     tags: list[Any] = []
 
     def inner(arrays: list[Any]) -> list[Any]:
         inside = [Value(array, value.tag) for array, value in zip(arrays, values, strict=True)]
-        found = evaluate(eqn.params["jaxpr"], [], inside, tables)
-        tags[:] = [value.tag if not isinstance(value.tag, Ids | _About) else None for value in found]
-        return [value.array for value in found]
+        outputs = evaluate(eqn.params["jaxpr"], [], inside, tables)
+        tags[:] = [value.tag if not isinstance(value.tag, IdsTag | _DerivedTag) else None for value in outputs]
+        return [value.array for value in outputs]
 
     arrays = [value.array for value in values]
     policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
-    found = jax.checkpoint(inner, policy=policy, prevent_cse=prevent)(arrays)
-    return [Value(array, tag) for array, tag in zip(found, tags, strict=True)]
+    outputs = jax.checkpoint(inner, policy=policy, prevent_cse=prevent)(arrays)
+    return [Value(array, tag) for array, tag in zip(outputs, tags, strict=True)]
 
 
 def _tag_of(eqn: Any, name: str, tags: list[Any]) -> Any:
     """Return the mark of an equation's result: whether it is still a feature's ids."""
-    ids = next((tag for tag in tags if isinstance(tag, Ids)), None)
-    if name in ("convert_element_type", "broadcast_in_dim") and isinstance(tags[0], _Known):
+    ids = next((tag for tag in tags if isinstance(tag, IdsTag)), None)
+    if name in ("convert_element_type", "broadcast_in_dim") and isinstance(tags[0], _ConstantTag):
         return tags[0]
     if name == "select_n" and len(tags) == 3:
         which, plain, wrapped = tags
         same = all(
-            isinstance(tag, _About) and tag.kind == kind and tag.ids is plain
+            isinstance(tag, _DerivedTag) and tag.kind == kind and tag.ids is plain
             for tag, kind in ((which, "negative"), (wrapped, "wrapped"))
         )
         return plain if same else None
@@ -170,13 +170,13 @@ def _tag_of(eqn: Any, name: str, tags: list[Any]) -> Any:
         return _moved(eqn, name, ids)
     if name == "concatenate":
         return _column(eqn, tags)
-    other = next((tag.value for tag in tags if isinstance(tag, _Known)), None)
+    other = next((tag.value for tag in tags if isinstance(tag, _ConstantTag)), None)
     if other is None or jnp.ndim(other) != 0:
         return None
     if name == "lt" and other == 0 and tags[0] is ids:
-        return _About("negative", ids)
+        return _DerivedTag("negative", ids)
     if name == "add":
-        return _About("wrapped", ids)
+        return _DerivedTag("wrapped", ids)
     if name == "max" and other <= 0:
         return ids
     if name == "min":
@@ -184,29 +184,29 @@ def _tag_of(eqn: Any, name: str, tags: list[Any]) -> Any:
     return None
 
 
-def _at_most(ids: Ids, most: int) -> Ids:
+def _at_most(ids: IdsTag, most: int) -> IdsTag:
     return ids._replace(most=most if ids.most is None else min(ids.most, most))
 
 
-def _moved(eqn: Any, name: str, ids: Ids) -> Ids | None:
+def _moved(eqn: Any, name: str, ids: IdsTag) -> IdsTag | None:
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if name == "convert_element_type":
         return _at_most(ids, jnp.iinfo(after.dtype).max) if jnp.issubdtype(after.dtype, jnp.integer) else None
     if len(eqn.invars) != 1:
         return None
     slots = None if ids.slots is None else eqn.primitive.bind(ids.slots, **eqn.primitive.get_bind_params(eqn.params))
-    kept = name in _IN_ORDER or (name == "broadcast_in_dim" and before.size == after.size)
-    return ids._replace(slots=slots, in_order=ids.in_order and kept)
+    in_order = name in _IN_ORDER or (name == "broadcast_in_dim" and before.size == after.size)
+    return ids._replace(slots=slots, in_order=ids.in_order and in_order)
 
 
-def _column(eqn: Any, tags: list[Any]) -> _About | None:
+def _column(eqn: Any, tags: list[Any]) -> _DerivedTag | None:
     """Recognise a concatenation of row ids with indices of other axes, and note which column has the row ids."""
     last = eqn.outvars[0].aval.ndim - 1
-    columns = [number for number, tag in enumerate(tags) if isinstance(tag, Ids)]
+    columns = [number for number, tag in enumerate(tags) if isinstance(tag, IdsTag)]
     single = all(atom.aval.shape[-1] == 1 for atom in eqn.invars)
     if eqn.params["dimension"] != last or len(columns) != 1 or not single:
         return None
-    return _About(f"column{columns[0]}", tags[columns[0]])
+    return _DerivedTag(f"column{columns[0]}", tags[columns[0]])
 
 
 def _row_gather(eqn: Any, indices: Value) -> tuple[str, Any]:
@@ -214,13 +214,13 @@ def _row_gather(eqn: Any, indices: Value) -> tuple[str, Any]:
     operand, out = eqn.invars[0].aval, eqn.outvars[0].aval
     numbers, sizes, mode = (eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "mode"))
     tag = indices.tag
-    others = len(numbers.start_index_map) > 1
-    if isinstance(tag, _About) and tag.kind.startswith("column") and others:
+    several_axes = len(numbers.start_index_map) > 1
+    if isinstance(tag, _DerivedTag) and tag.kind.startswith("column") and several_axes:
         column = int(tag.kind.removeprefix("column"))
         if numbers.start_index_map[column] != 0 or mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
             return "it is read along an axis other than its rows", None
         tag = tag.ids
-    elif not isinstance(tag, Ids):
+    elif not isinstance(tag, IdsTag):
         return "its rows are read at indices that are not a feature's ids", None
     elif numbers.start_index_map != (0,):
         return "it is read along an axis other than its rows", None

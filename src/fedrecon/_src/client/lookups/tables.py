@@ -18,7 +18,7 @@ from fedrecon._src.core.pytrees import Params, flatten, unflatten
 ORIGINAL = "\0"  # prefix of a feature's name for its original ids; the name itself then has renumbered ids
 
 
-class Rows:
+class BatchRows:
     """Only the rows of a table that one batch reads, in the order of that batch's ids.
 
     A model writes `table[batch["item"]]` and gets its rows, whether `table` is a whole table or this. If the index is
@@ -38,9 +38,9 @@ class Rows:
 
     def __getitem__(self, index: Any) -> Array:
         """Return rows by renumbered ids."""
-        for feature, place in self.places.items():
+        for feature, rows in self.places.items():
             if index is self.ids[feature]:
-                return self.values[place].reshape(index.shape + self.values.shape[1:])
+                return self.values[rows].reshape(index.shape + self.values.shape[1:])
         return self.values[index]
 
     def __jax_array__(self) -> Array:
@@ -74,12 +74,12 @@ def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
     groups = {
         path: (features,) if isinstance(features, str) else tuple(features) for path, features in model.lookups.items()
     }
-    for one, mine in groups.items():
-        for other, theirs in groups.items():
-            if set(mine) & set(theirs) and mine != theirs:
+    for path, features in groups.items():
+        for other_path, other_features in groups.items():
+            if set(features) & set(other_features) and features != other_features:
                 raise ValueError(
-                    f"`lookups` of {one!r} and {other!r} share features but differ: {mine} and {theirs}; "
-                    "give both the same features, or leave one out"
+                    f"`lookups` of {path!r} and {other_path!r} share features but differ: {features} and "
+                    f"{other_features}; give both the same features, or leave one out"
                 )
     return groups
 
@@ -147,7 +147,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
                 raise ValueError(
                     f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
                 )
-    noise, local = noise_like(leaves), noise_like(local)
+    noise, local = random_params(leaves), random_params(local)
     whole = jax.jit(lambda leaves, local, batch: _use(model, unflatten(structure, leaves), local, batch))
     groups = lookup_groups(model)
     for features in dict.fromkeys(groups.values()):
@@ -187,17 +187,17 @@ def _use(model: Model, params: Params, local: Params, batch: Batch) -> Any:
 
 def _other_ids(batch: Batch, features: Sequence[str], rows: int) -> Batch:
     """Replace ids by random ones, the k-th never k. With real ids, a fixed row could be correct by chance."""
-    generator, start, found = np.random.default_rng(0), 0, dict(batch)
+    generator, start, replaced = np.random.default_rng(0), 0, dict(batch)
     for feature in features:
         old = batch[feature]
         position = start + np.arange(old.size)
         start += old.size
         ids = (position + generator.integers(1, max(rows, 2), old.size)) % rows
-        found[feature] = jnp.asarray(ids.reshape(old.shape), old.dtype)
-    return found
+        replaced[feature] = jnp.asarray(ids.reshape(old.shape), old.dtype)
+    return replaced
 
 
-def noise_like(tree: Any) -> Any:
+def random_params(tree: Any) -> Any:
     """Return noise in the shapes of a pytree: parameters for which no term of a model vanishes by chance.
 
     Args:
@@ -207,7 +207,7 @@ def noise_like(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype), tree)
 
 
-def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], Rows]:
+def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], BatchRows]:
     """Fetch the rows of a batch from a table, and the batch's ids renumbered to match.
 
     Args:
@@ -217,7 +217,7 @@ def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dic
     """
     renumbered, places = _lay_out({feature: batch[feature].shape for feature in features})
     values = table[_flat(batch, features)]
-    return renumbered, Rows(values, renumbered, places)
+    return renumbered, BatchRows(values, renumbered, places)
 
 
 def _flat(batch: Batch, features: Sequence[str]) -> Array:
@@ -235,7 +235,7 @@ def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], d
     return renumbered, places
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """Where the rows of a batch's ids are in the clients' lists of rows.
 
     Attributes:
@@ -249,7 +249,7 @@ class Place(NamedTuple):
     number: int
 
 
-class Tables(NamedTuple):
+class LookupTables(NamedTuple):
     """The lookup tables that several clients change by rows.
 
     Attributes:
@@ -267,7 +267,7 @@ class Tables(NamedTuple):
     capacity: Mapping[str, int]
     room: Mapping[str, int] | None = None
 
-    def in_batches(self, columns: Mapping[str, Array], in_step: bool, size: int) -> Tables:
+    def in_batches(self, columns: Mapping[str, Array], in_step: bool, size: int) -> LookupTables:
         """Prepare for going through the examples in batches.
 
         Rows in the order of the examples are read and written as slices if a single feature has them and all clients
@@ -308,7 +308,7 @@ class Tables(NamedTuple):
         """
         return {path: lists[:, : self.capacity[path]] for path, lists in changes.items()}
 
-    def places(self, number: Array, batch: Batch, slots: Batch) -> dict[str, Place]:
+    def places(self, number: Array, batch: Batch, slots: Batch) -> dict[str, RowPosition]:
         """Return where the rows of a batch are in the lists, by table.
 
         Args:
@@ -319,11 +319,15 @@ class Tables(NamedTuple):
         places = {}
         for path, features in self.features.items():
             ids = sum(math.prod(batch[feature].shape[1:]) for feature in features)
-            at = jax.vmap(lambda mine, group=features: _flat(mine, group))(slots) if features[0] in slots else None
-            places[path] = Place(at, number * ids, ids)
+            at = (
+                jax.vmap(lambda slots_of_client, group=features: _flat(slots_of_client, group))(slots)
+                if features[0] in slots
+                else None
+            )
+            places[path] = RowPosition(at, number * ids, ids)
         return places
 
-    def fetch(self, changes: Mapping[str, Array], batch: Batch) -> Fetched:
+    def fetch(self, changes: Mapping[str, Array], batch: Batch) -> FetchedRows:
         """Fetch one client's rows for a batch: the server's values plus the client's changes so far.
 
         Args:
@@ -338,23 +342,23 @@ class Tables(NamedTuple):
             rows[path] = table.at[ids].get(mode="promise_in_bounds") + changes[path]
         renumbered = {feature: ids for numbered, _ in laid_out.values() for feature, ids in numbered.items()}
         places = {path: laid_out[group][1] for path, group in self.features.items()}
-        return Fetched(rows, renumber(batch, renumbered), places)
+        return FetchedRows(rows, renumber(batch, renumbered), places)
 
 
-class Fetched(NamedTuple):
+class FetchedRows(NamedTuple):
     """The rows of one batch of one client."""
 
     rows: dict[str, Array]  # table -> (ids, ...)
     batch: Batch  # with ids renumbered to match
     places: dict[str, dict[str, slice]]  # table -> feature -> where its rows are in `rows`
 
-    def as_tables(self, rows: Mapping[str, Array]) -> dict[str, Rows]:
+    def as_tables(self, rows: Mapping[str, Array]) -> dict[str, BatchRows]:
         """Return values of these rows as the tables that a model expects.
 
         Args:
           rows: table -> (ids, ...).
         """
-        return {path: Rows(values, self.batch, self.places[path]) for path, values in rows.items()}
+        return {path: BatchRows(values, self.batch, self.places[path]) for path, values in rows.items()}
 
 
 def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
@@ -388,8 +392,8 @@ def rows_in_order(columns: Mapping[str, Array], count: Array, features: Sequence
     clients, examples, width = ids.shape
     capacity = row_capacity(examples * width, rows)
     flat = ids.reshape(clients, -1)[:, :capacity]
-    own = jnp.arange(flat.shape[1]) < width * count[:, None]
-    return jnp.pad(jnp.where(own, flat, 0), ((0, 0), (0, capacity - flat.shape[1])))
+    real = jnp.arange(flat.shape[1]) < width * count[:, None]
+    return jnp.pad(jnp.where(real, flat, 0), ((0, 0), (0, capacity - flat.shape[1])))
 
 
 def slots_in_order(columns: Mapping[str, Array], features: Sequence[str]) -> dict[str, Array]:
@@ -403,12 +407,14 @@ def slots_in_order(columns: Mapping[str, Array], features: Sequence[str]) -> dic
     slots = {}
     for feature, begin, width in zip(features, np.cumsum([0, *widths]), widths, strict=False):
         clients, examples, *rest = columns[feature].shape
-        own = np.arange(examples)[:, None] * sum(widths) + begin + np.arange(width)  # (examples, ids)
-        slots[feature] = jnp.broadcast_to(own.astype(np.int32).reshape(examples, *rest), (clients, examples, *rest))
+        slots_of_example = np.arange(examples)[:, None] * sum(widths) + begin + np.arange(width)  # (examples, ids)
+        slots[feature] = jnp.broadcast_to(
+            slots_of_example.astype(np.int32).reshape(examples, *rest), (clients, examples, *rest)
+        )
     return slots
 
 
-def read_rows(lists: Array, at: Place) -> Array:
+def read_rows(lists: Array, at: RowPosition) -> Array:
     """Read the rows of a batch from several clients' lists, `(clients, ids, ...)`.
 
     Args:
@@ -417,10 +423,10 @@ def read_rows(lists: Array, at: Place) -> Array:
     """
     if at.slot is None:
         return jax.lax.dynamic_slice_in_dim(lists, at.start, at.number, 1)
-    return jax.vmap(lambda mine, slot: mine.at[slot].get(mode="promise_in_bounds"))(lists, at.slot)
+    return jax.vmap(lambda rows, slot: rows.at[slot].get(mode="promise_in_bounds"))(lists, at.slot)
 
 
-def change_rows(lists: Array, at: Place, values: Array, *, replace: bool = False) -> Array:
+def change_rows(lists: Array, at: RowPosition, values: Array, *, replace: bool = False) -> Array:
     """Add values to rows of several clients' lists, or replace the rows; slots past the end are dropped.
 
     Args:

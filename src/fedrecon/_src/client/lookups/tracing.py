@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedrecon._src.client.lookups.jaxprs import Ids, Table, Value, evaluate
-from fedrecon._src.client.lookups.tables import ORIGINAL, Rows, original_batch
+from fedrecon._src.client.lookups.jaxprs import IdsTag, TableTag, Value, evaluate
+from fedrecon._src.client.lookups.tables import ORIGINAL, BatchRows, original_batch
 from fedrecon._src.core.model import Batch, Model, Step
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 
@@ -59,40 +59,42 @@ def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
     mask: Any = jax.ShapeDtypeStruct((examples,), jnp.bool_)
     watched = _Watch()
     calls: list[tuple[Callable, tuple]] = [(model.predict, ())]
-    if model.fit is not None:
-        calls.append((model.fit, (Step(mask, jax.eval_shape(lambda: key)),)))
+    if model.predict_train is not None:
+        calls.append((model.predict_train, (Step(mask, jax.eval_shape(lambda: key)),)))
     if model.state is not None:
         calls.append((model.state.advance, (mask,)))
     if model.evidence is not None:
         calls.append((_with_local(model.evidence), (mask,)))
     for function, more in calls:
         closed, _ = _trace(function, structure, leaves, local, batch, more)
-        jax.eval_shape(functools.partial(_run, closed, tables=watched, given=batch), leaves, local, dict(batch), more)
+        jax.eval_shape(
+            functools.partial(_run, closed, tables=watched, original=batch), leaves, local, dict(batch), more
+        )
     state = () if model.state is None else model.state.shared
-    found = {}
+    reads = {}
     for path in leaves:
         if path in state:
-            found[path] = Reads((), "it is state, not trained")
+            reads[path] = Reads((), "it is state, not trained")
         elif path in watched.spoiled:
-            found[path] = Reads((), watched.spoiled[path])
+            reads[path] = Reads((), watched.spoiled[path])
         elif path not in watched.features:
-            found[path] = Reads((), "no row of it is looked up")
+            reads[path] = Reads((), "no row of it is looked up")
         else:
-            found[path] = Reads(tuple(sorted(watched.features[path])))
-    return _without_conflicts(found, leaves)
+            reads[path] = Reads(tuple(sorted(watched.features[path])))
+    return _without_conflicts(reads, leaves)
 
 
-def _without_conflicts(found: dict[str, Reads], leaves: Mapping[str, Any]) -> dict[str, Reads]:
+def _without_conflicts(reads: dict[str, Reads], leaves: Mapping[str, Any]) -> dict[str, Reads]:
     """Keep a table dense if it shares some but not all features with a larger one: both must use one numbering."""
     taken: dict[str, tuple[str, ...]] = {}
-    for path in sorted(found, key=lambda p: -leaves[p].size):
-        features = found[path].features
+    for path in sorted(reads, key=lambda p: -leaves[p].size):
+        features = reads[path].features
         other = next((taken[f] for f in features if f in taken and taken[f] != features), None)
         if other is not None:
-            found[path] = Reads((), f"a larger table is read at {' and '.join(other)}, which are not the same features")
+            reads[path] = Reads((), f"a larger table is read at {' and '.join(other)}, which are not the same features")
         else:
             taken |= dict.fromkeys(features, features)
-    return found
+    return reads
 
 
 def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
@@ -128,7 +130,7 @@ def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
         lookups=dict(lookups),
         predict=narrowing(model.predict),
         evidence=None if model.evidence is None else evidence,
-        fit=None if model.fit is None else narrowing(model.fit),
+        predict_train=None if model.predict_train is None else narrowing(model.predict_train),
         state=None if state is None else state._replace(advance=narrowing(state.advance)),
     )
 
@@ -163,19 +165,19 @@ class _Watch:
         self.spoiled: dict[str, str] = {}
 
     def value(self, path: str, leaf: Any) -> Value:
-        return Value(leaf, Table(path))
+        return Value(leaf, TableTag(path))
 
     def slots(self, feature: str, batch: Batch) -> Any:
         return None
 
-    def take(self, eqn: Any, table: Table, ids: Ids | None, why: str) -> Any:
+    def take(self, eqn: Any, table: TableTag, ids: IdsTag | None, why: str) -> Any:
         if ids is None:
             self.spoil(table, why)
         else:
             self.features.setdefault(table.path, set()).add(ids.feature)
         return None  # let the equation itself be evaluated
 
-    def spoil(self, table: Table, why: str) -> None:
+    def spoil(self, table: TableTag, why: str) -> None:
         self.spoiled.setdefault(table.path, why)
 
 
@@ -186,26 +188,26 @@ class _Narrow:
         self.tables = tables
 
     def value(self, path: str, leaf: Any) -> Value:
-        return Value(None, Table(path)) if path in self.tables else Value(leaf)
+        return Value(None, TableTag(path)) if path in self.tables else Value(leaf)
 
     def slots(self, feature: str, batch: Batch) -> Any:
         return batch[feature] if ORIGINAL + feature in batch else None
 
-    def take(self, eqn: Any, table: Table, ids: Ids | None, why: str) -> Any:
+    def take(self, eqn: Any, table: TableTag, ids: IdsTag | None, why: str) -> Any:
         if ids is None:
             return self.spoil(table, why)
         rows, shape = self.tables[table.path], eqn.outvars[0].aval.shape
-        if isinstance(rows, Rows) and ids.in_order:
-            found = rows.values[rows.places[ids.feature]]
+        if isinstance(rows, BatchRows) and ids.in_order:
+            values_read = rows.values[rows.places[ids.feature]]
         else:
-            values = rows.values if isinstance(rows, Rows) else rows
-            found = values.at[ids.slots].get(mode="promise_in_bounds")
-        found = found.reshape(shape)
+            values = rows.values if isinstance(rows, BatchRows) else rows
+            values_read = values.at[ids.slots].get(mode="promise_in_bounds")
+        values_read = values_read.reshape(shape)
         for primitive, params in table.then:
-            found = primitive.bind(found, **params)
-        return found
+            values_read = primitive.bind(values_read, **params)
+        return values_read
 
-    def spoil(self, table: Table, why: str) -> None:
+    def spoil(self, table: TableTag, why: str) -> None:
         raise ValueError(f"the table {table.path!r} was only read by rows when the model was traced, but now {why}")
 
 
@@ -216,19 +218,19 @@ def _run(
     batch: Mapping[str, Any],
     more: tuple,
     tables: _Watch | _Narrow,
-    given: Batch,
+    original: Batch,
 ) -> list[Any]:
     """Evaluate a traced function, with tables and ids marked."""
     marked = {path: tables.value(path, leaf) for path, leaf in leaves.items()}
     columns = {}
     for name, column in batch.items():
         is_ids = jnp.issubdtype(column.dtype, jnp.integer)
-        columns[name] = Value(column, Ids(name, tables.slots(name, given)) if is_ids else None)
+        columns[name] = Value(column, IdsTag(name, tables.slots(name, original)) if is_ids else None)
     rest = jax.tree.map(Value, (local, more))
     arguments = jax.tree.leaves((marked, rest[0], columns, rest[1]), is_leaf=lambda x: isinstance(x, Value))
     consts = [Value(c) for c in closed.consts]
-    found = evaluate(closed.jaxpr, consts, arguments, tables)
-    for value in found:
-        if isinstance(value.tag, Table):
+    outputs = evaluate(closed.jaxpr, consts, arguments, tables)
+    for value in outputs:
+        if isinstance(value.tag, TableTag):
             tables.spoil(value.tag, "it is returned unchanged")
-    return [value.array for value in found]
+    return [value.array for value in outputs]

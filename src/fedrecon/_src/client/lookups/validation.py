@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon._src.client.lookups.tables import lookup_groups, noise_like
+from fedrecon._src.client.lookups.tables import lookup_groups, random_params
 from fedrecon._src.client.lookups.tracing import Reads, find_reads
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model, Step, measure, predict_in
@@ -25,15 +25,15 @@ NUMBERED = "Number them from 0 first: ids, numbers = numpy.unique(column, return
 class _Recorder(Mapping[str, Any]):
     """A batch that records which of its features are read."""
 
-    def __init__(self, columns: Mapping[str, Any], asked: set[str], there: Collection[str]):
-        self._columns, self._asked, self._there = columns, asked, there
+    def __init__(self, columns: Mapping[str, Any], used: set[str], all_columns: Collection[str]):
+        self._columns, self._used, self._all_columns = columns, used, all_columns
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._columns and name in self._there:
+        if name not in self._columns and name in self._all_columns:
             raise ValueError(f"the model reads the feature {name!r}, which holds text, not numbers. {NUMBERED}")
         if name not in self._columns:
             raise ValueError(f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}")
-        self._asked.add(name)
+        self._used.add(name)
         return self._columns[name]
 
     def __contains__(self, name: object) -> bool:
@@ -58,12 +58,12 @@ def features_used(model: Model, clients: Clients) -> list[str]:
         holds no ids, or if loss or predictions have a shape that does not fit the examples.
     """
     _check_ids(model, clients)
-    asked: set[str] = set()
+    used: set[str] = set()
     batch = probe(clients)
     key = jax.random.key(0)
 
-    def ask(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
-        recorder = _Recorder(columns, asked, clients.columns)
+    def run_model(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
+        recorder = _Recorder(columns, used, clients.columns)
         predictions = model.predict(params, local, recorder)
         predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
         if model.evidence is not None:
@@ -77,8 +77,8 @@ def features_used(model: Model, clients: Clients) -> list[str]:
                 )
         return measure(model, predictions, recorder, jnp.ones(PROBED, bool))
 
-    jax.eval_shape(ask, *_shapes(model), batch)
-    return [name for name in clients.columns if name in asked]
+    jax.eval_shape(run_model, *_shapes(model), batch)
+    return [name for name in clients.columns if name in used]
 
 
 def _check_ids(model: Model, clients: Clients) -> None:
@@ -124,7 +124,7 @@ def stand_ins(model: Model, clients: Clients, used: Sequence[str]) -> tuple[Any,
       used: the features that the model reads.
     """
     batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
-    params, local = (noise_like(shapes) for shapes in _shapes(model))
+    params, local = (random_params(shapes) for shapes in _shapes(model))
     return params, local, batch
 
 

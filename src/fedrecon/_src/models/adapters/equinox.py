@@ -39,8 +39,8 @@ def from_equinox(
         module inside this one. `state` decides how BatchNorm's statistics are treated.
     """
     eqx = need("equinox", "equinox")
-    given = module[0] if isinstance(module, tuple) else module
-    make = (lambda key: module) if isinstance(given, eqx.Module) else module
+    original = module[0] if isinstance(module, tuple) else module
+    make = (lambda key: module) if isinstance(original, eqx.Module) else module
 
     def pair(key: Array) -> tuple[Any, Any]:
         made = make(key)
@@ -78,7 +78,7 @@ def from_equinox(
         return outputs, dict(_numbered(new))
 
     def locate(layer: Any) -> list[str] | None:
-        return _locate(given, layer) if isinstance(layer, eqx.Module) else None
+        return _locate(original, layer) if isinstance(layer, eqx.Module) else None
 
     return adapt(Network(start, run, "key" in names, locate, _momenta(eqx, fixed_module, fixed_state)), **options)
 
@@ -128,8 +128,8 @@ def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:
 
 def _locate(module: Any, layer: Any) -> list[str]:
     """List the paths of a layer's parameters inside a module."""
-    found = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer)[0]
-    prefix = next((path_name(path) for path, node in found if node is layer), None)
+    nodes = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer)[0]
+    prefix = next((path_name(path) for path, node in nodes if node is layer), None)
     if prefix is None:
         return []
     return [f"{prefix}/{path}" for path in flatten(layer)[0]]

@@ -122,11 +122,11 @@ def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: An
         with _without(layer, "use_running_average"):
             return call(args[0], use_running_average=not mode.statistics, mask=mask)
     if _may_drop(layer):
-        given = inspect.signature(type(layer).__call__).bind(layer, *args, **kwargs)
-        if mode.key is None or (layer.deterministic is None and given.arguments.get("deterministic") is None):
-            given.arguments["deterministic"] = mode.key is None
+        bound = inspect.signature(type(layer).__call__).bind(layer, *args, **kwargs)
+        if mode.key is None or (layer.deterministic is None and bound.arguments.get("deterministic") is None):
+            bound.arguments["deterministic"] = mode.key is None
             with _without(layer, "deterministic"):
-                return call(*given.args[1:], **given.kwargs)
+                return call(*bound.args[1:], **bound.kwargs)
     return call(*args, **kwargs)
 
 
@@ -164,23 +164,23 @@ def _masked_batch_norm() -> type:
 
 def _nnx(module: Any) -> Network:
     nnx = need("flax.nnx", "flax")
-    given = module if isinstance(module, nnx.Module) else None
-    if given is None and not callable(module):
+    instance = module if isinstance(module, nnx.Module) else None
+    if instance is None and not callable(module):
         raise TypeError(f"`module` is {module!r}; give a Flax module, or a function from nnx.Rngs to an NNX module")
 
     def make(key: Array) -> Any:
-        return module(nnx.Rngs(key)) if given is None else given
+        return module(nnx.Rngs(key)) if instance is None else instance
 
     def values(key: Array) -> tuple[Arrays, Arrays]:
         return tuple(_by_path(nnx.state(make(key), kind)) for kind in (nnx.Param, nnx.BatchStat))  # type: ignore[return-value]
 
     fixed = make(jax.random.key(0))
-    graph, params_like, stats_like, rest = nnx.split(fixed, nnx.Param, nnx.BatchStat, ...)
+    graph, params_state, stats_state, rest = nnx.split(fixed, nnx.Param, nnx.BatchStat, ...)
     rest_flat = nnx.to_flat_state(rest)
     random = any(isinstance(variable, nnx.RngState) for _, variable in rest_flat)
 
-    def put(like: Any, new: Arrays) -> Any:
-        pairs = [(path, variable.replace(new[_name(path)])) for path, variable in nnx.to_flat_state(like)]
+    def put(template: Any, new: Arrays) -> Any:
+        pairs = [(path, variable.replace(new[_name(path)])) for path, variable in nnx.to_flat_state(template)]
         return nnx.from_flat_state(pairs)
 
     def keyed(key: Array | None) -> Any:
@@ -194,7 +194,7 @@ def _nnx(module: Any) -> Network:
         return nnx.from_flat_state(pairs)
 
     def apply(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
-        whole = nnx.merge(graph, put(params_like, params), put(stats_like, state), keyed(mode.key))
+        whole = nnx.merge(graph, put(params_state, params), put(stats_state, state), keyed(mode.key))
         whole.set_attributes(deterministic=mode.key is None, raise_if_not_found=False)
         whole.set_attributes(use_running_average=not mode.statistics, raise_if_not_found=False)
         for _, layer in nnx.iter_modules(whole):
@@ -210,8 +210,8 @@ def _nnx(module: Any) -> Network:
     def locate(layer: Any) -> list[str] | None:
         if not isinstance(layer, nnx.Module):
             return None
-        places = [_name(path) for path, node in nnx.iter_modules(fixed) if node is layer]
-        return [f"{place}/{path}" for place in places for path in _by_path(nnx.state(layer, nnx.Param))]
+        prefixes = [_name(path) for path, node in nnx.iter_modules(fixed) if node is layer]
+        return [f"{prefix}/{path}" for prefix in prefixes for path in _by_path(nnx.state(layer, nnx.Param))]
 
     norms = [(path, layer) for path, layer in nnx.iter_modules(fixed) if isinstance(layer, nnx.BatchNorm)]
     momenta = {_name((*path, name)): layer.momentum for path, layer in norms for name in ("mean", "var")}

@@ -84,7 +84,9 @@ def _network(keras: Any, model: Any) -> Network:
     frozen = {path: v for path, v in named_variables.items() if not v.trainable and path not in state}
     params = {path: v for path, v in named_variables.items() if path not in state and path not in frozen}
     seeds = [variable for variable in model.variables if variable.name == SEED]
-    initializers = {id(v): found for layer in layers for v in layer.weights if (found := _initializer(layer, v))}
+    initializers = {
+        id(v): initializer for layer in layers for v in layer.weights if (initializer := _initializer(layer, v))
+    }
 
     def init(key: Array) -> tuple[Arrays, Arrays]:
         def value(number: int, variable: Any) -> Array:
@@ -98,9 +100,11 @@ def _network(keras: Any, model: Any) -> Network:
         drawn = {path: value(number, variable) for number, (path, variable) in enumerate(params.items())}
         return drawn, {path: variable.value for path, variable in state.items()}
 
-    def apply(given: Arrays, held: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
-        mapping = [(variable, given[path]) for path, variable in params.items()]
-        mapping += [(variable, held[path]) for path, variable in state.items()]
+    def apply(
+        param_values: Arrays, state_values: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode
+    ) -> tuple[Any, Arrays]:
+        mapping = [(variable, param_values[path]) for path, variable in params.items()]
+        mapping += [(variable, state_values[path]) for path, variable in state.items()]
         if mode.key is not None:
             bits = jax.random.bits(mode.key, (len(seeds), 2), jnp.uint32)
             mapping += [(variable, bits[number]) for number, variable in enumerate(seeds)]
@@ -112,8 +116,8 @@ def _network(keras: Any, model: Any) -> Network:
     def locate(layer: Any) -> list[str] | None:
         if not isinstance(layer, keras.layers.Layer):
             return None
-        wanted = {id(variable) for variable in layer.weights}
-        return [path for path, variable in params.items() if id(variable) in wanted]
+        weight_ids = {id(variable) for variable in layer.weights}
+        return [path for path, variable in params.items() if id(variable) in weight_ids]
 
     norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
     momenta = {id(v): layer.momentum for layer in norms for v in (layer.moving_mean, layer.moving_variance)}
@@ -145,11 +149,11 @@ def _initializer(layer: Any, variable: Any) -> Any:
     another way.
     """
     names = [f"{name}_initializer" for name in (variable.name, variable.name.removesuffix("_kernel"))]
-    held = [getattr(layer, name, None) for name in names]
-    for found in (*held, *vars(layer).values()):
-        seeded = hasattr(type(found), "get_config") and isinstance(getattr(found, "seed", None), int)
-        if seeded and callable(found) and _makes(found, variable):
-            return found
+    named = [getattr(layer, name, None) for name in names]
+    for candidate in (*named, *vars(layer).values()):
+        seeded = hasattr(type(candidate), "get_config") and isinstance(getattr(candidate, "seed", None), int)
+        if seeded and callable(candidate) and _makes(candidate, variable):
+            return candidate
     return None
 
 

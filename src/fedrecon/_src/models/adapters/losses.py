@@ -121,16 +121,16 @@ def make_metrics(metrics: Metrics, label: str | None, weight: str | None) -> dic
       weight: the feature with the weights; None if all weigh the same.
     """
     named = metrics if isinstance(metrics, Mapping) else {name: name for name in _names(metrics)}
-    found = {}
+    made = {}
     for name, metric in named.items():
         if isinstance(metric, Metric):
-            found[name] = metric
+            made[name] = metric
         elif isinstance(metric, str):
             values = _values(metric, "metrics", METRICS)
-            found[name] = Metric(_weighted(values, name, label, weight), METRICS[metric][1])
+            made[name] = Metric(_weighted(values, name, label, weight), METRICS[metric][1])
         else:
-            found[name] = Metric(_weighted(_values(metric, "metrics", {}), name, label, weight))
-    return found
+            made[name] = Metric(_weighted(_values(metric, "metrics", {}), name, label, weight))
+    return made
 
 
 def _names(metrics: Sequence[str]) -> list[str]:
@@ -142,26 +142,27 @@ def _names(metrics: Sequence[str]) -> list[str]:
     return list(metrics)
 
 
-def _values(which: Any, argument: str, known: Mapping[str, Any]) -> Values:
+def _values(which: Any, argument: str, choices: Mapping[str, Any]) -> Values:
     if callable(which):
         return which
-    if which not in known:
-        hint = near_miss(which, known) if isinstance(which, str) else ""
+    if which not in choices:
+        hint = near_miss(which, choices) if isinstance(which, str) else ""
         raise ValueError(
-            f"`{argument}` is {which!r}{hint}; give one of {', '.join(known)}, or a function of predictions and labels"
+            f"`{argument}` is {which!r}{hint}; give one of {', '.join(choices)}, "
+            "or a function of predictions and labels"
         )
-    found = known[which]
-    return found[0] if isinstance(found, tuple) else found
+    entry = choices[which]
+    return entry[0] if isinstance(entry, tuple) else entry
 
 
 def _weighted(values: Values, name: str, label: str | None, weight: str | None) -> Callable[[Any, Batch], Weighted]:
     def measure(predictions: Any, batch: Batch) -> Weighted:
         target = batch if label is None else feature(batch, label, "label")
-        found = values(predictions, target)
+        result = values(predictions, target)
         examples = len(jax.tree.leaves(predictions if label is None else target)[0])
-        if isinstance(found, tuple):
-            return found
-        shape = jnp.shape(found)
+        if isinstance(result, tuple):
+            return result
+        shape = jnp.shape(result)
         if shape[:1] != (examples,):
             raise ValueError(
                 f"`{name}` returned shape {shape} for {examples} examples; return one value for every example "
@@ -170,6 +171,6 @@ def _weighted(values: Values, name: str, label: str | None, weight: str | None) 
         weights = jnp.ones(shape) if weight is None else feature(batch, weight, "weight")
         if jnp.shape(weights) != shape:
             weights = jnp.broadcast_to(jnp.reshape(weights, weights.shape + (1,) * (len(shape) - weights.ndim)), shape)
-        return found, weights
+        return result, weights
 
     return measure

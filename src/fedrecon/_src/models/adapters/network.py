@@ -117,16 +117,16 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     momenta = {path: network.momenta[path] for path in local_state if path in network.momenta}
     constants = _constants(network, parts.frozen, set(state_shapes) - set(averaged) - set(local_state))
 
-    def run(shared: Params, own: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
-        params = {**parts.merge(shared, own), **constants[0]}
+    def run(shared: Params, local: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
+        params = {**parts.merge(shared, local), **constants[0]}
         state = {**constants[1], **{path: shared[path] for path in averaged}}
-        return network.apply(params, state | {path: own[path] for path in local_state}, *feed(inputs, batch), mode)
+        return network.apply(params, state | {path: local[path] for path in local_state}, *feed(inputs, batch), mode)
 
-    def fit(shared: Params, own: Params, batch: Batch, step: Step) -> Any:
-        return run(shared, own, batch, Mode(live, step.key, step.mask if live else None))[0]
+    def predict_train(shared: Params, local: Params, batch: Batch, step: Step) -> Any:
+        return run(shared, local, batch, Mode(live, step.key, step.mask if live else None))[0]
 
-    def advance(shared: Params, own: Params, batch: Batch, mask: Array) -> tuple[Arrays, Arrays]:
-        new = run(shared, own, batch, Mode(True, None, mask))[1]
+    def advance(shared: Params, local: Params, batch: Batch, mask: Array) -> tuple[Arrays, Arrays]:
+        new = run(shared, local, batch, Mode(True, None, mask))[1]
         return {path: new[path] for path in averaged}, {path: new[path] for path in local_state}
 
     # jit drops unused results, so drawing one client's local parameters does not draw the global tables.
@@ -141,11 +141,11 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     return Model(
         init_global=jax.jit(init_global),
         init_local=jax.jit(init_local),
-        predict=lambda shared, own, batch: run(shared, own, batch, Mode())[0],
+        predict=lambda shared, local, batch: run(shared, local, batch, Mode())[0],
         loss=make_loss(options["loss"], label, weight),
         metrics=make_metrics(options.get("metrics", ()), label, weight),
         lookups=options.get("lookups", AUTO),
-        fit=fit if live or network.random else None,
+        predict_train=predict_train if live or network.random else None,
         state=State(averaged, local_state, advance, momenta) if live else None,
         frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
     )
@@ -159,8 +159,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name in options:
         if name not in Options.__annotations__:
-            known = near_miss(name, Options.__annotations__)
-            raise TypeError(f"`{name}` is not an option{known}; the options are: {', '.join(Options.__annotations__)}")
+            suggestion = near_miss(name, Options.__annotations__)
+            raise TypeError(
+                f"`{name}` is not an option{suggestion}; the options are: {', '.join(Options.__annotations__)}"
+            )
     for name in NEEDED:
         if name not in options:
             raise TypeError(f"`{name}` is missing; `local`, `inputs` and `loss` are required")
@@ -194,14 +196,14 @@ class _Parts:
         return {path: params[path][self._rest[path]] if path in self._rest else params[path] for path in self._shared}
 
     def local(self, params: Arrays) -> Arrays:
-        own = {path: leaf for path, leaf in params.items() if path in self._whole}
-        return own | {path: params[path][ids] for path, ids in self._rows.items()}
+        local = {path: leaf for path, leaf in params.items() if path in self._whole}
+        return local | {path: params[path][ids] for path, ids in self._rows.items()}
 
-    def merge(self, shared: Arrays, own: Arrays) -> Arrays:
-        whole = {path: shared[path] for path in self._shared} | {path: own[path] for path in self._whole}
+    def merge(self, shared: Arrays, local: Arrays) -> Arrays:
+        whole = {path: shared[path] for path in self._shared} | {path: local[path] for path in self._whole}
         for path, ids in self._rows.items():
             order = np.argsort(np.concatenate([self._rest[path], ids]))
-            whole[path] = jnp.concatenate([shared[path], own[path]])
+            whole[path] = jnp.concatenate([shared[path], local[path]])
             if (order != np.arange(len(order))).any():
                 whole[path] = whole[path][order]
         return whole
@@ -213,8 +215,8 @@ def _is_everything(local: Any) -> bool:
 
 def _constants(network: Network, params: set[str], state: set[str]) -> tuple[Arrays, Arrays]:
     def pick(key: Array) -> tuple[Arrays, Arrays]:
-        found = network.init(key)
-        return {path: found[0][path] for path in params}, {path: found[1][path] for path in state}
+        initial = network.init(key)
+        return {path: initial[0][path] for path in params}, {path: initial[1][path] for path in state}
 
     return jax.jit(pick)(jax.random.key(0))
 

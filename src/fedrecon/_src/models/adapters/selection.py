@@ -52,13 +52,13 @@ def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate 
     """
     whole: set[str] = set()
     by_row: dict[str, np.ndarray] = {}
-    for one in which if _is_several(which) else [which]:
-        if isinstance(one, LocalRows):
+    for item in which if _is_several(which) else [which]:
+        if isinstance(item, LocalRows):
             by_row |= {
-                path: _row_numbers(path, leaves[path], one.ids) for path in _match(one.pattern, argument, leaves)
+                path: _row_numbers(path, leaves[path], item.ids) for path in _match(item.pattern, argument, leaves)
             }
         else:
-            whole |= set(_paths(one, argument, leaves, locate))
+            whole |= set(_paths(item, argument, leaves, locate))
     both = sorted(whole & set(by_row))
     if both:
         raise ValueError(f"`{argument}` selects {both[0]!r} twice, whole and by rows; give one of them")
@@ -74,39 +74,39 @@ def _paths(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate)
         return _match(which, argument, leaves)
     located = locate(which)
     if located is not None:
-        found = [path for path in leaves if path in located]
-        if not found:
+        paths = [path for path in leaves if path in located]
+        if not paths:
             raise ValueError(f"`{argument}` is a layer without parameters of this model; {_listing(leaves)}")
-        return found
+        return paths
     if not callable(which):
         raise TypeError(
             f"`{argument}` is {which!r}; give a path pattern, a layer of this model, a predicate of path and leaf, "
             "or a list of these"
         )
-    found = [path for path, leaf in leaves.items() if which(path, leaf)]
-    if not found:
+    paths = [path for path, leaf in leaves.items() if which(path, leaf)]
+    if not paths:
         raise ValueError(f"`{argument}` is a predicate that selects no parameter; {_listing(leaves)}")
-    return found
+    return paths
 
 
 def _match(pattern: str, argument: str, leaves: Mapping[str, Any]) -> list[str]:
-    found = [p for p in leaves if fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}/*")]
-    if not found:
+    paths = [p for p in leaves if fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}/*")]
+    if not paths:
         raise ValueError(
             f"`{argument}` is {pattern!r}, which matches nothing{near_miss(pattern, leaves)}; {_listing(leaves)}"
         )
-    return found
+    return paths
 
 
-def near_miss(name: str, known: Collection[str]) -> str:
+def near_miss(name: str, names: Collection[str]) -> str:
     """Return " (did you mean ...?)" for a name that is close to a known path or to a prefix of one.
 
     Args:
       name: a name that is not known.
-      known: the known names or paths.
+      names: the known names or paths.
     """
-    places = {"/".join(parts[:n]) for parts in (path.split("/") for path in known) for n in range(1, len(parts) + 1)}
-    close = difflib.get_close_matches(name.strip("*/"), sorted(places | set(known)), n=3, cutoff=0.5)
+    prefixes = {"/".join(parts[:n]) for parts in (path.split("/") for path in names) for n in range(1, len(parts) + 1)}
+    close = difflib.get_close_matches(name.strip("*/"), sorted(prefixes | set(names)), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
@@ -117,9 +117,9 @@ def _listing(leaves: Collection[str]) -> str:
 
 def _row_numbers(path: str, leaf: Any, ids: Any) -> np.ndarray:
     size = leaf.shape[0] if leaf.shape else 0
-    found = np.arange(size)[ids] if isinstance(ids, slice) else np.unique(np.asarray(ids, np.int64))
-    if found.ndim != 1 or found.size == 0 or found.min(initial=0) < 0 or found.max(initial=0) >= size:
+    numbers = np.arange(size)[ids] if isinstance(ids, slice) else np.unique(np.asarray(ids, np.int64))
+    if numbers.ndim != 1 or numbers.size == 0 or numbers.min(initial=0) < 0 or numbers.max(initial=0) >= size:
         raise ValueError(f"`rows` of {path!r} must be some of its rows 0 to {size - 1}, not {ids!r}")
-    if found.size == size:
+    if numbers.size == size:
         raise ValueError(f"`rows` of {path!r} are all its {size} rows; give its path itself to make the table local")
-    return np.sort(found)
+    return np.sort(numbers)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from fedrecon._src.models.text.merging import merging
+from fedrecon._src.models.text.shared_weights import merging
 
 TILE = 32  # at most this many sentences run together, so that their data stays in a core's cache
 
@@ -67,9 +67,9 @@ def _advance(state: tuple[Array, Array], driven: Array, recurrent: Array, bias: 
     output, the cell and the gates, batch first.
     """
     output, cell = state
-    kept = lax.dot_general(output, recurrent, (((0,), (0,)), ((), ())))  # (batch, 4 * hidden)
-    twice = jnp.repeat(jnp.array([1, 1, 2, 1], kept.dtype), kept.shape[-1] // 4)
-    gates = twice * jax.nn.sigmoid(twice * (driven + kept + bias)) + (1 - twice)  # tanh(x) = 2 sigmoid(2 x) - 1
+    from_output = lax.dot_general(output, recurrent, (((0,), (0,)), ((), ())))  # (batch, 4 * hidden)
+    twice = jnp.repeat(jnp.array([1, 1, 2, 1], from_output.dtype), from_output.shape[-1] // 4)
+    gates = twice * jax.nn.sigmoid(twice * (driven + from_output + bias)) + (1 - twice)  # tanh(x) = 2 sigmoid(2 x) - 1
     i, f, g, o = jnp.split(gates, 4, -1)
     cell = f * cell + i * g
     output = o * jnp.tanh(cell)
@@ -109,19 +109,19 @@ def _scan_over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, A
     hidden, batch, time = recurrent.shape[0], *x.shape[:2]
     start = jnp.zeros((hidden, batch), x.dtype), jnp.zeros((batch, hidden), x.dtype)
     driven = jnp.swapaxes(_product(x, kernel), 0, 1)
-    found = lax.scan(lambda state, driven: _advance(state, driven, recurrent, bias), start, driven)[1]
-    outputs, cells, gates = (jnp.swapaxes(values, 0, 1) for values in found)
-    return jnp.where(_there(lengths, time), outputs, 0), cells, gates
+    steps = lax.scan(lambda state, driven: _advance(state, driven, recurrent, bias), start, driven)[1]
+    outputs, cells, gates = (jnp.swapaxes(values, 0, 1) for values in steps)
+    return jnp.where(_inside(lengths, time), outputs, 0), cells, gates
 
 
 def _scan_back(batches: tuple[Array, Array, Array, Array], weights: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return the gradients of the inputs and of the gates before their nonlinearity, given those of the outputs."""
     (d_outputs, cells, gates, lengths), (kernel, recurrent) = batches, weights
-    d_outputs = jnp.where(_there(lengths, d_outputs.shape[1]), d_outputs, 0)
+    d_outputs = jnp.where(_inside(lengths, d_outputs.shape[1]), d_outputs, 0)
     start = jnp.zeros_like(gates[:, 0]), jnp.zeros_like(cells[:, 0])
     now = jax.tree.map(lambda values: jnp.swapaxes(values, 0, 1), (d_outputs, _slopes(gates, cells)))
-    found = lax.scan(lambda carry, now: _retreat(carry, now[0], now[1], recurrent), start, now, reverse=True)[1]
-    d_gates = jnp.swapaxes(found, 0, 1)
+    steps = lax.scan(lambda carry, now: _retreat(carry, now[0], now[1], recurrent), start, now, reverse=True)[1]
+    d_gates = jnp.swapaxes(steps, 0, 1)
     return _product(d_gates, kernel.T), d_gates
 
 
@@ -136,17 +136,17 @@ def _over_time(batches: tuple[Array, Array], weights: tuple[Array, Array, Array]
     (x, lengths), (kernel, recurrent, bias) = batches, weights
     hidden, batch, time = recurrent.shape[0], *x.shape[:2]
 
-    def tile(rows: _Rows, steps: Array, found: Any) -> Any:
+    def tile(rows: _Sentences, steps: Array, results: Any) -> Any:
         driven, ends = _product(rows.all_of(x), kernel), rows.all_of(lengths)
         state = jnp.zeros((hidden, len(ends)), x.dtype), jnp.zeros((len(ends), hidden), x.dtype)
 
         def step(t: Array, carry: Any) -> Any:
-            state, found = carry
-            state, (output, *others) = _advance(state, _at(driven, t), recurrent, bias)
-            new = (jnp.where((t < ends)[:, None], output, 0), *others)
-            return state, tuple(rows.put(values, t, at_t) for values, at_t in zip(found, new, strict=True))
+            state, results = carry
+            state, (output, *rest) = _advance(state, _at(driven, t), recurrent, bias)
+            new = (jnp.where((t < ends)[:, None], output, 0), *rest)
+            return state, tuple(rows.put(values, t, at_t) for values, at_t in zip(results, new, strict=True))
 
-        return lax.fori_loop(0, steps, step, (state, found))[1]
+        return lax.fori_loop(0, steps, step, (state, results))[1]
 
     nothing = tuple(jnp.zeros((batch, time, width), x.dtype) for width in (hidden, hidden, 4 * hidden))
     return _by_tiles(tile, lengths, nothing)
@@ -159,30 +159,30 @@ def _back_in_time(batches: tuple[Array, Array, Array, Array], weights: tuple[Arr
         return _scan_back(batches, weights)
     (d_outputs, cells, gates, lengths), (kernel, recurrent) = batches, weights
     batch, time = d_outputs.shape[:2]
-    reached = jnp.any(d_outputs != 0, -1) & _there(lengths, time)[..., 0]
+    reached = jnp.any(d_outputs != 0, -1) & _inside(lengths, time)[..., 0]
     reach = jnp.max(jnp.where(reached, jnp.arange(1, time + 1), 0), 1)
 
-    def tile(rows: _Rows, steps: Array, found: Any) -> Any:
-        there = _there(rows.all_of(lengths), time)
-        given = jnp.where(there, rows.all_of(d_outputs), 0)
+    def tile(rows: _Sentences, steps: Array, results: Any) -> Any:
+        inside = _inside(rows.all_of(lengths), time)
+        d_inside = jnp.where(inside, rows.all_of(d_outputs), 0)
         slopes = _slopes(rows.all_of(gates), rows.all_of(cells))
-        start = tuple(jnp.zeros_like(values[:, 0]) for values in (slopes[0], given))
+        start = tuple(jnp.zeros_like(values[:, 0]) for values in (slopes[0], d_inside))
 
         def step(done: Array, carry: Any) -> Any:
             t = steps - 1 - done
             state, (d_x, d_gates) = carry
-            state, new = _retreat(state, _at(given, t), [_at(values, t) for values in slopes], recurrent)
+            state, new = _retreat(state, _at(d_inside, t), [_at(values, t) for values in slopes], recurrent)
             d_x = d_x if rows.are_all else rows.put(d_x, t, new @ kernel.T)
             return state, (d_x, rows.put(d_gates, t, new))
 
-        d_x, d_gates = lax.fori_loop(0, steps, step, (start, found))[1]
+        d_x, d_gates = lax.fori_loop(0, steps, step, (start, results))[1]
         return (_product(d_gates, kernel.T) if rows.are_all else d_x), d_gates
 
     nothing = tuple(jnp.zeros((batch, time, width), gates.dtype) for width in (kernel.shape[0], gates.shape[-1]))
     return _by_tiles(tile, reach, nothing)
 
 
-class _Rows:
+class _Sentences:
     """Some sentences of a batch, and how to read and write their values."""
 
     def __init__(self, index: Array | None):
@@ -200,20 +200,20 @@ class _Rows:
         return values.at[self._index, t].set(new, mode="drop", unique_indices=True)
 
 
-def _by_tiles(tile: Callable[[_Rows, Array, Any], Any], lengths: Array, found: Any) -> Any:
+def _by_tiles(tile: Callable[[_Sentences, Array, Any], Any], lengths: Array, results: Any) -> Any:
     """Fold `tile(sentences, longest length, results) -> results` over tiles of sentences of similar length."""
     batch = len(lengths)
     if batch <= TILE:
-        return tile(_Rows(None), jnp.max(lengths), found)
+        return tile(_Sentences(None), jnp.max(lengths), results)
     tiles = -(-batch // TILE)
     size = -(-batch // tiles)
     order = jnp.pad(jnp.argsort(-lengths), (0, tiles * size - batch), constant_values=batch)
 
-    def one(number: Array, found: Any) -> Any:
+    def run_tile(number: Array, results: Any) -> Any:
         index = lax.dynamic_slice_in_dim(order, number * size, size)
-        return tile(_Rows(index), lengths[index[0]], found)
+        return tile(_Sentences(index), lengths[index[0]], results)
 
-    return lax.fori_loop(0, -(-jnp.sum(lengths > 0) // size), one, found)
+    return lax.fori_loop(0, -(-jnp.sum(lengths > 0) // size), run_tile, results)
 
 
 # ---- the derivative ----
@@ -230,11 +230,13 @@ def _forward(
 ) -> tuple[tuple[Array, Array], Any]:
     weights = kernel.value, recurrent.value, bias.value
     frozen = not any(leaf.perturbed for leaf in (kernel, recurrent, bias, *held))
-    wanted = jnp.where(moved.value, lengths.value, 0) if frozen else lengths.value
-    outputs, cells, gates = _over_time((x.value, wanted), weights)
+    moved_lengths = jnp.where(moved.value, lengths.value, 0) if frozen else lengths.value
+    outputs, cells, gates = _over_time((x.value, moved_lengths), weights)
     # Computed separately, so that the compiler can drop the sentences that reconstruction does not use.
-    others = _over_time((x.value, lengths.value - wanted), weights)[0] if frozen else jnp.zeros_like(outputs)
-    return (outputs, others), (weights[:2], wanted, cells, gates, None if frozen else (x.value, outputs))
+    frozen_outputs = (
+        _over_time((x.value, lengths.value - moved_lengths), weights)[0] if frozen else jnp.zeros_like(outputs)
+    )
+    return (outputs, frozen_outputs), (weights[:2], moved_lengths, cells, gates, None if frozen else (x.value, outputs))
 
 
 def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -271,6 +273,6 @@ def _one_later(values: Array) -> Array:
     return jnp.concatenate([jnp.zeros_like(values[:, :1]), values[:, :-1]], 1)
 
 
-def _there(lengths: Array, time: int) -> Array:
+def _inside(lengths: Array, time: int) -> Array:
     """Return `(batch, time, 1)`, true before the end of each sentence."""
     return (jnp.arange(time) < lengths[:, None])[..., None]

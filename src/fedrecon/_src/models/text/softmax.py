@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from fedrecon._src.models.text.merging import merging
+from fedrecon._src.models.text.shared_weights import merging
 
 Rows = tuple[Array, Array]  # hidden, and the targets
 Weights = tuple[Array, Array]  # kernel and bias
@@ -25,7 +25,7 @@ LOGITS_BYTES = 2**22  # logits are computed in parts of at most this size, to st
     jax.tree_util.register_dataclass,
     data_fields=["hidden", "kernel", "bias", "moved", "where_moved", "held"],
     meta_fields=[],
-    drop_fields=["found"],
+    drop_fields=["scored"],
 )
 @dataclasses.dataclass
 class Logits:
@@ -39,7 +39,7 @@ class Logits:
       where_moved: the same as `hidden` where `moved` is true; elsewhere it may be anything, to be cheaper to compute.
       held: what `hidden` depends on where `moved` is false. In reconstruction none of this is differentiated, and only
         rows that are moved have a gradient.
-      found: the last argument and result of `against`.
+      scored: the last argument and result of `score`.
     """
 
     hidden: Array
@@ -48,9 +48,9 @@ class Logits:
     moved: Array
     where_moved: Array
     held: tuple[Array, ...]
-    found: tuple[Any, Any] = dataclasses.field(default=(None, None), repr=False)
+    scored: tuple[Any, Any] = dataclasses.field(default=(None, None), repr=False)
 
-    def against(self, target: Array) -> tuple[Array, Array]:
+    def score(self, target: Array) -> tuple[Array, Array]:
         """Compare with the targets.
 
         Args:
@@ -60,13 +60,13 @@ class Logits:
           The cross-entropies, and 1 where no output has a higher logit than the target (0 elsewhere), both `(...)` and
           0 for padding.
         """
-        if self.found[0] is not target:  # the loss and each metric need the same result
+        if self.scored[0] is not target:  # the loss and each metric need the same result
             rows, moved_rows = (h.reshape(-1, h.shape[-1]) for h in (self.hidden, self.where_moved))
             losses, best = cross_entropy(
                 rows, self.kernel, self.bias, target.reshape(-1), self.moved.reshape(-1), moved_rows, self.held
             )
-            self.found = (target, (losses.reshape(target.shape), best.reshape(target.shape)))
-        return self.found[1]
+            self.scored = (target, (losses.reshape(target.shape), best.reshape(target.shape)))
+        return self.scored[1]
 
     def values(self) -> Array:
         """Return the logits, `(..., outputs)`."""
@@ -122,8 +122,8 @@ def _forward(
     losses = _losses((hidden.value, target.value), weights)
     if any(leaf.perturbed for leaf in held):
         return losses, (None, None, _slopes((hidden.value, target.value), weights), None)
-    wanted = jnp.where(moved.value, target.value, 0)
-    return losses, (None, None, None, _slopes((where_moved.value, wanted), weights))
+    moved_target = jnp.where(moved.value, target.value, 0)
+    return losses, (None, None, None, _slopes((where_moved.value, moved_target), weights))
 
 
 def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -184,15 +184,15 @@ def _in_parts(at_once: Callable[[Rows, Weights], Any], rows: Rows, weights: Weig
     order = jnp.pad(order, (0, parts * length - count), mode="edge")
     sorted_rows = jax.tree.map(lambda x: x[order], rows)
 
-    def one(part: Array, found: Any) -> Any:
-        here = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * length, length), sorted_rows)
-        new = at_once(here, weights)
-        return jax.tree.map(lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * length, 0), found, new)
+    def run_part(part: Array, results: Any) -> Any:
+        part_rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * length, length), sorted_rows)
+        new = at_once(part_rows, weights)
+        return jax.tree.map(lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * length, 0), results, new)
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at_once, sorted_rows, weights))
-    found = lax.fori_loop(0, -(-jnp.sum(rows[1] != 0) // length), one, nothing)
+    results = lax.fori_loop(0, -(-jnp.sum(rows[1] != 0) // length), run_part, nothing)
     back = jnp.zeros(count, order.dtype).at[order[:count]].set(jnp.arange(count, dtype=order.dtype))
-    return jax.tree.map(lambda x: x[back], found)
+    return jax.tree.map(lambda x: x[back], results)
 
 
 _losses = merging(axis=0, plain=_losses_at_once)(functools.partial(_in_parts, _losses_at_once))

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.models.text.lstm import lstm
 from fedrecon._src.models.text.softmax import Logits
 
 
-@recorded
+@register_factory
 def next_word(
     vocabulary: int,
     oov_buckets: int = 1,
@@ -104,16 +104,18 @@ def next_word(
         memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
         weights = memory["kernel"], memory["recurrent"], memory["bias"]
         after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
-        states, others = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
+        states, frozen_states = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
 
         def project(states: Array) -> Array:
             return states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
 
         held = of_word, *weights, dense["kernel"], dense["bias"]
-        return Logits(project(states + others), output["kernel"], output["bias"], after_oov, project(states), held)
+        return Logits(
+            project(states + frozen_states), output["kernel"], output["bias"], after_oov, project(states), held
+        )
 
     def cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
-        return predictions.against(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
+        return predictions.score(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
 
     def over_positions(predictions: Logits, batch: Batch) -> Weighted:
         values, real = cross_entropy(predictions, batch)
@@ -123,7 +125,7 @@ def next_word(
         def measure(predictions: Logits, batch: Batch) -> Weighted:
             target = batch["target"]
             counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
-            return predictions.against(target)[1], counts.astype(jnp.float32)
+            return predictions.score(target)[1], counts.astype(jnp.float32)
 
         return Metric(measure)
 

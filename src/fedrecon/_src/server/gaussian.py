@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
+from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total
 from fedrecon._src.privacy.accounting import Release, check_clip, noise_for, update_noise_for
 from fedrecon._src.privacy.correlated import coefficients, correlate, nothing_yet
 from fedrecon._src.server.aggregator import Aggregator, Report, chain
 from fedrecon._src.server.averaging import Weigh, check_weigh, finite, weigh_and_clip
-from fedrecon._src.server.rescaling import Scales, rescaled
+from fedrecon._src.server.rescaling import Scales, rescale
 
 MARGIN = 1e-5  # norms are computed in single precision, so uploads are clipped a little below the norm that is claimed
 BELOW = "below"
@@ -50,7 +50,7 @@ class Noise(NamedTuple):
         return Release(self.updates, 1.0, 1, count_noise=self.of_count)
 
 
-@recorded
+@register_factory
 def private(
     clip: float,
     noise_multiplier: float | None = None,
@@ -131,7 +131,7 @@ def private(
     if quantile is not None:
         of_count = per_round / 20 if count_noise is None else count_noise
         noise = Noise(update_noise_for(noise_multiplier, of_count), of_count)
-    stages = [] if scales is None else [rescaled(scales)]
+    stages = [] if scales is None else [rescale(scales)]
     stage = _Stage(clip, noise, per_round, weigh, quantile, clip_rate, bands)
     return chain(finite(), *stages, _clip_and_noise(stage))
 
@@ -164,10 +164,10 @@ def _clip_and_noise(stage: _Stage) -> Aggregator:
 
     def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
         del keys
-        here = summand.scale > 0
+        present = summand.scale > 0
         summand, norm = weigh_and_clip(summand, weigh, limit * (1 - MARGIN))
         # A half up or down, so that one client changes the count by one half at most.
-        below = jnp.where(here, jnp.where(norm <= limit, 0.5, -0.5), 0.0)
+        below = jnp.where(present, jnp.where(norm <= limit, 0.5, -0.5), 0.0)
         return summand._replace(scalars={} if quantile is None else {BELOW: below}, flags={})
 
     def decode(state: _State, total: Total, key: Array) -> tuple[Total, _State, Report]:
@@ -175,7 +175,7 @@ def _clip_and_noise(stage: _Stage) -> Aggregator:
         fresh = draw_noise(total.parts, noise.updates * limit, jax.random.fold_in(key, 0))
         if len(bands) > 1:
             fresh, past = correlate(bands, fresh, past)
-        parts = jax.tree.map(lambda values, mine: (values + mine) / per_round, total.parts, fresh)
+        parts = jax.tree.map(lambda values, noise_values: (values + noise_values) / per_round, total.parts, fresh)
         if quantile is None or noise.of_count is None:
             return Total(parts, {}), _State(limit, past), {}
         counted = total.scalars[BELOW] + noise.of_count * jax.random.normal(jax.random.fold_in(key, 1))
@@ -194,18 +194,18 @@ def _clip_and_noise(stage: _Stage) -> Aggregator:
     )
 
 
-def draw_noise(like: Parts, deviation: Array | float, key: Array) -> Parts:
+def draw_noise(parts: Parts, deviation: Array | float, key: Array) -> Parts:
     """Draw Gaussian noise for every entry of a sum.
 
     Args:
-      like: parts of a total, whole.
+      parts: of a total, whole.
       deviation: standard deviation.
       key: from the system's entropy where somebody is to be protected.
     """
-    leaves, structure = jax.tree.flatten(like)
+    leaves, structure = jax.tree.flatten(parts)
     keys = jax.random.split(key, max(len(leaves), 1))
     drawn = [
-        deviation * jax.random.normal(one, values.shape, values.dtype)
-        for values, one in zip(leaves, keys, strict=False)
+        deviation * jax.random.normal(leaf_key, values.shape, values.dtype)
+        for values, leaf_key in zip(leaves, keys, strict=False)
     ]
     return jax.tree.unflatten(structure, drawn)

@@ -23,20 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.factories import recorded
-from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, against
+from fedrecon._src.core.factories import register_factory
+from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, broadcast_clients
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon._src.privacy.ring import Grid, grid, quantise, restore
 from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
 from fedrecon._src.server.averaging import Weigh, all_finite, by_weight, check_weigh, clip, finite, weigh_and_clip
-from fedrecon._src.server.noised import MARGIN
-from fedrecon._src.server.rescaling import Scales, rescaled
+from fedrecon._src.server.gaussian import MARGIN
+from fedrecon._src.server.rescaling import Scales, rescale
 
 RESOLUTION = 2**12  # integers that the noise in the sum is wide: a float32 can be rounded to each of them
 
 
-@recorded
+@register_factory
 def secure(
     clip_norm: float,
     *,
@@ -80,15 +80,15 @@ def secure(
             _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least
         )
         sized(1)  # bad settings are reported here, not in the first round
-        stages = [] if scales is None else [rescaled(scales)]
+        stages = [] if scales is None else [rescale(scales)]
         clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
         return chain(finite(), *stages, clipped, _noised_integers(sized, per_round, simulated_noise))
     if not (max_weight > 0 and max_metric > 0):
         raise ValueError(f"`max_weight` and `max_metric` are {max_weight} and {max_metric}; both must be above 0")
     weighed = _at_most(weigh or "examples", max_weight)
     values = grid(clip_norm * max_weight, clients)
-    others = {"weight": grid(max_weight, clients), "sums": grid(max_metric, clients)}
-    return chain(finite(), clip(clip_norm), by_weight(weighed), _integers(values, others, clients))
+    scalar_grids = {"weight": grid(max_weight, clients), "sums": grid(max_metric, clients)}
+    return chain(finite(), clip(clip_norm), by_weight(weighed), _integers(values, scalar_grids, clients))
 
 
 def _weighed_and_clipped(weigh: Weigh, limit: float) -> Aggregator:
@@ -99,25 +99,25 @@ def _weighed_and_clipped(weigh: Weigh, limit: float) -> Aggregator:
 def _at_most(weigh: Weigh, most: float) -> Weigh:
     def bounded(examples: Array, sums: Array) -> Array:
         if callable(weigh):
-            found = weigh(examples, sums)
+            weights = weigh(examples, sums)
         else:
-            found = examples if weigh == "examples" else jnp.ones(examples.shape)
-        return jnp.where(jnp.isfinite(found), jnp.minimum(found, most), found)
+            weights = examples if weigh == "examples" else jnp.ones(examples.shape)
+        return jnp.where(jnp.isfinite(weights), jnp.minimum(weights, most), weights)
 
     if not callable(weigh):
         by_weight(weigh)  # refuses an unknown name
     return bounded
 
 
-def _integers(values: Grid, others: Mapping[str, Grid], clients: int) -> Aggregator:
+def _integers(values: Grid, scalar_grids: Mapping[str, Grid], clients: int) -> Aggregator:
     """Make integers of what is added, and numbers of the sum; counts are integers already."""
 
     def grid_of(name: str) -> Grid:
-        return others[name] if name in others else Grid(1.0, clients, 1.0, 32)
+        return scalar_grids[name] if name in scalar_grids else Grid(1.0, clients, 1.0, 32)
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
         del message, keys
-        parts = _map(lambda array: quantise(values, array * against(summand.scale, array), jnp), summand)
+        parts = _map(lambda array: quantise(values, array * broadcast_clients(summand.scale, array), jnp), summand)
         small = {name: quantise(grid_of(name), value, jnp) for name, value in summand.scalars.items()}
         flags = {name: quantise(grid_of(name), value, jnp) for name, value in summand.flags.items()}
         return summand._replace(parts=parts, scalars=small, flags=flags)
@@ -149,7 +149,7 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
         share = sized(length_of(whole, True))
         summand = summand._replace(parts=whole, scalars={}, flags={})
         leaves, structure = jax.tree.flatten(
-            _map(lambda array: quantise(share.grid, array * against(summand.scale, array), jnp), summand)
+            _map(lambda array: quantise(share.grid, array * broadcast_clients(summand.scale, array), jnp), summand)
         )
         if simulated:
             leaves = [_noised(leaf, share, keys, number) for number, leaf in enumerate(leaves)]
@@ -171,21 +171,21 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
 
 
 def _noised(values: Array, share: ShareOfNoise, keys: Array, number: int) -> Array:
-    mine = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-    noise = jax.vmap(lambda key: jax.random.normal(key, values.shape[1:]))(mine) * math.sqrt(share.variance)
+    leaf_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+    noise = jax.vmap(lambda key: jax.random.normal(key, values.shape[1:]))(leaf_keys) * math.sqrt(share.variance)
     return values + jnp.rint(noise).astype(jnp.int32).astype(jnp.uint32)
 
 
 def _map(function: Any, summand: Summand) -> Parts:
     """Apply a function to the numbers of clients that take part; others add nothing anyway."""
 
-    def one(array: Array) -> Array:
-        return function(jnp.where(against(summand.scale > 0, array), array, 0))
+    def map_included(array: Array) -> Array:
+        return function(jnp.where(broadcast_clients(summand.scale > 0, array), array, 0))
 
     def of(change: Any) -> Any:
         if isinstance(change, RowChanges):
-            return RowChanges(change.ids, one(change.values), change.count, change.table)
-        return one(change)
+            return RowChanges(change.ids, map_included(change.values), change.count, change.table)
+        return map_included(change)
 
     return {name: {path: of(change) for path, change in part.items()} for name, part in summand.parts.items()}
 
@@ -208,8 +208,8 @@ def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts
     for name, part in sorted(total.parts.items()):
         parts[name] = {}
         for path, values in sorted(part.items()):
-            mine = noise[begin : begin + values.size].reshape(values.shape)
-            parts[name][path] = np.asarray(values, noise.dtype) + mine
+            share_of_leaf = noise[begin : begin + values.size].reshape(values.shape)
+            parts[name][path] = np.asarray(values, noise.dtype) + share_of_leaf
             begin += values.size
     return Total(parts, total.scalars)
 
@@ -227,33 +227,33 @@ def to_vectors(summand: Summand) -> np.ndarray:
       `(clients, length)` integers: everything that is added, whole, in one order. A client that is left out has zeros,
       its flags apart.
     """
-    there = np.asarray(summand.scale) > 0
+    present = np.asarray(summand.scale) > 0
     parts = [
-        np.where(there[:, None], np.asarray(_whole(change)).reshape(len(there), -1), 0)
+        np.where(present[:, None], np.asarray(_whole(change)).reshape(len(present), -1), 0)
         for _, part in sorted(summand.parts.items())
         for _, change in sorted(part.items())
     ]
     small = {**summand.scalars, **summand.flags}
-    parts += [np.asarray(small[name]).reshape(len(there), -1) for name in sorted(small)]
+    parts += [np.asarray(small[name]).reshape(len(present), -1) for name in sorted(small)]
     return np.concatenate(parts, 1).astype(np.uint32)
 
 
-def from_vector(vector: np.ndarray, like: Any) -> Total:
+def from_vector(vector: np.ndarray, template: Any) -> Total:
     """Return the total that a sum of vectors stands for.
 
     Args:
       vector: the sum of what `to_vectors` returned.
-      like: a total, or the shapes of one (`fedrecon._src.algorithms.rounds.total_shapes`).
+      template: a total, or the shapes of one (`fedrecon._src.algorithms.rounds.total_shapes`).
     """
-    found: dict[tuple[str, str], Array] = {}
-    names = [((name, path), part[path].shape) for name, part in sorted(like.parts.items()) for path in sorted(part)]
-    names += [(("", name), like.scalars[name].shape) for name in sorted(like.scalars)]
+    arrays: dict[tuple[str, str], Array] = {}
+    names = [((name, path), part[path].shape) for name, part in sorted(template.parts.items()) for path in sorted(part)]
+    names += [(("", name), template.scalars[name].shape) for name in sorted(template.scalars)]
     length = sum(math.prod(shape) for _, shape in names)
     if vector.shape != (length,):
         raise ValueError(f"the sum has the shape {vector.shape}; this algorithm's has ({length},)")
     begin = 0
     for name, shape in names:
-        found[name] = jnp.asarray(vector[begin : begin + math.prod(shape)], jnp.uint32).reshape(shape)
+        arrays[name] = jnp.asarray(vector[begin : begin + math.prod(shape)], jnp.uint32).reshape(shape)
         begin += math.prod(shape)
-    parts = {name: {path: found[name, path] for path in part} for name, part in like.parts.items()}
-    return Total(parts, {name: found["", name] for name in like.scalars})
+    parts = {name: {path: arrays[name, path] for path in part} for name, part in template.parts.items()}
+    return Total(parts, {name: arrays["", name] for name in template.scalars})

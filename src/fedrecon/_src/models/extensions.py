@@ -1,0 +1,232 @@
+"""Extensions of models: learned starts of local parameters, tables of local parameters, standardised ratings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrecon._src.client.lookups.tables import prefixed
+from fedrecon._src.core.factories import register_factory
+from fedrecon._src.core.model import AUTO, Batch, Model, State, Step, Weighted, predict_in
+from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, path_name, unflatten
+
+
+@register_factory
+def learned_default(model: Model) -> Model:
+    """Make the starting point of reconstruction a global parameter.
+
+    The global parameters become `{"shared": ..., "default_local": ...}`. In training the default gets the gradient of
+    the query loss at the reconstructed local parameters (or, in second order, the gradient through R). The local
+    parameters themselves never leave the client.
+
+    Args:
+      model: one that has local parameters and no learned default yet.
+
+    Returns:
+      The same model with `default_local` set.
+    """
+    if model.default_local is not None:
+        raise ValueError("the model already has a learned default")
+
+    def init_global(key: Array) -> Params:
+        shared_key, local_key = jax.random.split(key)
+        return {"shared": model.init_global(shared_key), "default_local": model.init_local(local_key)}
+
+    def predict(params: Params, local: Params, batch: Batch) -> Array:
+        return model.predict(params["shared"], local, batch)
+
+    return model._replace(
+        init_global=init_global,
+        predict=predict,
+        lookups=prefixed("shared", model.lookups),
+        default_local=lambda params: params["default_local"],
+        evidence=within_shared(model.evidence),
+        predict_train=within_shared(model.predict_train),
+        state=state_within_shared(model.state),
+    )
+
+
+def within_shared(function: Callable[..., Params] | None) -> Callable[..., Params] | None:
+    """Return a function of a model's global parameters that finds them under `shared`.
+
+    Args:
+      function: its first argument is the global parameters; None stays None.
+    """
+    if function is None:
+        return None
+    return lambda params, *rest: function(params["shared"], *rest)
+
+
+def state_within_shared(state: State | None) -> State | None:
+    """Return a model's state for when its global parameters are under `shared`.
+
+    Args:
+      state: the model's state; None stays None.
+    """
+    if state is None:
+        return None
+
+    def advance(params: Params, local: Params, batch: Batch, mask: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        shared, local_values = state.advance(params["shared"], local, batch, mask)
+        return {f"shared/{path}": value for path, value in shared.items()}, local_values
+
+    return State(tuple(f"shared/{path}" for path in state.shared), state.local, advance, state.momenta)
+
+
+@register_factory
+def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", moves: Which = "*") -> Model:
+    """Learn, for every id in a client's support, a shift of where its local parameters start.
+
+    What people choose to rate says something about them, however they rate it. The global parameters become
+    `{"shared": ..., "evidence": ...}`. Every leaf of `evidence` has one row per id, in the shape of a local parameter,
+    and starts at zero. Reconstruction starts where it did before plus the sum of the support's rows, divided by the
+    square root of one plus their number.
+
+    In training, a client's upload then has rows of its support examples too, not only of its query examples.
+
+    Args:
+      model: one that has local parameters and takes no evidence yet.
+      num_ids: ids are 0 to `num_ids - 1`.
+      feature: the feature that holds one id per example.
+      moves: which local parameters are shifted, as a pattern on their paths; all by default.
+
+    References:
+      Koren, Factorization Meets the Neighborhood, KDD 2008.
+    """
+    if model.evidence is not None:
+        raise ValueError("the model already takes evidence from support")
+    local = jax.eval_shape(model.init_local, jax.random.key(0))
+    if not jax.tree.leaves(local):
+        raise ValueError("the model has no local parameters, so there is nothing that evidence could shift")
+
+    leaves, structure = flatten(local)
+    matches = matcher(moves, "moves", leaves)
+    moved = [path for path, leaf in leaves.items() if matches(path, leaf)]
+
+    def init_global(key: Array) -> Params:
+        zeros = {path: jnp.zeros((num_ids, *leaves[path].shape), leaves[path].dtype) for path in moved}
+        whole = len(moved) == len(leaves)
+        return {"shared": model.init_global(key), "evidence": unflatten(structure, zeros) if whole else zeros}
+
+    def evidence(params: Params, support: Batch, mask: Array) -> Params:
+        weight = mask / jnp.sqrt(1.0 + jnp.sum(mask))
+        tables, _ = flatten(params["evidence"])
+        start = {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+        start |= {path: jnp.tensordot(weight, table[support[feature]], 1) for path, table in tables.items()}
+        return unflatten(structure, start)
+
+    lookups: Any = prefixed("shared", model.lookups)
+    if lookups != AUTO:
+        lookups |= {f"evidence/{path}": feature for path in moved}
+    return model._replace(
+        init_global=init_global,
+        predict=lambda params, local, batch: model.predict(params["shared"], local, batch),
+        lookups=lookups,
+        default_local=within_shared(model.default_local),
+        evidence=evidence,
+        predict_train=within_shared(model.predict_train),
+        state=state_within_shared(model.state),
+    )
+
+
+@register_factory
+def client_table(model: Model, num_clients: int, *, feature: str = "client") -> Model:
+    """Make every client's local parameters rows of global tables.
+
+    The global parameters become `{"shared": ..., "locals": ...}`, with the clients first in every leaf of `locals`; a
+    batch has each example's client in `feature`. Nothing is local any more, so the model can be trained centrally, on
+    all data in one place, or by federated averaging of everything.
+
+    Args:
+      model: a partially local model.
+      num_clients: rows of the tables.
+      feature: the feature with the row of each example's client.
+    """
+
+    def init_global(key: Array) -> Params:
+        shared_key, local_key = jax.random.split(key)
+        locals_ = jax.vmap(model.init_local)(jax.random.split(local_key, num_clients))
+        return {"shared": model.init_global(shared_key), "locals": locals_}
+
+    if model.state is not None:
+        raise ValueError(
+            "`client_table` predicts one example at a time, which a model with batch statistics cannot; "
+            "make the model with state='frozen'"
+        )
+
+    def predict_examples(params: Params, batch: Batch, step: Step | None) -> Any:
+        local_rows = jax.tree.map(lambda table: table[batch[feature]], params["locals"], is_leaf=_is_table)
+        columns = {name: batch[name] for name in batch if name != feature}
+
+        def predict_example(local: Params, example: Batch, step: Step | None) -> Any:
+            batch_of_one = {name: value[None] for name, value in example.items()}
+            step = None if step is None else step._replace(mask=step.mask[None])
+            return jax.tree.map(lambda x: x[0], predict_in(model, params["shared"], local, batch_of_one, step))
+
+        if step is not None and step.key is not None:
+            step = step._replace(key=jax.random.split(step.key, step.mask.shape[0]))
+        return jax.vmap(predict_example)(local_rows, columns, step)
+
+    tables = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init_local, jax.random.key(0)))
+    lookups: Any = prefixed("shared", model.lookups)
+    if lookups != AUTO:
+        lookups |= {f"locals/{path_name(path)}": feature for path, _ in tables}
+    return model._replace(
+        init_global=init_global,
+        init_local=lambda key: {},
+        predict=lambda params, local, batch: predict_examples(params, batch, None),
+        lookups=lookups,
+        predict_train=None
+        if model.predict_train is None
+        else lambda params, local, batch, step: predict_examples(params, batch, step),
+    )
+
+
+def _is_table(x: Any) -> bool:
+    return hasattr(x, "shape")
+
+
+@register_factory
+def standardize(
+    model: Model,
+    mean: float,
+    deviation: float,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    feature: str = "rating",
+) -> Model:
+    """Standardise ratings: the model predicts with mean 0 and deviation 1, and its predictions are scaled back.
+
+    The loss is the squared error divided by the variance, so learning rates, ridges and priors do not depend on the
+    unit of the ratings. Predictions are clipped to `low` and `high` in use and in evaluation, but not in training and
+    reconstruction, since a clipped prediction has no gradient. Metrics see ratings in their own scale.
+
+    Args:
+      model: one with the squared error as its loss, and one prediction per example.
+      mean: the mean of the ratings.
+      deviation: their standard deviation, above 0.
+      low: the lowest prediction.
+      high: the highest prediction.
+      feature: the feature that holds the ratings.
+    """
+    if not (deviation > 0 and math.isfinite(deviation) and math.isfinite(mean)):
+        raise ValueError(f"`mean` is {mean}, `deviation` is {deviation}; they must be finite, the deviation above 0")
+    if not low <= high:
+        raise ValueError(f"`low` is {low}, `high` is {high}; `low` must not be above `high`")
+
+    def predict_train(params: Params, local: Params, batch: Batch, step: Step) -> Any:
+        return mean + deviation * predict_in(model, params, local, batch, step)
+
+    def predict(params: Params, local: Params, batch: Batch) -> Any:
+        return jnp.clip(mean + deviation * model.predict(params, local, batch), low, high)
+
+    def loss(predictions: Array, batch: Batch) -> Weighted:
+        return ((predictions - batch[feature]) / deviation) ** 2, jnp.ones_like(predictions)
+
+    return model._replace(predict=predict, predict_train=predict_train, loss=loss)
