@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fedrecon import optimizers as optimizers
     from fedrecon import split as split
     from fedrecon._src.algorithms.algorithm import Algorithm as Algorithm
-    from fedrecon._src.algorithms.algorithm import RoundMessage as RoundMessage
     from fedrecon._src.algorithms.algorithm import Method as Method
+    from fedrecon._src.algorithms.algorithm import RoundMessage as RoundMessage
     from fedrecon._src.algorithms.algorithm import ServerState as ServerState
     from fedrecon._src.algorithms.ditto import ditto as ditto
     from fedrecon._src.algorithms.federated_averaging import federated_averaging as federated_averaging

@@ -58,9 +58,7 @@ def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int
         taken off its delta beforehand.
     """
     if algorithm.aggregator.release is None:
-        raise ValueError(
-            "a ledger was given, but the aggregator promises nothing: use aggregators.private"
-        )
+        raise ValueError("a ledger was given, but the aggregator promises nothing: use aggregators.private")
     if ledger.clients != clients:
         raise ValueError(f"the ledger is for {ledger.clients} clients, and there are {clients}")
     parts = algorithm.method.parts(jax.eval_shape(algorithm.method.init, jax.random.key(0)))
