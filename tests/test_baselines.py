@@ -8,7 +8,7 @@ import fedrecon as fr
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model
 from fedrecon._src.recommend import baselines
-from fedrecon._src.recommend import round_zero as preparation
+from fedrecon._src.recommend.round_zero import estimate_ratings
 from fedrecon.models import matrix_factorization
 
 TRAIN = Clients.from_columns(
@@ -47,7 +47,7 @@ def test_means_are_over_these_clients_alone():
 
 
 def test_biases_are_those_of_round_zero_and_a_damped_mean():
-    prepared = preparation.prepare(TRAIN, 4, plan=preparation.Plan(traits=0))
+    prepared = estimate_ratings(TRAIN, 4, trait_passes=0)
     support = np.array([prepared.standardize(4.0) - prepared.item_bias[0], prepared.standardize(1.0)])
     mine = support / (1 + prepared.user_ridge)
     guess = prepared.restore(prepared.item_bias[[1, 0]] + mine)

@@ -23,6 +23,7 @@ from fedrecon._src.app.config import (
 from fedrecon._src.app.presets import DEFAULT, PRESETS
 from fedrecon._src.app.recommender import shown_scale
 from fedrecon._src.app.saved import open_model
+from fedrecon._src.recommend.round_zero import estimate_ratings
 from fedrecon._src.simulation.evaluation import Evaluation
 
 pytestmark = pytest.mark.slow
@@ -160,7 +161,7 @@ def test_what_round_zero_found_is_saved_with_the_model(trained):
     counts, run = trained
     ratings = fr.data.load(counts).shuffle(0).cap(300)
     train = ratings.split_clients(0.8, 0.1, 0.1, seed=0)[0]
-    zero = fr.preparation.prepare(train, 15)
+    zero = estimate_ratings(train, 15)
     assert zero.transform == "log1p"
     model = open_model(run)
     scale = model.config.model.scale

@@ -113,15 +113,15 @@ def test_ratings_far_outside_count_as_little_on_nodes_as_in_the_simulation(files
     )
     plan = plan_of(config)
     zero, users = plan.zero, read_holding(plan, union).users
-    question = zero.first()
-    while not question.over:
+    state = zero.start()
+    while not state.done:
         nodes = [read_holding(plan, part).users.train for part in parts]
-        answers = [zero.answer(zero.read_question(question.to_bytes()), one) for one in nodes]
-        question = zero.following(question, {name: sum(one[name] for one in answers) for name in answers[0]})
-    found = plan.prepared(zero.read_found(zero.found_by(question))).config.model.scale
+        answers = [zero.answer(zero.from_bytes(zero.to_bytes(state)), clients) for clients in nodes]
+        state = zero.advance(state, {name: sum(answer[name] for answer in answers) for name in answers[0]})
+    found = plan.prepared(zero.read_result(zero.to_bytes(state))).config.model.scale
     ratings = fr.data.load(union, item_ids=np.arange(100, 100 + ITEMS))
     expected = prepare_ratings(plan.config, ratings, users, plan.legend).config.model.scale
-    assert question.message.outside > 0
+    assert state.estimate.outliers > 0
     assert expected.mean < 10
     for name in ("mean", "deviation", "low", "high", "noise", "user_ridge", "trait_ridges"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), 1e-9)
@@ -323,5 +323,5 @@ def test_the_largest_message_of_a_plan_has_room_for_joining_after_round_zero():
         model=dataclasses.replace(ROUND_ZERO_CONFIG.model, dim=1, implicit_feedback=False, implicit_prior=0.0),
     )
     plan = make_plan(config, Items(np.arange(300_000)))
-    question = plan.zero.first()
-    assert len(plan.content) + len(question.to_bytes()) + 2**14 < largest_message(plan)
+    state = plan.zero.start()._replace(asked=1)
+    assert len(plan.content) + len(plan.zero.to_bytes(state)) + 2**14 < largest_message(plan)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import fedrecon as fr
+from fedrecon._src.recommend.round_zero import estimate_ratings
 
 pytestmark = pytest.mark.slow
 
@@ -36,11 +37,8 @@ def clients():
     return fr.Clients.from_columns({"item": item, "rating": rating}, client=np.repeat(np.arange(4), sizes))
 
 
-ROUND_ZERO = fr.preparation.Plan(biases=10, traits=0)
-
-
 def test_round_zero_is_that_of_the_reference(reference, clients):
-    prepared = fr.preparation.prepare(clients, ITEMS, plan=ROUND_ZERO)
+    prepared = estimate_ratings(clients, ITEMS, trait_passes=0)
     zero = reference.round_zero(reference.Table.of(clients), ITEMS, passes=10)
     assert (prepared.mean, prepared.deviation) == (pytest.approx(zero.mu), pytest.approx(zero.s))
     np.testing.assert_allclose(prepared.item_bias, zero.bias, atol=1e-9)
@@ -48,7 +46,7 @@ def test_round_zero_is_that_of_the_reference(reference, clients):
 
 
 def test_what_users_make_of_traits_is_that_of_the_reference(reference, clients):
-    prepared = fr.preparation.prepare(clients, ITEMS, plan=fr.preparation.Plan(biases=10, traits=1))
+    prepared = estimate_ratings(clients, ITEMS, trait_passes=1)
     table = reference.Table.of(clients)
     zero = reference.with_traits(table, reference.round_zero(table, ITEMS, passes=10), passes=1)
     np.testing.assert_allclose(prepared.traits(), zero.traits, atol=1e-9)
@@ -57,7 +55,7 @@ def test_what_users_make_of_traits_is_that_of_the_reference(reference, clients):
 
 
 def test_a_round_takes_the_gradient_of_the_reference(reference, clients):
-    prepared = fr.preparation.prepare(clients, ITEMS, plan=ROUND_ZERO)
+    prepared = estimate_ratings(clients, ITEMS, trait_passes=0)
     model = fr.models.matrix_factorization(
         ITEMS, DIM, biases=True, init_scale=0.5, init_local_scale=0, init_item_bias=prepared.item_bias
     )

@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from fedrecon._src.privacy.leakage import leakage as leakage
     from fedrecon._src.recommend import baselines as baselines
     from fedrecon._src.recommend import ranking as ranking
-    from fedrecon._src.recommend import round_zero as preparation  # noqa: F401
     from fedrecon._src.simulation.comparison import Comparison as Comparison
     from fedrecon._src.simulation.comparison import compare as compare
     from fedrecon._src.simulation.engine import Layout as Layout
@@ -147,7 +146,6 @@ _MODULES = {
     "split": "fedrecon.split",
     "baselines": "fedrecon._src.recommend.baselines",
     "ranking": "fedrecon._src.recommend.ranking",
-    "preparation": "fedrecon._src.recommend.round_zero",
 }
 _MODULE_OF = {name: f"fedrecon._src.{module}" for module, names in _NAMES.items() for name in names.split()}
 

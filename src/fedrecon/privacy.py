@@ -9,16 +9,6 @@ from fedrecon._src.privacy.correlated import correlate as correlate
 from fedrecon._src.privacy.correlated import nothing_yet as nothing_yet
 from fedrecon._src.privacy.leakage import Exposure as Exposure
 from fedrecon._src.privacy.ledger import Ledger as Ledger
-from fedrecon._src.recommend.private_round_zero.answers import answer as answer
-from fedrecon._src.recommend.private_round_zero.estimation import advance as advance
-from fedrecon._src.recommend.private_round_zero.message import Entries as Entries
-from fedrecon._src.recommend.private_round_zero.message import done as done
-from fedrecon._src.recommend.private_round_zero.message import noise_of as noise_of
-from fedrecon._src.recommend.private_round_zero.message import start as start
-from fedrecon._src.recommend.private_round_zero.together import Found as Found
-from fedrecon._src.recommend.private_round_zero.together import gaussian as gaussian
-from fedrecon._src.recommend.private_round_zero.together import integers as integers
-from fedrecon._src.recommend.private_round_zero.together import prepare as prepare
 from fedrecon._src.server.adaptive_clipping import adaptive_clip as adaptive_clip
 from fedrecon._src.server.fixed_point import from_vector as from_vector
 from fedrecon._src.server.fixed_point import secure as secure

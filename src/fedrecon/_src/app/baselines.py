@@ -21,7 +21,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.data import Sentences
 from fedrecon._src.recommend import baselines, ranking
-from fedrecon._src.recommend.round_zero import Preparation, start
+from fedrecon._src.recommend.estimate import Estimate
 from fedrecon._src.simulation.evaluation import Evaluation
 
 Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
@@ -71,7 +71,7 @@ def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
     known = baselines.divided(clients, build_split(config.split.evaluate, config.split))
     if not len(known.query.rating):
         return {}
-    zero = _preparation(model)
+    zero = _estimate(model)
     own = baselines.user_biases(zero, known.support, known.clients)
     found = zero.item_bias[known.query.item] + own[known.query.client]
     guesses = {"global mean": np.zeros(len(found)), "item + user bias": found}
@@ -114,15 +114,16 @@ def with_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Cl
     return dataclasses.replace(found, micro=found.micro | covered)
 
 
-def _preparation(model: SavedModel[Any]) -> Preparation:
+def _estimate(model: SavedModel[Any]) -> Estimate:
     """Return what round zero knew of biases, from what is saved; ratings are transformed already."""
     scale, liking = model.config.model.scale, model.legend.liking
-    return start(len(model.legend))._replace(
+    return Estimate(
+        item_bias=liking.bias,
+        item_count=np.zeros(len(model.legend)),
         mean=scale.mean,
         deviation=scale.deviation,
         low=scale.low,
         high=scale.high,
-        item_bias=liking.bias,
         noise=liking.user_ridge,
         user_variance=1.0,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fedrecon._src.app.config import Config
 from fedrecon._src.privacy.accounting import Release, default_delta, noise_for
-from fedrecon._src.recommend.private_round_zero import PURPOSE
+from fedrecon._src.recommend.round_zero import PURPOSE
 
 SLACK = 1e-4  # a little below the budget, so that the cost of too few places (`Sampling.overflow_delta`) fits too
 FIRM, SMALL_POPULATION = 0.85, 11.0  # round zero's share: at most, and what it falls with

@@ -34,7 +34,7 @@ def shapes_of(plan: Plan, of: str) -> Any:
     if plan.zero is None or not plan.unprepared:
         raise Failure("garbage", "this plan has no round zero, or it is over")
     try:
-        return plan.zero.nothing(plan.zero.numbered(number))
+        return plan.zero.zeros(number)
     except ValueError as problem:
         raise Failure("garbage", str(problem)) from None
 

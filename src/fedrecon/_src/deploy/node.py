@@ -181,7 +181,7 @@ class Node:
         if not data or not isinstance(agreed, SettingsPlan) or agreed.zero is None:
             return
         try:
-            found = agreed.zero.read_found(data)
+            found = agreed.zero.read_result(data)
         except ValueError as problem:
             raise Failure("garbage", str(problem)) from None
         plan = agreed.prepared(found)
@@ -256,18 +256,18 @@ class Node:
         if self.memory.round >= 0 or self.memory.asked >= MOST_ASKED:
             raise Failure("old_round", "round zero is over for this node, or was asked for too often")
         try:
-            question = zero.read_question(body)
+            state = zero.from_bytes(body)
         except ValueError as problem:
             raise Failure("garbage", str(problem)) from None
-        if of != f"{PREPARE}{question.number}":
-            raise Failure("garbage", f"the question has number {question.number}, but the message asks for {of}")
+        if of != f"{PREPARE}{state.asked}" or state.done:
+            raise Failure("garbage", f"the question has number {state.asked}, but the message asks for {of}")
         self.memory.ask()
         users = self.holding.users.train
         if len(users) < plan.least_users:
-            return zero.nothing(question)
-        if question.number == 0:
+            return zero.zeros(state.asked)
+        if state.asked == 0:
             self._say(f"round zero: sums over {len(users)} {plan.task.people}")
-        return zero.answer(question, users)
+        return zero.answer(state, users)
 
     def _train(self, number: int, message: Any) -> Any:
         assert self.plan is not None

@@ -20,9 +20,9 @@ from fedrecon._src.app.config import ConfigError
 from fedrecon._src.app.tasks import Users
 from fedrecon._src.core.cohort import Lengths
 from fedrecon._src.deploy import noise
-from fedrecon._src.deploy.round_zero import RoundZero
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.ledger import NOT_COVERED
+from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.storage.arrays import write_bytes
 from fedrecon._src.storage.parts import check_names
@@ -165,7 +165,7 @@ class Plan(abc.ABC):
         """The largest norm of a user's change that the settings promise; None for no promise."""
 
     @property
-    def zero(self) -> RoundZero[Any] | None:
+    def zero(self) -> RoundZero | None:
         """Round zero: sums over users that the model begins with; None if there is none."""
         return None
 
@@ -416,7 +416,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             if plan.nodes
             else "Keys are not signed: the server is trusted not to invent nodes"
         )
-    first = "" if plan.zero is None else f"{plan.zero.sends}; then "
+    first = "" if plan.zero is None else f"first {plan.zero.description}; then "
     return [
         ("plan", plan.digest),
         ("task", plan.about()),

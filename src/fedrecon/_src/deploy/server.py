@@ -160,16 +160,16 @@ class _Training(Members):
         zero, file = plan.zero, self.folder.path / ROUND_ZERO
         assert zero is not None
         if not file.exists():
-            question = zero.first()
-            while not question.over:
-                of = f"{PREPARE}{question.number}"
-                summed = self._gather(Question(self.run_id, 0, of, question.to_bytes()), everybody=True).summed
+            state = zero.start()
+            while not state.done:
+                of = f"{PREPARE}{state.asked}"
+                summed = self._gather(Question(self.run_id, 0, of, zero.to_bytes(state)), everybody=True).summed
                 total = {name: sum(part[name] for part in summed.parts) for name in summed.parts[0]}
-                question = zero.following(question, total)
-            write_sealed(file, {"found": base64.b64encode(zero.found_by(question)).decode()})
-        found = zero.read_found(base64.b64decode(read_sealed(file)["found"]))
-        ready, self.found = plan.prepared(found), bytes(found)
-        self.say(zero.remark(found))
+                state = zero.advance(state, total)
+            write_sealed(file, {"result": base64.b64encode(zero.to_bytes(state)).decode()})
+        result = zero.read_result(base64.b64decode(read_sealed(file)["result"]))
+        ready, self.found = plan.prepared(result), result.data
+        self.say(zero.describe(result))
         return ready
 
     def ledger(self) -> Ledger | None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.app.build import build_algorithm
 from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, config_from_json, to_json
@@ -15,14 +17,13 @@ from fedrecon._src.app.experiment import make_evaluator
 from fedrecon._src.app.health import Watch, why_failed
 from fedrecon._src.app.saved import save_model
 from fedrecon._src.app.tasks import Task, Users, task_of
+from fedrecon._src.app.tasks.factors import apply_estimate, build_model, round_zero_of
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import AUTO
 from fedrecon._src.deploy import noise
-from fedrecon._src.deploy.click_counts import ClickCounts
 from fedrecon._src.deploy.plan import OWN, Plan, PlanError
-from fedrecon._src.deploy.rating_scale import RatingScale
-from fedrecon._src.deploy.round_zero import Found, RoundZero
+from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
 
@@ -40,7 +41,7 @@ class SettingsPlan(Plan):
 
     config: Config
     legend: Any
-    found: Found | None = None
+    found: Result | None = None
 
     @property
     def task(self) -> Task[Any, Any, Any]:
@@ -54,16 +55,21 @@ class SettingsPlan(Plan):
             model = self.task.build_model(self.config, self.legend)
             aggregator = noise.aggregator_of(self.config, self.users, {name: getattr(self, name) for name in OWN})
             return build_algorithm(self.config, model, aggregator=aggregator)
-        return build_algorithm(self.config, self.zero.build_model(self.found), self.found.examples)
+        if isinstance(self.config, RatingsConfig):
+            model = build_model(self.config.model, len(self.legend), self.found.estimate)
+        else:
+            model = self.task.build_model(self.config, self.legend)
+        return build_algorithm(self.config, model, self.found.num_examples)
 
     @property
-    def zero(self) -> RoundZero[Any] | None:
+    def zero(self) -> RoundZero | None:
         """Round zero, if there is one."""
         if isinstance(self.config, ClicksConfig):
-            return ClickCounts(self.config, self.legend)
+            return RoundZero(num_items=len(self.legend), clicks=True)
         config = self.config
-        wanted = isinstance(config, RatingsConfig) and (config.model.round_zero or config.data.transform != "none")
-        return RatingScale(config, self.legend) if wanted else None
+        if isinstance(config, RatingsConfig) and (config.model.round_zero or config.data.transform != "none"):
+            return round_zero_of(config, len(self.legend))
+        return None
 
     @property
     def rounds(self) -> int:
@@ -106,7 +112,7 @@ class SettingsPlan(Plan):
         """Whether round zero comes first."""
         return self.zero is not None and self.found is None
 
-    def prepared(self, found: Found) -> SettingsPlan:
+    def prepared(self, found: Result) -> SettingsPlan:
         """Return the plan with what round zero found in settings, legend and model; its digest stays."""
         return _prepared(self, found)
 
@@ -150,10 +156,13 @@ class SettingsPlan(Plan):
 
 
 @functools.lru_cache(maxsize=8)
-def _prepared(plan: SettingsPlan, found: Found) -> SettingsPlan:
+def _prepared(plan: SettingsPlan, found: Result) -> SettingsPlan:
     """Prepare a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
-    assert plan.zero is not None
-    config, legend = plan.zero.settle(found)
+    config, legend, counts = plan.config, plan.legend, found.estimate.item_count
+    if isinstance(config, RatingsConfig):
+        config, legend = apply_estimate(config, legend, found.estimate, counts)
+    else:
+        legend = dataclasses.replace(legend, counts=np.rint(counts).astype(np.int64))
     ready = dataclasses.replace(plan, config=config, legend=legend, found=found)
     ready.__dict__["content"] = plan.content  # the agreement
     return ready

@@ -21,9 +21,9 @@ from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA, Total, Upload, add, no_total
 from fedrecon._src.data.ratings.synthetic import synthetic_ratings
 from fedrecon._src.models.factorization import matrix_factorization
-from fedrecon._src.privacy.accounting import Release, epsilon_of
+from fedrecon._src.privacy.accounting import epsilon_of
 from fedrecon._src.privacy.audit import Audit, Canaries, audit
-from fedrecon._src.recommend import private_round_zero as round_zero
+from fedrecon._src.recommend.round_zero import ANSWER, RoundZero
 from fedrecon._src.server.aggregator import Aggregator
 from fedrecon._src.server.fixed_point import add_noise, secure
 from fedrecon._src.server.gaussian import private
@@ -154,20 +154,19 @@ def _audit_round_zero(noise: float, canaries: int, delta: float, seed: int, sabo
     owner = np.repeat(np.arange(canaries), RATED)
     inside = rng.random(canaries) < 0.5
     took_part = inside[owner]
-    message = round_zero.start(items, clients=int(inside.sum()), scale=(1.0, 5.0))
-    scores, releases = np.zeros(canaries), []
-    while not round_zero.done(message):
-        wanted = round_zero.noise_of(message, noise)
+    round_zero = RoundZero(num_items=items, noise_multiplier=noise, clients=int(inside.sum()), scale=(1.0, 5.0))
+    state, scores = round_zero.start(), np.zeros(canaries)
+    while not state.done:
+        wanted = round_zero.noise_of(state)
         used = wanted / 2 if sabotage == "half-noise" else wanted
-        total = round_zero.answer(message, item[took_part], rating[took_part], owner[took_part]).total()
-        total = total * (2 if sabotage == "twice" else 1) + rng.normal(0.0, used, message.length)
-        known = round_zero.answer(message, item, rating, owner)  # what each would have answered
-        alone = np.bincount(known.place, minlength=message.length)[known.place] == 1  # others would be in the way
-        values = np.where(alone, known.value * total[known.place], 0.0) / wanted**2
-        scores += np.bincount(known.client, values, canaries)
-        releases.append(Release(wanted, 1.0, 1, purpose=round_zero.PURPOSE))
-        message = round_zero.advance(message, total, used)
-    claimed = epsilon_of(releases, delta)
+        total = round_zero.answer_each(state, item[took_part], rating[took_part], owner[took_part]).total()
+        total = total * (2 if sabotage == "twice" else 1) + rng.normal(0.0, used, len(total))
+        answers = round_zero.answer_each(state, item, rating, owner)  # what each would have answered
+        unique = np.bincount(answers.index, minlength=len(total))[answers.index] == 1  # others would be in the way
+        values = np.where(unique, answers.value * total[answers.index], 0.0) / wanted**2
+        scores += np.bincount(answers.client, values, canaries)
+        state = round_zero.advance(state, {ANSWER: total}, used)
+    claimed = epsilon_of(round_zero.releases(), delta)
     return audit(scores[inside], scores[~inside], claimed=claimed, delta=delta)
 
 

@@ -17,7 +17,8 @@ from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.split import Split, half
-from fedrecon._src.recommend.round_zero import Plan, Preparation, prepare
+from fedrecon._src.recommend.estimate import Estimate
+from fedrecon._src.recommend.round_zero import estimate_ratings
 
 ACCURATE_WITHIN = 0.5
 HELD_OUT = 0.1  # share of the training clients on which a central baseline's ridge is chosen
@@ -104,10 +105,10 @@ def measure(
     known = divided(test, split)
     if not len(known.query.rating):
         raise ValueError("none of the clients has query examples to measure on; use another split")
-    prepared = prepare(train, num_items, plan=Plan(traits=0), transform="none")
+    estimate = estimate_ratings(train, num_items, trait_passes=0, transform="none")
     table = {}
     for name in which:
-        guess = np.clip(FITS[name](prepared, train, split)(known), prepared.low, prepared.high)
+        guess = np.clip(FITS[name](estimate, train, split)(known), estimate.low, estimate.high)
         table[name] = errors(guess, known.query.rating, accuracy_within)
     return Baselines(len(np.unique(known.query.client)), len(known.query.rating), table)
 
@@ -152,7 +153,7 @@ def divided(clients: Clients, split: Split) -> Known:
 # ---- means and biases ----
 
 Predict = Callable[[Known], np.ndarray]  # clients' examples -> predictions for the query ones
-Fit = Callable[[Preparation, Clients, Split], Predict]
+Fit = Callable[[Estimate, Clients, Split], Predict]
 
 
 def _all_examples(clients: Clients) -> Examples:
@@ -162,9 +163,9 @@ def _all_examples(clients: Clients) -> Examples:
     return Examples(owner, clients.columns["item"][rows], clients.columns["rating"][rows].astype(np.float64))
 
 
-def _global_mean(prepared: Preparation, train: Clients, split: Split) -> Predict:
+def _global_mean(estimate: Estimate, train: Clients, split: Split) -> Predict:
     del train, split
-    return lambda known: np.full(len(known.query.rating), prepared.mean)
+    return lambda known: np.full(len(known.query.rating), estimate.mean)
 
 
 def item_means(train: Clients, num_items: int) -> np.ndarray:
@@ -180,56 +181,56 @@ def item_means(train: Clients, num_items: int) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), rated.rating.mean())
 
 
-def _item_mean(prepared: Preparation, train: Clients, split: Split) -> Predict:
+def _item_mean(estimate: Estimate, train: Clients, split: Split) -> Predict:
     del split
-    means = item_means(train, len(prepared.item_bias))
+    means = item_means(train, len(estimate.item_bias))
     return lambda known: means[known.query.item]
 
 
-def _biases(prepared: Preparation, train: Clients, split: Split) -> Predict:
+def _biases(estimate: Estimate, train: Clients, split: Split) -> Predict:
     del train, split
 
     def predict(known: Known) -> np.ndarray:
-        mine = user_biases(prepared, known.support, known.clients)
-        standardized = prepared.item_bias[known.query.item] + mine[known.query.client]
-        return prepared.mean + prepared.deviation * standardized
+        mine = user_biases(estimate, known.support, known.clients)
+        standardized = estimate.item_bias[known.query.item] + mine[known.query.client]
+        return estimate.mean + estimate.deviation * standardized
 
     return predict
 
 
-def user_biases(prepared: Preparation, examples: Examples, clients: int) -> np.ndarray:
+def user_biases(estimate: Estimate, examples: Examples, clients: int) -> np.ndarray:
     """Return every client's bias: the mean residual of its standardised ratings, damped by the ridge.
 
     Args:
-      prepared: the result of round zero.
+      estimate: the result of round zero.
       examples: the clients' ratings.
       clients: how many there are.
     """
-    residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
+    residual = estimate.standardize(examples.rating) - estimate.item_bias[examples.item]
     count = np.bincount(examples.client, minlength=clients)
-    return np.bincount(examples.client, residual, clients) / (count + prepared.user_ridge)
+    return np.bincount(examples.client, residual, clients) / (count + estimate.user_ridge)
 
 
 # ---- factor models, trained centrally ----
 
 
-def _svd(prepared: Preparation, train: Clients, split: Split) -> Predict:
+def _svd(estimate: Estimate, train: Clients, split: Split) -> Predict:
     """Fit item factors as singular vectors of the residuals of the biases, and new users by ridge regression."""
 
     def candidates(part: Clients) -> Iterator[_Factors]:
-        items = _singular_items(prepared, part, DIM)
+        items = _singular_items(estimate, part, DIM)
         return (_Factors(items[:, :dim], ridge) for dim in (DIM // 4, DIM) for ridge in SVD_RIDGES)
 
-    return _chosen(candidates, prepared, train, split)
+    return _chosen(candidates, estimate, train, split)
 
 
-def _als(prepared: Preparation, train: Clients, split: Split) -> Predict:
+def _als(estimate: Estimate, train: Clients, split: Split) -> Predict:
     """Fit the residuals of the item biases by alternating least squares; a user's bias is one of its factors."""
 
     def candidates(part: Clients) -> Iterator[_Factors]:
-        return (_Factors(_alternate(prepared, part, ridge, DIM), ridge) for ridge in ALS_RIDGES)
+        return (_Factors(_alternate(estimate, part, ridge, DIM), ridge) for ridge in ALS_RIDGES)
 
-    return _chosen(candidates, prepared, train, split)
+    return _chosen(candidates, estimate, train, split)
 
 
 class _Factors(NamedTuple):
@@ -240,7 +241,7 @@ class _Factors(NamedTuple):
 
 
 def _chosen(
-    candidates: Callable[[Clients], Iterator[_Factors]], prepared: Preparation, train: Clients, split: Split
+    candidates: Callable[[Clients], Iterator[_Factors]], estimate: Estimate, train: Clients, split: Split
 ) -> Predict:
     """Choose the candidate that is best on held-out training clients, and fit it again to all training clients."""
     part, rest = train.split_clients(1 - HELD_OUT, HELD_OUT, seed=0)
@@ -248,24 +249,24 @@ def _chosen(
         part, rest = train, train
     known = divided(rest, split)
     losses = [
-        float(np.sum((_newcomers(prepared, factors, known) - known.query.rating) ** 2)) for factors in candidates(part)
+        float(np.sum((_newcomers(estimate, factors, known) - known.query.rating) ** 2)) for factors in candidates(part)
     ]
     best = next(itertools.islice(candidates(train), int(np.argmin(losses)), None))
-    return lambda known: _newcomers(prepared, best, known)
+    return lambda known: _newcomers(estimate, best, known)
 
 
-def _newcomers(prepared: Preparation, factors: _Factors, known: Known) -> np.ndarray:
+def _newcomers(estimate: Estimate, factors: _Factors, known: Known) -> np.ndarray:
     """Predict for new users: a ridge regression on support gives each client's bias and factors."""
-    mine = _users(prepared, factors, known.support, known.clients)
+    mine = _users(estimate, factors, known.support, known.clients)
     found = np.einsum("nd,nd->n", _with_one(factors.items, known.query.item), mine[known.query.client])
-    return prepared.mean + prepared.deviation * (prepared.item_bias[known.query.item] + found)
+    return estimate.mean + estimate.deviation * (estimate.item_bias[known.query.item] + found)
 
 
-def _users(prepared: Preparation, factors: _Factors, examples: Examples, clients: int) -> np.ndarray:
+def _users(estimate: Estimate, factors: _Factors, examples: Examples, clients: int) -> np.ndarray:
     """Return every client's factors, followed by its bias."""
     items, ridge = factors
-    residual = prepared.standardize(examples.rating) - prepared.item_bias[examples.item]
-    ridges = np.append(np.full(items.shape[1], ridge), prepared.user_ridge)
+    residual = estimate.standardize(examples.rating) - estimate.item_bias[examples.item]
+    ridges = np.append(np.full(items.shape[1], ridge), estimate.user_ridge)
     return ridge_by_group(_with_one(items, examples.item), residual, examples.client, clients, ridges)
 
 
@@ -273,23 +274,23 @@ def _with_one(items: np.ndarray, item: np.ndarray) -> np.ndarray:
     return np.concatenate([items[item], np.ones((len(item), 1))], 1)
 
 
-def _alternate(prepared: Preparation, train: Clients, ridge: float, dim: int, sweeps: int = 8) -> np.ndarray:
+def _alternate(estimate: Estimate, train: Clients, ridge: float, dim: int, sweeps: int = 8) -> np.ndarray:
     rated = _all_examples(train)
-    items = np.random.default_rng(0).normal(0, 0.1, (len(prepared.item_bias), dim))
-    y = prepared.standardize(rated.rating) - prepared.item_bias[rated.item]
+    items = np.random.default_rng(0).normal(0, 0.1, (len(estimate.item_bias), dim))
+    y = estimate.standardize(rated.rating) - estimate.item_bias[rated.item]
     for _ in range(sweeps):
-        users = _users(prepared, _Factors(items, ridge), rated, len(train))
+        users = _users(estimate, _Factors(items, ridge), rated, len(train))
         left = y - users[rated.client, -1]
         items = ridge_by_group(users[rated.client, :-1], left, rated.item, len(items), np.full(dim, ridge))
     return items
 
 
-def _singular_items(prepared: Preparation, train: Clients, dim: int, sweeps: int = 6) -> np.ndarray:
+def _singular_items(estimate: Estimate, train: Clients, dim: int, sweeps: int = 6) -> np.ndarray:
     """Return the leading right singular vectors times the root of their values, by subspace iteration."""
     rated = _all_examples(train)
-    mine = user_biases(prepared, rated, len(train))
-    left = prepared.standardize(rated.rating) - prepared.item_bias[rated.item] - mine[rated.client]
-    num_items = len(prepared.item_bias)
+    mine = user_biases(estimate, rated, len(train))
+    left = estimate.standardize(rated.rating) - estimate.item_bias[rated.item] - mine[rated.client]
+    num_items = len(estimate.item_bias)
     items = np.random.default_rng(0).normal(size=(num_items, min(dim, len(train), num_items)))
     for _ in range(sweeps):
         items, _ = np.linalg.qr(items)

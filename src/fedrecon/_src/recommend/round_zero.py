@@ -1,427 +1,390 @@
-"""Round zero: the scale of the ratings, item biases and variances, from nothing but sums over clients.
+"""Round zero: before the first round, a server asks its clients a few questions and sees only the sums of the answers.
 
-Before the first round the server queries its clients a few times. Each time a client answers with sums over its own
-ratings, the answers are added up (by a simulator, a server or a secure sum), and the server works with the total:
+    state = round_zero.start()
+    while not state.done:
+        state = round_zero.advance(state, sum of round_zero.answer(state, clients) over clients)
 
-    message = preparation.start(num_items)
-    while not preparation.done(message):
-        message = preparation.advance(message, sum of preparation.answer(message, item, rating) over clients)
-
-The first total gives the scale: mean, deviation, and whether the ratings are counts. Ratings far outside of what most
-clients have are left out of it and of all that follows, so that no single client decides. The following totals fit
-`y = item bias + user bias + noise` to the standardised ratings, and the variances of all three, by expectation
-maximisation. The last ones show how differently users respond to two traits of an item, its bias and its popularity:
-some users follow the majority and some do not. Users' biases and coefficients never leave the clients.
+Who adds the answers does not matter: the simulator, nodes that each hold many clients, or a secure sum. For ratings,
+the sums give the scale, item biases and ridges; for clicks, how many clients have each item. With noise, answers are
+bounded and totals are noised; what is asked differs (`bounded_answers`), what is estimated does not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.data.ratings.believed import BINS as MAGNITUDES
-from fedrecon._src.data.ratings.believed import MOMENTS, Believed, believe, moments, negative_share
+from fedrecon._src.core.wire import from_bytes, to_bytes
+from fedrecon._src.privacy.accounting import Release
+from fedrecon._src.privacy.noise import draw, share_of_noise
+from fedrecon._src.privacy.ring import quantise, restore
+from fedrecon._src.recommend import bounded_answers, exact_answers
+from fedrecon._src.recommend.bounded_answers import Entries
+from fedrecon._src.recommend.estimate import (
+    Bounds,
+    Estimate,
+    Question,
+    State,
+    Sums,
+    Transform,
+    transform_ratings,
+)
+from fedrecon._src.recommend.outliers import BINS, RatingRange
 
-Transform = Literal["none", "log1p"]
-Sums = dict[str, np.ndarray]
+PURPOSE = "round zero"
+TRANSFORMS: tuple[Transform, ...] = ("none", "log1p")
+BIAS_PASSES, TRAIT_PASSES = 10, 5
+BOUNDED_BIAS_PASSES, BOUNDED_TRAIT_PASSES = 2, 1
+ANSWER = "answer"  # the only array of a bounded answer
+POSITIVE = ("deviation", "noise", "item_variance", "user_variance", "item_bias_ridge", "user_bias_ridge")
 
-TRAITS = ("bias", "popularity")
-SKEWED = 2.0  # ratings have a skewness between -1 and 0; plays and clicks of 10 or more
-FEW = 0.05  # counts have no more than this share of ratings below 0, which then count as 0
-BINS, BIN = 200, 0.1  # to find the ends of the scale: 200 bins, each a tenth of a deviation wide
-ENDS = 9  # digits of the ends of the scale, those of the deviation: more than ratings have in 32 bits
-LEAST_VARIANCE = 1e-4  # of standardised ratings, so that no ridge is infinite
-
-
-class Plan(NamedTuple):
-    """How many passes over clients follow the first: to fit biases, then the variances of trait coefficients."""
-
-    biases: int = 10
-    traits: int = 5
+Add = Callable[[Entries, int, float], tuple[np.ndarray, Release]]
 
 
-DEFAULT = Plan()
-
-
-class Preparation(NamedTuple):
-    """What the server knows so far, and sends to every client.
+@dataclass(frozen=True, kw_only=True)
+class RoundZero:
+    """The questions of round zero, and how a server and its clients ask and answer them.
 
     Attributes:
-      plan: how many passes there are.
-      passes: how many totals the server has seen.
-      transform: `log1p` for counts, which are fitted as log(1 + x); else `none`.
-      mean: of the transformed ratings.
-      deviation: of the transformed ratings; 1 if all are the same.
-      low: the lowest rating, transformed; predictions are clipped to it.
-      high: the highest rating, in the same way.
-      item_bias: `(items,)` of standardised ratings; 0 for items without ratings.
-      item_count: `(items,)` how many ratings each item has.
-      noise: the variance that neither bias explains.
-      item_variance: of the item biases.
-      user_variance: of the user biases.
-      fitted_ridge: the ridge that `item_bias` was fitted with.
-      trait_variance: `(traits,)` of the users' coefficients of item traits.
-      believed: which ratings count; those far outside do not.
-      outside: how many ratings do not count.
-    """
-
-    plan: Plan
-    passes: int
-    transform: Transform
-    mean: float
-    deviation: float
-    low: float
-    high: float
-    item_bias: np.ndarray
-    item_count: np.ndarray
-    noise: float = 0.7
-    item_variance: float = 0.15
-    user_variance: float = 0.15
-    fitted_ridge: float = 0.7 / 0.15
-    trait_variance: np.ndarray = np.full(len(TRAITS), 0.02)
-    believed: Believed = Believed()
-    outside: int = 0
-
-    @property
-    def user_ridge(self) -> float:
-        """The ridge on a user's bias: the prior counts as much as this many ratings."""
-        return self.noise / self.user_variance
-
-    @property
-    def item_ridge(self) -> float:
-        """The ridge on an item's bias."""
-        return self.noise / self.item_variance
-
-    @property
-    def trait_ridge(self) -> np.ndarray:
-        """The ridges on a user's coefficients of item traits."""
-        return self.noise / self.trait_variance
-
-    def traits(self) -> np.ndarray:
-        """Return the traits of every item, `(items, traits)`: its bias and the logarithm of its popularity.
-
-        Both have mean 0 and deviation 1 over ratings, and are 0 before any rating has been counted.
-        """
-        return _scaled_traits(self, self.item_bias, self.item_count)
-
-    def standardize(self, rating: Any) -> np.ndarray:
-        """Return ratings with mean 0 and deviation 1.
-
-        Args:
-          rating: ratings as they are given.
-        """
-        return (_transformed(rating, self.transform) - self.mean) / self.deviation
-
-    def restore(self, standardized: Any) -> np.ndarray:
-        """Undo `standardize`, and clip to the scale.
-
-        Args:
-          standardized: ratings or predictions with mean 0 and deviation 1.
-        """
-        values = np.clip(self.mean + self.deviation * np.asarray(standardized), self.low, self.high)
-        return np.expm1(values) if self.transform == "log1p" else values
-
-
-def _transformed(rating: Any, transform: Transform) -> np.ndarray:
-    """Return ratings, or log(1 + ratings) with those below 0 as 0, in double precision."""
-    values = np.asarray(rating, np.float64)
-    return np.log1p(np.maximum(values, 0)) if transform == "log1p" else values
-
-
-def start(num_items: int, plan: Plan = DEFAULT) -> Preparation:
-    """Return the first message of the server.
-
-    Args:
       num_items: item ids are 0 to `num_items - 1`.
-      plan: how many passes there are.
-    """
-    if num_items < 1:
-        raise ValueError(f"`num_items` is {num_items}; it must be at least 1")
-    nothing = np.zeros(num_items)
-    if min(plan) < 0 or plan.biases < 1:
-        raise ValueError(f"`plan` is {plan}; biases must be fitted at least once")
-    return Preparation(plan, 0, "none", 0.0, 1.0, -np.inf, np.inf, nothing, nothing)
-
-
-def done(message: Preparation) -> bool:
-    """Return whether round zero is complete.
-
-    Args:
-      message: what the server would send next.
-    """
-    return message.passes > sum(message.plan)
-
-
-def answer(message: Preparation, item: Any, rating: Any, client: Any | None = None) -> Sums:
-    """Return a client's answer to a message: sums by item, by bin of the scale, and over everything.
-
-    Args:
-      message: what the server sent.
-      item: `(ratings,)` the items that the client has rated.
-      rating: `(ratings,)` their ratings.
-      client: `(ratings,)` the number of each rating's client, from 0, to answer for several clients at once. The
-        result is the sum of their answers.
-    """
-    item, rating = np.asarray(item), np.asarray(rating, np.float64)
-    if not np.isfinite(rating).all():
-        raise ValueError("some ratings are not finite numbers; leave them out")
-    owner = np.zeros(len(item), np.int64) if client is None else np.asarray(client)
-    if message.passes == 0:
-        return moments(rating, owner)
-    if message.outside:
-        here = message.believed.has(rating)
-        item, rating, owner = item[here], rating[here], owner[here]
-    if message.passes > message.plan.biases:
-        return _trait_sums(message, item, message.standardize(rating), owner)
-    sums = _bias_sums(message, item, message.standardize(rating), owner)
-    return sums | _bins(message.standardize(rating)) if message.passes == 1 else sums
-
-
-def advance(message: Preparation, total: Mapping[str, Any], *, transform: Transform | None = None) -> Preparation:
-    """Return the next message of the server.
-
-    Args:
-      message: the last message.
-      total: the sum of all clients' answers to it.
+      clicks: count the clients of each item, and nothing else; clients need no ratings.
+      bias_passes: how often biases are fitted; by default 10 times, with noise twice.
+      trait_passes: how often the variances of trait coefficients are; by default 5 times, with noise once.
       transform: `log1p` or `none`; by default the skewness of the ratings decides.
+      noise_multiplier: of one release that costs as much as all of round zero; None for exact sums.
+      clients: how many clients are asked, which is public; only needed with noise.
+      scale: the lowest and the highest rating, if they are public; only with noise, which otherwise estimates them.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> ratings = fr.data.synthetic_ratings(seed=0)
+      >>> round_zero = fr.recommend.RoundZero(num_items=ratings.num_items)
+      >>> state = round_zero.start()
+      >>> while not state.done:
+      ...     state = round_zero.advance(state, round_zero.answer(state, ratings))
+      >>> state.asked
+      16
     """
-    if message.passes == 0:
-        return _scale(message, total, transform)
-    if message.passes > message.plan.biases:
-        return _fit_traits(message, total)
-    message = _ends(message, total) if message.passes == 1 else message
-    return _fit(message, total)
+
+    num_items: int
+    clicks: bool = False
+    bias_passes: int | None = None
+    trait_passes: int | None = None
+    transform: Transform | None = None
+    noise_multiplier: float | None = None
+    clients: int = 0
+    scale: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if self.num_items < 1:
+            raise ValueError(f"`num_items` must be at least 1 (got {self.num_items})")
+        if not self.noised and (self.scale is not None or self.bias_passes == 0):
+            raise ValueError("exact sums estimate `scale` and need `bias_passes` of at least 1")
+        if self.scale is not None and not (-math.inf < self.scale[0] < self.scale[1] < math.inf):
+            raise ValueError(f"`scale` must be the lowest and the highest rating, such as (1, 5) (got {self.scale})")
+        if self.noised and (self.clicks or self.clients < 1):
+            raise ValueError("`noise_multiplier` is for ratings and needs `clients`, the number of clients")
+
+    @property
+    def noised(self) -> bool:
+        """Whether answers are bounded, and totals have noise."""
+        return self.noise_multiplier is not None
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """All questions, in order."""
+        if self.clicks:
+            return ("counts",)
+        biases, traits = BIAS_PASSES, TRAIT_PASSES
+        if self.noised:
+            biases, traits = BOUNDED_BIAS_PASSES, BOUNDED_TRAIT_PASSES
+        biases = biases if self.bias_passes is None else self.bias_passes
+        traits = traits if self.trait_passes is None else self.trait_passes
+        questions: list[Question] = ["moments"]
+        if self.noised:
+            questions = ["range", "scale"] if self.scale is None else ["scale"]
+        first: tuple[Question, ...] = ("first biases",) if biases else ()
+        repeated: tuple[Question, ...] = ("biases",) * (biases - 1) + ("traits",) * traits  # type: ignore[assignment]
+        return (*questions, *first, *repeated)
+
+    @property
+    def description(self) -> str:
+        """What clients send, in words."""
+        return "how many users have each item" if self.clicks else "sums of ratings (counts, means, item biases)"
+
+    def start(self) -> State:
+        """Return the state before anything is asked."""
+        zeros = np.zeros(self.num_items)
+        estimate, bounds = Estimate(zeros, zeros), None
+        if self.noised:
+            low, high = (-math.inf, math.inf)
+            if self.scale is not None:
+                estimate = estimate._replace(transform=self.transform or "none")
+                low, high = map(float, transform_ratings(self.scale, estimate.transform))
+            bounds = Bounds(low, high, 1.0, 0.0, zeros, zeros)
+        return State(self.questions, 0, estimate, bounds=bounds)
+
+    def answer(self, state: State, clients: Clients) -> Sums:
+        """Return the sum of clients' answers to the next question, without noise.
+
+        Args:
+          state: what the server sent.
+          clients: with columns `item` and, unless they are clicks, `rating`.
+        """
+        rows = rows_of(clients.starts, clients.ends)
+        item = np.asarray(clients.columns["item"])[rows]
+        rating = np.zeros(len(item)) if self.clicks else np.asarray(clients.columns["rating"])[rows]
+        return self.answer_rows(state, item, rating, np.repeat(np.arange(len(clients)), clients.sizes))
+
+    def answer_rows(self, state: State, item: Any, rating: Any, owner: Any = None) -> Sums:
+        """Return the sum of the answers of the clients `owner` (from 0; by default a single one) who gave ratings."""
+        rows = _check_rows(item, rating, owner)
+        if state.bounds is None:
+            return exact_answers.answer(state, *rows)
+        return {ANSWER: bounded_answers.answer(state, *rows).total()}
+
+    def answer_each(self, state: State, item: Any, rating: Any, owner: Any = None) -> Entries:
+        """Return the bounded answers of single clients, to noise or audit them."""
+        return bounded_answers.answer(state, *_check_rows(item, rating, owner))
+
+    def zeros(self, asked: int) -> Sums:
+        """Return the sum over no clients after `asked` questions, in the shapes of all others."""
+        if not 0 <= asked < len(self.questions):
+            raise ValueError(f"`asked` must be from 0 to {len(self.questions) - 1} (got {asked})")
+        state = self.start()._replace(asked=asked)
+        if state.bounds is not None:
+            return {ANSWER: np.zeros(bounded_answers.answer_length(state))}
+        return self.answer_rows(state, np.zeros(0, np.int64), np.zeros(0))
+
+    def noise_of(self, state: State) -> float:
+        """Return the standard deviation of the noise in the next total; 0 if sums are exact."""
+        return 0.0 if not self.noise_multiplier else bounded_answers.noise_multiplier_of(state, self.noise_multiplier)
+
+    def releases(self) -> tuple[Release, ...]:
+        """Return what all questions give away with Gaussian noise, for a ledger; nothing if sums are exact."""
+        if not self.noised:
+            return ()
+        states = [self.start()._replace(asked=asked) for asked in range(len(self.questions))]
+        return tuple(Release(self.noise_of(state), 1.0, 1, purpose=PURPOSE) for state in states)
+
+    def advance(self, state: State, total: Mapping[str, Any], noise: float | None = None) -> State:
+        """Return the next state.
+
+        Args:
+          state: the last one.
+          total: the sum of all clients' answers to it, with noise if there is any.
+          noise: the standard deviation of the noise in every entry; by default `noise_of(state)`.
+        """
+        if state.bounds is None:
+            return exact_answers.advance(state, total, self.transform)
+        noise = self.noise_of(state) if noise is None else noise
+        return bounded_answers.advance(state, total[ANSWER], noise, self.clients, self.transform)
+
+    def to_bytes(self, state: State) -> bytes:
+        """Write a state for clients; before the first question, there is nothing to tell them."""
+        return to_bytes(_to_tree(state)) if state.asked else b""
+
+    def from_bytes(self, data: bytes) -> State:
+        """Read a state from bytes that may be anything.
+
+        Raises:
+          ValueError: they are no state of this round zero.
+        """
+        start = self.start()
+        if not data:
+            return start
+        tree = from_bytes(data, _to_tree(start))
+        if not all(np.isfinite(leaf).all() for leaf in tree.values()):
+            raise ValueError("a state of round zero has numbers that are not finite")
+        return _from_tree(tree, start)
+
+    def read_result(self, data: bytes) -> Result:
+        """Read the last state, when all questions were answered.
+
+        Raises:
+          ValueError: the bytes are nothing that this round zero can end with.
+        """
+        state = self.from_bytes(data)
+        if not state.done:
+            raise ValueError("round zero is not over")
+        if not state.estimate.item_count.sum() >= 1:
+            raise ValueError("a state of round zero has an impossible `item_count`")
+        return Result(data, state.estimate)
+
+    def describe(self, result: Result) -> str:
+        """Return a sentence about a result."""
+        estimate, examples = result.estimate, result.num_examples
+        if self.clicks:
+            occupied = int((estimate.item_count > 0).sum())
+            return f"round zero: {examples:,} clicks on {occupied:,} of {self.num_items:,} items"
+        text = f"round zero: {examples:,} ratings, mean {estimate.mean:.4g}, deviation {estimate.deviation:.4g}"
+        text += "; ratings look like counts, so the model learns log(1+x)" if estimate.transform == "log1p" else ""
+        return text + (f"; ignored {estimate.outliers:,} outliers" if estimate.outliers else "")
 
 
-def prepare(
-    clients: Clients, num_items: int, *, plan: Plan = DEFAULT, transform: Transform | None = None
-) -> Preparation:
-    """Run round zero over all clients at once.
+@dataclass(frozen=True)
+class Result:
+    """What round zero estimated, as bytes and as numbers.
+
+    Attributes:
+      data: the last state as bytes.
+      estimate: what they say.
+    """
+
+    data: bytes
+    estimate: Estimate = field(compare=False)
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples all clients have."""
+        return round(float(self.estimate.item_count.sum()))
+
+
+def _check_rows(item: Any, rating: Any, owner: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    item, rating = np.asarray(item, np.int64), np.asarray(rating, np.float64)
+    if not np.isfinite(rating).all():
+        raise ValueError("`rating` must be finite numbers")
+    return item, rating, np.zeros(len(item), np.int64) if owner is None else np.asarray(owner)
+
+
+def _to_tree(state: State) -> dict[str, np.ndarray]:
+    values: dict[str, Any] = state.estimate._asdict()
+    values |= {"asked": state.asked, "kept": state.kept, "transform": TRANSFORMS.index(state.estimate.transform)}
+    if state.bounds is not None:
+        values |= {f"bounds_{name}": value for name, value in state.bounds._asdict().items()}
+    tree = {name: np.asarray(value, np.float64) for name, value in values.items()}
+    for name in ("low", "high"):  # not known before the scale is, and no answer depends on them
+        tree[name] = np.where(np.isfinite(tree[name]), tree[name], 0.0)
+    return tree
+
+
+def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
+    """Undo `_to_tree`, for arrays that are finite and have its shapes."""
+    asked, first, last = (int(number) for number in (tree["asked"], *tree["kept"]))
+    code, outliers = float(tree["transform"]), int(tree["outliers"])
+    checks = {
+        "asked": 0 < asked <= len(start.questions),
+        "kept": 0 <= first <= last < BINS.count,
+        "transform": code in (0.0, 1.0),
+        "outliers": outliers >= 0,
+        "item_count": (tree["item_count"] >= 0).all(),
+        "trait_variance": (tree["trait_variance"] > 0).all(),
+        "high": tree["low"] <= tree["high"],
+        **{name: tree[name] > 0 for name in POSITIVE},
+    }
+    if start.bounds is not None:
+        names = Bounds._fields
+        checks |= {"bounds_size": tree["bounds_size"] > 0, "bounds_high": tree["bounds_low"] < tree["bounds_high"]}
+        checks |= {f"bounds_{name}": (tree[f"bounds_{name}"] >= 0).all() for name in ("deviation", "variance")}
+    if wrong := [name for name, passed in checks.items() if not passed]:
+        raise ValueError(f"a state of round zero has an impossible `{wrong[0]}`")
+    values = {name: _number(tree[name]) for name in Estimate._fields}
+    estimate = Estimate(**values | {"transform": TRANSFORMS[int(code)], "outliers": outliers})
+    bounds = None
+    if start.bounds is not None:
+        bounds = Bounds(**{name: _number(tree[f"bounds_{name}"]) for name in names})
+    return State(start.questions, asked, estimate, RatingRange(first, last), bounds)
+
+
+def _number(array: np.ndarray) -> Any:
+    return array if array.ndim else float(array)
+
+
+# ---- all clients in one process ----
+
+
+def estimate_ratings(clients: Clients, num_items: int, **options: Any) -> Estimate:
+    """Run round zero over all clients in this process, with exact sums.
 
     Args:
       clients: with columns `item` and `rating`.
       num_items: item ids are 0 to `num_items - 1`.
-      plan: how many passes there are.
-      transform: `log1p` or `none`; by default the skewness of the ratings decides.
+      **options: other fields of `RoundZero`.
+
+    Returns:
+      The scale of the ratings, item biases and variances.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> ratings = fr.data.synthetic_ratings(seed=0)
+      >>> estimate = fr.recommend.estimate_ratings(ratings, ratings.num_items)
+      >>> estimate.transform, estimate.item_bias.shape == (ratings.num_items,)
+      ('none', True)
+    """
+    round_zero = RoundZero(num_items=num_items, **options)
+    state = round_zero.start()
+    while not state.done:
+        state = round_zero.advance(state, round_zero.answer(state, clients))
+    return state.estimate
+
+
+def add_gaussian_noise(rng: np.random.Generator) -> Add:
+    """Return how a server that sees the sums noises them: `(answers, clients, noise multiplier) -> sum, release`."""
+
+    def add(entries: Entries, clients: int, noise: float) -> tuple[np.ndarray, Release]:
+        del clients
+        return entries.total() + rng.normal(0.0, noise, entries.length), Release(noise, 1.0, 1)
+
+    return add
+
+
+def add_discrete_noise(rng: np.random.Generator) -> Add:
+    """Return how integer sums are made with the clients' own discrete noise, as in a secure sum.
+
+    Args:
+      rng: of all clients' noise; a deployment draws each client's from the system's entropy.
+    """
+
+    def add(entries: Entries, clients: int, noise: float) -> tuple[np.ndarray, Release]:
+        share = share_of_noise(1.0, entries.length, noise, clients=clients, least=clients, bits=64)
+        total = np.zeros(entries.length, np.uint64)
+        np.add.at(total, entries.index, quantise(share.grid, entries.value))
+        total += draw(share, rng, clients)
+        return restore(share.grid, total), share.release(1.0)
+
+    return add
+
+
+class NoisedEstimate(NamedTuple):
+    """An estimate from noised sums, and what it gave away.
+
+    Attributes:
+      estimate: item counts are weighted and noised.
+      counts: the same counts, 0 for items that noise hides.
+      releases: one for each question.
+    """
+
+    estimate: Estimate
+    counts: np.ndarray
+    releases: tuple[Release, ...]
+
+
+def estimate_with_noise(round_zero: RoundZero, clients: Clients, add: Add, noise_scale: float = 1.0) -> NoisedEstimate:
+    """Run round zero over all clients in this process, with noise.
+
+    Args:
+      round_zero: with a noise multiplier.
+      clients: with columns `item` and `rating`.
+      add: how answers are added up and noised: `add_gaussian_noise(...)` or `add_discrete_noise(...)`.
+      noise_scale: multiply the noise by this; below 1 to see what a larger population would have, which protects none
+        of these clients.
     """
     rows = rows_of(clients.starts, clients.ends)
     item, rating = clients.columns["item"][rows], clients.columns["rating"][rows]
     owner = np.repeat(np.arange(len(clients)), clients.sizes)
-    message = start(num_items, plan)
-    while not done(message):
-        message = advance(message, answer(message, item, rating, owner), transform=transform)
-    return message
-
-
-# ---- the scale ----
-
-
-def _scale(message: Preparation, total: Mapping[str, Any], transform: Transform | None) -> Preparation:
-    count = float(np.sum(total["count"]))
-    if not count > 0:
-        raise ValueError("the clients have no ratings to learn a scale from")
-    few = negative_share(total) <= FEW
-    if transform == "log1p" and not few:
-        below = int(np.sum(np.asarray(total["count"])[: MAGNITUDES // 2]))
-        raise ValueError(f"log(1 + x) needs ratings of at least 0, but {below} are negative")
-    if transform is None:
-        skewed = skewness(believe(total, logarithm=False).sums(total)) > SKEWED
-        transform = "log1p" if few and skewed else "none"
-    believed = believe(total, logarithm=transform == "log1p")
-    sums = believed.sums(total)
-    first, second = ("log_sum", "log_square") if transform == "log1p" else ("sum", "square")
-    mean = sums[first] / sums["count"]
-    variance = sums[second] / sums["count"] - mean**2
-    deviation = variance**0.5 if variance > 1e-12 * (1 + mean**2) else 1.0
-    return message._replace(
-        passes=1,
-        transform=transform,
-        mean=mean,
-        deviation=deviation,
-        believed=believed,
-        outside=round(count - sums["count"]),
-    )
-
-
-def skewness(total: Mapping[str, Any]) -> float:
-    """Return the skewness of ratings from the sums of their powers; 0 if all are the same.
-
-    Args:
-      total: the sum of the clients' first answers.
-    """
-    summed = {name: float(np.sum(total[name])) for name in MOMENTS}
-    mean, square, cube = (summed[name] / summed["count"] for name in ("sum", "square", "cube"))
-    variance = square - mean**2
-    if not variance > 1e-12 * (1 + mean**2):
-        return 0.0
-    return (cube - 3 * mean * square + 2 * mean**3) / variance**1.5
-
-
-def _bins(standardized: np.ndarray) -> Sums:
-    bins = np.clip(np.floor(standardized / BIN).astype(np.int64) + BINS // 2, 0, BINS - 1)
-    return {"bin_count": np.bincount(bins, minlength=BINS) + 0.0, "bin_sum": np.bincount(bins, standardized, BINS)}
-
-
-def _ends(message: Preparation, total: Mapping[str, Any]) -> Preparation:
-    """Set the ends of the scale to the means of the outermost bins with ratings. For star ratings this is exact: what
-    sums add in rounding errors is rounded away.
-    """
-    count, values = np.asarray(total["bin_count"]), np.asarray(total["bin_sum"])
-    there = np.flatnonzero(count > 0)
-    digits = ENDS - math.floor(math.log10(message.deviation))
-    low, high = (message.mean + message.deviation * values[i] / count[i] for i in (there[0], there[-1]))
-    return message._replace(low=round(float(low), digits) + 0.0, high=round(float(high), digits) + 0.0)  # never -0.0
-
-
-# ---- biases and variances ----
-
-
-class Biases(NamedTuple):
-    """Users' biases, given the item biases; users first.
-
-    Attributes:
-      size: `(users,)` how many ratings each has.
-      bias: `(users,)` each user's bias.
-      square: `(users,)` the expected square of the bias.
-      error: `(users,)` the expected sum of squared errors.
-    """
-
-    size: np.ndarray
-    bias: np.ndarray
-    square: np.ndarray
-    error: np.ndarray
-
-
-def user_biases(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Biases:
-    """Return every user's bias, and the remaining errors.
-
-    Args:
-      message: what the server sent.
-      item: `(ratings,)` the rated items.
-      y: `(ratings,)` the standardised ratings.
-      owner: `(ratings,)` the user of each rating, from 0.
-    """
-    users = int(owner.max(initial=-1)) + 1
-    without = y - message.item_bias[item]
-    size = np.bincount(owner, minlength=users)
-    bias = np.bincount(owner, without, users) / (size + message.user_ridge)
-    spread = message.noise / (size + message.user_ridge)  # the variance of a user's bias given the ratings
-    error = np.bincount(owner, (without - bias[owner]) ** 2, users) + size * spread
-    return Biases(size, bias, bias**2 + spread, error)
-
-
-def _bias_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
-    items = len(message.item_bias)
-    found = user_biases(message, item, y, owner)
-    rated = found.size > 0
-    return {
-        "item_count": np.bincount(item, minlength=items) + 0.0,
-        "item_sum": np.bincount(item, y - found.bias[owner], items),
-        "users": np.asarray(rated.sum(), np.float64),
-        "user_square": np.asarray(found.square[rated].sum()),
-        "error": np.asarray(found.error.sum()),
-    }
-
-
-def _fit(message: Preparation, total: Mapping[str, Any]) -> Preparation:
-    count, users = np.asarray(total["item_count"], np.float64), float(total["users"])
-    ratings = count.sum()
-    if not ratings > 0 or not users > 0:
-        raise ValueError("the clients have no ratings to fit biases to")
-    noise, ridge, seen = message.noise, message.item_ridge, count > 0
-    if message.passes > 1:  # the errors belong to the item biases that were sent; in the first pass there were none
-        known = message.item_count
-        noise = (float(total["error"]) + (known * noise / (known + ridge)).sum()) / ratings
-    bias = np.where(seen, np.asarray(total["item_sum"]) / (count + ridge), 0.0)
-    item_variance = (bias**2 + message.noise / (count + ridge))[seen].mean()
-    return message._replace(
-        passes=message.passes + 1,
-        item_bias=bias,
-        item_count=count,
-        noise=max(noise, LEAST_VARIANCE),
-        item_variance=max(float(item_variance), LEAST_VARIANCE),
-        user_variance=max(float(total["user_square"]) / users, LEAST_VARIANCE),
-        fitted_ridge=ridge,
-    )
-
-
-# ---- how users respond to an item's traits ----
-
-
-def _scaled_traits(message: Preparation, bias: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Standardise traits by their mean and deviation over all ratings."""
-    weight = message.item_count / max(message.item_count.sum(), 1.0)
-    known = np.stack([message.item_bias, np.log1p(message.item_count)], 1)
-    mean = weight @ known
-    deviation = np.sqrt(weight @ (known - mean) ** 2)
-    return (np.stack([bias, np.log1p(count)], 1) - mean) / np.where(deviation > 1e-6, deviation, 1.0)
-
-
-class Tastes(NamedTuple):
-    """How users respond to items' traits; users first.
-
-    Attributes:
-      size: `(users,)` how many ratings each has.
-      square: `(users, traits + 1)` the expected squares of its coefficients, the bias last.
-      error: `(users,)` the expected sum of squared errors.
-    """
-
-    size: np.ndarray
-    square: np.ndarray
-    error: np.ndarray
-
-
-def user_tastes(message: Preparation, traits: np.ndarray, without: np.ndarray, owner: np.ndarray) -> Tastes:
-    """Fit every user's bias and coefficients of traits.
-
-    Args:
-      message: what the server sent.
-      traits: `(ratings, traits)` of the rated items.
-      without: `(ratings,)` standardised ratings without the item biases.
-      owner: `(ratings,)` the user of each rating, from 0.
-    """
-    users = int(owner.max(initial=-1)) + 1
-    x = np.concatenate([traits, np.ones((len(without), 1))], 1)  # (ratings, traits + 1)
-    columns = range(x.shape[1])
-    gram = np.stack([np.stack([np.bincount(owner, x[:, a] * x[:, b], users) for a in columns], 1) for b in columns], 1)
-    moment = np.stack([np.bincount(owner, x[:, a] * without, users) for a in columns], 1)
-    inverse = np.linalg.inv(gram + np.diag([*message.trait_ridge, message.user_ridge]))
-    solved = np.einsum("uab,ub->ua", inverse, moment)
-    square = solved**2 + message.noise * np.einsum("uaa->ua", inverse)
-    left = without - np.einsum("na,na->n", x, solved[owner])
-    error = np.bincount(owner, left**2, users) + message.noise * np.einsum("uab,uab->u", inverse, gram)
-    return Tastes(np.bincount(owner, minlength=users), square, error)
-
-
-def _trait_sums(message: Preparation, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Sums:
-    """Sum the squares of users' coefficients, each fitted to item traits without that user's own rating.
-
-    Otherwise the bias of an item with two ratings would mostly be each user's own opinion.
-    """
-    mine = user_biases(message, item, y, owner).bias
-    count = message.item_count[item]
-    total = message.item_bias[item] * (count + message.fitted_ridge) - (y - mine[owner])
-    others = np.maximum(count - 1, 0)
-    bias = np.where(others > 0, total / (others + message.fitted_ridge), 0.0)
-    found = user_tastes(message, _scaled_traits(message, bias, others), y - bias, owner)
-    rated = found.size > 0
-    return {
-        "users": np.asarray(rated.sum(), np.float64),
-        "ratings": np.asarray(len(y), np.float64),
-        "trait_square": found.square[rated].sum(0),
-        "error": np.asarray(found.error.sum()),
-    }
-
-
-def _fit_traits(message: Preparation, total: Mapping[str, Any]) -> Preparation:
-    variance = np.maximum(np.asarray(total["trait_square"]) / float(total["users"]), LEAST_VARIANCE)
-    return message._replace(
-        passes=message.passes + 1,
-        noise=max(float(total["error"]) / float(total["ratings"]), LEAST_VARIANCE),
-        trait_variance=variance[:-1],
-        user_variance=float(variance[-1]),
-    )
+    state, releases = round_zero.start(), []
+    while not state.done:
+        noise = round_zero.noise_of(state)
+        entries = round_zero.answer_each(state, item, rating, owner)
+        total, release = add(entries, len(clients), noise * noise_scale)
+        releases.append(release._replace(noise_multiplier=noise, purpose=PURPOSE))
+        state = round_zero.advance(state, {ANSWER: total}, noise * noise_scale)
+    assert state.bounds is not None
+    count = state.estimate.item_count
+    return NoisedEstimate(state.estimate, np.where(count > state.bounds.deviation, count, 0.0), tuple(releases))

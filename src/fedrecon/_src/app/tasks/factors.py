@@ -18,14 +18,19 @@ from fedrecon._src.app.stopping import say_rounds
 from fedrecon._src.app.tasks.task import Ready, Users
 from fedrecon._src.client.least_squares import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
-from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many, readable
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.ratings.accepted import Accepted
 from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardize
-from fedrecon._src.recommend import private_round_zero as round_zero
-from fedrecon._src.recommend.round_zero import DEFAULT, Plan, Preparation, Transform, advance, answer, prepare, start
+from fedrecon._src.recommend.estimate import Estimate, Transform
+from fedrecon._src.recommend.round_zero import (
+    RoundZero,
+    add_discrete_noise,
+    add_gaussian_noise,
+    estimate_with_noise,
+)
 
 FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the server leaves it as it is
 SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
@@ -148,7 +153,7 @@ def accepted_ratings(config: RatingsConfig, items: Items) -> Accepted | None:
 # ---- the model ----
 
 
-def build_model(settings: Factorization, num_items: int, zero: Preparation | None = None) -> Model:
+def build_model(settings: Factorization, num_items: int, zero: Estimate | None = None) -> Model:
     """Return the model.
 
     Args:
@@ -223,19 +228,18 @@ def transformed(clients: Clients, transform: str) -> Clients:
     return dataclasses.replace(clients, columns={**clients.columns, "rating": logs})
 
 
-def decide_transform(wanted: str, clients: Clients) -> Transform:
-    """Return the transform that settings name, or the one that suits these clients' ratings."""
-    rating = clients.columns["rating"][rows_of(clients.starts, clients.ends)]
-    owner = np.repeat(np.arange(len(clients)), clients.sizes)
-    first = start(1)
-    asked: Transform | None = None if wanted == "auto" else "log1p" if wanted == "log1p" else "none"
-    return advance(first, answer(first, np.zeros(len(rating), np.int64), rating, owner), transform=asked).transform
+def round_zero_of(config: RatingsConfig, num_items: int, **options: Any) -> RoundZero:
+    """Return the round zero of ratings that settings ask for."""
+    transform: Transform | None = None if config.data.transform == "auto" else config.data.transform
+    if not config.model.item_traits:
+        options["trait_passes"] = 0
+    return RoundZero(num_items=num_items, transform=transform, **options)
 
 
-def scale_of(settings: Factorization, transform: Transform, zero: Preparation) -> Scale:
+def scale_of(settings: Factorization, zero: Estimate) -> Scale:
     """Return what a model is told of the ratings: the scale and the ridges that round zero found."""
     return Scale(
-        transform=transform,
+        transform=zero.transform,
         mean=zero.mean,
         deviation=zero.deviation,
         low=zero.low,
@@ -247,20 +251,38 @@ def scale_of(settings: Factorization, transform: Transform, zero: Preparation) -
     )
 
 
+def apply_estimate(
+    config: RatingsConfig, items: Items, estimate: Estimate, counts: np.ndarray | None = None
+) -> tuple[RatingsConfig, Items]:
+    """Put what round zero estimated into settings and items.
+
+    Args:
+      config: the settings.
+      items: of the model.
+      estimate: from round zero.
+      counts: replace the counts and the scale of the items by these and by the estimated one.
+    """
+    scale = scale_of(config.model, estimate)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
+    items = dataclasses.replace(items, liking=Liking(estimate.item_bias, estimate.user_bias_ridge))
+    if counts is None:
+        return config, items
+    return config, dataclasses.replace(items, counts=np.rint(counts).astype(np.int64), scale=estimate.ends)
+
+
 def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items: Items) -> Ready:
     """Ask the training users for sums, and put what follows from them into settings, items and model."""
     if config.privacy.on:
         return prepare_privately(config, ratings, users, items)
-    transform = decide_transform(config.data.transform, users.train)
-    users = Users(*(transformed(part, transform) for part in users))
-    zero = biases = prepare(users.train, len(items), plan=Plan(DEFAULT.biases, 0), transform="none")
-    if config.model.item_traits:
-        zero = prepare(users.train, len(items), transform="none")
-    scale = scale_of(config.model, transform, zero)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
-    items = dataclasses.replace(items, liking=Liking(biases.item_bias, biases.user_ridge))
-    model = build_model(config.model, len(items), zero)
-    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, zero)))
+    round_zero = round_zero_of(config, len(items))
+    state = round_zero.start()
+    while not state.done:
+        state = round_zero.advance(state, round_zero.answer(state, users.train))
+    estimate = state.estimate
+    users = Users(*(transformed(part, estimate.transform) for part in users))
+    config, items = apply_estimate(config, items, estimate)
+    model = build_model(config.model, len(items), estimate)
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)))
 
 
 def prepare_privately(
@@ -276,40 +298,32 @@ def prepare_privately(
       population: compute the noise for these, and let the sums have as much of it as theirs; None for those who train.
     """
     here = Population(len(users.train), config.sampling.wanted(len(users.train)))
-    there, settings = population or here, config.model
-    plan = Plan(2, int(settings.item_traits)) if settings.round_zero else Plan(0, 0)
-    wanted: Transform | None = None if config.data.transform == "auto" else config.data.transform
+    target, settings = population or here, config.model
+    options: dict[str, Any] = {} if settings.round_zero else {"bias_passes": 0, "trait_passes": 0}
     rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
     try:
-        found = round_zero.prepare(
-            users.train,
+        round_zero = round_zero_of(
+            config,
             len(items),
-            noise_multiplier=round_zero_noise(config, there),
-            add=round_zero.integers(rng) if config.aggregate.secure else round_zero.gaussian(rng),
-            noise_scale=here.clients / there.clients,
+            noise_multiplier=round_zero_noise(config, target),
+            clients=len(users.train),
             scale=config.privacy.rating_range,
-            transform=wanted,
-            plan=plan,
+            **options,
         )
+        add = add_discrete_noise(rng) if config.aggregate.secure else add_gaussian_noise(rng)
+        noised = estimate_with_noise(round_zero, users.train, add, here.clients / target.clients)
     except ImportError as problem:
         raise ValueError(str(problem)) from problem
-    zero = found.preparation
-    users = Users(*(transformed(part, zero.transform) for part in users))
-    scale = scale_of(config.model, zero.transform, zero)
-    config = dataclasses.replace(config, model=dataclasses.replace(settings, scale=scale))
-    ends = np.array([zero.low, zero.high])
-    low, high = np.expm1(ends) if zero.transform == "log1p" else ends
-    items = dataclasses.replace(
-        items,
-        counts=np.rint(found.counts).astype(np.int64) if settings.round_zero else None,
-        scale=(float(low), float(high)),
-        liking=Liking(zero.item_bias, zero.user_ridge) if settings.round_zero else None,
-    )
-    model = build_model(config.model, len(items), zero)
-    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, zero)), found.releases)
+    estimate = noised.estimate
+    users = Users(*(transformed(part, estimate.transform) for part in users))
+    config, items = apply_estimate(config, items, estimate, noised.counts)
+    if not settings.round_zero:
+        items = dataclasses.replace(items, counts=None, liking=None)
+    model = build_model(config.model, len(items), estimate)
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)), noised.releases)
 
 
-def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Preparation) -> list[str]:
+def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estimate) -> list[str]:
     """Say what was read, who does what, and what was decided from it."""
     wanted, model, scale = config.data.transform, config.model, config.model.scale
     assert scale is not None
@@ -323,8 +337,8 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Prepar
         said.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
     if model.round_zero:
         said.append(_say_scale(scale))
-        if zero.outside:
-            far = f"{how_many(zero.outside, 'ratings of training users')} {'is' if zero.outside == 1 else 'are'} far"
+        if zero.outliers:
+            far = f"{how_many(zero.outliers, 'ratings of training users')} {'is' if zero.outliers == 1 else 'are'} far"
             said.append(
                 f"{far} outside the usual range and left out of these sums. Remove from the file what is a mistake."
             )
