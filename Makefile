@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo deploy-demo check test test-quick test-slow test-flower soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean
+.PHONY: demo deploy-demo check test test-quick test-matrix test-slow test-flower soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -23,6 +23,19 @@ check: .venv/dev.stamp
 
 test-quick: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' @tests/quick.txt
+
+# The quick tests on every supported Python that is on the PATH or under pyenv, each in its own virtualenv.
+VERSIONS ?= 3.11 3.12 3.13
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+test-matrix:
+	@for version in $(VERSIONS); do \
+	  for python in python$$version $(PYENV)/$$version.*/bin/python none; do $$python -c '' 2> /dev/null && break; done; \
+	  if [ $$python = none ]; then echo "skipped: there is no Python $$version"; continue; fi; \
+	  bin=build/venv-$$version/bin; echo "== $$($$python --version)"; \
+	  $$python -m venv build/venv-$$version || exit 1; \
+	  $$bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./src-device -e '.[dev]' || exit 1; \
+	  $$bin/python -m pytest -n 2 --dist loadfile -m 'not slow' @tests/quick.txt || exit 1; \
+	done
 
 test-slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -1,1 +1,0 @@
-"""Several processes that run one simulation: how they meet, what they say to each other, and arrays that span them."""
