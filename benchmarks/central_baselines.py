@@ -181,7 +181,7 @@ def baselines(users: Users, items: int) -> dict[str, float]:
 
 def compare(source: str, division: int, model: bool, devices: int | None = None) -> dict[str, float]:
     data = dataclasses.replace(DEFAULT.data, source=source, split_seed=division)
-    config = dataclasses.replace(DEFAULT, data=data, devices=devices)
+    config = dataclasses.replace(DEFAULT, data=data, jax_devices=devices)
     task, began = task_of(config), time.perf_counter()
     if model:
         with tempfile.TemporaryDirectory() as folder:

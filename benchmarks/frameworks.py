@@ -62,9 +62,9 @@ def main():
     parser.add_argument("--data", default="synthetic")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    from fedrecon import start_devices
+    from fedrecon import start_jax_devices
 
-    start_devices()
+    start_jax_devices()
     ratings = setup(arguments.data)
     from fedrecon._src.client.lookups.validation import with_lookups
 

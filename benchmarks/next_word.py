@@ -229,10 +229,10 @@ def main():
     parser.add_argument("--data", help="not used: only shapes matter")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    from fedrecon import start_devices
+    from fedrecon import start_jax_devices
 
     # A step is one client's and has all cores to itself; a cohort is divided among devices.
-    start_devices(1 if arguments.part == "step" else None)
+    start_jax_devices(1 if arguments.part == "step" else None)
     rows, figures = globals()[f"bench_{arguments.part}"]()
     arguments.json.write_text(json.dumps({"rows": rows, "figures": figures}))
 

@@ -33,7 +33,7 @@ def measure(path):
 
     import fedrecon as fr
 
-    fr.start_devices()
+    fr.start_jax_devices()
     solver = fr.gradient_descent(optax.sgd(0.1), batch_size=3)
     algorithm = fr.federated_reconstruction(
         fr.models.matrix_factorization(ITEMS), reconstruct=solver, update=solver, server=optax.sgd(1.0)

@@ -36,7 +36,7 @@ def main():
     parser.add_argument("--data", default="synthetic")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    fr.start_devices()
+    fr.start_jax_devices()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fedrecon", "train", arguments.data, "--out", folder]
         command += ["--rounds", "2", "--evaluate-every", "0"]

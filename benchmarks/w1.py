@@ -120,7 +120,7 @@ def bench_rounds(ratings):
     rows = [
         ("C loop, one thread", f"{figures['c']:.2f} ms a round", ""),
         (
-            f"fedrecon, {rounds.place.devices} devices, blocks of {rounds.place.block}",
+            f"fedrecon, {rounds.place.jax_devices} devices, blocks of {rounds.place.block}",
             f"{figures['fedrecon']:.2f} ms a round, {figures['microseconds_a_step']:.2f} us a step",
             "",
         ),
@@ -192,9 +192,9 @@ def main():
     parser.add_argument("--data", default="synthetic")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    from fedrecon import start_devices
+    from fedrecon import start_jax_devices
 
-    start_devices()
+    start_jax_devices()
     ratings = setup(arguments.data)
     rows, figures = globals()[f"bench_{arguments.part}"](ratings)
     arguments.json.write_text(json.dumps({"rows": rows, "figures": figures}))

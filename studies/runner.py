@@ -12,7 +12,7 @@ import jax
 
 from fedrecon._src.app.config import to_json
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.simulation.engine import start_devices
+from fedrecon._src.simulation.multihost import start_jax_devices
 from fedrecon._src.storage.arrays import StorageError
 from fedrecon._src.storage.sealed import read_sealed, write_sealed
 from studies.study import Data, Job, Kind, Result, digest
@@ -26,7 +26,7 @@ def start(devices: int | None, *, quick: bool) -> None:
     XLA reads its flags when JAX starts; if JAX has already started, nothing changes.
     """
     with _compiling_quickly() if quick else contextlib.nullcontext():
-        start_devices(devices)
+        start_jax_devices(devices)
         jax.devices()
 
 

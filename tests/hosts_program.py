@@ -6,7 +6,6 @@ python tests/hosts_program.py FOLDER 127.0.0.1:PORT 0    # the first of two, and
 
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from fedrecon._src.app.cli import main
 ITEMS = 30
 STEPS = fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=3)
 TEXT = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "4", "--model.max-words", "5"]
-TEXT += ["--model.hidden", "4", "--model.embedding", "4", "--model.projection", "4", "--devices", "2"]
+TEXT += ["--model.hidden", "4", "--model.embedding", "4", "--model.projection", "4"]
 TEXT += ["--reconstruct.steps", "2", "--update.steps", "2", "--sampling.clients-per-round", "3"]
 TEXT += ["--data.fractions", "0.4", "0.3", "0.3", "--rounds", "4", "--evaluate-every", "2", "--checkpoint-every", "2"]
 
@@ -98,22 +97,13 @@ def serves():
     return digest(fr.reconstruct(algorithm, params, examples))
 
 
-def patient():
-    """Return how many threads of this process let others finish, and that the main thread is none of them."""
-    if not hasattr(os, "SCHED_BATCH"):
-        return 0
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    policies = [os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir()]
-    return policies.count(os.SCHED_BATCH)
-
-
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if len(sys.argv) > 2:
-        fr.start_hosts(sys.argv[2], 2, int(sys.argv[3]), devices=2, large_products=True)
+        fr.start_hosts(sys.argv[2], 2, int(sys.argv[3]), jax_devices=1, timeout=60)
     else:
-        fr.start_devices(2)
-    found = {"patient": patient(), "reconstruction": reconstructs(), "averaging": keeps(folder), "ranking": ranks()}
+        fr.start_jax_devices(2)
+    found = {"reconstruction": reconstructs(), "averaging": keeps(folder), "ranking": ranks()}
     if jax.process_index() == 0:
         found["served"] = serves()
     reads(folder)

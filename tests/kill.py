@@ -35,7 +35,7 @@ from fedrecon._src.storage.storage_errors import StorageError
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 OPTIONS = ["--rounds", "24", "--checkpoint-every", "3", "--evaluate-every", "5", "--model.dim", "2"]
-OPTIONS += ["--sampling.clients-per-round", "4", "--devices", "1", "--data.fractions", "0.6", "0.2", "0.2"]
+OPTIONS += ["--sampling.clients-per-round", "4", "--jax-devices", "1", "--data.fractions", "0.6", "0.2", "0.2"]
 AT_RANDOM_TIMES = 0.2  # share of kills that do not wait for a file operation
 
 
@@ -173,7 +173,7 @@ class Library:
             clients_per_round=3,
             folder=fr.RunFolder(folder),
             checkpoint_every=2,
-            layout=fr.layout(block=1, devices=1),
+            layout=fr.layout(block=1, jax_devices=1),
         )
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves((found.params, found.kept))]
         np.save(folder.with_suffix(".npy"), np.concatenate(leaves))

@@ -363,7 +363,7 @@ def test_what_is_random_follows_from_the_seed_and_not_from_the_layout():
     clients = xy(([1, 2], [0, 0]), ([3], [0]), ([1], [0]))
     here = noisy_run(clients, epochs=2)
     assert noisy_run(clients, epochs=2) == here
-    assert noisy_run(clients, epochs=2, layout=fr.layout(block=2, devices=1)) == pytest.approx(here, rel=1e-6)
+    assert noisy_run(clients, epochs=2, layout=fr.layout(block=2, jax_devices=1)) == pytest.approx(here, rel=1e-6)
     assert noisy_run(clients, epochs=2, seed=1) != here
 
 

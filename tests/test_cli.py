@@ -27,7 +27,7 @@ SMALL = [
     "6",
     "--evaluate-every",
     "4",
-    "--devices",
+    "--jax-devices",
     "1",
 ]
 SMALL += ["--data.fractions", "0.6", "0.2", "0.2", "--checkpoint-every", "3"]
@@ -297,7 +297,7 @@ def test_the_fractions_that_are_advised_can_be_typed(tmp_path):
 @pytest.mark.slow
 def test_one_test_user_says_little_and_is_not_said_to_decide(tmp_path, capsys):
     ratings = write_ratings(tmp_path / "ratings.csv", users=20)
-    command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", "--devices", "1"]
+    command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", "--jax-devices", "1"]
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert "say little about a model. Train with --data.fractions .6 .2 .2" in err
@@ -608,9 +608,9 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' is not a number"),
         (["train", "bad.csv", "--out", "run", "--data.user", "who"], 1, "Name it with --data.user"),
         (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv is a file; give a new or empty folder"),
-        (["train", "ok.csv", "--out", "run", "--devices", "0"], 1, "`devices` is 0"),
-        (["train", "ok.csv", "--out", "run", "--devices", "60"], 1, "JAX sees"),
-        (["train", "ok.csv", "--out", "run", "--devices", "9999"], 1, "`devices` is 9999; it must be between 1 and"),
+        (["train", "ok.csv", "--out", "run", "--jax-devices", "0"], 1, "jax_devices"),
+        (["train", "ok.csv", "--out", "run", "--jax-devices", "60"], 1, "jax_devices"),
+        (["train", "ok.csv", "--out", "run", "--jax-devices", "9999"], 1, "jax_devices"),
         (["train", "ok.csv", "--out", "run", "--rounds", "-1"], 2, "rounds is -1"),
         (["train", "ok.csv", "--out", "run", "--update.joint", "--update.second-order"], 1, "exclude each other"),
         (["evaluate", "nowhere"], 1, "nowhere is not a folder"),
@@ -697,7 +697,7 @@ def test_debug_shows_where_an_error_came_from(tmp_path, monkeypatch, capsys):
 def test_the_command_runs_as_a_process_on_every_core(tmp_path):
     ratings = write_ratings(tmp_path / "ratings.csv")
     command = [sys.executable, "-m", "fedrecon"]
-    options = [option for option in SMALL if option not in ("--devices", "1")]
+    options = [option for option in SMALL if option not in ("--jax-devices", "1")]
     train = [*command, "train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "3", *options]
     done = subprocess.run(train, capture_output=True, text=True, check=True)
     assert "none seen in training" in done.stdout

@@ -18,7 +18,7 @@ from fedrecon.data import load_text
 pytestmark = pytest.mark.slow
 
 SMALL = ["--task", "text", "--model.vocabulary", "5", "--model.oov-buckets", "8", "--model.max-words", "5"]
-SMALL += ["--model.hidden", "16", "--model.embedding", "8", "--model.projection", "8", "--devices", "1"]
+SMALL += ["--model.hidden", "16", "--model.embedding", "8", "--model.projection", "8", "--jax-devices", "1"]
 SMALL += ["--reconstruct.learning-rate", "1", "--reconstruct.epochs", "5", "--reconstruct.batch-size", "4"]
 SMALL += ["--update.batch-size", "4", "--update.learning-rate", "0.3", "--server.learning-rate", "0.1"]
 SMALL += ["--sampling.clients-per-round", "10", "--block", "1"]

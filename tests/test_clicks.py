@@ -17,7 +17,7 @@ from fedrecon._src.data.errors import DataError
 from fedrecon._src.recommend import ranking
 from fedrecon._src.simulation.evaluation import Evaluation
 
-OPTIONS = ["--rounds", "60", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
+OPTIONS = ["--rounds", "60", "--jax-devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
 OPTIONS += ["--server.learning-rate", "0.05", "--evaluate-every", "0"]
 
 

@@ -74,7 +74,7 @@ def test_settings_that_name_no_task_are_of_ratings_unless_told():
         ({"data": {}}, "file: the setting data.source is missing"),
         ({"data": {"source": "x"}, "rounds": "many"}, 'file: rounds is "many"; expected a whole number'),
         ({"data": {"source": "x"}, "rounds": True}, "file: rounds is true; expected a whole number"),
-        ({"data": {"source": "x"}, "devices": 1.5}, "file: devices is 1.5; expected a whole number or null"),
+        ({"data": {"source": "x"}, "jax_devices": 1.5}, "file: jax_devices is 1.5; expected a whole number or null"),
         ({"data": {"source": "x"}, "model": {"biases": 1}}, "file: model.biases is 1; expected true or false"),
         ({"data": {"source": "x"}, "server": {"optimizer": "lion"}}, 'server.optimizer is "lion"; expected one of sgd'),
         ({"data": {"source": "x", "fractions": [1, 2]}}, "data.fractions is [1, 2]; expected a list of 3 numbers"),

@@ -28,7 +28,7 @@ from fedrecon._src.simulation.evaluation import Evaluation
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["--model.dim", "2", "--rounds", "4", "--evaluate-every", "0", "--devices", "1"]
+SMALL = ["--model.dim", "2", "--rounds", "4", "--evaluate-every", "0", "--jax-devices", "1"]
 
 
 def write(path, users=40, items=15, seed=0):

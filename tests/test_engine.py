@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon._src.core.cohort import ABSENT
-from fedrecon._src.simulation import engine
+from fedrecon._src.simulation import multihost
 from fedrecon._src.simulation import sampling as sampling_module
 from fedrecon._src.simulation.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, everywhere
 from fedrecon._src.simulation.sampling import Cohorts
@@ -189,8 +189,8 @@ def test_the_type_of_ids_does_not_change_what_is_learned(dtype):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 5}, "`devices` is 5; JAX sees 4"),
-        ({"devices": 0}, "`devices` is 0; JAX sees 4"),
+        ({"jax_devices": 5}, "jax_devices"),
+        ({"jax_devices": 0}, "jax_devices"),
         ({"block": 0}, "`block` is 0; it must be at least 1"),
         ({"block": 4, "sharing": 6}, "`sharing` is 6; it must be a multiple of `block`, which is 4"),
     ],
@@ -204,8 +204,8 @@ def test_by_default_all_devices_run_blocks_that_fit_a_cache():
     def model(size):
         return lookup_model()._replace(init_global=lambda key: {"dense": jnp.zeros(size)}, lookups={})
 
-    assert fr.layout().devices == 4
-    assert fr.layout(devices=2).devices == 2
+    assert fr.layout().jax_devices == 4
+    assert fr.layout(jax_devices=2).jax_devices == 2
     assert fr.layout(model=model(10)).block == MOST_IN_BLOCK
     assert fr.layout(model=model(10_000_000)).block == 1
     assert 1 < fr.layout(model=model(50_000)).block < MOST_IN_BLOCK
@@ -249,8 +249,8 @@ def test_each_client_gets_its_own_result(block, devices):
 @pytest.mark.parametrize("given", ["", "--xla_foo=1", "--xla_backend_extra_options=own=1"])
 def test_small_loops_are_compiled_as_one_unless_somebody_has_options_of_their_own(given, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
-    engine._compile_small_loops()
-    engine._compile_small_loops()
+    multihost._compile_small_loops()
+    multihost._compile_small_loops()
     flags = os.environ["XLA_FLAGS"].split()
-    ours = f"--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold={engine.SMALL_LOOP}"
+    ours = f"--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold={multihost.SMALL_LOOP}"
     assert flags == (given.split() if "extra" in given else [*given.split(), ours])

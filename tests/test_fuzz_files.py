@@ -222,7 +222,7 @@ def test_damage_to_a_checkpoint_is_noticed_and_damaged_metrics_do_no_harm(tmp_pa
 
 def test_a_mutated_run_json_is_a_sentence(tmp_path):
     config = to_json(RatingsConfig(data=Data(source=str(tmp_path / "none.csv")), model=Factorization(dim=2)))
-    facts = {"config": config, "versions": {}, "data": {"fingerprint": "0", "path": None}, "layout": {"devices": 1}}
+    facts = {"config": config, "versions": {}, "data": {"fingerprint": "0", "path": None}, "layout": {"jax_devices": 1}}
     for case in range(CASES):
         rng = rng_of(case)
         try:
@@ -238,7 +238,7 @@ def test_a_mutated_run_json_is_a_sentence(tmp_path):
 
 def test_a_run_json_that_was_mutated_and_sealed_again_is_gone_on_with_only_if_all_is_there(tmp_path):
     config = RatingsConfig(data=Data(source="none.csv"), model=Factorization(dim=2))
-    place = {"platform": "cpu", "devices": 1, "block": 1, "sharing": 1}
+    place = {"platform": "cpu", "jax_devices": 1, "block": 1, "sharing": 1}
     facts = {"config": to_json(config), "data": {"fingerprint": "0"}, "layout": place, "started": "", "resumed": []}
     for case in range(CASES):
         try:
@@ -247,4 +247,4 @@ def test_a_run_json_that_was_mutated_and_sealed_again_is_gone_on_with_only_if_al
             continue
         with contextlib.suppress(StorageError):
             found = run_to_resume(config, RunFolder(tmp_path / "run"), resume=True)
-            assert {type(found["layout"][name]) for name in ("devices", "block", "sharing")} == {int}
+            assert {type(found["layout"][name]) for name in ("jax_devices", "block", "sharing")} == {int}

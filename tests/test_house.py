@@ -4,6 +4,7 @@ import ast
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,65 @@ def test_names_that_editors_see_are_those_that_python_imports():
     assert set(shown) == {*fr._MODULES, *fr._MODULE_OF}
     for name, (module, original) in shown.items():
         assert f"{module}.{original}" == (fr._MODULES.get(name) or f"{fr._MODULE_OF[name]}.{name}")
+
+
+# ---- other packages: public interfaces only ----
+
+REPOSITORY = ROOT.parents[1]
+SOURCES = [path for folder in ("src", "src-device", "studies") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+PRIVATE = re.compile(r"(^|\.)_(?!_)|^(keras\.src|jaxlib)|^flwr\.(?!(app|clientapp|serverapp)$)")
+# Those of deployment go when it gets a protocol of its own.
+EXCEPTIONS = {f"src/fedrecon/_src/deploy/{name}.py" for name in ("flower", "flower_server", "superlink_process")}
+EXCEPTIONS |= {"src/fedrecon/_src/app/cli/options.py"}
+
+
+def is_ours(module):
+    return module.split(".")[0] in ("fedrecon", "fedrecon_device", "studies", "benchmarks", "")
+
+
+def private_imports(tree):
+    """Yield imports of other packages' private modules and names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module, *(f"{node.module}.{name.name}" for name in node.names if name.name[0] == "_")]
+        else:
+            continue
+        yield from (name for name in names if not is_ours(name) and PRIVATE.search(name))
+
+
+def foreign_assignments(tree):
+    """Yield assignments to attributes of imported modules or classes, the standard library's excepted."""
+    foreign = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            if not any(is_ours(module) or module.split(".")[0] in sys.stdlib_module_names for module in modules):
+                foreign |= {(name.asname or name.name).split(".")[0] for name in node.names}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            targets = [ast.Attribute(node.args[0], "")]
+        for target in targets:
+            owner = target
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            if isinstance(target, ast.Attribute) and getattr(owner, "id", "") in foreign:
+                yield f"{owner.id} in line {node.lineno}"
+
+
+@pytest.mark.parametrize("check", [private_imports, foreign_assignments])
+def test_other_packages_are_used_through_their_public_interfaces(check):
+    defects = {
+        name: list(check(ast.parse(path.read_text(encoding="utf-8"))))
+        for path in SOURCES
+        if (name := path.relative_to(REPOSITORY).as_posix()) not in EXCEPTIONS
+    }
+    assert not {name: problems for name, problems in defects.items() if problems}
+
+
+def test_private_imports_and_foreign_assignments_are_noticed():
+    tree = ast.parse("import jax._src\nimport tyro\nfrom jax import _x\ntyro.conf.x = 1\nsetattr(tyro, 'y', 2)")
+    assert set(private_imports(tree)) == {"jax._src", "jax._x"}
+    assert len(list(foreign_assignments(tree))) == 2

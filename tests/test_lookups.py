@@ -143,7 +143,7 @@ EXACT = ["sgd", "sgd clipped by norm", "adagrad", "momentum", "sgd with weight d
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_declared_lookups_change_nothing_but_the_time(name):
-    place = fr.layout(block=2, devices=1)
+    place = fr.layout(block=2, jax_devices=1)
     sparse, dense = (
         one_round(algorithm(lookups, OPTIMIZERS[name][0]), CLIENTS, rounds=2, layout=place) for lookups in (True, False)
     )

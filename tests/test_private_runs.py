@@ -31,7 +31,7 @@ SETTINGS = {
     "rounds": 6,
     "evaluate_every": 2,
     "checkpoint_every": 2,
-    "devices": 1,
+    "jax_devices": 1,
 }
 
 
@@ -182,7 +182,7 @@ def test_leakage_of_a_run(tmp_path, capsys):
 
 # ---- the default recipe ----
 
-RECIPE = {"data": {"source": "synthetic", "max_examples": 20}, "rounds": 3, "evaluate_every": 3, "devices": 1}
+RECIPE = {"data": {"source": "synthetic", "max_examples": 20}, "rounds": 3, "evaluate_every": 3, "jax_devices": 1}
 
 
 def recipe(**changes):
@@ -224,7 +224,7 @@ def test_baselines_beside_a_private_run_know_what_it_released_and_no_more(tmp_pa
 
 def test_a_private_run_of_clicks_saves_no_counts(tmp_path):
     data = {"source": "synthetic", "max_examples": 5}
-    settings = {"task": "clicks", "data": data, "model": {"dim": 2}, "rounds": 1, "devices": 1}
+    settings = {"task": "clicks", "data": data, "model": {"dim": 2}, "rounds": 1, "jax_devices": 1}
     noise = {"privacy": {"noise_multiplier": 1.0, "clip_norm": 1.0}}
     config = config_from_json({**settings, **noise, "sampling": {"clients_per_round": 50}}, "test")
     found = run_experiment(config, fr.RunFolder(tmp_path / "run"))

@@ -75,7 +75,7 @@ def test_a_folder_that_fedrecon_did_not_make_is_not_touched(trained, tmp_path, c
         ("none.csv", [], "neither a file"),
         ("{ratings}", ["--data.user", "nobody"], "nobody"),
         ("{ratings}", ["--update.joint", "--update.second-order"], "exclude each other"),
-        ("{ratings}", ["--devices", "60"], "JAX sees"),
+        ("{ratings}", ["--jax-devices", "60"], "jax_devices"),
     ],
 )
 def test_overwriting_with_a_run_that_cannot_start_loses_nothing(trained, run, capsys, data, options, message):
@@ -228,14 +228,14 @@ def test_damaged_metrics_are_named_and_do_not_keep_a_run_from_going_on(trained, 
 def test_a_run_goes_on_laid_out_as_it_began(trained, run, capsys):
     """This process has four devices; the settings of the run, which say one, are taken out of it."""
     facts = facts_of(run)
-    facts["config"]["devices"] = None
+    facts["config"]["jax_devices"] = None
     write_sealed(run / "run.json", facts)
-    options = [word for word in SMALL if word not in ("--devices", "1")]
+    options = [word for word in SMALL if word not in ("--jax-devices", "1")]
     command = ["train", str(trained[0]), "--out", str(run), *options, "--resume", "--rounds", "4"]
     assert main(command) == 0
     assert "continues with 1 devices, as it began, although this machine has" in capsys.readouterr().err
     assert facts_of(run)["layout"] == facts["layout"]
-    for other in ({"devices": 60}, {"platform": "tpu"}):
+    for other in ({"jax_devices": 60}, {"platform": "tpu"}):
         write_sealed(run / "run.json", {**facts_of(run), "layout": {**facts["layout"], **other}})
         assert main(command) == 1
         assert "began on" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def tuned(tmp_path_factory):
     rng = np.random.default_rng(0)
     rows = [f"{u},{i},{rng.integers(1, 6)}" for u in range(30) for i in rng.choice(12, 8, replace=False)]
     (folder / "ratings.csv").write_text("\n".join(["user,item,rating", *rows]) + "\n")
-    options = ["--trials", "2", "--budget", "2m", "--rounds", "4", "--devices", "1", "--model.dim", "4"]
+    options = ["--trials", "2", "--budget", "2m", "--rounds", "4", "--jax-devices", "1", "--model.dim", "4"]
     options += ["--data.fractions", "0.6", "0.2", "0.2"]
     assert main(["tune", str(folder / "ratings.csv"), "--out", str(folder / "tuned"), *options]) == 0
     return folder
@@ -52,7 +52,7 @@ def test_the_settings_found_are_a_config_file(tuned):
 
 def test_the_first_trial_is_what_training_measures(tuned):
     first = json.loads((tuned / "tuned" / "trials.json").read_text())[0]
-    options = ["--rounds", "4", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
+    options = ["--rounds", "4", "--jax-devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
     assert main(["train", str(tuned / "ratings.csv"), "--out", str(tuned / "run"), *options]) == 0
     last = json.loads((tuned / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["micro"]["rmse"] == pytest.approx(first["value"], rel=1e-5)
@@ -64,7 +64,7 @@ def test_a_trial_goes_on_as_training_does_and_has_the_error_of_what_that_keeps(t
     taste = rng.normal(size=(80, 2)) @ rng.normal(size=(2, 12))
     rows = [f"{u},{i},{taste[u, i]:.3f}" for u in range(80) for i in rng.choice(12, 9, replace=False)]
     (tmp_path / "ratings.csv").write_text("\n".join(["user,item,rating", *rows]) + "\n")
-    options = [str(tmp_path / "ratings.csv"), "--rounds", "8", "--devices", "1", "--model.dim", "4"]
+    options = [str(tmp_path / "ratings.csv"), "--rounds", "8", "--jax-devices", "1", "--model.dim", "4"]
     options += ["--data.fractions", "0.6", "0.2", "0.2", "--server.learning-rate", "0.1", "--model.prior", "20"]
     assert main(["tune", *options, "--trials", "1", "--out", str(tmp_path / "tuned")]) == 0
     assert main(["train", *options, "--out", str(tmp_path / "run")]) == 0
@@ -78,7 +78,7 @@ def test_a_trial_goes_on_as_training_does_and_has_the_error_of_what_that_keeps(t
 
 def test_tuning_whose_every_trial_fails_ends_with_its_code_and_leaves_no_settings(tuned, tmp_path, capsys):
     capsys.readouterr()
-    options = ["--trials", "1", "--rounds", "4", "--devices", "1", "--data.fractions", "0.6", "0.2", "0.2"]
+    options = ["--trials", "1", "--rounds", "4", "--jax-devices", "1", "--data.fractions", "0.6", "0.2", "0.2"]
     options += ["--server.learning-rate", "1e30"]
     assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path / "tuned"), *options]) == 3
     assert "tuning failed: validation users diverged" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_an_interrupted_tuning_keeps_what_it_found(tuned, tmp_path, monkeypatch,
         return first(self, values, *rest)
 
     monkeypatch.setattr("fedrecon._src.app.tuning._Bench.measure", measure)
-    options = ["--rounds", "4", "--devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
+    options = ["--rounds", "4", "--jax-devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
     assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path / "tuned"), *options]) == 130
     assert "interrupted after 1 trials" in capsys.readouterr().err
     assert len(json.loads((tmp_path / "tuned" / "trials.json").read_text())) == 1

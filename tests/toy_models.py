@@ -49,7 +49,7 @@ def descend(rate, batch_size=1, **options):
 
 def one_by_one():
     """The cheapest layout to compile: one device, one client at a time."""
-    return fr.layout(block=1, devices=1)
+    return fr.layout(block=1, jax_devices=1)
 
 
 def one_round(algorithm, clients, rounds=1, **options):

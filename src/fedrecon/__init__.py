@@ -78,8 +78,6 @@ if TYPE_CHECKING:
     from fedrecon._src.simulation.comparison import compare as compare
     from fedrecon._src.simulation.engine import Layout as Layout
     from fedrecon._src.simulation.engine import layout as layout
-    from fedrecon._src.simulation.engine import start_devices as start_devices
-    from fedrecon._src.simulation.engine import start_hosts as start_hosts
     from fedrecon._src.simulation.evaluation import DivergenceWarning as DivergenceWarning
     from fedrecon._src.simulation.evaluation import Evaluation as Evaluation
     from fedrecon._src.simulation.evaluation import Evaluator as Evaluator
@@ -87,7 +85,9 @@ if TYPE_CHECKING:
     from fedrecon._src.simulation.evaluation import kept_at_first as kept_at_first
     from fedrecon._src.simulation.explanation import Explanation as Explanation
     from fedrecon._src.simulation.explanation import explain as explain
-    from fedrecon._src.simulation.multihost.channel import HostError as HostError
+    from fedrecon._src.simulation.multihost import HostError as HostError
+    from fedrecon._src.simulation.multihost import start_hosts as start_hosts
+    from fedrecon._src.simulation.multihost import start_jax_devices as start_jax_devices
     from fedrecon._src.simulation.personalization import Recommendation as Recommendation
     from fedrecon._src.simulation.personalization import predict as predict
     from fedrecon._src.simulation.personalization import recommend as recommend
@@ -128,10 +128,10 @@ _NAMES = {
     "data.pooling": "pooled with_owner",
     "privacy.leakage": "Leakage leakage",
     "simulation.comparison": "Comparison compare",
-    "simulation.engine": "Layout layout start_devices start_hosts",
+    "simulation.engine": "Layout layout",
     "simulation.evaluation": "DivergenceWarning Evaluation Evaluator evaluate kept_at_first",
     "simulation.explanation": "Explanation explain",
-    "simulation.multihost.channel": "HostError",
+    "simulation.multihost": "HostError start_hosts start_jax_devices",
     "simulation.personalization": "Recommendation predict recommend reconstruct",
     "core.client_sampling": "Sampling",
     "simulation.training": "Run train",

@@ -147,4 +147,4 @@ def build_algorithm(
 
 def build_layout(config: Config, model: Model) -> Layout:
     """Return the layout."""
-    return layout(config.block, config.devices, model=model)
+    return layout(config.block, config.jax_devices, model=model)

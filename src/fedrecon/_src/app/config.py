@@ -76,7 +76,7 @@ class Config:
         training after this many evaluations in a row without improvement. None keeps the model of the last round.
       checkpoint_every: save the state every n rounds: the most that is lost if the process is killed.
       seed: seed of the parameters and of who takes part when.
-      devices: how many devices run clients, of all processes together; by default all, with one for each core of a CPU.
+      jax_devices: how many JAX devices run clients in each process; by default all, with one for each core of a CPU.
       block: how many clients a device runs side by side; by default as many as suit its cache or memory.
     """
 
@@ -95,7 +95,7 @@ class Config:
     patience: int | None = None
     checkpoint_every: int = 100
     seed: int = 0
-    devices: int | None = None
+    jax_devices: int | None = None
     block: int | None = None
 
     @property

@@ -42,8 +42,7 @@ from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.privacy.spending import spending
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
-from fedrecon._src.simulation.multihost.channel import agree, check_same, is_first
-from fedrecon._src.simulation.multihost.host_folders import first_writes
+from fedrecon._src.simulation.multihost import broadcast, check_same, is_first_process, share_folder
 from fedrecon._src.simulation.training import OnRecord, Run, train
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon._version import __version__
@@ -113,9 +112,9 @@ def run_experiment(
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one keeps what the other removes")
-    folder = first_writes(folder)
+    folder = share_folder(folder)
     with folder.held():
-        earlier = agree(lambda: None if overwrite else run_to_resume(config, folder, resume))
+        earlier = broadcast(lambda: None if overwrite else run_to_resume(config, folder, resume))
         check_same(_settings(config) | _versions())
         start_same_devices(config, folder, earlier, say)
         task = task_of(config)
@@ -217,7 +216,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
         if on_test:
             test = with_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
-        if is_first():
+        if is_first_process():
             # Baselines of training users would be exact sums of theirs; those of a private run know what it released.
             table = beside_saved(model, users.test) if config.privacy.on else beside(config, users, "test", legend)
         if (found := why_failed(run.history, task, test)) != failed:
@@ -244,7 +243,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
 
 
 def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
-    if is_first():
+    if is_first_process():
         save_model(folder.model_path, model.config, model.params, model.legend, model.failed)
     return model
 

@@ -13,8 +13,8 @@ import jax
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.app.build import build_layout
 from fedrecon._src.app.config import COLUMNS, Config, ConfigError, Data, config_from_json, differences, to_json
-from fedrecon._src.simulation.engine import Layout, layout, small_loops, start_devices
-from fedrecon._src.simulation.multihost.channel import wire
+from fedrecon._src.simulation.engine import Layout, layout
+from fedrecon._src.simulation.multihost import small_loops, start_jax_devices
 from fedrecon._src.storage.folders import standing
 from fedrecon._src.storage.parts import FORMAT, RUN, VERSION, read_description
 from fedrecon._src.storage.run_folders import RunFolder
@@ -95,7 +95,7 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
             "resume it with that version, or begin anew with --overwrite"
         )
     place = facts.get("layout")
-    numbers = [place.get(name) for name in ("devices", "block", "sharing")] if isinstance(place, dict) else [None]
+    numbers = [place.get(name) for name in ("jax_devices", "block", "sharing")] if isinstance(place, dict) else [None]
     if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
         raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot be resumed")
     return facts
@@ -116,7 +116,7 @@ def layout_facts(place: Layout) -> dict[str, Any]:
     """Return the layout for `run.json`."""
     return {
         "platform": jax.default_backend(),
-        "devices": place.devices,
+        "jax_devices": place.jax_devices,
         "block": place.block,
         "sharing": place.sharing,
         "small_loops": small_loops(),
@@ -126,21 +126,24 @@ def layout_facts(place: Layout) -> dict[str, Any]:
 
 def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any] | None, say: Say) -> None:
     """Start as many devices as the run began with, whatever this machine has: the last bits depend on their number."""
-    large = config.task != "ratings"  # products of matrices
-    if earlier is None or config.devices is not None:
-        start_devices(config.devices, large_products=large)
+    if earlier is None or config.jax_devices is not None:
+        start_jax_devices(config.jax_devices)
         return
-    began = earlier["layout"]["devices"]
+    began = _devices_per_process(earlier["layout"])
     try:
-        start_devices(began, large_products=large)
+        start_jax_devices(began)
     except ValueError:
         raise _other_machine(folder, earlier) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if earlier["layout"].get("platform") == "cpu" and began != cores and wire() is None:
+    if earlier["layout"].get("platform") == "cpu" and began != cores and not jax.distributed.is_initialized():
         say(
             f"continues with {began} devices, as it began, although this machine has {cores} cores: "
             "the last bits of its results depend on it"
         )
+
+
+def _devices_per_process(began: dict[str, Any]) -> int:
+    return int(began["jax_devices"] // began.get("processes", 1))
 
 
 def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier: dict[str, Any] | None) -> Layout:
@@ -149,7 +152,7 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
         return build_layout(config, algorithm.model)
     began = earlier["layout"]
     try:
-        place = layout(began["block"], began["devices"], sharing=began["sharing"])
+        place = layout(began["block"], _devices_per_process(began), sharing=began["sharing"])
     except ValueError:
         raise _other_machine(folder, earlier) from None
     now = layout_facts(place)
@@ -168,7 +171,7 @@ def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
     began = earlier["layout"]
     of = f" of {began['processes']} processes" if "processes" in began else ""
     return StorageError(
-        f"the run in {folder.path} began on {began['devices']} devices{of} ({began.get('platform')}), which this "
+        f"the run in {folder.path} began on {began['jax_devices']} devices{of} ({began.get('platform')}), which this "
         "machine does not have; on others the last bits of its results would change. Resume it where it began, or "
         "begin anew with --overwrite."
     )

@@ -139,7 +139,7 @@ def add(total: Total, summand: Summand) -> Total:
     """Add the summands of several clients to a sum.
 
     Args:
-      total: the sum so far; its arrays may have more rows than those of the summands, which are left as they are.
+      total: the sum so far.
       summand: of several clients.
     """
     parts = {
@@ -156,8 +156,6 @@ def _add_change(total: Array, change: Change, scale: Array) -> Array:
     included = jnp.where(broadcast_clients(scale > 0, change), change, 0)
     integers = jnp.issubdtype(total.dtype, jnp.integer)
     more = jnp.sum(included, 0, dtype=total.dtype) if integers else jnp.tensordot(scale, included, 1)
-    if more.shape != total.shape:
-        more = jnp.pad(more, [(0, len(total) - len(more))] + [(0, 0)] * (more.ndim - 1))
     return total + more
 
 

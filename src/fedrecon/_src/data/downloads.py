@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon._src.data.errors import DataError
-from fedrecon._src.simulation.multihost.channel import is_first
+from fedrecon._src.simulation.multihost import is_first_process
 from fedrecon._src.storage.locks import Holder, hold
 
 PIECE = 1 << 16
@@ -55,7 +55,7 @@ def cached(
 
 def say_who(holder: Holder) -> None:
     """Say on standard error which process we wait for; with several processes, only the first one says it."""
-    if is_first():
+    if is_first_process():
         print(f"waiting for {holder}, which is making the same file", file=sys.stderr, flush=True)
 
 

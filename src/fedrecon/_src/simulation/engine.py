@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -31,10 +30,7 @@ from fedrecon._src.core.model import Model, metric_names
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import Total, add, no_total
 from fedrecon._src.server.aggregator import Report
-from fedrecon._src.simulation.multihost.host_arrays import AXIS, all_devices, gather, replicate, share, spread
-from fedrecon._src.simulation.multihost.host_sums import Exchange
-from fedrecon._src.simulation.multihost.joining import join
-from fedrecon._src.simulation.multihost.meeting import WAIT, meet, processes
+from fedrecon._src.simulation.multihost import AXIS, gather, global_mesh, local_slice, make_global, replicate
 
 BLOCK_BYTES = 2**20  # for a block's copies of global parameters by default: about a core's cache
 MOST_IN_BLOCK = 10
@@ -43,90 +39,7 @@ MOST_ON_ACCELERATOR = 128  # clients side by side where memory decides
 COPIES = 8  # of the global parameters that a client needs: values, gradients, an optimizer's state, intermediates
 SHARING_BYTES = 2**24  # for the local parameters of a block that shares the global ones
 MOST_SHARING = 16
-SMALL_LOOP = 2**20  # bytes that a step may read and write for its loop to be compiled as one function
-MOST_DEVICES = 64  # on a CPU, unless it has more cores
-
-
-def start_devices(devices: int | None = None, *, large_products: bool = False) -> None:
-    """Start JAX with several devices on a CPU.
-
-    The number is fixed at the first use of JAX in a process, so call this before anything else. If JAX has already
-    started, nothing changes, and `layout` refuses more devices than there are.
-
-    Args:
-      devices: how many, of all processes together if there are several (`start_hosts`); None for one per core.
-      large_products: whether the model multiplies large matrices. XLA divides such products among its threads, and the
-        last digits depend on their number. So each of several processes then has as many threads as one alone would.
-        By default it has one per device, which is faster.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    hosts = processes()
-    if devices is not None and devices % hosts:
-        raise ValueError(f"devices is {devices}; {hosts} processes have equally many each")
-    number = cores if devices is None else devices // hosts
-    if not 1 <= number <= max(MOST_DEVICES, cores):
-        raise ValueError(f"`devices` is {number}; it must be between 1 and {max(MOST_DEVICES, cores)} on this machine")
-    if hosts > 1 and not large_products:
-        # Threads of XLA, by default one a core. Processes that share a host's cores would spend half of their time on
-        # handing each other's threads small pieces of work.
-        os.environ.setdefault("NPROC", str(number))
-    _compile_small_loops()
-    # Once JAX has started this raises an error, and it is too late to change the number.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", number)
-    join()
-
-
-def _compile_small_loops() -> None:
-    """Let XLA compile loops over small arrays on a CPU as one function, instead of starting every operation by itself.
-
-    Steps of small models take half the time. Larger loops stay as they are, since their products are faster in a
-    library. Options that somebody has set already are kept, and unknown ones are ignored by XLA.
-    """
-    flags, name = os.environ.get("XLA_FLAGS", ""), "--xla_backend_extra_options"
-    if name not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {name}=xla_cpu_small_while_loop_byte_threshold={SMALL_LOOP}".strip()
-
-
-def small_loops() -> bool:
-    """Say whether XLA was asked to compile small loops as one function: the last bits of results depend on it."""
-    return "small_while_loop" in os.environ.get("XLA_FLAGS", "")
-
-
-def start_hosts(
-    coordinator: str | None = None,
-    processes: int | None = None,
-    process: int | None = None,
-    *,
-    devices: int | None = None,
-    large_products: bool = False,
-    wait: float = WAIT,
-) -> None:
-    """Run one simulation in several processes, on one host or on many.
-
-    Every process runs the same program on the same data and calls this before anything else uses JAX. From then on
-    `layout` has the devices of all of them, each process packs and runs its share of the clients, and all get the same
-    results. Only the first writes to a `RunFolder`; the others print nothing unless you do.
-
-    A process that dies, or ends with an error, ends all others with a sentence and an exit code that is not 0; so does
-    one that never comes. A process that has finished waits for the others when Python ends.
-
-    Args:
-      coordinator: `host:port` at which the first process waits for the others; None where SLURM, Kubernetes or Open
-        MPI starts the processes and says which each is. Use a network that you trust: whoever calls first is taken in.
-      processes: how many there are.
-      process: which this is, from 0.
-      devices: how many devices on CPUs all processes have together; None for one a core in each.
-      large_products: whether the model multiplies large matrices (see `start_devices`). If it does, only True gives the
-        bits of one process with as many devices.
-      wait: how many seconds to wait for the others.
-
-    Raises:
-      HostError: somebody did not come, was started differently, or JAX has been used before.
-    """
-    _compile_small_loops()  # before JAX reads its flags, which meeting the others makes it do
-    meet(coordinator, processes, process, wait=wait)
-    start_devices(devices, large_products=large_products)
+SMALL_ARRAY = 2**10  # numbers: arrays up to this size are summed over devices together
 
 
 class Layout(NamedTuple):
@@ -143,13 +56,13 @@ class Layout(NamedTuple):
     sharing: int
 
     @property
-    def devices(self) -> int:
-        """The number of devices."""
+    def jax_devices(self) -> int:
+        """The number of devices, of all processes together."""
         return int(self.mesh.devices.size)
 
-    def mine(self, order: np.ndarray) -> np.ndarray:
+    def local(self, order: np.ndarray) -> np.ndarray:
         """Return those clients of a cohort in this layout's order that run in this process."""
-        return order[share(len(order))] if self.processes > 1 else order
+        return order[local_slice(len(order))] if self.processes > 1 else order
 
     @property
     def processes(self) -> int:
@@ -163,8 +76,8 @@ class Layout(NamedTuple):
           indices: of the clients, `ABSENT` allowed.
           sizes: how much work each client is.
         """
-        on_device = -(-len(indices) // (self.devices * self.block)) * self.block
-        return arrange(indices, sizes, self.devices, self.wide(on_device))
+        on_device = -(-len(indices) // (self.jax_devices * self.block)) * self.block
+        return arrange(indices, sizes, self.jax_devices, self.wide(on_device))
 
     def wide(self, clients: int) -> int:
         """Return how many of a device's clients run side by side while they share the global parameters.
@@ -180,7 +93,7 @@ class Layout(NamedTuple):
 
 def layout(
     block: int | None = None,
-    devices: int | None = None,
+    jax_devices: int | None = None,
     *,
     sharing: int | None = None,
     model: Model | None = None,
@@ -194,14 +107,15 @@ def layout(
     Args:
       block: clients side by side, each with its own copy. By default as many as fit their copies of the model's dense
         global parameters into a core's cache, at most `MOST_IN_BLOCK`; on an accelerator, into a quarter of its memory.
-      devices: how many of the devices that JAX sees; all by default, those of other processes included.
+      jax_devices: how many of the devices that JAX sees in this process (in each, if there are several); all by
+        default.
       sharing: clients side by side that share the global parameters, a multiple of `block`. By default the same as
         `block` if that is given; else up to `MOST_SHARING`, as long as their local parameters are small.
       model: its size decides the defaults.
       alone: of several processes (`start_hosts`), use the devices of this one only, so that it need not wait for the
         others. Reconstruction for serving does.
     """
-    mesh = _mesh(devices, alone)
+    mesh = _mesh(jax_devices, alone)
     chosen = _default_blocks(model) if block is None and model is not None else (block, block)
     block = MOST_IN_BLOCK if chosen[0] is None else chosen[0]
     if block < 1:
@@ -212,23 +126,16 @@ def layout(
     return Layout(mesh, block, sharing)
 
 
-def _mesh(devices: int | None, alone: bool) -> Mesh:
-    every = all_devices()
-    if alone and jax.process_count() > 1:
-        every = Mesh(every.devices[share(every.size)], (AXIS,), axis_types=every.axis_types)
-    if devices is None or devices == every.size:
-        return every
-    if jax.process_count() > 1 and not alone:
+def _mesh(jax_devices: int | None, alone: bool) -> Mesh:
+    devices = global_mesh().devices.reshape(jax.process_count(), -1)
+    if alone:
+        devices = devices[jax.process_index()][None]
+    if jax_devices is not None and not 1 <= jax_devices <= devices.shape[1]:
         raise ValueError(
-            f"`devices` is {devices}; the {jax.process_count()} processes have {every.size}, and all take part: start "
-            "so many"
+            f"`jax_devices` must be between 1 and {devices.shape[1]} (got {jax_devices}); on a CPU, call "
+            "fedrecon.start_jax_devices(n) before anything else uses JAX"
         )
-    if not 1 <= devices <= every.size:
-        raise ValueError(
-            f"`devices` is {devices}; JAX sees {every.size}. On a CPU, call fedrecon.start_devices(n) before "
-            "anything else uses JAX"
-        )
-    return Mesh(every.devices[:devices], (AXIS,), axis_types=every.axis_types)
+    return Mesh(devices[:, :jax_devices].reshape(-1), (AXIS,), axis_types=global_mesh().axis_types)
 
 
 def _default_blocks(model: Model) -> tuple[int, int]:
@@ -292,7 +199,7 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
       `first` on. Their cohorts are packed together, in every leaf the first dimension the round, the second the
       client; or they are drawn from a population that is on the devices. Any `number` up to how many there are runs the
       same compiled code. Randomness depends on the key and the round's number only, so the results do not depend on
-      how rounds are grouped into calls. Each of several processes gives its own clients (`Layout.mine`), and gets what
+      how rounds are grouped into calls. Each of several processes gives its own clients (`Layout.local`), and gets what
       all of them keep.
     """
     metrics = len(metric_names(algorithm.model))
@@ -300,10 +207,8 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
     def one_round(state: ServerState, kept: Any, who: Any, pick: Pick, key: Array) -> tuple[ServerState, Any, Report]:
         message = algorithm.message(state)
         nothing = no_total(summand_shapes(algorithm, state, metrics))
-        exchange = Exchange(nothing, layout.devices, layout.processes)
-        nothing = exchange.with_room(nothing)
         total, kept = _run_blocks(algorithm, message, nothing, kept, who, pick, key, layout)
-        state, report = finish_round(algorithm, state, exchange.add_up(total), key)
+        state, report = finish_round(algorithm, state, sum_over_devices(total), key)
         return state, kept, report
 
     def rounds(state: ServerState, kept: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array) -> Any:
@@ -342,10 +247,10 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
 
     def together(state: ServerState, kept: Any, cohorts: Cohort | Drawn, *others: Any) -> Any:
         if isinstance(cohorts, Drawn):
-            cohorts = cohorts._replace(places=spread(cohorts.places, axis=1))
+            cohorts = cohorts._replace(places=make_global(cohorts.places, layout.mesh, axis=1))
         else:
-            cohorts = spread(cohorts, axis=1)
-        state, kept, report = compiled(state, spread(kept), cohorts, *others)
+            cohorts = make_global(cohorts, layout.mesh, axis=1)
+        state, kept, report = compiled(state, make_global(kept, layout.mesh), cohorts, *others)
         return state, gather(kept), report
 
     return together
@@ -399,6 +304,23 @@ def _run_blocks(
     return total, _unblock(kept)
 
 
+def sum_over_devices(total: Total) -> Total:
+    """Add up the sums of all devices; every device gets the same bits.
+
+    Devices wait for each other as long for one number as for a hundred kilobytes, so small arrays of one type are
+    summed as one array.
+    """
+    leaves, structure = jax.tree.flatten(total)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):  # in the same order in every process
+        small = [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype and leaf.size <= SMALL_ARRAY]
+        if small:
+            flat, unravel = jax.flatten_util.ravel_pytree([leaves[k] for k in small])
+            for k, leaf in zip(small, unravel(jax.lax.psum(flat, AXIS)), strict=True):
+                leaves[k] = leaf
+    large = [leaf if leaf.size <= SMALL_ARRAY else jax.lax.psum(leaf, AXIS) for leaf in leaves]
+    return jax.tree.unflatten(structure, large)
+
+
 def _blocks(tree: Any, block: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(x.shape[0] // block, block, *x.shape[1:]), tree)
 
@@ -412,7 +334,7 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
 
     Args:
       function: `(what all clients share, clients) -> result`; `clients` and the result have the clients first in every
-        leaf. Each of several processes gives its own clients (`Layout.mine`), and gets the results of all.
+        leaf. Each of several processes gives its own clients (`Layout.local`), and gets the results of all.
       layout: on which devices and in what blocks clients run.
     """
 
@@ -428,7 +350,7 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
     )
     if layout.processes == 1:
         return compiled
-    return lambda shared, clients: gather(compiled(shared, spread(clients)))
+    return lambda shared, clients: gather(compiled(shared, make_global(clients, layout.mesh)))
 
 
 def everywhere(tree: Any, layout: Layout) -> Any:
@@ -439,5 +361,5 @@ def everywhere(tree: Any, layout: Layout) -> Any:
       layout: on which devices and in what blocks clients run.
     """
     if layout.processes > 1:
-        return replicate(tree)
+        return replicate(tree, layout.mesh)
     return jax.device_put(tree, NamedSharding(layout.mesh, PartitionSpec()))

@@ -188,7 +188,7 @@ class Evaluator:
                 padded[: len(indices)] = indices
                 sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
                 order = self._layout.arrange(padded, sizes)
-                mine = self._layout.mine(order)
+                mine = self._layout.local(order)
                 sums = np.asarray(self._run(shared, (self._packer.pack(mine), _of(kept, mine))))
                 found[order[order >= 0]] = sums[order >= 0]
                 advance(len(indices))

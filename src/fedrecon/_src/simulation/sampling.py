@@ -125,7 +125,7 @@ class Cohorts:
         drawn = np.stack([s.clients for s in samples])
         orders = [self._layout.arrange(*pair) for pair in zip(drawn, self._packer.work(drawn), strict=True)]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
-        mine = [self._layout.mine(order) for order in orders]
+        mine = [self._layout.local(order) for order in orders]
         if self._population is not None:
             return Prepared(first, number, Drawn.from_indices(self._population, np.stack(mine)), samples, orders)
         packed = self._packer.pack(np.concatenate(mine), self._draws(first, len(mine[0])))

@@ -34,8 +34,7 @@ from fedrecon._src.simulation.evaluation import (
     kept_at_first,
     why_diverged,
 )
-from fedrecon._src.simulation.multihost.channel import check_same, interruptible
-from fedrecon._src.simulation.multihost.host_folders import first_writes
+from fedrecon._src.simulation.multihost import check_same, interruptible, share_folder
 from fedrecon._src.simulation.sampling import Cohorts, Prepared, Sampling
 from fedrecon._src.storage.run_folders import RunFolder
 
@@ -161,7 +160,7 @@ def train(
         )
     if len(clients) == 0:
         raise ValueError("there are no clients to train on")
-    folder = None if folder is None else first_writes(folder)
+    folder = None if folder is None else share_folder(folder)
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every if folder else 0}
     check_same(
         {"clients": len(clients), "examples": clients.num_examples, "rounds": rounds, "seed": seed} | every,
@@ -483,7 +482,7 @@ class _Loop:
         if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
             ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
         who = ready.orders[0]
-        mine = np.maximum(self.layout.mine(who), 0)
+        mine = np.maximum(self.layout.local(who), 0)
         theirs = jax.tree.map(lambda x: x[mine], self.now.kept)
         server, theirs, reports = self._run(
             self.now.server, theirs, ready.cohorts, self._key, ready.first, ready.number

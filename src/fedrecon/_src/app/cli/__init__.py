@@ -72,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # whoever reads our output has had enough of it
         _drop_output()
-        return _end_others("nobody reads what it prints", 141)
+        return 141
     except Exception as problem:
         if debug:
             traceback.print_exc()
-        code = _fail(*_sentence(problem), problem)
+        code = _fail(*_sentence(problem))
         try:
             sys.stdout.flush()
         except OSError:
@@ -155,18 +155,8 @@ def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = N
     print(f"fedrecon: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
-def _fail(sentence: str, code: int, problem: Exception | None = None) -> int:
+def _fail(sentence: str, code: int) -> int:
     from fedrecon._src.core.formatting import plain
 
-    _end_others(sentence, code, problem)
     print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)
-    return code
-
-
-def _end_others(sentence: str, code: int, problem: Exception | None = None) -> int:
-    """End all processes of a simulation, which cannot go on without this one; return the code where there are none."""
-    channel = sys.modules.get("fedrecon._src.simulation.multihost.channel")
-    if channel is not None and (others := channel.wire()) is not None:
-        others.wait_for_verdict(problem)
-        others.fail(sentence, code)
     return code

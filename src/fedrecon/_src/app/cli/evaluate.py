@@ -58,10 +58,10 @@ def run(args: Evaluate) -> int:
     from fedrecon._src.app.stopping import say_how_to_test_more
     from fedrecon._src.app.tasks import Users
     from fedrecon._src.core.progress import bars
-    from fedrecon._src.simulation.engine import start_devices
+    from fedrecon._src.simulation.multihost import start_jax_devices
     from fedrecon._src.storage.arrays import without_nan
 
-    start_devices(None)
+    start_jax_devices(None)
     model = open_model(args.run)
     task = model.task
     files = {"ratings": args.ratings, "clicks": args.clicks, "text": args.text}

@@ -144,7 +144,7 @@ def _leakage(args: Leakage) -> int:
     from fedrecon._src.core.progress import bars
     from fedrecon._src.privacy.accounting import MOST_NOISE
     from fedrecon._src.privacy.leakage import leakage
-    from fedrecon._src.simulation.engine import start_devices
+    from fedrecon._src.simulation.multihost import start_jax_devices
     from fedrecon._src.storage.arrays import without_nan
     from fedrecon._src.storage.parts import check_file
 
@@ -154,7 +154,7 @@ def _leakage(args: Leakage) -> int:
     check_number("--clip-norm", args.clip_norm, above=True)
     if args.picture is not None:  # before all the work
         check_file(args.picture, PNG, "a PNG picture")
-    start_devices(None)
+    start_jax_devices(None)
     model = open_model(args.run)
     config, users = users_of_run(args.run, bars)
     people = users.test if len(users.test) else users.valid

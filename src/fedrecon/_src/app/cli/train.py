@@ -32,16 +32,16 @@ class Processes:
     """Which of several processes this is, where nothing in the environment says so.
 
     Attributes:
-      coordinator: HOST:PORT at which the first process waits for the others.
+      coordinator: HOST:PORT at which the first process listens for the others.
       processes: how many processes there are.
       process_id: the number of this process, from 0; the first one writes and prints everything.
-      wait: how many seconds to wait for all processes to connect.
+      timeout: seconds after which a process that has not connected, or no longer answers, counts as dead.
     """
 
     coordinator: str | None = None
     processes: int | None = None
     process_id: int | None = None
-    wait: float = 50.0
+    timeout: int = 100
 
     @property
     def given(self) -> bool:
@@ -64,7 +64,7 @@ class Train:
       log: also log the training to tensorboard (in the folder tensorboard/), mlflow or wandb.
       resume: continue the run in the folder; the result is the same as if it had never stopped.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
-      distributed: run in several processes that SLURM, Kubernetes or Open MPI started with the same options.
+      distributed: run in several processes that SLURM or Open MPI started with the same options.
     """
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
@@ -145,10 +145,9 @@ def defaults(task: str | None, file: Path | None, preset: str | None) -> Config:
     return found if named else dataclasses.replace(found, data=dataclasses.replace(found.data, source=tyro.MISSING))
 
 
-def meet_others(args: Train) -> None:
-    """Meet the other processes, if the options say that there are any."""
-    from fedrecon._src.simulation.multihost.channel import is_first
-    from fedrecon._src.simulation.multihost.meeting import meet
+def start_processes(args: Train) -> None:
+    """Connect to the other processes, if the options say that there are any."""
+    from fedrecon._src.simulation.multihost import is_first_process, start_hosts
 
     if args.distributed is None and not args.processes.given:
         return
@@ -160,8 +159,8 @@ def meet_others(args: Train) -> None:
     if args.settings.data.source == "-":
         raise options.UsageError("several processes cannot read one standard input: give a file")
     of = args.processes
-    meet(of.coordinator, of.processes, of.process_id, wait=of.wait)
-    if not is_first():
+    start_hosts(of.coordinator, of.processes, of.process_id, jax_devices=args.settings.jax_devices, timeout=of.timeout)
+    if not is_first_process():
         warnings.simplefilter("ignore")  # the first process has the same, and says so
 
 
@@ -176,14 +175,14 @@ def run(args: Train) -> int:
     from fedrecon._src.core.formatting import how_many
     from fedrecon._src.core.progress import bars
     from fedrecon._src.privacy.ledger import NOT_COVERED
-    from fedrecon._src.simulation.multihost.channel import is_first
+    from fedrecon._src.simulation.multihost import is_first_process
     from fedrecon._src.storage.replacement import put_aside_in
     from fedrecon._src.storage.run_folders import RunFolder
 
-    meet_others(args)
+    start_processes(args)
     folder, task = RunFolder(args.out), task_of(args.settings)
     logging: Any = contextlib.nullcontext(None)
-    if args.log is not None and is_first():
+    if args.log is not None and is_first_process():
         logging = log_to(args.log, args.out, to_json(args.settings))
     with logging as log:
 
@@ -194,9 +193,9 @@ def run(args: Train) -> int:
 
         shown: dict[str, Any] = {"progress": bars, "on_record": told, "say": show.remark}
         found = run_experiment(
-            args.settings, folder, resume=args.resume, overwrite=args.overwrite, **(shown if is_first() else {})
+            args.settings, folder, resume=args.resume, overwrite=args.overwrite, **(shown if is_first_process() else {})
         )
-    if not is_first():
+    if not is_first_process():
         return 130 if found.run.interrupted else 0 if found.failed is None else FAILED
     if not found.described:
         show.left_out(found.left_out)

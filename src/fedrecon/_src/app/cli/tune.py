@@ -75,13 +75,13 @@ def parse(argv: Sequence[str]) -> Tune:
 def run(args: Tune) -> int:
     """Tune, and say what was found."""
     from fedrecon._src.app.tuning import command_of, compared, seconds_of, tune, what_mattered
-    from fedrecon._src.simulation.engine import start_devices
+    from fedrecon._src.simulation.multihost import start_jax_devices
 
     seconds_of(args.budget)
     if args.trials is not None and args.trials < 1:
         raise options.UsageError(f"--trials is {args.trials}; it must be at least 1")
     assert isinstance(args.settings, RatingsConfig | ClicksConfig)
-    start_devices(args.settings.devices)
+    start_jax_devices(args.settings.jax_devices)
     found = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
     if found.failed is not None:
         show.alarm(f"tuning failed: {found.failed}. Lower --server.learning-rate, or look at the data")

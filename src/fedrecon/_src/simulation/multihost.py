@@ -1,0 +1,312 @@
+"""Several processes that run one simulation, on `jax.distributed`: starting, agreeing on values, and global arrays.
+
+Every process runs the same program. JAX connects them, notices when one stops answering, and then ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fedrecon._src.storage.run_folders import RunFolder
+
+AXIS = "clients"
+TIMEOUT = 100  # seconds that processes wait for each other
+MAX_CPU_DEVICES = 64  # unless the machine has more cores
+SMALL_LOOP = 2**20  # bytes that a step may read and write for its loop to be compiled as one function
+REPEATED_SIGNAL = 2.0  # seconds: launchers and terminals may both forward one Ctrl-C
+
+
+class HostError(ValueError):
+    """Several processes cannot run one simulation together."""
+
+
+# ---- starting ----
+
+
+def start_jax_devices(jax_devices: int | None = None) -> None:
+    """Start JAX with several devices on a CPU.
+
+    The number is fixed at the first use of JAX in a process, so call this before anything else. If JAX has already
+    started, nothing changes, and `layout` refuses more devices than there are.
+
+    Args:
+      jax_devices: how many; None for one per core.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.start_jax_devices(2)
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number, most = cores if jax_devices is None else jax_devices, max(MAX_CPU_DEVICES, cores)
+    if not 1 <= number <= most:
+        raise ValueError(f"`jax_devices` must be between 1 and {most} on this machine (got {number})")
+    _compile_small_loops()
+    with contextlib.suppress(RuntimeError):  # JAX has started already
+        jax.config.update("jax_num_cpu_devices", number)
+
+
+def _compile_small_loops() -> None:
+    """Let XLA compile loops over small arrays on a CPU as one function, instead of starting every operation by itself.
+
+    Steps of small models take half the time. Larger loops stay as they are, since their products are faster in a
+    library. Existing values of the option are kept, and XLA ignores options that it does not know.
+    """
+    flags, name = os.environ.get("XLA_FLAGS", ""), "--xla_backend_extra_options"
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {name}=xla_cpu_small_while_loop_byte_threshold={SMALL_LOOP}".strip()
+
+
+def small_loops() -> bool:
+    """Return whether XLA compiles small loops as one function: the last bits of results depend on it."""
+    return "small_while_loop" in os.environ.get("XLA_FLAGS", "")
+
+
+def start_hosts(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    jax_devices: int | None = None,
+    timeout: int = TIMEOUT,
+) -> None:
+    """Run one simulation in several processes, on one host or on many, with `jax.distributed`.
+
+    Every process runs the same program on the same data and calls this before anything else uses JAX. From then on
+    `layout` has the devices of all of them, each process packs and runs its share of the clients, and all get the same
+    results. Only the first writes to a `RunFolder`. If a process dies, JAX ends the others; run all of them again with
+    the same folder to continue from its newest checkpoint.
+
+    Args:
+      coordinator: `host:port` at which the first process listens; None if SLURM, Open MPI or another launcher that JAX
+        detects has started the processes. There is no authentication, so use a private network.
+      processes: how many there are.
+      process: the number of this one, from 0.
+      jax_devices: how many devices on its CPU each process has; None for one per core.
+      timeout: seconds after which a process that has not connected, or no longer answers, counts as dead.
+
+    Raises:
+      HostError: the processes could not connect, or JAX has been used before.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.start_hosts("node1:8476", processes=2, process=0)  # doctest: +SKIP
+    """
+    if jax.distributed.is_initialized():
+        raise HostError("`start_hosts` was already called in this process")
+    start_jax_devices(jax_devices)
+    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from ending a process
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            process,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=timeout,
+            shutdown_timeout_seconds=timeout,
+        )
+    except (RuntimeError, ValueError, TypeError) as problem:
+        raise HostError(
+            f"`coordinator`, `processes` and `process` (got {coordinator!r}, {processes} and {process}) do not connect "
+            f"this process to the others: {problem}"
+        ) from None
+
+
+def is_first_process() -> bool:
+    """Return whether this process writes and prints: the only one, or the first of several."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+# ---- agreeing ----
+
+
+def broadcast(make: Callable[[], Any]) -> Any:
+    """Return in every process what `make` returns in the first, as JSON represents it.
+
+    Raises:
+      HostError: `make` failed in the first process, where its own error is raised.
+    """
+    if not jax.distributed.is_initialized():
+        return make()
+    reply, problem = {}, None
+    if is_first_process():
+        try:
+            reply = {"value": make()}
+        except Exception as error:
+            reply, problem = {"error": str(error) or type(error).__name__}, error
+    reply = json.loads(_broadcast_bytes(json.dumps(reply).encode()))
+    if problem is not None:
+        raise problem
+    if "error" in reply:
+        raise HostError(f"the first process failed: {reply['error']}")
+    return reply["value"]
+
+
+def broadcast_arrays(tree: Any) -> Any:
+    """Return the first process's arrays, bit for bit, in every process; the others pass arrays of the same shapes."""
+    leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
+    data, start, received = _broadcast_bytes(b"".join(leaf.tobytes() for leaf in leaves)), 0, []
+    for leaf in leaves:
+        values = np.frombuffer(data, leaf.dtype, leaf.size, start)
+        received.append(values.reshape(leaf.shape).copy())
+        start += leaf.nbytes
+    return jax.tree.unflatten(structure, received)
+
+
+def _broadcast_bytes(data: bytes) -> bytes:
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    padded = np.zeros(1 << size.bit_length(), np.uint8)  # few different sizes, since each is compiled
+    if is_first_process():
+        padded[:size] = np.frombuffer(data, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes()[:size]
+
+
+def check_same(facts: Mapping[str, Any]) -> None:
+    """Raise `HostError` in every process unless all have the same facts, such as a fingerprint of the data."""
+    if not jax.distributed.is_initialized():
+        return
+    facts = json.loads(json.dumps(facts))
+    expected = broadcast(lambda: facts)
+    names = sorted(name for name in {**facts, **expected} if facts.get(name) != expected.get(name))
+    differs = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(names))))
+    if names:
+        values = "; ".join(f"`{name}` is {facts.get(name)!r}, not {expected.get(name)!r}" for name in names)
+        raise HostError(f"process {jax.process_index()} differs from the first process: {values}")
+    if differs.size:
+        raise HostError(f"process {differs[0]} has other settings, data or versions than the first process")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Yield a function that all processes call at the same point: whether one of them received Ctrl-C.
+
+    Where a process is alone, Ctrl-C raises `KeyboardInterrupt` as usual, and the function returns False.
+    """
+    if not jax.distributed.is_initialized() or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received: list[float] = []
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        received.append(time.monotonic())
+        if received[-1] - received[0] > REPEATED_SIGNAL:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: bool(multihost_utils.process_allgather(np.array(bool(received))).any())
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class _FirstProcessFolder(RunFolder):
+    """A run's folder that only the first process reads and writes; other hosts need not have it."""
+
+    _alone = False  # while the first process does something that the others do not take part in
+
+    def _in_first(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if not is_first_process():
+            return None
+        self._alone = True
+        try:
+            return function(*arguments)
+        finally:
+            self._alone = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        lock = super().held()
+        with contextlib.ExitStack() as stack:
+            if self._alone:
+                stack.enter_context(lock)
+            else:
+                broadcast(lambda: stack.enter_context(lock))
+            yield
+
+    def replace(self) -> None:
+        self._in_first(super().replace)
+
+    def complete(self) -> None:
+        self._in_first(super().complete)
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        self._in_first(super().describe, facts)
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        self._in_first(super().record, entry)
+
+    def checkpoint(self, done: int, tree: Any) -> None:
+        self._in_first(super().checkpoint, done, tree)
+
+    def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
+        state, restore = like, super().restore
+
+        def read() -> Any:
+            nonlocal state
+            newest = self._in_first(restore, like)
+            if newest is None:
+                return None
+            state = newest[1]
+            return newest[0], newest[2]
+
+        newest = broadcast(read)
+        return None if newest is None else (newest[0], broadcast_arrays(state), newest[1])
+
+
+def share_folder(folder: RunFolder) -> RunFolder:
+    """Return the same folder, which only the first of several processes then reads and writes."""
+    return (
+        _FirstProcessFolder(folder.path) if type(folder) is RunFolder and jax.distributed.is_initialized() else folder
+    )
+
+
+# ---- arrays ----
+
+
+@functools.cache
+def global_mesh() -> Mesh:
+    """Return all devices of all processes along one axis, those of a process next to each other."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def local_slice(clients: int) -> slice:
+    """Return this process's part of `clients`, which are in the order of a layout and a multiple of the devices."""
+    each = clients // jax.process_count()
+    return slice(each * jax.process_index(), each * (jax.process_index() + 1))
+
+
+def make_global(tree: Any, mesh: Mesh, axis: int = 0) -> Any:
+    """Make global arrays from those of this process's clients, which are along `axis` of every leaf."""
+    return multihost_utils.host_local_array_to_global_array(tree, mesh, PartitionSpec(*[None] * axis, AXIS))
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Copy arrays, the same in every process, to all devices of a mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def copy(leaf: Any) -> jax.Array:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(copy(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), np.shape(leaf))
+        return leaf  # it spans the processes already
+
+    return jax.tree.map(copy, tree)
+
+
+def gather(tree: Any) -> Any:
+    """Return arrays with the clients of all processes in every process."""
+    return jax.tree.map(np.asarray, multihost_utils.process_allgather(tree, tiled=True))
