@@ -14,7 +14,7 @@ from fedrecon._src.app.config import Data, Reconstruct
 from fedrecon._src.app.tasks import Items
 from fedrecon._src.core.wire import WireError, from_bytes
 from fedrecon._src.deploy import certificates, flower_server
-from fedrecon._src.deploy.asked import two_of
+from fedrecon._src.deploy.messages import split_bodies
 from fedrecon._src.deploy.demo import free_port
 from fedrecon._src.deploy.holding import read_holding
 from fedrecon._src.deploy.messages import MAGIC, unpack
@@ -124,7 +124,7 @@ def params_of(plan, seen):
     for data, _ in seen:
         message = unpack(data, 2**30)
         if message.kind in ("train", "mask"):
-            body = message.body if message.kind == "train" else two_of(message.body)[1]
+            body = message.body if message.kind == "train" else split_bodies(message.body)[1]
             with contextlib.suppress(WireError):  # masked sums of evaluations have other arrays
                 found[message.round] = from_bytes(body, plan.message_shapes).method
     return [found[number] for number in sorted(found)]

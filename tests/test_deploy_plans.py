@@ -23,7 +23,7 @@ from fedrecon._src.app.tasks import CLICKS, Items
 from fedrecon._src.app.tasks.factors import prepare_ratings
 from fedrecon._src.core.progress import silent
 from fedrecon._src.deploy import signing
-from fedrecon._src.deploy.asked import largest_message, shapes_of
+from fedrecon._src.deploy.messages import largest_message, shapes_of
 from fedrecon._src.deploy.holding import read_holding
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
 from fedrecon._src.deploy.operating import Operator

@@ -73,6 +73,7 @@ def ask(
     enough: int,
     seconds: float,
     clock: Clock,
+    number: int = 0,
 ) -> Answers:
     """Ask nodes until enough of them have given a good answer, or time is up.
 
@@ -83,11 +84,12 @@ def ask(
       enough: how many good answers are enough.
       seconds: how long to wait.
       clock: tells the time.
+      number: the round.
     """
     found, began = Answers(), clock.monotonic()
     waiting: dict[Any, int] = {}
     for node, data in requests.items():
-        waiting[grid.send(node, data, seconds)] = node
+        waiting[grid.send(node, data, seconds, number)] = node
         found.sent += len(data)
     while waiting and len(found.good) < enough:
         replies = grid.poll(list(waiting))
@@ -105,6 +107,7 @@ def ask(
         if not waiting or len(found.good) >= enough or clock.monotonic() - began >= seconds:
             break
         clock.sleep(min(max(PAUSE, SHARE * (clock.monotonic() - began)), LONGEST_PAUSE))
+    grid.cancel(list(waiting))
     found.late = sorted(waiting.values())
     return found
 

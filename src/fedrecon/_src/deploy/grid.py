@@ -21,11 +21,14 @@ class Grid(Protocol):
     def nodes(self) -> list[int]:
         """List the nodes that are connected now."""
 
-    def send(self, node: int, data: bytes, seconds: float) -> Any:
-        """Send a message that expires after this many seconds; return a ticket for the reply."""
+    def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> Any:
+        """Send a message of a round that expires after this many seconds; return a ticket for the reply."""
 
     def poll(self, tickets: Collection[Any]) -> Mapping[Any, Reply]:
         """Return the replies that have arrived, each once, without waiting for others."""
+
+    def cancel(self, tickets: Collection[Any]) -> None:
+        """Withdraw messages whose replies nobody waits for any more."""
 
 
 class Clock(Protocol):
@@ -35,7 +38,7 @@ class Clock(Protocol):
         """Return seconds since some moment."""
 
     def sleep(self, seconds: float, /) -> None:
-        """Wait."""
+        """Wait this long, or less if something arrived."""
 
 
 SYSTEM: Clock = time
@@ -58,16 +61,16 @@ class InProcess:
         """List the nodes."""
         return sorted(self.handlers)
 
-    def send(self, node: int, data: bytes, seconds: float) -> int:
+    def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> int:
         """Keep a message until the reply is asked for."""
-        del seconds
+        del seconds, number
         ticket = next(self._numbers)
         self._waiting[ticket] = (node, data)
         return ticket
 
     def poll(self, tickets: Collection[int]) -> Mapping[int, Reply]:
         """Let the nodes of these tickets answer."""
-        found = {}
+        replies = {}
         for ticket in tickets:
             if ticket not in self._waiting:
                 continue
@@ -75,9 +78,14 @@ class InProcess:
             try:
                 reply = self.handlers[node](data)
             except Exception as problem:
-                found[ticket] = Reply(None, f"{type(problem).__name__}: {problem}")
+                replies[ticket] = Reply(None, f"{type(problem).__name__}: {problem}")
                 continue
             self.seen.append((node, data, reply))
             if reply is not None:
-                found[ticket] = Reply(reply)
-        return found
+                replies[ticket] = Reply(reply)
+        return replies
+
+    def cancel(self, tickets: Collection[int]) -> None:
+        """Forget messages that were not delivered."""
+        for ticket in tickets:
+            self._waiting.pop(ticket, None)

@@ -87,7 +87,7 @@ class Members:
         for node in sorted(there - set(self.joined)):
             if node not in self._asked or now - self._asked[node] >= ASK_AGAIN:
                 self._asked[node] = now
-                self._joining[self.grid.send(node, pack(join), 10 * ASK_AGAIN)] = node
+                self._joining[self.grid.send(node, pack(join), 10 * ASK_AGAIN, self.done)] = node
         for ticket, reply in self.grid.poll(list(self._joining)).items():
             node = self._joining.pop(ticket)
             try:

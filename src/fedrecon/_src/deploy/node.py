@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,14 +15,29 @@ from fedrecon._src.algorithms.rounds import client_total, total_shapes
 from fedrecon._src.app.tasks import Users
 from fedrecon._src.core.keys import fresh_key, round_key
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
-from fedrecon._src.deploy import measure, noise, signing
-from fedrecon._src.deploy.asked import PARTS, PREPARE, TRAIN, largest_message, question_in, shapes_of, two_of
+from fedrecon._src.deploy import measure, node_keys, noise
 from fedrecon._src.deploy.holding import Holding, taking_part
 from fedrecon._src.deploy.memory import MOST_TRIES, Memory
-from fedrecon._src.deploy.messages import MOST_HEADER, OK, Envelope, Failure, pack, refusal, unpack
+from fedrecon._src.deploy.messages import (
+    MOST_HEADER,
+    OK,
+    PARTS,
+    PREPARE,
+    TRAIN,
+    Envelope,
+    Failure,
+    largest_message,
+    pack,
+    question_number,
+    refusal,
+    shapes_of,
+    split_bodies,
+    unpack,
+)
 from fedrecon._src.deploy.plan import MOST_BYTES, Plan, PlanError, digest_of, weaker
 from fedrecon._src.deploy.settings_plan import SettingsPlan
 
+LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
 MOST_REASON = 500  # characters of why a training failed
 MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
 
@@ -59,6 +73,7 @@ class Node:
         self.memory = memory or Memory()
         self.plan: Plan | None = None
         self.holding: Holding | None = None
+        self.refusal: str | None = None  # why it will never take part in the plan that it was offered
         self.finished = False  # whether the run that it joined last is over
         self._agreed: Plan | None = None  # the plan without what round zero found
         self._found = b""  # by round zero
@@ -81,7 +96,7 @@ class Node:
         """Answer a message, whatever it is. Errors become answers too."""
         message = None
         try:
-            message = unpack(data, self._most())
+            message = unpack(data, self.max_message_bytes())
             if message.kind == "join":
                 return self._reply(message, *self._join(message))
             if message.kind not in self._stages:
@@ -90,41 +105,16 @@ class Node:
             return self._reply(message, *self._stages[message.kind](message))
         except Failure as failure:
             self._say(f"refused: {failure.why}")
+            if message is not None and message.kind == "join" and failure.reason in LASTING:
+                self.refusal = failure.why
             return refusal(message, failure)
         except Exception as problem:
             # The server learns the kind of error and nothing else: a message may have parts of the data in it.
             self._say(f"failed: {type(problem).__name__}: {problem}")
             return refusal(message, Failure("error", f"the node failed with {type(problem).__name__}"))
 
-    def kept(self) -> bytes:
-        """Return what another process needs to answer the next message. It may hold secrets."""
-        if self._agreed is None:
-            return b""
-        under_way = None
-        if self._sum is not None:
-            of, number, state = self._sum
-            under_way = [of, number, state.to_bytes().decode()]
-        values = {"plan": self._agreed.content.decode(), "found": self._found.hex(), "sum": under_way}
-        return json.dumps(values).encode()
-
-    def go_on(self, kept: bytes) -> None:
-        """Continue where another process ended.
-
-        Args:
-          kept: what its `kept` returned, or nothing.
-        """
-        if not kept:
-            return
-        values = json.loads(kept)
-        self._take(values["plan"].encode())
-        self._prepare(bytes.fromhex(values["found"]))
-        if values["sum"] is not None:
-            from fedrecon._src.privacy.secure_sum import ClientState
-
-            of, number, state = values["sum"]
-            self._sum = (of, number, ClientState.from_bytes(state.encode()))
-
-    def _most(self) -> int:
+    def max_message_bytes(self) -> int:
+        """Return the size of the largest message that is read."""
         if self.plan is None:
             return MOST_BYTES + MOST_HEADER
         return largest_message(self.plan)
@@ -149,7 +139,7 @@ class Node:
             self.memory.begin(message.run)
             self._say(f"joined run {message.run} of plan {message.plan[:16]}")
         self._prepare(found)
-        self.finished = False
+        self.finished, self.refusal = False, None
         return {}, b"" if self._number is None else str(self._number).encode()
 
     def _take(self, data: bytes) -> None:
@@ -164,7 +154,7 @@ class Node:
                 raise Failure("weaker_plan", f"this plan promises less than the one accepted: {', '.join(less)}")
             if not self._accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
-        number = signing.number_of(plan, self._key, self._known)
+        number = node_keys.number_in_plan(plan, self._key, self._known)
         holding = self._read(plan)
         users = plan.view(holding.users)
         for part in users:
@@ -333,14 +323,14 @@ class Node:
         of, me = message.facts.get("of"), message.facts.get("me")
         if type(me) is not int or (self._number is not None and me != self._number):
             raise Failure("garbage", f"a secure sum for node {me}, but this is another node")
-        if not isinstance(of, str) or not (of in (TRAIN, *PARTS) or question_in(of) is not None):
+        if not isinstance(of, str) or not (of in (TRAIN, *PARTS) or question_number(of) is not None):
             raise Failure("garbage", "a secure sum of something unknown")
         plan = self._agreed if of.startswith(PREPARE) else self.plan
         assert plan is not None
         try:
             terms = secure_sum.Terms.from_bytes(message.body)
             like = shapes_of(plan, of)
-            length = length_of(like, wide=question_in(of) is not None)
+            length = length_of(like, wide=question_number(of) is not None)
             if terms.bits != bits_of(like) or terms.length != length or terms.circle > self.plan.most_nodes:
                 raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
             own = self._key if self._number is not None else None
@@ -368,21 +358,21 @@ class Node:
         from fedrecon._src.privacy import secure_sum
 
         assert self.plan is not None
-        verify = signing.verify_keys(self.plan)
+        verify = node_keys.verify_keys(self.plan)
         return self._step(message, lambda state: secure_sum.share(state, message.body, verify_keys=verify))
 
     def _mask(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
         from fedrecon._src.deploy.secret import to_integers
         from fedrecon._src.privacy import secure_sum
 
-        delivery, body = two_of(message.body)
+        delivery, body = split_bodies(message.body)
         of = None if self._sum is None else self._sum[0]
 
         def take(state: Any) -> tuple[Any, bytes]:
             assert self.plan is not None
             assert of is not None
             value = self._compute(of, message.round, body)
-            vector = to_integers(self.plan, value, wide=question_in(of) is not None)
+            vector = to_integers(self.plan, value, wide=question_number(of) is not None)
             return secure_sum.mask(state, delivery, vector)
 
         return self._step(message, take)

@@ -11,9 +11,9 @@ from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan, bring
 from fedrecon._src.deploy.holding import Holding, hold, read_holding
 from fedrecon._src.deploy.memory import Memory
 from fedrecon._src.deploy.node import Node
+from fedrecon._src.deploy.node_keys import read_public_keys
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.settings_plan import SettingsPlan
-from fedrecon._src.deploy.signing import read_public_keys
 
 
 class Operator(NamedTuple):

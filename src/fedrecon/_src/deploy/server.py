@@ -18,11 +18,10 @@ from fedrecon._src.core.keys import fresh_key, round_key, run_keys
 from fedrecon._src.core.model import finish, metric_names
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.deploy import measure, noise
-from fedrecon._src.deploy.asked import PREPARE, TRAIN
 from fedrecon._src.deploy.asking import Answers, ask, open_reply
 from fedrecon._src.deploy.grid import SYSTEM, Clock, Grid
 from fedrecon._src.deploy.members import Members, NotEnoughNodes, Pace
-from fedrecon._src.deploy.messages import MOST_HEADER, Envelope, pack
+from fedrecon._src.deploy.messages import MOST_HEADER, PREPARE, TRAIN, Envelope, pack
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.settings_plan import SettingsPlan
 from fedrecon._src.deploy.sums import Question, Summed, open_sum, secure_sum_of
@@ -320,6 +319,7 @@ class _Training(Members):
             enough=len(nodes),
             seconds=self.pace.stage_deadline,
             clock=self.clock,
+            number=self.done,
         )
 
 

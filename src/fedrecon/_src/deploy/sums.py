@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedrecon._src.deploy import signing
-from fedrecon._src.deploy.asked import TRAIN, question_in, shapes_of, two_in_one
+from fedrecon._src.deploy import node_keys
 from fedrecon._src.deploy.asking import Answers, ask, open_reply, read_tree
 from fedrecon._src.deploy.grid import Clock, Grid
-from fedrecon._src.deploy.messages import Envelope, pack
+from fedrecon._src.deploy.messages import TRAIN, Envelope, join_bodies, pack, question_number, shapes_of
 from fedrecon._src.deploy.plan import Plan
 
 
@@ -44,6 +43,7 @@ def open_sum(
         enough=enough,
         seconds=seconds,
         clock=clock,
+        number=question.round,
     )
     there = sorted(answers.good)
     return Summed([answers.good[node] for node in there], there, answers)
@@ -53,7 +53,7 @@ def _asking_for(of: str) -> tuple[str, dict[str, Any]]:
     """Return the kind of message that asks for an open sum, and its facts."""
     if of == TRAIN:
         return TRAIN, {}
-    number = question_in(of)
+    number = question_number(of)
     return ("evaluate", {"part": of}) if number is None else ("prepare", {"number": number})
 
 
@@ -89,7 +89,7 @@ def secure_sum_of(
     least = max(plan.least_nodes, cohort // 2 + 1)
     if cohort < least:
         return Summed([], [], Answers(failed=dict.fromkeys(nodes, "secure_sum")))
-    wide = question_in(question.of) is not None
+    wide = question_number(question.of) is not None
     length = length_of(like, wide)
     terms = secure_sum.plan(cohort, length, bits=bits_of(like), round=question.round, circle=cohort, threshold=least)
     number = {node: k if numbers is None else numbers[node] for k, node in enumerate(sorted(nodes))}
@@ -109,6 +109,7 @@ def secure_sum_of(
             enough=len(envelopes),
             seconds=wait,
             clock=clock,
+            number=question.round,
         )
         answers.take_over(so_far)
         so_far = answers
@@ -124,9 +125,9 @@ def secure_sum_of(
             stage_seconds,
             lambda k: {"of": question.of, "me": k},
         )
-        state, rosters = secure_sum.introduce(terms, hellos, verify_keys=signing.verify_keys(plan))
+        state, rosters = secure_sum.introduce(terms, hellos, verify_keys=node_keys.verify_keys(plan))
         state, deliveries = secure_sum.deliver(state, stage("share", rosters, stage_seconds, nothing))
-        bodies = {k: two_in_one(delivery, question.body) for k, delivery in deliveries.items()}
+        bodies = {k: join_bodies(delivery, question.body) for k, delivery in deliveries.items()}
         state, requests = secure_sum.collect(state, stage("mask", bodies, seconds, nothing))
         found = secure_sum.total(state, stage("unmask", requests, stage_seconds, nothing))
     except secure_sum.SecureSumError:

@@ -27,8 +27,8 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "privacy": "plan the noise for a privacy budget, attack uploads, audit noise",
     "plan": "write the plan of a training over several nodes that keep their data",
     "keys": "make keys and certificates for a server and its nodes",
-    "server": "train a plan over nodes that keep their data",
-    "node": "take part in a server's training with a file that stays on this machine",
+    "serve": "train a plan over nodes that keep their data",
+    "join": "take part in a server's training with a file that stays on this machine",
     "reproduce": "run one of the paper's studies, and compare with its numbers",
 }
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few

@@ -116,9 +116,9 @@ def parse(argv: Sequence[str]) -> MakePlan:
 def run(args: MakePlan) -> int:
     """Make the plan and say what it is."""
     from fedrecon._src.deploy.catalogue import read_items, read_words
+    from fedrecon._src.deploy.node_keys import read_public_keys
     from fedrecon._src.deploy.plan import describe
     from fedrecon._src.deploy.settings_plan import make_plan
-    from fedrecon._src.deploy.signing import read_public_keys
 
     config = args.settings
     if config.data.source:
@@ -133,9 +133,10 @@ def run(args: MakePlan) -> int:
     plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
-    show.following(f"server {shlex.quote(str(args.out))} --out RUN --keys KEYS")
+    show.following(f"serve {shlex.quote(str(args.out))} --out RUN --keys KEYS")
     print(
-        f"on every node: fedrecon node FILE --server HOST:8000 --ca ca.crt --key NODE.key --accept {plan.digest[:16]}"
+        f"on every node: fedrecon join FILE --server https://HOST:8000 --ca ca.crt --key NODE.key "
+        f"--accept {plan.digest[:16]}"
     )
     print("fedrecon keys makes the keys; to try it out on one machine, both take --insecure instead")
     return 0

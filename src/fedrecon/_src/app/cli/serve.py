@@ -1,4 +1,4 @@
-"""`fedrecon server`."""
+"""`fedrecon serve`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
+
+if TYPE_CHECKING:
+    from fedrecon._src.deploy.http_server import Tls
+    from fedrecon._src.deploy.plan import Plan
+    from fedrecon._src.deploy.server import Outcome
 
 COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
 WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunServer:
-    """Train a plan over nodes that keep their data. Writes what fedrecon train writes. Example: fedrecon server plan
+class Serve:
+    """Train a plan over nodes that keep their data. Writes what fedrecon train writes. Example: fedrecon serve plan
     --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
 
     Attributes:
@@ -40,6 +45,7 @@ class RunServer:
       wait: seconds to wait for that many nodes before giving up.
       algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with None
         and returns a pair: the algorithm, and anything.
+      max_connections: how many connections one address may have open.
       resume: continue the run in the folder.
       insecure: no encryption, and anybody may be a node. Only for trying out on one machine.
       json: print a JSON object for every round and evaluation.
@@ -60,15 +66,16 @@ class RunServer:
     min_nodes: int = 2
     wait: float = 600.0
     algorithm: str | None = None
+    max_connections: int = 256
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     typed: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
-def parse(argv: Sequence[str]) -> RunServer:
+def parse(argv: Sequence[str]) -> Serve:
     """Parse the options."""
-    args = options.parse(RunServer, "server", argv)
+    args = options.parse(Serve, "serve", argv)
     given = [args.keys, args.cert, args.key, args.ca, args.nodes]
     if args.insecure and any(given):
         raise options.UsageError("--insecure has no use for keys and certificates; leave it out to be safe")
@@ -81,59 +88,70 @@ def parse(argv: Sequence[str]) -> RunServer:
     return args
 
 
-def run(args: RunServer) -> int:
+def run(args: Serve) -> int:
     """Train over nodes and say how the model serves their held-out users."""
     from fedrecon._src.app.plots import learning_curve
     from fedrecon._src.deploy.algorithm_plan import bring
-    from fedrecon._src.deploy.asked import largest_message
-    from fedrecon._src.deploy.flower_server import flower_grid
+    from fedrecon._src.deploy.http_server import Limits, parse_address, serve_tasks
+    from fedrecon._src.deploy.messages import largest_message
     from fedrecon._src.deploy.plan import Plan
     from fedrecon._src.deploy.server import NotEnoughNodes, Pace, serve
-    from fedrecon._src.deploy.settings_plan import SettingsPlan
     from fedrecon._src.storage.run_folders import RunFolder
 
     plan = Plan.open(args.plan, None if args.algorithm is None else bring(args.algorithm, None).algorithm)
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
-    tls, keys = _files(args)
+    address, (tls, keys) = parse_address(args.listen), _files(args)
+    limits = Limits(largest_message(plan), connections=args.max_connections)
+    scheme, credentials = "https", "--ca ca.crt --key NODE.key"
     if args.insecure:
         show.alarm("--insecure: nothing is encrypted, and anybody who reaches this port can take part")
-    safety = "--insecure" if args.insecure else "--ca ca.crt --key NODE.key"
-    port = args.listen.rpartition(":")[2]
-    show.remark(f"plan {plan.digest}; on every node: fedrecon node FILE --server HOST:{port} {safety}")
-    folder, task = RunFolder(args.out), plan.task
+        scheme, credentials = "http", "--insecure"
+    show.remark(
+        f"plan {plan.digest}; on every node: fedrecon join FILE --server {scheme}://HOST:{address[1]} {credentials}"
+    )
+    folder, table = RunFolder(args.out), _Table(args.json)
     signal.signal(signal.SIGTERM, _interrupt)
-    table = _Table(args.json)
 
     def on_record(record: dict[str, Any]) -> None:
         table.row(record)
         if not args.json:
-            show.progress_of(record, task.measures)
+            show.progress_of(record, plan.task.measures)
 
-    beside = Path(f"{args.out.resolve()}.flower")
     try:
         with (
-            folder.held(),  # a folder that cannot be written to is noticed before a SuperLink is started
-            flower_grid(args.listen, beside, tls, keys, show.remark, largest_message(plan)) as grid,
+            folder.held(),  # a folder that cannot be written to is noticed before a port is opened
+            serve_tasks(plan, address, tls, keys, limits) as (board, api),
         ):
-            found = serve(plan, grid, folder, pace, resume=args.resume, on_record=on_record, say=show.remark)
+            outcome = serve(
+                plan, board, folder, pace, resume=args.resume, clock=board, on_record=on_record, say=show.remark
+            )
+            if api.problems:
+                refused = ", ".join(f"{count} {kind}" for kind, count in sorted(api.problems.items()))
+                show.remark(f"requests that were refused: {refused}")
     except NotEnoughNodes as problem:
         raise ValueError(str(problem)) from None
-    learning_curve(found.history, folder.plots_path / "learning_curve.png", task.curve)
-    if found.failed is not None:
-        show.alarm(f"training failed: {found.failed}")
-    if found.interrupted:
+    learning_curve(outcome.history, folder.plots_path / "learning_curve.png", plan.task.curve)
+    return _show_outcome(args, plan, outcome)
+
+
+def _show_outcome(args: Serve, plan: Plan, outcome: Outcome) -> int:
+    from fedrecon._src.deploy.settings_plan import SettingsPlan
+    from fedrecon._src.storage.arrays import without_nan
+
+    task = plan.task
+    if outcome.failed is not None:
+        show.alarm(f"training failed: {outcome.failed}")
+    if outcome.interrupted:
         again = [word for word in args.typed if word != "--resume"]
-        show.remark(f"stopped after {found.rounds} of {plan.rounds} rounds; what was learned is in {args.out}")
-        show.remark(f"to continue: {shlex.join(['fedrecon', 'server', *again, '--resume'])}")
+        show.remark(f"stopped after {outcome.rounds} of {plan.rounds} rounds; what was learned is in {args.out}")
+        show.remark(f"to continue: {shlex.join(['fedrecon', 'serve', *again, '--resume'])}")
         return 130
     if args.json:
-        from fedrecon._src.storage.arrays import without_nan
-
-        test = None if found.test is None else found.test.summary()
-        print(json.dumps(without_nan({"kind": "test", "failed": found.failed, "test": test})), flush=True)
-    elif found.test is not None and found.test.clients:
-        show.evaluation(f"test {task.people} of all nodes, none seen in training", found.test, task)
-    if found.failed is not None:
+        test = None if outcome.test is None else outcome.test.summary()
+        print(json.dumps(without_nan({"kind": "test", "failed": outcome.failed, "test": test})), flush=True)
+    elif outcome.test is not None and outcome.test.clients:
+        show.evaluation(f"test {task.people} of all nodes, none seen in training", outcome.test, task)
+    if outcome.failed is not None:
         return FAILED
     if not args.json:
         print(f"saved: {args.out} (model/ is all that is needed to serve)")
@@ -142,21 +160,22 @@ def run(args: RunServer) -> int:
     return 0
 
 
-def _files(args: RunServer) -> tuple[Any, list[Path]]:
-    """Return certificates and the public keys of nodes; None and none of them if it is to be insecure."""
+def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:
+    """Return certificates and the registry of nodes; None for both if nothing is to be encrypted."""
     from fedrecon._src.deploy.certificates import check_server
-    from fedrecon._src.deploy.superlink import Tls
+    from fedrecon._src.deploy.http_server import Tls
+    from fedrecon._src.deploy.node_keys import read_registry
 
     if args.insecure:
-        return None, []
+        return None, None
     base = args.keys or Path()
     tls = Tls(args.cert or base / "server.crt", args.key or base / "server.key", args.ca or base / "ca.crt")
-    nodes = args.nodes or base / "nodes"
     check_server(*tls)
-    found = sorted(nodes.glob("*.pub"))
-    if len(found) < args.min_nodes:
-        raise ValueError(f"{nodes} has {len(found)} public keys, but --min-nodes is {args.min_nodes}")
-    return tls, found
+    folder = args.nodes or base / "nodes"
+    registry = read_registry(folder)
+    if len(registry) < args.min_nodes:
+        raise ValueError(f"{folder} has {len(registry)} public keys, but --min-nodes is {args.min_nodes}")
+    return tls, registry
 
 
 class _Table:

@@ -1,7 +1,8 @@
-"""`fedrecon node`."""
+"""`fedrecon join`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -23,14 +24,14 @@ SHORTEST = 16  # characters of a plan's digest, as in fedrecon._src.deploy.plan,
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunNode:
+class Join:
     """Take part in a training with a file that stays here. Shows the server's plan before it sends anything, and takes
-    part only if you accept the plan. Example: fedrecon node ratings.csv --server fed.example.org:8000 --ca ca.crt
-    --key north.key
+    part only if you accept the plan. Example: fedrecon join ratings.csv --server https://fed.example.org:8000
+    --ca ca.crt --key north.key
 
     Attributes:
       source: this node's file: ratings, clicks or text, as the plan says.
-      server: host and port of the server.
+      server: the server's URL, with its port.
       ca: the certificate of the authority that vouches for the server (ca.crt).
       key: this node's private key.
       min_examples: users with fewer examples do not take part; the plan's own minimum applies if it is larger.
@@ -62,9 +63,9 @@ class RunNode:
     data: Reading = field(default_factory=Reading)
 
 
-def parse(argv: Sequence[str]) -> RunNode:
+def parse(argv: Sequence[str]) -> Join:
     """Parse the options."""
-    args = options.parse(RunNode, "node", argv)
+    args = options.parse(Join, "join", argv)
     if args.insecure and (args.ca or args.key):
         raise options.UsageError("--insecure has no use for --ca and --key; leave it out to be safe")
     if not args.insecure and (args.ca is None or args.key is None):
@@ -77,15 +78,17 @@ def parse(argv: Sequence[str]) -> RunNode:
     return args
 
 
-def run(args: RunNode) -> int:
+def run(args: Join) -> int:
     """Take part until told to stop."""
-    from fedrecon._src.deploy.flower import private_key, run_node
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
+    from fedrecon._src.deploy.node_keys import read_private_key
     from fedrecon._src.deploy.operating import Operator
-    from fedrecon._src.deploy.superlink import address_of
     from fedrecon._src.storage.locks import hold
     from fedrecon._src.storage.parts import LOCK
 
-    address_of("--server", args.server)
+    server = parse_server(args.server, args.insecure)
     for file in (args.source, args.ca, args.key, args.nodes):
         if file is not None and not file.exists():
             raise ValueError(f"{file} does not exist; check the path")
@@ -98,23 +101,28 @@ def run(args: RunNode) -> int:
 
     if args.insecure:
         show.alarm("--insecure: nothing is encrypted, and anybody can pose as the server or read what is sent")
+    key = None if args.key is None else read_private_key(args.key)
     operator = Operator(args.source, args.state, args.data, args.min_examples, args.nodes, args.algorithm)
-    node = operator.node(_asking(args, say), say, key=None if args.key is None else private_key(args.key))
+    node = operator.node(_asking(args, say), say, key=key)
     signal.signal(signal.SIGTERM, _interrupt)
-    say(f"looking for the server at {args.server}")
-    with hold(operator.folder / LOCK, f"what this node remembers in {operator.folder}"):
+    say(f"looking for the server at {server}")
+    with (
+        hold(operator.folder / LOCK, f"what this node remembers in {operator.folder}"),
+        contextlib.closing(Connection(server, key or Ed25519PrivateKey.generate(), args.ca)) as connection,
+    ):
         run_node(
-            args.server,
+            connection,
             node.handle,
-            authority=args.ca,
-            key=args.key,
-            stop=lambda: args.once and node.finished,
+            max_bytes=node.max_message_bytes,
+            stop=lambda: node.refusal is not None or (args.once and node.finished),
             say=say,
         )
+    if node.refusal is not None:
+        raise JoinError(node.refusal)
     return 0
 
 
-def _asking(args: RunNode, say: Callable[[str], None]) -> Callable[[Plan], bool]:
+def _asking(args: Join, say: Callable[[str], None]) -> Callable[[Plan], bool]:
     """Return how the owner is asked about a plan."""
     from fedrecon._src.deploy.plan import describe, names
 

@@ -1,0 +1,227 @@
+"""A node's side of the protocol: outgoing requests only, signed, repeated until the server is back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from fedrecon._src.deploy.signatures import sign_request
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+WAIT = 20  # seconds of a long poll
+FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0  # between two tries to reach the server
+TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+NOTHING = hashlib.sha256(b"").hexdigest()
+REFUSALS = {  # problems that will not go away by trying again
+    "unknown-key": "{server} does not know this node's key; give the coordinator the public half of it (*.pub)",
+    "bad-signature": "{server} does not accept this node's signature; is there a proxy that rewrites requests?",
+    "clock": "{server} refuses the time that this node signs with ({detail}); set this machine's clock",
+    "unsigned": "{server} does not understand this node's signature ({detail}); use the same version of fedrecon",
+}
+
+
+class JoinError(ValueError):
+    """This node cannot take part, and trying again would not help; the message says what to do."""
+
+
+class _TaskOver(Exception):
+    """The task was withdrawn, or its deadline has passed."""
+
+
+def parse_server(text: str, insecure: bool) -> str:
+    """Return the URL of a server, given as a URL or as `host:port`.
+
+    Raises:
+      JoinError: it is not an address, or asks for another kind of connection than `insecure` says.
+    """
+    scheme = "http" if insecure else "https"
+    try:
+        url = urlsplit(text if "://" in text else f"{scheme}://{text}")
+        valid = bool(url.hostname and url.port) and (url.path in ("", "/")) and not (url.query or url.username)
+    except ValueError:
+        valid = False
+    if not valid or any(character.isspace() for character in text):
+        raise JoinError(f"--server is {text[:100]!r}; give a URL with a port, such as https://fed.example.org:8000")
+    if url.scheme != scheme:
+        raise JoinError(f"--server is {text[:100]!r}; {'with' if insecure else 'without'} --insecure it is {scheme}://")
+    return f"{scheme}://{url.netloc}"
+
+
+@dataclasses.dataclass
+class Connection:
+    """A node's connection to its server.
+
+    Attributes:
+      server: the URL.
+      key: the node's private key, which signs every request.
+      authority: the certificate that vouches for the server; None for no encryption.
+      clock: returns the seconds since 1970.
+    """
+
+    server: str
+    key: Ed25519PrivateKey
+    authority: Path | None
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        """Read the certificate."""
+        verify: Any = False
+        if self.authority is not None:
+            try:
+                verify = ssl.create_default_context(cafile=self.authority)
+            except ssl.SSLError:
+                raise JoinError(f"{self.authority} is not a certificate; it should be the server's ca.crt") from None
+        self._client = httpx.Client(base_url=self.server, verify=verify, timeout=TIMEOUT, trust_env=False)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def check_in(self) -> dict[str, Any] | float:
+        """Wait for a task; return it, or after how many seconds to ask again."""
+        response = self._request("GET", f"/v1/check-in?wait={WAIT}")
+        if response.status_code == 204:
+            return float(response.headers.get("retry-after", "1"))
+        task = response.json()
+        kinds = {"round": int, "broadcast": str, "size": int, "ticket": str, "seconds": float}
+        if not isinstance(task, dict) or any(type(task.get(name)) is not kind for name, kind in kinds.items()):
+            raise JoinError(f"{self.server} does not answer like a coordinator of this version of fedrecon")
+        return task
+
+    def fetch(self, task: dict[str, Any], max_bytes: int) -> bytes:
+        """Return a task's message, which is not larger than expected and has the digest that names it."""
+        path = f"/v1/broadcasts/{task['broadcast']}"
+        data = bytearray()
+        headers = sign_request(self.key, "GET", path, NOTHING, self.clock)
+        with self._client.stream("GET", path, headers=headers) as response:
+            if response.status_code != 200:
+                response.read()
+                self._raise(response)
+            for chunk in response.iter_bytes():
+                data += chunk
+                if len(data) > max_bytes:
+                    raise JoinError(f"{self.server} sent a message of over {max_bytes} bytes, more than the plan needs")
+        if hashlib.sha256(data).hexdigest() != task["broadcast"]:
+            raise httpx.RemoteProtocolError("the broadcast does not have the digest that names it")
+        return bytes(data)
+
+    def report(self, task: dict[str, Any], data: bytes) -> None:
+        """Send the answer to a task; again if that fails, until the task's deadline."""
+        end, pauses = time.monotonic() + task["seconds"], backoff()
+        path = f"/v1/rounds/{task['round']}/reports/{task['ticket']}"
+        while True:
+            try:
+                self._request("PUT", path, data)
+                return
+            except httpx.TransportError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(next(pauses))
+
+    def _request(self, method: str, path: str, data: bytes = b"") -> httpx.Response:
+        headers = sign_request(self.key, method, path, hashlib.sha256(data).hexdigest(), self.clock)
+        response = self._client.request(method, path, content=data or None, headers=headers)
+        if response.status_code >= 300:
+            self._raise(response)
+        return response
+
+    def _raise(self, response: httpx.Response) -> None:
+        try:
+            problem = response.json()
+            kind, detail = str(problem["type"]).removeprefix("urn:fedrecon:"), str(problem["detail"])[:300]
+        except (ValueError, KeyError, TypeError):
+            kind, detail = "", response.text[:300]
+        if response.status_code in (404, 410):
+            raise _TaskOver(detail)
+        if kind in REFUSALS:
+            raise JoinError(REFUSALS[kind].format(server=self.server, detail=detail))
+        raise httpx.RemoteProtocolError(f"{response.status_code} {kind or response.reason_phrase}: {detail}")
+
+    def lasting(self, error: httpx.TransportError) -> str | None:
+        """Say why an error will not go away by trying again; None if it may."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return f"{self.server} has a certificate that {self.authority} did not sign, or for another name"
+            if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+                return f"{self.server} does not speak TLS: the server was started with --insecure"
+            cause = cause.__cause__ or cause.__context__
+        connected = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+        if self.authority is None and connected and _speaks_tls(self.server):
+            return f"{self.server} speaks TLS: leave out --insecure, and give --ca and --key"
+        return None
+
+
+def _speaks_tls(server: str) -> bool:
+    url, context = urlsplit(server), ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((url.hostname, url.port), 5) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
+
+
+def backoff() -> Any:
+    """Yield pauses that grow, with some chance in them so that nodes do not all come back at once."""
+    pause = FIRST_PAUSE
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+def run_node(
+    connection: Connection,
+    handle: Callable[[bytes], bytes],
+    *,
+    max_bytes: Callable[[], int],
+    stop: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Take part until `stop` says so: check in for tasks, and report what `handle` answers.
+
+    Args:
+      connection: reaches the server.
+      handle: from a message to a reply.
+      max_bytes: returns the size of the largest message that is read.
+      stop: called between tasks.
+      say: called with remarks on the connection.
+
+    Raises:
+      JoinError: this node cannot take part.
+    """
+    pauses, status = backoff(), ""
+    while not stop():
+        try:
+            task = connection.check_in()
+            if status != "connected":
+                status = "connected"
+                say(f"connected to {connection.server}")
+            pauses = backoff()
+            if isinstance(task, float):
+                time.sleep(task)
+                continue
+            with contextlib.suppress(_TaskOver):
+                connection.report(task, handle(connection.fetch(task, max_bytes())))
+        except _TaskOver as error:
+            raise JoinError(f"{connection.server} is not a fedrecon coordinator: {error}") from None
+        except httpx.TransportError as error:
+            if (reason := connection.lasting(error)) is not None:
+                raise JoinError(reason) from None
+            if status != type(error).__name__:
+                status = type(error).__name__
+                say(f"{connection.server} cannot be reached ({status}: {error}); trying again")
+            time.sleep(next(pauses))

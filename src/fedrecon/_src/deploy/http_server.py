@@ -1,0 +1,337 @@
+"""The coordinator's side of the protocol: an ASGI application over a board of tasks, served by uvicorn in a thread.
+
+    GET /v1/plan                         the plan, by its digest
+    GET /v1/check-in?wait=SECONDS        204 with Retry-After, or a task: round, broadcast, size, ticket, seconds
+    GET /v1/broadcasts/{sha256}          a task's message; immutable
+    PUT /v1/rounds/{n}/reports/{ticket}  the answer; 201, or 200 if it was received before
+
+Every request is signed (`signatures`). A request that is refused gets a JSON problem (RFC 9457), is counted by its kind
+and has no effect on the round. Everything is bounded before it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fedrecon._src.deploy.plan import Plan
+from fedrecon._src.deploy.signatures import SignatureError, Verifier
+from fedrecon._src.deploy.tasks import TaskBoard
+
+log = logging.getLogger(__name__)
+MAX_WAIT = 25.0  # seconds of a long poll
+RETRY_SECONDS = 5  # until a node that is not to wait checks in again
+STATUS = {"too-many": 429}  # of signature problems; all others are 401
+IMMUTABLE = "private, max-age=31536000, immutable"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask of the coordinator.
+
+    Attributes:
+      body_bytes: the largest report.
+      header_bytes: the largest head of a request.
+      header_seconds: how long the head of a request may take.
+      body_seconds: how long a report may take from its first byte to its last.
+      connections: open connections from one address.
+    """
+
+    body_bytes: int
+    header_bytes: int = 2**14
+    header_seconds: float = 10.0
+    body_seconds: float = 120.0
+    connections: int = 256
+
+
+class Tls(NamedTuple):
+    """Files of a server: its certificate, its key, and the certificate of the authority that signed it."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of an address such as `127.0.0.1:8000`.
+
+    Raises:
+      ValueError: it is not an address.
+    """
+    host, _, port = text.rpartition(":")
+    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
+    if not re.fullmatch(r"[^\s/@]+", host) or not 0 < number < 2**16:
+        raise ValueError(f"--listen is {text[:100]!r}; give host:port, such as 127.0.0.1:8000")
+    return host.strip("[]"), number
+
+
+class Problem(Exception):
+    """A request that is refused."""
+
+    def __init__(self, status: int, kind: str, detail: str, **headers: str):
+        """Set the status, a word by which refusals are counted, and a sentence."""
+        super().__init__(detail)
+        self.status, self.kind, self.headers = status, kind, headers
+
+
+class Api:
+    """The four endpoints over a board of tasks."""
+
+    def __init__(self, plan: Plan, board: TaskBoard, verifier: Verifier, limits: Limits):
+        """Serve a plan and the tasks of a board."""
+        self.plan, self.board, self.verifier, self.limits = plan, board, verifier, limits
+        self.problems: collections.Counter[str] = collections.Counter()
+        self._waiting: dict[int, asyncio.Event] = {}  # by node
+        self._uploading: set[int] = set()
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        board.wake = self._wake
+        self.app = Starlette(
+            routes=[
+                Route("/v1/plan", self.get_plan),
+                Route("/v1/check-in", self.check_in),
+                Route("/v1/broadcasts/{digest}", self.get_broadcast),
+                Route("/v1/rounds/{number}/reports/{ticket}", self.put_report, methods=["PUT"]),
+            ],
+            exception_handlers={Problem: self._refuse, HTTPException: self._refuse},
+        )
+
+    def _wake(self, node: int) -> None:
+        """Tell a waiting node, from the thread of the round loop, that it has a task."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(lambda: self._waiting[node].set() if node in self._waiting else None)
+
+    def close(self) -> None:
+        """Answer all nodes that wait, and let none wait any more."""
+        self._closing = True
+        for node in list(self._waiting):
+            self._wake(node)
+
+    async def _refuse(self, request: Request, problem: Exception) -> Response:
+        if isinstance(problem, HTTPException):  # no such path or method
+            problem = Problem(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
+        assert isinstance(problem, Problem)
+        self.problems[problem.kind] += 1
+        content = {"type": f"urn:fedrecon:{problem.kind}", "status": problem.status, "detail": str(problem)}
+        headers = {"Connection": "close", **problem.headers} if problem.status != 404 else problem.headers
+        return JSONResponse(content, problem.status, headers, "application/problem+json")
+
+    def _authenticate(self, request: Request) -> tuple[int, str]:
+        """Return the node that signed a request, and the digest of its body."""
+        target = request.scope["raw_path"].decode("latin-1")
+        if request.scope["query_string"]:
+            target += "?" + request.scope["query_string"].decode("latin-1")
+        try:
+            key, digest = self.verifier.check(request.method, target, request.headers)
+        except SignatureError as error:
+            raise Problem(STATUS.get(error.problem, 401), error.problem, str(error), **{"Retry-After": "1"}) from None
+        return self.board.number_of(key), digest
+
+    async def get_plan(self, request: Request) -> Response:
+        """Return the plan."""
+        self._authenticate(request)
+        return _immutable(request, self.plan.content, self.plan.digest, "application/json")
+
+    async def check_in(self, request: Request) -> Response:
+        """Return a node's next task, or wait for one."""
+        node, _ = self._authenticate(request)
+        self._loop = asyncio.get_running_loop()
+        wait = _seconds(request.query_params.get("wait", "0"))
+        task = self.board.next_task(node)
+        if task is None and wait and not self._closing:
+            await self._await_task(request, node, wait)
+            task = self.board.next_task(node)
+        if task is not None:
+            return JSONResponse(task._asdict(), headers={"Cache-Control": "no-store"})
+        pause = RETRY_SECONDS if self._closing or not wait else 0
+        return Response(status_code=204, headers={"Retry-After": str(pause)})
+
+    async def _await_task(self, request: Request, node: int, seconds: float) -> None:
+        if node in self._waiting:  # an earlier connection of this node: the newest counts
+            self._waiting[node].set()
+        arrived = self._waiting[node] = asyncio.Event()
+
+        async def disconnect() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        waits = [asyncio.create_task(arrived.wait()), asyncio.create_task(disconnect())]
+        self.board.begin_poll(node)
+        lost = False
+        try:
+            if self.board.next_task(node) is None:  # it may have come before `arrived` was there to be set
+                done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                lost = waits[1] in done
+        finally:
+            for wait in waits:
+                wait.cancel()
+            if self._waiting.get(node) is arrived:
+                del self._waiting[node]
+            self.board.end_poll(node, lost)
+
+    async def get_broadcast(self, request: Request) -> Response:
+        """Return the message of a task."""
+        node, _ = self._authenticate(request)
+        digest = request.path_params["digest"]
+        data = self.board.message(node, digest)
+        if data is None:
+            raise Problem(404, "no-broadcast", "this node has no task with such a broadcast")
+        return _immutable(request, data, digest, "application/octet-stream")
+
+    async def put_report(self, request: Request) -> Response:
+        """Take a report."""
+        node, digest = self._authenticate(request)
+        number, ticket = request.path_params["number"], request.path_params["ticket"]
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise Problem(404, "forged", "the round must be a number")
+        state = self.board.state(node, int(number), ticket)
+        if state == "open":
+            if node in self._uploading:
+                raise Problem(429, "too-many", "this node is sending a report already", **{"Retry-After": "1"})
+            self._uploading.add(node)
+            try:
+                data = await self._read_body(request, digest)
+            finally:
+                self._uploading.discard(node)
+            state = self.board.report(node, int(number), ticket, data)
+        if state == "forged":
+            raise Problem(404, state, "the coordinator gave this node no such ticket")
+        if state == "expired":
+            raise Problem(410, state, "the task is over: the round was closed, or its deadline has passed")
+        return Response(status_code=201 if state == "open" else 200)
+
+    async def _read_body(self, request: Request, digest: str) -> bytes:
+        length = request.headers.get("content-length", "")
+        if not (length.isascii() and length.isdigit() and len(length) < 16):
+            raise Problem(411, "no-length", "a report needs a Content-Length")
+        if int(length) > self.limits.body_bytes:
+            raise Problem(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                async for chunk in request.stream():  # never more than was announced: the HTTP parser checks it
+                    body += chunk
+        except TimeoutError:
+            raise Problem(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
+        except ClientDisconnect:
+            raise Problem(400, "cut-off", "the connection ended before the report") from None
+        if hashlib.sha256(body).hexdigest() != digest:
+            raise Problem(400, "wrong-digest", "the body does not have the digest that was signed")
+        return bytes(body)
+
+
+def _immutable(request: Request, data: bytes, digest: str, media_type: str) -> Response:
+    headers = {"ETag": f'"{digest}"', "Cache-Control": IMMUTABLE}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(data, headers=headers, media_type=media_type)
+
+
+def _seconds(text: str) -> float:
+    if not (text.isascii() and text.isdigit() and len(text) < 6):
+        raise Problem(400, "bad-wait", "`wait` must be a whole number of seconds")
+    return min(float(text), MAX_WAIT)
+
+
+def bounded_protocol(limits: Limits) -> type[H11Protocol]:
+    """Return uvicorn's HTTP/1.1 protocol with a bound on connections per address and on the time of a head."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    class BoundedProtocol(H11Protocol):
+        address = ""
+        deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.address = str((transport.get_extra_info("peername") or ("",))[0])
+            counts[self.address] += 1
+            self.deadline = self.loop.call_later(limits.header_seconds, transport.abort)
+            if counts[self.address] > limits.connections:
+                transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            reading_head = self.cycle is None or self.cycle.response_complete
+            if reading_head and self.deadline is None and not self.transport.is_closing():
+                self.deadline = self.loop.call_later(limits.header_seconds, self.transport.abort)
+            elif not reading_head and self.deadline is not None:
+                self.deadline.cancel()
+                self.deadline = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self.deadline is not None:
+                self.deadline.cancel()
+            counts[self.address] -= 1
+            if not counts[self.address]:
+                del counts[self.address]
+
+    return BoundedProtocol
+
+
+@contextlib.contextmanager
+def serve_tasks(
+    plan: Plan, address: tuple[str, int], tls: Tls | None, keys: Mapping[bytes, str] | None, limits: Limits
+) -> Iterator[tuple[TaskBoard, Api]]:
+    """Serve a board of tasks over HTTPS in a thread; on leaving, answer what is under way and stop.
+
+    Args:
+      plan: the plan that nodes may fetch.
+      address: host and port to listen on.
+      tls: certificates; None for no encryption.
+      keys: the names of nodes by their public keys; None to admit any key.
+      limits: what a client may ask for.
+
+    Raises:
+      OSError: the address cannot be used.
+    """
+    board = TaskBoard()
+    api = Api(plan, board, Verifier(keys), limits)
+    config = uvicorn.Config(
+        api.app,
+        http=bounded_protocol(limits),
+        h11_max_incomplete_event_size=limits.header_bytes,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # bad requests are counted, not logged one by one
+    server = uvicorn.Server(config)
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.create_server(address, family=family, backlog=1024) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="fedrecon-http", daemon=True)
+        thread.start()
+        try:
+            yield board, api
+        finally:
+            server.should_exit = True
+            api.close()
+            thread.join(15)
+            if api.problems:
+                log.info("refused requests: %s", json.dumps(dict(api.problems)))

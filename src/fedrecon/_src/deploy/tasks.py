@@ -1,0 +1,189 @@
+"""Tasks for nodes: a message for each, waiting to be fetched, and the reports that came back."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import hmac
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedrecon._src.deploy.grid import Reply
+
+NAME_BYTES, MAC_BYTES = 12, 16
+PRESENCE_SECONDS = 5.0  # how long a node counts as connected after its last request
+_TICKET = re.compile(f"[0-9a-f]{{{2 * (NAME_BYTES + MAC_BYTES)}}}")
+
+
+class Task(NamedTuple):
+    """What a node is asked to do: fetch a broadcast, answer it, report before the deadline."""
+
+    round: int
+    broadcast: str  # SHA-256 of the message
+    size: int
+    ticket: str
+    seconds: float  # that are left
+
+
+@dataclass
+class _Entry:
+    node: int
+    round: int
+    digest: str
+    deadline: float
+    fetched: bool = False
+    reply: bytes | None = None
+
+
+class TaskBoard:
+    """The tasks of all nodes. It implements `Grid` and, since waiting ends when a report arrives, `Clock`.
+
+    A ticket is a random name with a MAC under the round's key over the name and the node's key. So a forged ticket, one
+    of another node and an expired one are told apart without a list of all tickets ever given.
+    """
+
+    def __init__(self) -> None:
+        """Begin without nodes."""
+        self._changed = threading.Condition()
+        self._secret = secrets.token_bytes(32)
+        self._entries: dict[str, _Entry] = {}  # by name, in the order of sending
+        self._messages: dict[str, bytes] = {}  # by digest
+        self._holders: collections.Counter[str] = collections.Counter()  # entries that need a message
+        self._numbers: dict[bytes, int] = {}  # of nodes, by key
+        self._keys: list[bytes] = []
+        self._last_seen: dict[int, float] = {}
+        self._polls: collections.Counter[int] = collections.Counter()
+        self.wake: Callable[[int], None] = lambda node: None  # called when a node has a new task
+
+    # ---- for the round loop ----
+
+    def nodes(self) -> list[int]:
+        """List the nodes that are connected: they wait for a task, work on one, or were heard a moment ago."""
+        with self._changed:
+            now = time.monotonic()
+            busy = {e.node for e in self._entries.values() if e.fetched and e.reply is None and e.deadline > now}
+            recent = {node for node, seen in self._last_seen.items() if now - seen < PRESENCE_SECONDS}
+            return sorted(busy | recent | {node for node, count in self._polls.items() if count})
+
+    def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> str:
+        """Give a node a task of a round, and return its name."""
+        name, digest, now = secrets.token_hex(NAME_BYTES), hashlib.sha256(data).hexdigest(), time.monotonic()
+        with self._changed:
+            for expired in [old for old, entry in self._entries.items() if entry.deadline < now]:
+                self._drop(expired)
+            self._entries[name] = _Entry(node, number, digest, now + seconds)
+            self._messages[digest] = data
+            self._holders[digest] += 1
+        self.wake(node)
+        return name
+
+    def poll(self, tickets: Collection[str]) -> Mapping[str, Reply]:
+        """Return the reports that have arrived, each once."""
+        with self._changed:
+            replies = {}
+            for name in tickets:
+                entry = self._entries.get(name)
+                if entry is not None and entry.reply:
+                    replies[name], entry.reply = Reply(entry.reply), b""
+            return replies
+
+    def cancel(self, tickets: Collection[str]) -> None:
+        """Withdraw tasks that nobody waits for any more."""
+        with self._changed:
+            for name in tickets:
+                self._drop(name)
+
+    def monotonic(self) -> float:
+        """Return seconds since some moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait this long, or until a report arrives or a node connects."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def _drop(self, name: str) -> None:
+        entry = self._entries.pop(name, None)
+        if entry is not None and entry.reply is None:
+            self._release(entry.digest)
+
+    def _release(self, digest: str) -> None:
+        self._holders[digest] -= 1
+        if not self._holders[digest]:
+            del self._holders[digest], self._messages[digest]
+
+    # ---- for nodes ----
+
+    def number_of(self, key: bytes) -> int:
+        """Return a node's number, and note that it was heard."""
+        with self._changed:
+            if key not in self._numbers:
+                self._numbers[key] = len(self._keys)
+                self._keys.append(key)
+            number = self._numbers[key]
+            if number not in self._last_seen:
+                self._changed.notify_all()
+            self._last_seen[number] = time.monotonic()
+            return number
+
+    def begin_poll(self, node: int) -> None:
+        """Note that a node waits for a task."""
+        with self._changed:
+            self._polls[node] += 1
+
+    def end_poll(self, node: int, lost: bool = False) -> None:
+        """Note that a node's wait is over, or that its connection was lost meanwhile."""
+        with self._changed:
+            self._polls[node] -= 1
+            self._last_seen[node] = time.monotonic()
+            if lost:
+                del self._last_seen[node]
+
+    def next_task(self, node: int) -> Task | None:
+        """Return the oldest task that a node has not reported; again, if it fetched it before and was restarted."""
+        now = time.monotonic()
+        with self._changed:
+            for name, entry in self._entries.items():
+                if entry.node == node and entry.reply is None and entry.deadline > now:
+                    entry.fetched = True
+                    ticket, size = self._ticket(name, entry.round, node), len(self._messages[entry.digest])
+                    return Task(entry.round, entry.digest, size, ticket, round(entry.deadline - now, 3))
+        return None
+
+    def message(self, node: int, digest: str) -> bytes | None:
+        """Return a message that a node has a task for."""
+        with self._changed:
+            wanted = any(e.node == node and e.digest == digest and e.reply is None for e in self._entries.values())
+            return self._messages[digest] if wanted else None
+
+    def state(self, node: int, number: int, ticket: str) -> str:
+        """Return `forged`, `open`, `reported` or `expired`."""
+        name = ticket[: 2 * NAME_BYTES]
+        genuine = _TICKET.fullmatch(ticket) and hmac.compare_digest(ticket, self._ticket(name, number, node))
+        if not genuine:
+            return "forged"
+        with self._changed:
+            entry = self._entries.get(name)
+            if entry is not None and entry.reply is not None:
+                return "reported"
+            return "open" if entry is not None and entry.deadline > time.monotonic() else "expired"
+
+    def report(self, node: int, number: int, ticket: str, data: bytes) -> str:
+        """Take a report, if the ticket is open; return what its state was."""
+        with self._changed:
+            state = self.state(node, number, ticket)
+            if state == "open":
+                entry = self._entries[ticket[: 2 * NAME_BYTES]]
+                entry.reply = data or b"\0"  # an empty report is garbage, and counts as one
+                self._release(entry.digest)
+                self._changed.notify_all()
+            return state
+
+    def _ticket(self, name: str, number: int, node: int) -> str:
+        round_key = hmac.digest(self._secret, str(number).encode(), "sha256")
+        return name + hmac.digest(round_key, bytes.fromhex(name) + self._keys[node], "sha256")[:MAC_BYTES].hex()
