@@ -5,14 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo deploy-demo check test test-quick test-matrix test-slow test-flower soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean
+.PHONY: demo deploy-demo check test test-quick test-matrix test-slow soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
 
 # A server and four nodes on this machine, with TLS and keys made for it; one node is killed on the way.
 deploy-demo: .venv/deploy.stamp
-	$(BIN)/python -m fedrecon._src.deploy.demo --out deploy-demo
+	$(BIN)/python examples/deploy/demo.py --out deploy-demo
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
@@ -39,14 +39,6 @@ test-matrix:
 
 test-slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m slow
-
-# The tests of deployments again, slow ones too, with another version of Flower than the one that constraints.txt names.
-# It is put before the installed one, without its dependencies: 1.42 asks for a newer certifi than constraints.txt has.
-FLWR ?= 1.42.0
-test-flower: .venv/dev.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/flwr-$(FLWR) flwr==$(FLWR)
-	PYTHONPATH=$(CURDIR)/build/flwr-$(FLWR) $(BIN)/python -W ignore -c 'import flwr; assert flwr.__version__ == "$(FLWR)"'
-	PYTHONPATH=$(CURDIR)/build/flwr-$(FLWR) $(BIN)/python -m pytest -n 2 tests/test_deploy*.py tests/test_cli_deploy.py
 
 # 100 rounds of a deployment on this machine: memory and files must not grow.
 soak: .venv/dev.stamp

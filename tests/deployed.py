@@ -4,6 +4,7 @@ import contextlib
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -114,6 +115,13 @@ def simulated(plan, union):
         seed=plan.config.seed,
     )
     return run, users
+
+
+def free_port():
+    """Return a port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Processes:

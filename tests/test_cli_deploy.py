@@ -6,12 +6,13 @@ import resource
 import ssl
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from deployed import files_of, grid_of, node_of
-from fedrecon._src.app.cli import FAILED, main, node, server
+from deployed import Waiting, files_of, grid_of, node_of
+from fedrecon._src.app.cli import FAILED, join, main, serve
 from fedrecon._src.deploy.certificates import KeyExists, make_node
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
 from fedrecon._src.deploy.plan import Plan, names
@@ -57,12 +58,12 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
         (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "deployment has no noise"),
         (["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"], "use --share, the share of"),
         (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "a deployment trains all --rounds"),
-        (["server", "none", "--out", "run", "--insecure"], "none holds no plan"),
-        (["server", "none", "--out", "run"], "give --keys"),
-        (["node", "x.csv", "--server", "a:1"], "give --ca and --key"),
-        (["node", "x.csv", "--server", "a:1", "--insecure", "--key", "k"], "--insecure has no use for"),
-        (["node", "x.csv", "--server", "a:1", "--insecure"], "x.csv does not exist"),
-        (["keys", "k", "--nodes", "../x"], "a node cannot be called '../x'"),
+        (["serve", "none", "--out", "run", "--insecure"], "none holds no plan"),
+        (["serve", "none", "--out", "run"], "give --keys"),
+        (["join", "x.csv", "--server", "a:1"], "give --ca and --key"),
+        (["join", "x.csv", "--server", "a:1", "--insecure", "--key", "k"], "--insecure has no use for"),
+        (["join", "x.csv", "--server", "a:1", "--insecure"], "x.csv does not exist"),
+        (["keys", "k", "--nodes", "../x"], "'../x'"),
     ],
 )
 def test_wrong_use_ends_with_a_sentence(words, sentence, tmp_path, monkeypatch, capsys):
@@ -100,11 +101,11 @@ def test_certificates_that_do_not_belong_together_are_refused(tmp_path, capsys):
     one, other = tmp_path / "one", tmp_path / "other"
     (tmp_path / "items.csv").write_text("item\n1\n2\n")
     main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
-    serve = ["server", str(tmp_path / "plan"), "--out", str(tmp_path / "run"), "--keys", str(one), "--min-nodes", "1"]
+    serving = ["serve", str(tmp_path / "plan"), "--out", str(tmp_path / "run"), "--keys", str(one), "--min-nodes", "1"]
     capsys.readouterr()
 
     def refused(sentence):
-        for command in (["keys", str(one), "--nodes", "south"], serve):
+        for command in (["keys", str(one), "--nodes", "south"], serving):
             assert main(command) == 1
             assert sentence in capsys.readouterr().err
         assert not (one / "nodes" / "south.key").exists()
@@ -141,23 +142,19 @@ def test_folders_of_somebody_else_are_left_as_they_are(tmp_path, capsys):
     (tmp_path / "items.csv").write_text("item\n1\n2\n")
     plan = ["plan", "--items", f"{tmp_path}/items.csv", "--model.dim", "2"]
     assert main([*plan, "--out", f"{tmp_path}/plan"]) == 0
-    for name in ("mine", "run.flower"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "thesis.tex").write_text("precious")
-    server = ["server", f"{tmp_path}/plan", "--insecure"]
-    node = ["node", str(parts[0]), "--server", "127.0.0.1:1", "--insecure"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    server = ["serve", f"{tmp_path}/plan", "--insecure"]
+    node = ["join", str(parts[0]), "--server", "127.0.0.1:1", "--insecure"]
     capsys.readouterr()
-    for command, folder in (
-        ([*plan, "--out", f"{tmp_path}/mine"], "mine"),
-        ([*server, "--out", f"{tmp_path}/mine"], "mine"),
-        ([*server, "--out", f"{tmp_path}/run"], "run.flower"),
-        ([*node, "--state", f"{tmp_path}/mine"], "mine"),
+    for command in (
+        [*plan, "--out", f"{tmp_path}/mine"],
+        [*server, "--out", f"{tmp_path}/mine"],
+        [*node, "--state", f"{tmp_path}/mine"],
     ):
         assert main(command) == 1
-        assert f"{folder} holds thesis.tex, and fedrecon did not make it" in capsys.readouterr().err
-        assert [path.name for path in (tmp_path / folder).iterdir()] == ["thesis.tex"]
-    assert not (tmp_path / "mine.flower").exists()
-    assert not (tmp_path / "run").exists()
+        assert "mine holds thesis.tex, and fedrecon did not make it" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
 def test_an_item_with_two_titles_is_refused(tmp_path, capsys):
@@ -170,7 +167,7 @@ def test_one_node_at_a_time_uses_a_memory(tmp_path, capsys):
     _, parts = files_of(tmp_path)
     state = tmp_path / f"{parts[0].name}.node"
     with hold(state / ".lock"):
-        assert main(["node", str(parts[0]), "--server", "127.0.0.1:1", "--insecure"]) == 1
+        assert main(["join", str(parts[0]), "--server", "127.0.0.1:1", "--insecure"]) == 1
     assert f"what this node remembers in {state} is in use by process" in capsys.readouterr().err
 
 
@@ -208,7 +205,7 @@ def test_a_server_refuses_numbers_and_names_that_make_no_sense(option, value, tm
     (tmp_path / "items.csv").write_text("item\n1\n2\n")
     main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
     capsys.readouterr()
-    words = ["server", f"{tmp_path}/plan", "--out", f"{tmp_path}/run", "--insecure", option, value]
+    words = ["serve", f"{tmp_path}/plan", "--out", f"{tmp_path}/run", "--insecure", option, value]
     assert main(words) == 1
     assert value in capsys.readouterr().err
     assert not list(tmp_path.glob("run*"))
@@ -246,23 +243,31 @@ def test_a_node_in_a_script_accepts_the_named_plan_only(tmp_path, capsys):
     main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
     plan = Plan.open(tmp_path / "plan")
     assert names(plan.digest, plan.digest[:16].upper())
-    join = pack(Envelope("join", plan.digest, "run", 0, {}, plan.content))
+    offer = pack(Envelope("join", plan.digest, "run", 0, {}, plan.content))
     for accept, kind in ((plan.digest[:20], "ok"), ("0" * 64, "refused"), (None, "refused")):
         words = [str(parts[0]), "--server", "a:1", "--insecure", *(["--accept", accept] if accept else [])]
-        asking = node._asking(node.parse(words), print)
-        assert unpack(node_of(parts[0], accept=asking).handle(join), 2**20).kind == kind
+        asking = join._asking(join.parse(words), print)
+        assert unpack(node_of(parts[0], accept=asking).handle(offer), 2**20).kind == kind
     assert f"--accept {plan.digest[:16]}" in capsys.readouterr().out
 
 
+class Both(Waiting):
+    """Nodes of this process, and a clock that does not wait."""
+
+    def __init__(self, grid):
+        super().__init__()
+        self.nodes, self.send, self.poll, self.cancel = grid.nodes, grid.send, grid.poll, grid.cancel
+
+
 def serving(words, grid, monkeypatch, capsys):
-    """Run `fedrecon server` with nodes of this process; return its exit code and what it prints."""
+    """Run `fedrecon serve` with nodes of this process; return its exit code and what it prints."""
 
     @contextlib.contextmanager
     def within(*args, **options):
-        yield grid
+        yield Both(grid), SimpleNamespace(problems={})
 
-    monkeypatch.setattr("fedrecon._src.deploy.flower_server.flower_grid", within)
-    code = main(["server", *map(str, words), "--insecure", "--min-nodes", "3"])
+    monkeypatch.setattr("fedrecon._src.deploy.http_server.serve_tasks", within)
+    code = main(["serve", *map(str, words), "--insecure", "--min-nodes", "3"])
     return code, capsys.readouterr().out
 
 
@@ -315,9 +320,9 @@ def test_a_plan_for_clicks_says_what_is_sent_first(tmp_path, capsys):
 def test_commands_of_the_example_files_are_understood(monkeypatch):
     monkeypatch.setenv("ACCEPT", "0" * 64)
     found = []
-    for file in sorted(EXAMPLES.iterdir()):
+    for file in sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".yaml", ".service")):
         text = file.read_text().replace("\\\n", " ")
-        text = text.replace("${SERVER}", "host:8000").replace("${ACCEPT}", "0" * 64)
+        text = text.replace("${SERVER}", "https://host:8000").replace("${ACCEPT}", "0" * 64)
         for line in text.splitlines():
             start = line.strip()
             if start.startswith("ExecStart="):
@@ -329,4 +334,4 @@ def test_commands_of_the_example_files_are_understood(monkeypatch):
     assert set(services) == {"server", "north", "south", "west"}
     assert all(service["image"] == "fedrecon" for service in services.values())
     for command, *words in found:
-        {"server": server, "node": node}[command].parse(words)
+        {"serve": serve, "join": join}[command].parse(words)

@@ -2,32 +2,26 @@
 
 import contextlib
 import dataclasses
-import warnings
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import fedrecon as fr
-from deployed import Processes, config_of, write_ratings
+from deployed import Processes, config_of, free_port, write_ratings
 from fedrecon._src.app.config import Data, Reconstruct
 from fedrecon._src.app.tasks import Items
 from fedrecon._src.core.wire import WireError, from_bytes
-from fedrecon._src.deploy import certificates, flower_server
-from fedrecon._src.deploy.messages import split_bodies
-from fedrecon._src.deploy.demo import free_port
+from fedrecon._src.deploy import certificates
 from fedrecon._src.deploy.holding import read_holding
-from fedrecon._src.deploy.messages import MAGIC, unpack
-from fedrecon._src.deploy.superlink import SuperLink, Tls
+from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
+from fedrecon._src.deploy.messages import MAGIC, largest_message, split_bodies, unpack
+from fedrecon._src.deploy.node_keys import read_registry
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon.deploy import Pace, Plan, make_plan, serve
 from recorder import Recorder, bodies_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Flower's own command line uses what click deprecates
-    pytest.importorskip("flwr", reason="the extra `deploy` is not installed", exc_type=ImportError)
-
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.slow
 ITEMS = np.array([f"catalogue-item-{k:03d}" for k in range(12)])
 CONFIG = config_of(
     data=Data(source="", fractions=(0.7, 0.1, 0.2), max_examples=10),
@@ -38,12 +32,10 @@ CONFIG = config_of(
 
 
 class Capture(NamedTuple):
-    """Streams of bytes: what nodes sent and received, and what the server did."""
+    """Streams of bytes between nodes and the server: what nodes sent, and what they received."""
 
     from_nodes: list
     to_nodes: list
-    from_server: list
-    to_server: list
 
     def text(self):
         """Return the bodies of HTTP messages in place of streams."""
@@ -58,12 +50,13 @@ class Noting:
 
     def __init__(self, grid):
         self._grid, self._asked, self.seen = grid, {}, []
+        self.cancel, self.sleep, self.monotonic = grid.cancel, grid.sleep, grid.monotonic
 
     def nodes(self):
         return self._grid.nodes()
 
-    def send(self, node, data, seconds):
-        ticket = self._grid.send(node, data, seconds)
+    def send(self, node, data, seconds, number=0):
+        ticket = self._grid.send(node, data, seconds, number)
         self._asked[ticket] = data
         return ticket
 
@@ -84,38 +77,33 @@ def files_of(folder):
     return write_ratings(folder / "union.csv", rows), parts
 
 
-def run_and_record(plan, parts, folder, monkeypatch, tls=None):
-    """Train with three nodes in processes of their own, all bytes through recorders; return these and our messages."""
+def run_and_record(plan, parts, folder, keys=None):
+    """Train with three nodes in processes of their own, all bytes through a recorder; return these and our messages."""
     port, processes = free_port(), Processes(folder)
-    nodes, server = Recorder(port), Recorder(port)
-
-    class Watched(SuperLink):
-        """Reached through the recorder once it is there."""
-
-        def wait(self):
-            super().wait()
-            self.address = server.address
-
-    monkeypatch.setattr(flower_server, "SuperLink", Watched)
-    keys = folder / "keys" / "nodes"
-    public = [] if tls is None else sorted(keys.glob("*.pub"))
+    recorder, tls, registry = Recorder(port), None, None
+    if keys is not None:
+        tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
+        registry = read_registry(keys / "nodes")
+    limits = Limits(largest_message(plan))
     try:
-        with flower_server.flower_grid(f"127.0.0.1:{port}", folder / "flower", tls, public, print) as grid:
+        with serve_tasks(plan, ("127.0.0.1", port), tls, registry, limits) as (board, api):
             for k, part in enumerate(parts):
-                own = ("--insecure",) if tls is None else ("--ca", tls.authority, "--key", keys / f"n{k}.key")
-                words = ("--server", nodes.address, "--accept", plan.digest, "--once", *own)
-                processes.start(f"n{k}", "node", part, *words)
-            noting = Noting(grid)
-            outcome = serve(plan, noting, RunFolder(folder / "run"), Pace(min_nodes=3, deadline=120, patience=240))
+                own = (
+                    ("--insecure",) if keys is None else ("--ca", tls.authority, "--key", keys / "nodes" / f"n{k}.key")
+                )
+                words = ("--server", recorder.address, "--accept", plan.digest, "--once", *own)
+                processes.start(f"n{k}", "join", part, *words)
+            noting, pace = Noting(board), Pace(min_nodes=3, deadline=120, patience=240)
+            outcome = serve(plan, noting, RunFolder(folder / "run"), pace, clock=noting)
             for process in processes.all:
                 assert process.wait(60) == 0
+        assert not api.problems
         assert [record["answered"] for record in outcome.history if record["kind"] == "round"] == [3, 3]
         assert outcome.test.clients > 0
     finally:
         processes.end()
-        nodes.close()
-        server.close()
-    return Capture(nodes.sent, nodes.received, server.sent, server.received), noting.seen
+        recorder.close()
+    return Capture(recorder.sent, recorder.received), noting.seen
 
 
 def params_of(plan, seen):
@@ -174,18 +162,17 @@ def has(stream, vector):
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_no_byte_of_a_run_is_of_a_user(secure, tmp_path, monkeypatch):
+def test_no_byte_of_a_run_is_of_a_user(secure, tmp_path):
     union, parts = files_of(tmp_path)
     plan = Plan.from_bytes(make_plan(CONFIG, Items(ITEMS), secure=secure, least_nodes=3 if secure else 1).content)
-    raw, seen = run_and_record(plan, parts, tmp_path, monkeypatch)
+    raw, seen = run_and_record(plan, parts, tmp_path)
     text = raw.text()
 
     # What is looked through is all of it, and no encoding hides it: every message and every reply is there as it is.
     assert sum(unpack(data, 2**30).kind in ("train", "mask") for data, _ in seen) >= 6
     for data, reply in seen:
-        for streams, whole in ((text.from_server, data), (text.to_nodes, data), (text.from_nodes, reply)):
-            assert any(whole in stream for stream in streams)
-        assert any(reply in stream for stream in text.to_server)
+        assert any(data in stream for stream in text.to_nodes)
+        assert any(reply in stream for stream in text.from_nodes)
     params = params_of(plan, seen)
     assert len(params) == 2
     assert any(has(stream, params[1]["item_embedding"][3]) for stream in text.to_nodes)
@@ -197,15 +184,15 @@ def test_no_byte_of_a_run_is_of_a_user(secure, tmp_path, monkeypatch):
     assert_not_in(secrets_of(plan, union, local), (*raw.everything(), *text.everything()))
     with np.errstate(all="ignore"):
         assert not any(has(stream, vector) for stream in text.everything() for vector in local)
-    upward = (*raw.from_nodes, *text.from_nodes, *text.to_server)
+    upward = (*raw.from_nodes, *text.from_nodes)
     assert_not_in({f"entry {x!r}": np.float32(x).tobytes() for vector in local for x in vector}, upward)
     logs = [path.read_bytes() for path in tmp_path.rglob("*.log")]
-    assert len(logs) == 4
+    assert len(logs) == 3
     assert_not_in(secrets_of(plan, union, local) | {item: item.encode() for item in ITEMS}, logs)
     assert_not_in({item: item.encode() for item in ITEMS}, upward)  # the catalogue is the server's: downward it travels
 
 
-def test_with_tls_nothing_can_be_read(tmp_path, monkeypatch):
+def test_with_tls_nothing_can_be_read(tmp_path):
     union, parts = files_of(tmp_path)
     plan = Plan.from_bytes(make_plan(CONFIG, Items(ITEMS)).content)
     keys = tmp_path / "keys"
@@ -213,14 +200,12 @@ def test_with_tls_nothing_can_be_read(tmp_path, monkeypatch):
     certificates.make_server(keys, ())
     for k in range(3):
         certificates.make_node(keys / "nodes", f"n{k}")
-    tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
-    raw, seen = run_and_record(plan, parts, tmp_path, monkeypatch, tls)
-    assert sum(map(len, raw.everything())) > 2 * sum(len(data) + len(reply) for data, reply in seen)
+    raw, seen = run_and_record(plan, parts, tmp_path, keys)
+    assert sum(map(len, raw.everything())) > sum(len(data) + len(reply) for data, reply in seen)
     assert all(stream[:2] == b"\x16\x03" for stream in raw.everything() if stream)  # a TLS handshake begins each
     known = {
         "magic": MAGIC,
         "digest": plan.digest.encode(),
-        "Flower": b"flwr",
         "HTTP": b"HTTP/1.1",
         "ours": b"fedrecon",
     }

@@ -1,6 +1,5 @@
 """Deployments in which things go wrong: bad nodes, nodes that leave, servers that are killed, messages of any kind."""
 
-import asyncio
 import dataclasses
 import resource
 import signal
@@ -37,7 +36,6 @@ from fedrecon._src.deploy.messages import Envelope, Failure, pack, unpack
 from fedrecon._src.deploy.plan import Plan, digest_of, names
 from fedrecon._src.deploy.secret import from_integers, to_integers
 from fedrecon._src.deploy.secret import grid_of as ring_of
-from fedrecon._src.deploy.superlink_process import Bounded
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon._src.storage.storage_errors import StorageError
 from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, PlanError, Promises, serve, weaker
@@ -253,35 +251,6 @@ def test_a_message_of_ten_gigabytes_is_refused_unread_on_both_sides(files, tmp_p
     handlers = {0: node_of(files[1][0]).handle, 1: spoiled(node_of(files[1][1]).handle, lambda good: Huge())}
     outcome = deployed(PLAN, InProcess(handlers), tmp_path / "run", min_nodes=1)
     assert [r["failed"] for r in outcome.history if r["kind"] == "round"] == [{"too_large": 1}] * 3
-
-
-def test_requests_beyond_a_size_do_not_reach_flower():
-    """By what a request says of its size, and by what it turns out to be."""
-    reached, sent = [], []
-
-    async def app(scope, receive, send):
-        while (part := await receive())["type"] == "http.request":
-            reached.append(len(part["body"]))
-            if not part["more_body"]:
-                break
-
-    async def send(part):
-        sent.append(part.get("status"))
-
-    def ask(headers, *bodies):
-        parts = [{"type": "http.request", "body": b, "more_body": k < len(bodies) - 1} for k, b in enumerate(bodies)]
-
-        async def receive():
-            return parts.pop(0)
-
-        asyncio.run(Bounded(app, 100)({"type": "http", "headers": headers}, receive, send))
-
-    ask([(b"content-length", str(10 * 2**30).encode())], b"")
-    assert (reached, sent[0]) == ([], 413)
-    ask([], *[bytes(60)] * 5)
-    assert reached == [60]
-    ask([(b"content-length", b"100")], bytes(100))
-    assert reached == [60, 100]
 
 
 # ---- what a node refuses ----

@@ -5,25 +5,23 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
-import warnings
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from deployed import ITEMS, Processes, files_of, simulated
+from deployed import ITEMS, Processes, config_of, files_of, free_port, plan_of, simulated
 from fedrecon._src.app.saved import open_model
-from fedrecon._src.deploy import flower, flower_server
-from fedrecon._src.deploy.demo import free_port
+from fedrecon._src.deploy import certificates, http_client, http_server
+from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
+from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
+from fedrecon._src.deploy.node_keys import read_private_key, read_registry
 from fedrecon._src.deploy.plan import Plan
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Flower's own command line uses what click deprecates
-    pytest.importorskip("flwr", reason="the extra `deploy` is not installed", exc_type=ImportError)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower uses
-ROUNDS, LONGEST = 11, 420
+ROUNDS, LONGEST = 8, 420
 
 
 @pytest.fixture
@@ -31,16 +29,6 @@ def processes(tmp_path):
     found = Processes(tmp_path)
     yield found
     found.end()
-
-
-def children_of(pid):
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            text = stat.read_text()
-            if int(text.rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-    return found
 
 
 class Deployment:
@@ -65,11 +53,11 @@ class Deployment:
 
     def node(self, name, file, *more):
         own = ("--ca", self.keys / "ca.crt", "--key", self.keys / "nodes" / f"{name}.key", "--accept", self.digest)
-        return self.processes.start(name, "node", file, "--server", self.address, *own, "--once", *more)
+        return self.processes.start(name, "join", file, "--server", f"https://{self.address}", *own, "--once", *more)
 
     def start_server(self, *more):
         own = ("--out", self.run, "--listen", self.address, "--keys", self.keys, *self.pace, *more)
-        self.server = self.processes.start("server", "server", self.plan, *own)
+        self.server = self.processes.start("server", "serve", self.plan, *own)
 
     def log(self, name):
         return (self.folder / f"{name}.log").read_text()
@@ -111,7 +99,6 @@ class Deployment:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds Flower's process in /proc")
 def test_everything_is_killed_within_a_round_and_every_user_counts_once_in_every_round(tmp_path, processes):
     """All three nodes are needed for a round, so parameters are those of the simulation or somebody was not counted."""
     pace = ("--min-nodes", 3, "--deadline", 20, "--wait", 300)
@@ -126,11 +113,6 @@ def test_everything_is_killed_within_a_round_and_every_user_counts_once_in_every
 
     run.wait_for_rounds(5)
     with run.in_the_middle_of_a_round(run.nodes[1]):
-        (link,) = children_of(run.server.pid)
-        os.kill(link, signal.SIGKILL)
-
-    run.wait_for_rounds(8)
-    with run.in_the_middle_of_a_round(run.nodes[1]):
         processes.kill(run.server)
     run.start_server("--resume")
 
@@ -140,9 +122,9 @@ def test_everything_is_killed_within_a_round_and_every_user_counts_once_in_every
     expected = simulated(Plan.open(run.plan), run.union)[0].params
     for a, b in zip(jax.tree.leaves(open_model(run.run).params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, 2e-6, 2e-6)
+    assert stranger.wait(30) == 1  # it was told once, and did not try again
+    assert "does not know this node's key" in run.log("stranger")
     assert "joined" not in run.log("stranger")
-    assert "connected" not in run.log("stranger")
-    processes.kill(stranger)
 
 
 @pytest.mark.slow
@@ -159,67 +141,176 @@ def test_a_node_that_hangs_costs_a_deadline_and_comes_back_when_it_wakes(tmp_pat
     since = len(run.rounds())
     run.wait_for(lambda: any(record["answered"] == 3 for record in run.rounds()[since:]))
     processes.kill(run.server, signal.SIGTERM)
-    assert "to continue: fedrecon server" in run.log("server")
+    assert "to continue: fedrecon serve" in run.log("server")
 
 
-@pytest.mark.slow
-def test_requests_of_any_size_and_kind_at_the_port_do_no_harm(tmp_path):
-    """A real SuperLink refuses what says that it has 10 GB, cuts off what has no end, and does not mind garbage."""
+# ---- a server in this process ----
+
+PLAN = plan_of(config_of())
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    certificates.make_authority(folder)
+    certificates.make_server(folder, ())
+    for name in ("north", "stranger"):
+        certificates.make_node(folder / "nodes", name)
+    (folder / "nodes" / "stranger.pub").unlink()
+    return folder
+
+
+@contextlib.contextmanager
+def serving(keys=None, **limits):
     port = free_port()
-    with flower_server.flower_grid(f"127.0.0.1:{port}", tmp_path, None, [], print, most=2**20) as grid:
-        (link,) = children_of(os.getpid())
-
-        def ask(*parts):
-            with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), 20) as there:
-                with contextlib.suppress(ConnectionError):
-                    for part in parts:
-                        there.sendall(part)
-                return there.recv(100)
-            return b""
-
-        path = b"POST /flwr.proto.Fleet/PushMessages HTTP/1.1\r\nHost: a\r\n"
-        assert b" 413 " in ask(path + b"Content-Length: 10737418240\r\n\r\n", b"x" * 1000)
-        before = memory_of(link)
-        chunk = b"100000\r\n" + bytes(2**20) + b"\r\n"
-        assert b" 200 " not in ask(path + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 200)
-        assert memory_of(link) < before + 50_000  # kB, of the 200 MB that were sent
-        assert b" 200 " not in ask(path + b"Content-Length: 100\r\n\r\n", os.urandom(100))
-        ask(os.urandom(4096))
-        assert grid.nodes() == []  # it still answers
+    tls = None if keys is None else Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
+    registry = None if keys is None else read_registry(keys / "nodes")
+    with serve_tasks(PLAN, ("127.0.0.1", port), tls, registry, Limits(2**20, **limits)) as (board, api):
+        yield port, board, api
 
 
-@pytest.mark.slow
-def test_a_node_that_dies_while_it_sends_holds_nobody_up(tmp_path, monkeypatch):
-    """Flower lists a reply before all of it is there, and would wait hours for the rest."""
-    monkeypatch.setattr(flower_server, "LONGEST_REPLY", 1.0)
-    flower.quiet_flower()
-    from flwr.app import ConfigRecord, Message, RecordDict
-    from flwr.supercore.inflatable.inflatable_object import get_object_tree
-    from flwr.supernode.fleet_http_connection import http_request_response
+def connect(port, keys, name="north", authority=None, insecure=False, **options):
+    key = read_private_key(keys / "nodes" / f"{name}.key")
+    server = parse_server(f"127.0.0.1:{port}", insecure)
+    return Connection(server, key, None if insecure else authority or keys / "ca.crt", **options)
 
-    address = f"127.0.0.1:{free_port()}"
-    with (
-        flower_server.flower_grid(address, tmp_path, None, [], print) as grid,
-        http_request_response(address, True) as (number, receive, send, *_),
-    ):
-        ticket, found = grid.send(number, b"question", 60), None
-        assert grid.poll([ticket]) == {}
+
+def answer_once(connection, handle=bytes.upper, **options):
+    """Take part until one message was answered."""
+    answered = []
+
+    def once(data):
+        answered.append(data)
+        return handle(data)
+
+    with contextlib.closing(connection):
+        run_node(connection, once, max_bytes=lambda: 2**20, stop=lambda: bool(answered), **options)
+    return answered
+
+
+@contextlib.contextmanager
+def asked(board, data=b"question"):
+    """Send a message to the first node, in a thread, once it is connected."""
+    replies = {}
+
+    def loop():
         end = time.monotonic() + 60
-        while found is None and time.monotonic() < end:
-            found = receive()
-        head, _ = found
-        head.content = RecordDict()
-        reply = Message(RecordDict({"fedrecon": ConfigRecord({"message": b"answer"})}), reply_to=head)
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        send(reply, get_object_tree(reply), 0.1)  # and then nothing more
-        replies = {}
+        while not board.nodes() and time.monotonic() < end:
+            board.sleep(0.1)
+        name = board.send(board.nodes()[0], data, 60, 1)
         while not replies and time.monotonic() < end:
-            replies = grid.poll([ticket])
-        assert replies[ticket].data is None
-        assert grid.nodes() == [number]
+            replies.update(board.poll([name]))
+            board.sleep(0.1)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    yield replies
+    thread.join(60)
 
 
-def memory_of(pid):
-    """Return the kB that a process has in memory."""
-    status = Path(f"/proc/{pid}/status").read_text()
+def test_a_message_reaches_a_node_and_its_answer_comes_back_over_tls(keys):
+    with serving(keys) as (port, board, api), asked(board) as replies:
+        assert answer_once(connect(port, keys)) == [b"question"]
+    assert [reply.data for reply in replies.values()] == [b"QUESTION"]
+    assert not api.problems
+
+
+def test_errors_that_last_end_with_a_sentence(keys, tmp_path):
+    certificates.make_authority(tmp_path)
+    with serving(keys) as (port, _, api):
+        for options, sentence in (
+            ({"name": "stranger"}, "does not know this node's key"),
+            ({"authority": tmp_path / "ca.crt"}, "did not sign"),
+            ({"insecure": True}, "speaks TLS: leave out --insecure"),
+            ({"clock": lambda: time.time() + 600}, "set this machine's clock"),
+            ({"clock": lambda: time.time() - 600}, "set this machine's clock"),
+        ):
+            with pytest.raises(JoinError, match=sentence):
+                answer_once(connect(port, keys, **options))
+        assert api.problems == {"unknown-key": 1, "clock": 2}
+    with serving() as (port, _, _), pytest.raises(JoinError, match="started with --insecure"):
+        answer_once(connect(port, keys))
+
+
+def test_a_node_waits_for_a_server_that_is_not_there_yet_and_comes_back_to_it(keys, monkeypatch):
+    monkeypatch.setattr(http_client, "LAST_PAUSE", 0.2)
+    monkeypatch.setattr(http_server, "RETRY_SECONDS", 1)
+    port, said = free_port(), []
+    connection = connect(port, keys, insecure=True)
+    thread = threading.Thread(target=answer_once, args=(connection,), kwargs={"say": said.append})
+    thread.start()
+    time.sleep(0.3)
+    with serve_tasks(PLAN, ("127.0.0.1", port), None, None, Limits(2**20)) as (board, _):
+        end = time.monotonic() + 30
+        while not board.nodes() and time.monotonic() < end:
+            board.sleep(0.05)
+    time.sleep(0.3)
+    with serve_tasks(PLAN, ("127.0.0.1", port), None, None, Limits(2**20)) as (board, _), asked(board):
+        thread.join(30)
+    assert not thread.is_alive()
+    assert [text.split()[1] for text in said] == ["cannot", "to"]  # a server that stops says when to come back
+
+
+def speak(port, *parts, seconds=20):
+    """Send bytes to a port, and return what comes back until the other side closes or time is up."""
+    received = b""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), seconds) as there:
+        with contextlib.suppress(ConnectionError):
+            for part in parts:
+                there.sendall(part)
+        there.settimeout(seconds)
+        while data := there.recv(65536):
+            received += data
+    return received
+
+
+def test_requests_of_any_size_and_kind_at_the_port_do_no_harm():
+    """What says that it has 10 GB, has no end, has an endless head or is garbage is refused, and never kept."""
+    with serving(header_seconds=1.0, header_bytes=4096) as (port, board, _):
+        head = b"PUT /v1/rounds/0/reports/" + b"0" * 56 + b" HTTP/1.1\r\nHost: a\r\n"
+        assert b" 401 " in speak(port, head + b"Content-Length: 10737418240\r\n\r\n", b"x" * 1000)
+        before = memory_kb()
+        chunk = b"100000\r\n" + bytes(2**20) + b"\r\n"
+        speak(port, head + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 100)
+        assert memory_kb() < before + 50_000  # of the 100 MB that were sent
+        assert b" 400 " in speak(port, b"GET / HTTP/1.1\r\n" + b"a: " + b"b" * 10_000)
+        assert b" 200 " not in speak(port, os.urandom(4096))
+        assert b" 404 " in speak(port, b"GET /nothing HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        began = time.monotonic()
+        assert speak(port, b"GET /v1/plan HTTP/1.1\r\nHost:") == b""  # a head that never ends is cut off
+        assert 0.5 < time.monotonic() - began < 10
+        assert board.nodes() == []
+
+
+def test_an_address_has_a_bounded_number_of_connections():
+    with serving(connections=3) as (port, _, _), contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(5)]
+        request = b"GET /v1/plan HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        time.sleep(0.3)
+        answered = 0
+        for one in opened:
+            with contextlib.suppress(ConnectionError):
+                one.sendall(request)
+                answered += b" 401 " in one.recv(1000)
+        assert answered == 3
+
+
+def test_a_slow_report_is_cut_off(keys):
+    with serving(body_seconds=1.0) as (port, board, api):
+        key = read_private_key(keys / "nodes" / "north.key")
+        number = board.number_of(key.public_key().public_bytes_raw())
+        board.send(number, b"question", 60)
+        task = board.next_task(number)
+        path = f"/v1/rounds/{task.round}/reports/{task.ticket}"
+        signed = http_client.sign_request(key, "PUT", path, "0" * 64)
+        head = f"PUT {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in signed.items()) + "\r\n"
+        assert b" 408 " in speak(port, head.encode(), b"x")
+        assert api.problems == {"slow": 1}
+        assert board.state(number, 0, task.ticket) == "open"
+
+
+def memory_kb():
+    """Return the kB that this process has in memory."""
+    status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])

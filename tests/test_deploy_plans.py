@@ -22,10 +22,9 @@ from fedrecon._src.app.saved import open_model
 from fedrecon._src.app.tasks import CLICKS, Items
 from fedrecon._src.app.tasks.factors import prepare_ratings
 from fedrecon._src.core.progress import silent
-from fedrecon._src.deploy import signing
-from fedrecon._src.deploy.messages import largest_message, shapes_of
+from fedrecon._src.deploy import node_keys
 from fedrecon._src.deploy.holding import read_holding
-from fedrecon._src.deploy.messages import Envelope, pack, unpack
+from fedrecon._src.deploy.messages import Envelope, largest_message, pack, shapes_of, unpack
 from fedrecon._src.deploy.operating import Operator
 from fedrecon._src.deploy.secret import length_of
 from fedrecon._src.deploy.server import ROUND_ZERO
@@ -240,12 +239,12 @@ def test_an_operator_names_the_function_that_brings_the_algorithm(tmp_path, monk
 
 @pytest.fixture(scope="module")
 def signing_keys():
-    ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
-    return [ec.generate_private_key(ec.SECP384R1()) for _ in range(4)]
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    return [ed25519.Ed25519PrivateKey.generate() for _ in range(4)]
 
 
 def lines_of(keys):
-    return tuple(f"{signing._public(key)} n{k}" for k, key in enumerate(keys))
+    return tuple(f"{node_keys._public_line(key)} n{k}" for k, key in enumerate(keys))
 
 
 def signing_node(plan, file, key, known=None):

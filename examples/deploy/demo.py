@@ -1,6 +1,6 @@
-"""A deployment on one machine: a server, four nodes with a quarter of MovieLens small each, TLS, and a node that dies.
+"""A deployment on one machine: a coordinator, four nodes with a quarter of MovieLens small each, TLS, and a node that dies.
 
-python -m fedrecon._src.deploy.demo --out deploy-demo
+python examples/deploy/demo.py --out deploy-demo
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def demonstrate(folder: Path, secure: bool) -> int:
     address = f"127.0.0.1:{free_port()}"
     quick = ["--per-round", "3", "--oversample", "1.34", "--min-nodes", "3", "--deadline", "60", "--wait", "120"]
     server = subprocess.Popen(
-        fedrecon("server", str(plan), "--out", str(run), "--listen", address, "--keys", str(keys), *quick),
+        fedrecon("serve", str(plan), "--out", str(run), "--listen", address, "--keys", str(keys), *quick),
         start_new_session=True,
     )
     nodes = []
@@ -138,7 +138,7 @@ def demonstrate(folder: Path, secure: bool) -> int:
         for name, path in zip(names, data, strict=True):
             options = ["--ca", str(keys / "ca.crt"), "--key", str(keys / "nodes" / f"{name}.key")]
             with (folder / f"{name}.log").open("wb") as log:
-                command = fedrecon("node", str(path), "--server", address, *options, "--accept", digest, "--once")
+                command = fedrecon("join", str(path), "--server", f"https://{address}", *options, "--accept", digest, "--once")
                 nodes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
         while server.poll() is None and rounds_done(run) < KILLED_AFTER and time.monotonic() - began < LONGEST:
             time.sleep(0.2)
@@ -155,7 +155,7 @@ def demonstrate(folder: Path, secure: bool) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration."""
-    parser = argparse.ArgumentParser(prog="python -m fedrecon._src.deploy.demo", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("deploy-demo"), help="the folder; an earlier demo is replaced")
     parser.add_argument("--secure", action="store_true", help="hide every node's sum from the server")
     args = parser.parse_args(argv)

@@ -1,0 +1,211 @@
+"""The protocol's endpoints: what is signed is answered once, everything else is refused, counted and without effect."""
+
+import hashlib
+import time
+import warnings
+from urllib.parse import quote
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployed import config_of, plan_of
+from fedrecon._src.app.config import Data, Reconstruct
+from fedrecon._src.deploy import signatures, tasks
+from fedrecon._src.deploy.http_server import Api, Limits
+from fedrecon._src.deploy.signatures import SignatureError, Verifier, public_bytes, sign_request
+from fedrecon._src.deploy.tasks import TaskBoard
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what starlette uses
+    from starlette.testclient import TestClient
+
+PLAN = plan_of(
+    config_of(
+        reconstruct=Reconstruct(solver="least-squares", ridge=0.5),
+        data=Data(source="", fractions=(1.0, 0.0, 0.0), max_examples=10),
+    )
+)
+MAX_BYTES = 1000
+NORTH, SOUTH, STRANGER = (Ed25519PrivateKey.generate() for _ in range(3))
+
+
+class Server:
+    """The application in this process, called by signed requests."""
+
+    def __init__(self):
+        self.board = TaskBoard()
+        verifier = Verifier({public_bytes(NORTH): "north", public_bytes(SOUTH): "south"})
+        self.api = Api(PLAN, self.board, verifier, Limits(MAX_BYTES))
+        self.http = TestClient(self.api.app, "https://server", raise_server_exceptions=False)
+
+    def call(self, method, target, data=b"", *, key=NORTH, headers=None, **changes):
+        signed = {"digest": hashlib.sha256(data).hexdigest(), **changes}
+        headers = headers or sign_request(key, method, target, **signed)
+        return self.http.request(method, target, content=data or None, headers=headers)
+
+    def task(self, data=b"question", number=3, key=NORTH):
+        name = self.board.send(self.board.number_of(public_bytes(key)), data, 60, number)
+        return name, self.call("GET", "/v1/check-in", key=key).json()
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+def path_of(task):
+    return f"/v1/rounds/{task['round']}/reports/{task['ticket']}"
+
+
+def test_a_task_is_fetched_answered_and_counted_once(server):
+    assert server.call("GET", "/v1/check-in").status_code == 204
+    name, task = server.task()
+    assert (task["round"], task["size"], 59 < task["seconds"] <= 60) == (3, 8, True)
+    fetched = server.call("GET", f"/v1/broadcasts/{task['broadcast']}")
+    assert (fetched.content, "immutable" in fetched.headers["cache-control"]) == (b"question", True)
+    assert server.call("PUT", path_of(task), b"answer").status_code == 201
+    assert server.call("PUT", path_of(task), b"another").status_code == 200
+    assert server.board.poll([name])[name].data == b"answer"
+    assert server.board.poll([name]) == {}
+    assert server.call("PUT", path_of(task), b"another").status_code == 200
+    assert server.call("GET", "/v1/check-in").status_code == 204
+    assert server.call("GET", f"/v1/broadcasts/{task['broadcast']}").status_code == 404  # nothing is kept
+    assert server.board._messages == {}
+
+
+def test_a_node_that_was_restarted_gets_its_task_again(server):
+    _, task = server.task()
+    assert server.call("GET", "/v1/check-in").json() | {"seconds": 0} == task | {"seconds": 0}
+
+
+def test_the_plan_is_served_by_its_digest(server):
+    response = server.call("GET", "/v1/plan")
+    assert (response.content, response.headers["etag"]) == (PLAN.content, f'"{PLAN.digest}"')
+    headers = sign_request(NORTH, "GET", "/v1/plan", hashlib.sha256().hexdigest()) | {
+        "if-none-match": f'"{PLAN.digest}"'
+    }
+    assert server.call("GET", "/v1/plan", headers=headers).status_code == 304
+
+
+def refusal(response):
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json()["status"] == response.status_code
+    return response.status_code, response.json()["type"].removeprefix("urn:fedrecon:")
+
+
+def test_a_ticket_is_good_for_its_node_its_round_and_its_time(server):
+    name, task = server.task()
+    assert refusal(server.call("PUT", path_of(task), b"x", key=SOUTH)) == (404, "forged")
+    assert refusal(server.call("PUT", path_of(task | {"round": 4}), b"x")) == (404, "forged")
+    assert refusal(server.call("PUT", path_of(task | {"ticket": "0" * 56}), b"x")) == (404, "forged")
+    assert refusal(server.call("GET", f"/v1/broadcasts/{task['broadcast']}", key=SOUTH)) == (404, "no-broadcast")
+    server.board.cancel([name])
+    assert refusal(server.call("PUT", path_of(task), b"x")) == (410, "expired")
+    assert server.board.poll([name]) == {}
+
+
+def test_requests_without_a_good_signature_are_refused(server):
+    _, task = server.task()
+    path = path_of(task)
+    good = sign_request(NORTH, "PUT", path, hashlib.sha256(b"x").hexdigest())
+    assert refusal(server.call("PUT", path, b"x", key=STRANGER)) == (401, "unknown-key")
+    assert refusal(server.call("PUT", path, b"x", headers={"a": "b"})) == (401, "unsigned")
+    assert refusal(server.call("PUT", path + "0", b"x", headers=good)) == (401, "bad-signature")
+    assert refusal(server.call("PUT", path, b"y", headers=good)) == (400, "wrong-digest")
+    assert refusal(server.call("PUT", path, b"x", headers=good)) == (401, "replayed")
+    for skew, expected in ((400, (401, "clock")), (-400, (401, "clock")), (-200, None), (200, None)):
+        response = server.call("GET", "/v1/check-in", clock=lambda skew=skew: time.time() + skew)
+        assert (refusal(response) if expected else None) == expected
+    assert server.api.problems == {
+        "unknown-key": 1, "unsigned": 1, "bad-signature": 1, "wrong-digest": 1, "replayed": 1, "clock": 2
+    }  # fmt: skip
+    assert server.board.state(0, 3, task["ticket"]) == "open"
+
+
+def test_a_report_beyond_the_plans_size_is_refused_before_it_is_read(server):
+    _, task = server.task()
+    assert refusal(server.call("PUT", path_of(task), bytes(MAX_BYTES + 1))) == (413, "too-large")
+    headers = sign_request(NORTH, "PUT", path_of(task), hashlib.sha256(b"xx").hexdigest())
+    response = server.http.put(path_of(task), content=iter([b"x", b"x"]), headers=headers)  # of no stated length
+    assert refusal(response) == (411, "no-length")
+    assert server.call("PUT", path_of(task), bytes(MAX_BYTES)).status_code == 201
+
+
+def test_a_key_that_asks_too_often_is_slowed_down(monkeypatch):
+    monkeypatch.setattr(signatures, "BURST", 5.0)
+    verifier = Verifier(None)
+
+    def knock():
+        verifier.check("GET", "/", sign_request(NORTH, "GET", "/", "0" * 64))
+
+    for _ in range(5):
+        knock()
+    with pytest.raises(SignatureError) as refused:
+        knock()
+    assert refused.value.problem == "too-many"
+
+
+def test_nonces_are_kept_as_long_as_their_request_could_count(monkeypatch):
+    verifier, now = Verifier(None), [0.0]
+    monkeypatch.setattr(signatures.time, "monotonic", lambda: now[0])
+    for second in range(100):
+        now[0] = 10.0 * second
+        verifier.check("GET", "/", sign_request(NORTH, "GET", "/", "0" * 64))
+    assert len(verifier._nonces) == 61
+
+
+def test_nodes_are_connected_while_they_wait_work_or_were_heard_a_moment_ago(monkeypatch):
+    board, now = TaskBoard(), [1000.0]
+    monkeypatch.setattr(tasks.time, "monotonic", lambda: now[0])
+    north, south = (board.number_of(public_bytes(key)) for key in (NORTH, SOUTH))
+    assert board.nodes() == [north, south]
+    board.begin_poll(north)
+    now[0] += 20
+    assert board.nodes() == [north]
+    name = board.send(north, b"question", 60)
+    board.next_task(north)
+    board.end_poll(north)
+    now[0] += 20
+    assert board.nodes() == [north]  # it works
+    board.cancel([name])
+    assert board.nodes() == []
+    board.begin_poll(south)
+    board.end_poll(south, lost=True)
+    assert board.nodes() == []
+
+
+PATHS = st.sampled_from(["/v1/plan", "/v1/check-in", "/v1/broadcasts/{b}", "/v1/rounds/{r}/reports/{t}"])
+WORDS = st.one_of(st.sampled_from(["0", "3", "-1", "9" * 20, "٣", "a" * 64]), st.text(max_size=20))
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    server = Server()
+    return server, server.task()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_no_request_makes_the_server_fail_or_grow(fuzzed, data):
+    """Any method, path, query, headers and body, signed or not: never a 500, no entry more, and the task stays open."""
+    server, (_, task) = fuzzed
+    parts = {"b": task["broadcast"], "t": "0" * 56, "r": str(task["round"])}
+    parts = {name: data.draw(st.one_of(st.just(value), WORDS)) for name, value in parts.items()}
+    path = data.draw(PATHS).format(**{name: quote(value, safe="") for name, value in parts.items()})
+    if data.draw(st.booleans()):
+        path += "?wait=" + quote(data.draw(WORDS.filter(lambda word: not word.isdigit() or word == "0")))
+    method = data.draw(st.sampled_from(["GET", "PUT", "POST", "HEAD", "DELETE", "PATCH"]))
+    body = data.draw(st.binary(max_size=40))
+    headers = sign_request(NORTH, method, path, hashlib.sha256(body).hexdigest())
+    for name in data.draw(st.sets(st.sampled_from(list(headers)), max_size=2)):
+        headers[name] = data.draw(st.text("0123456789abcdefXYZ ", max_size=130))
+    response = server.call(method, path, body, headers=headers)
+    assert response.status_code < 500
+    if response.status_code >= 400 and method != "HEAD":
+        refusal(response)
+    assert len(server.board._entries) == len(server.board._messages) == 1
+    assert server.board.state(0, task["round"], task["ticket"]) == "open"
+    assert len(server.api.problems) < 30
+    assert not server.api._uploading
