@@ -1,45 +1,25 @@
-"""A soak on loopback: many rounds with resident nodes over TLS. Memory of every process and files must not grow.
+"""A soak on loopback: many rounds with nodes over TLS. Memory of every process and files must not grow.
 
-Runs once with the SuperLink's state in memory, as `fedrecon server` has it, and once with Flower's database. Ends with
-exit code 1 if, from round 20 on, a process grows by more than a tenth (and 16 MB), or files by more than the records.
+Ends with exit code 1 if, from round 20 on, a process grows by more than a tenth (and 16 MB), or files by more than the
+records.
 """
 
 import argparse
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from deployment import NODES, child_of, fedrecon, launch, memory_of, rounds_done, stop, write_files
-from fedrecon._src.deploy.demo import free_port
+from deployment import NODES, fedrecon, free_port, launch, memory_of, rounds_done, stop, write_files
 from fedrecon._src.deploy.plan import Plan
 
 SETTLED = 20  # rounds after which nothing may grow any more
 MEMORY, LEAST, FILES = 1.1, 16, 0.05  # times, MB, MB: what may be between two looks
 LONGEST = 1800
 SETTINGS = "--preset paper --model.dim 8 --reconstruct.solver least-squares --data.fractions 0.8 0.1 0.1"
-
-
-def serve(folder, address, database):
-    """Be the server: what `fedrecon server` does, with the SuperLink's state where we are told."""
-    from fedrecon._src.deploy import flower_server
-    from fedrecon._src.deploy.asked import largest_message
-    from fedrecon._src.deploy.superlink import Tls
-    from fedrecon._src.storage.run_folders import RunFolder
-    from fedrecon.deploy import Pace
-    from fedrecon.deploy import serve as train
-
-    plan, keys = Plan.open(folder / "plan"), folder / "keys"
-    tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
-    options = {"most": largest_message(plan), "database": folder / "flower.db" if database else None}
-    public = sorted((keys / "nodes").glob("*.pub"))
-    with flower_server.flower_grid(address, folder / "flower", tls, public, print, **options) as grid:
-        train(plan, grid, RunFolder(folder / "run"), Pace(min_nodes=NODES, deadline=300, patience=300), say=print)
 
 
 def files_of(folder):
@@ -66,14 +46,13 @@ def look(folder, server, nodes):
     size, count = least_files(folder)
     return {
         "server": memory_of(server.pid),
-        "SuperLink": memory_of(child_of(server.pid)),
         "node (largest)": max(memory_of(node.pid) for node in nodes),
         "files": size,
         "number of files": count,
     }
 
 
-def soak(rounds, database, secure):
+def soak(rounds, secure):
     """Run a training; return what was seen after every tenth round."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -84,14 +63,17 @@ def soak(rounds, database, secure):
         made = ("--items", folder / "items.csv", "--out", folder / "plan", "--rounds", rounds, "--evaluate-every", 10)
         subprocess.run(fedrecon("plan", *made, *SETTINGS.split(), *safety), **quiet)
         address, digest = f"127.0.0.1:{free_port()}", Plan.open(folder / "plan").digest
-        where = ["--database"] if database else []
-        server = launch(folder / "server.log", [sys.executable, __file__, "--serve", name, address, *where], {})
+        pace = ("--min-nodes", NODES, "--deadline", 300, "--wait", 300, "--keys", folder / "keys")
+        command = fedrecon("serve", folder / "plan", "--out", folder / "run", "--listen", address, *pace)
+        server = launch(folder / "server.log", command)
         nodes, seen = [], {}
         try:
             for k in range(NODES):
                 own = ("--ca", folder / "keys" / "ca.crt", "--key", folder / "keys" / "nodes" / f"node{k}.key")
-                command = fedrecon("node", folder / f"node{k}.csv", "--server", address, *own, "--accept", digest)
-                nodes.append(launch(folder / f"node{k}.log", command, {}))
+                command = fedrecon(
+                    "join", folder / f"node{k}.csv", "--server", f"https://{address}", *own, "--accept", digest
+                )
+                nodes.append(launch(folder / f"node{k}.log", command))
             end = time.monotonic() + LONGEST
             while server.poll() is None and time.monotonic() < end:
                 done = rounds_done(folder / "run") // 10 * 10
@@ -119,21 +101,12 @@ def grown(seen):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=105, help="the last look is before the last round")
-    parser.add_argument("--only", nargs="+", choices=["memory", "database", "secure"], default=["memory", "database"])
-    parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "ADDRESS"), help=argparse.SUPPRESS)
-    parser.add_argument("--database", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=["open", "secure"], default=["open"])
     arguments = parser.parse_args()
-    if arguments.serve:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-        serve(Path(arguments.serve[0]), arguments.serve[1], arguments.database)
-        return 0
     failed = False
     for kind in arguments.only:
-        seen = soak(arguments.rounds, kind == "database", kind == "secure")
-        print(
-            f"SuperLink's state in {'a database' if kind == 'database' else 'memory'}"
-            f"{', secure sums' if kind == 'secure' else ''}; MB"
-        )
+        seen = soak(arguments.rounds, kind == "secure")
+        print(f"{kind} sums; MB")
         print(f"{'rounds':>8}" + "".join(f"{name:>18}" for name in next(iter(seen.values()))))
         for number, row in sorted(seen.items()):
             print(f"{number:>8}" + "".join(f"{value:>18.4g}" for value in row.values()))

@@ -1,4 +1,4 @@
-"""A deployment on one machine: a coordinator, four nodes with a quarter of MovieLens small each, TLS, and a node that dies.
+"""A deployment on one machine: a coordinator, four nodes with a quarter of MovieLens small each, and one that dies.
 
 python examples/deploy/demo.py --out deploy-demo
 """
@@ -136,9 +136,12 @@ def demonstrate(folder: Path, secure: bool) -> int:
     nodes = []
     try:
         for name, path in zip(names, data, strict=True):
-            options = ["--ca", str(keys / "ca.crt"), "--key", str(keys / "nodes" / f"{name}.key")]
+            options = ["--server", f"https://{address}", "--accept", digest, "--once"]
+            options += ["--ca", str(keys / "ca.crt"), "--key", str(keys / "nodes" / f"{name}.key")]
             with (folder / f"{name}.log").open("wb") as log:
-                command = fedrecon("join", str(path), "--server", f"https://{address}", *options, "--accept", digest, "--once")
+                command = fedrecon(
+                    "join", str(path), "--server", f"https://{address}", *options, "--accept", digest, "--once"
+                )
                 nodes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
         while server.poll() is None and rounds_done(run) < KILLED_AFTER and time.monotonic() - began < LONGEST:
             time.sleep(0.2)
