@@ -66,11 +66,11 @@ def main():
 
     start_jax_devices()
     ratings = setup(arguments.data)
-    from fedrecon._src.client.lookups.validation import with_lookups
+    from fedrecon import decide_lookups
 
     runners = {"ours": Rounds(ratings, algorithm(ratings.num_items)).call}
     for name, make in {"Keras": in_keras, "Flax": in_flax}.items():
-        found = with_lookups(algorithm(ratings.num_items, model=make(ratings.num_items)), ratings)
+        found = decide_lookups(algorithm(ratings.num_items, model=make(ratings.num_items)), ratings)
         runners[name] = Rounds(ratings, found).call
     seconds = in_turn(runners, 30)
     rows = [

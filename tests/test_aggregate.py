@@ -12,8 +12,8 @@ from toy_models import assert_same_bits, descend, linear, one_by_one, one_round,
 A = ([1, 2, 3], [5, 6, 8])  # delta 1.44, loss 12.96, one query example
 B = ([1, 2, 3], [5, 5, 9])  # delta .96, loss 5.76
 C = ([1, 2, 3, 2], [5, 5, 9, 5])  # delta 1.152, losses 5.76 and .2304, two query examples
-BAD = ([1, 2, 3], [5, np.nan, 8])
-WORSE = ([1, 2, 3], [5, np.inf, 8])
+BAD = ([1, 0, 3], [5, 3e38, 8])  # its error overflows, and infinity times 0 is NaN
+WORSE = ([1, 2, 3], [5, 3e38, 8])
 SUPPORT_ONLY = ([1], [5])
 NOTHING = ([], [])
 

@@ -61,7 +61,7 @@ def test_quantiles_are_over_clients():
     assert found.quantiles["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("bad", [3e38, -3e38])
 def test_a_client_that_is_not_finite_is_counted_and_kept_out(bad):
     clients = xy(([0, 0], [0, 1]), ([0, 0], [0, bad]), ([0, 0], [0, 2]))
     found = evaluate(clients, 0.0, 0.0, fr.split.half())
@@ -93,7 +93,7 @@ def test_clients_are_not_diverged_because_most_are_perfect():
 
 
 def test_a_warning_says_if_more_than_half_of_the_clients_diverged():
-    good, bad = ([0, 0], [0, 1]), ([0, 0], [0, math.nan])
+    good, bad = ([0, 0], [0, 1]), ([0, 0], [0, 3e38])
     evaluator = fr.Evaluator(recon(0.0), xy(good, bad, bad), layout=one_by_one())
     with pytest.warns(
         fr.DivergenceWarning, match="2 of 3 .* the other 1 alone.*smaller learning rates.*clip_norm"
@@ -110,7 +110,7 @@ def test_a_data_frame_is_not_taken_for_clients():
 
 
 def test_when_all_diverged_the_means_are_nan():
-    clients = xy(([0, 0], [0, math.nan]), ([0, 0], [0, math.inf]))
+    clients = xy(([0, 0], [0, 3e38]), ([0, 0], [0, -3e38]))
     with pytest.warns(fr.DivergenceWarning, match="2 of 2 evaluated clients diverged: no metric has a value"):
         found = evaluate(clients, 0.0, 0.0, fr.split.half())
     assert (found.clients, found.diverged, found.examples) == (2, 2, 0)

@@ -4,8 +4,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.algorithms.fitting import check_fit
-from fedrecon._src.client.lookups.validation import features_used
+from fedrecon._src.algorithms.validation import check_training, features_used
 from toy_models import a_and_b, descend, linear, lookup_clients, lookup_model, squared_error
 
 
@@ -58,11 +57,72 @@ def test_clients_without_examples_are_refused():
     nothing = fr.Clients({"x": np.zeros(0), "y": np.zeros(0)}, np.array([0]), np.array([0]))
     algorithm = fr.federated_averaging(linear(), update=descend(0.1), server=optax.sgd(1.0))
     with pytest.raises(ValueError, match="the clients have no examples"):
-        check_fit(algorithm, nothing)
+        check_training(algorithm, nothing)
 
 
 def test_a_model_that_fits_passes():
     algorithm = fr.federated_reconstruction(
         lookup_model(), reconstruct=fr.least_squares(0.1), update=descend(0.1), server=optax.sgd(1.0)
     )
-    assert check_fit(algorithm, lookup_clients([0, 3, 2])) is None
+    assert check_training(algorithm, lookup_clients([0, 3, 2])) is None
+
+
+def logistic(classes=4):
+    return fr.models.from_function(
+        lambda params, x: x[:, None] * params["w"] + params["b"],
+        {"w": jnp.zeros(classes), "b": jnp.zeros(classes)},
+        local="b",
+        inputs="x",
+        label="y",
+        loss="cross_entropy",
+    )
+
+
+def trained(model, clients, reconstruct=None):
+    algorithm = fr.federated_reconstruction(
+        model, reconstruct=reconstruct or descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
+    )
+    return fr.train(algorithm, clients, rounds=1, clients_per_round=2)
+
+
+def classes(*labels):
+    return fr.Clients.from_columns({"x": np.arange(6.0), "y": np.array(labels)}, client=list("aaabbb"))
+
+
+@pytest.mark.parametrize(("labels", "bad"), [((-1, 0, 1, 2, 2, 1), "-1"), ((1, 2, 3, 4, 1, 2), "4")])
+def test_labels_that_are_no_class_of_the_logits_are_refused(labels, bad):
+    with pytest.raises(ValueError, match=rf"column 'y' holds {bad} .*0 to 3"):
+        trained(logistic(), classes(*labels))
+    with pytest.raises(ValueError, match=rf"column 'y' holds {bad} .*0 to 3"):
+        fr.evaluate(
+            fr.federated_averaging(logistic(), update=descend(0.1), reconstruct=descend(0.1), server=optax.sgd(1.0)),
+            {"w": jnp.zeros(4)},
+            classes(*labels),
+        )
+
+
+def test_labels_of_clients_that_are_left_out_do_not_matter():
+    assert trained(logistic(), classes(0, 1, 2, 7, 8, 9).take([0])).rounds == 1
+
+
+@pytest.mark.parametrize(("column", "bad"), [("x", np.nan), ("y", np.inf)])
+def test_numbers_that_are_not_finite_are_refused(column, bad):
+    columns = {"x": np.arange(6.0, dtype=np.float32), "y": np.ones(6, np.float32)}
+    columns[column][4] = bad
+    with pytest.raises(ValueError, match=rf"column '{column}' holds {bad} \(client b, example 1\)"):
+        trained(linear(), fr.Clients.from_columns(columns, client=list("aaabbb")))
+
+
+def test_text_labels_are_named():
+    with pytest.raises(ValueError, match="'y', which holds text"):
+        trained(logistic(), classes(*"abcabc"))
+
+
+def test_least_squares_refuses_cross_entropy():
+    with pytest.raises(ValueError, match="`loss`"):
+        trained(logistic(), classes(0, 1, 2, 3, 0, 1), reconstruct=fr.least_squares(1.0))
+
+
+def test_a_dict_of_columns_alone_is_answered_with_from_columns():
+    with pytest.raises(TypeError, match=r"Clients\.from_columns"):
+        fr.Clients({"x": np.arange(3)})

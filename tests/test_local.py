@@ -161,8 +161,8 @@ def fourth_power():
 
 WRONG = {
     "not linear": (bent, "predictions that are linear in what is solved for"),
-    "absolute error": (absolute, "needs the squared error as the loss"),
-    "fourth power": (fourth_power, "needs the squared error as the loss"),
+    "absolute error": (absolute, "squared error as `loss`"),
+    "fourth power": (fourth_power, "squared error as `loss`"),
 }
 
 

@@ -291,7 +291,7 @@ def test_training_that_diverges_warns_once_and_says_what_to_try():
 
 def test_evaluations_that_diverge_are_warned_of_once_in_a_training():
     algorithm = recon_with(None, optax.sgd(0.0))
-    never = clients_of(*({"item": np.zeros(4, np.int32), "rating": np.full(4, np.nan, np.float32)} for _ in "ab"))
+    never = clients_of(*({"item": np.zeros(4, np.int32), "rating": np.full(4, 3e38, np.float32)} for _ in "ab"))
     with pytest.warns(fr.DivergenceWarning, match="the evaluation after round 1: 2 of 2 evaluated clients") as told:
         fr.train(algorithm, ratings(), rounds=3, valid=never, evaluate_every=1, layout=one_by_one())
     assert len(told) == 1

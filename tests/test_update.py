@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client.lookups.validation import features_used
+from fedrecon._src.algorithms.validation import features_used
 from fedrecon._src.core.cohort import Packer
 from fedrecon._src.core.pytrees import flatten, path_name
 from toy_models import (

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fedrecon._src.algorithms.federated_ials import federated_ials as federated_ials
     from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction as federated_reconstruction
     from fedrecon._src.algorithms.finetuning import with_finetuning as with_finetuning
-    from fedrecon._src.algorithms.fitting import decide_lookups as decide_lookups
     from fedrecon._src.algorithms.local_training import local_training as local_training
     from fedrecon._src.algorithms.rounds import client_round as client_round
     from fedrecon._src.algorithms.rounds import client_total as client_total
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from fedrecon._src.algorithms.saving import digest as digest
     from fedrecon._src.algorithms.saving import save as save
     from fedrecon._src.algorithms.scaffold import scaffold as scaffold
+    from fedrecon._src.algorithms.validation import decide_lookups as decide_lookups
     from fedrecon._src.app.completion import Suggestion as Suggestion
     from fedrecon._src.app.completion import suggest as suggest
     from fedrecon._src.app.logs import log_to as log_to
@@ -104,7 +104,7 @@ _NAMES = {
     "algorithms.federated_ials": "federated_ials",
     "algorithms.federated_reconstruction": "federated_reconstruction",
     "algorithms.finetuning": "with_finetuning",
-    "algorithms.fitting": "decide_lookups",
+    "algorithms.validation": "decide_lookups",
     "algorithms.local_training": "local_training",
     "algorithms.rounds": "client_round client_total client_update server_round server_update",
     "algorithms.saving": "Loaded digest save",

@@ -22,7 +22,7 @@ from fedrecon._src.algorithms.algorithm import (
     finish_round,
     summand_shapes,
 )
-from fedrecon._src.algorithms.fitting import features_of
+from fedrecon._src.algorithms.validation import features_of
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Lengths, Needs, Packer, redraw
 from fedrecon._src.core.keys import client_keys, fresh_key, words_of

@@ -18,6 +18,7 @@ from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names
 from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
 
 Ridge = float | Mapping[str, Any]  # one for all, or by pattern: a number for a leaf, or one for each of its entries
+NOT_SQUARED = "least squares needs the squared error as `loss`, one value per prediction; use gradient_descent"
 MOST_SOLVED_FOR = 2048  # numbers per client: least squares forms a square matrix of this side for every client
 
 
@@ -151,8 +152,10 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
         both, first, second, none = (
             _fit(objective, restore(v), context, batch, mask) for v in (a + b, a, b, jnp.zeros_like(a))
         )
-        error, weights = _error(objective.model, first, batch)
         values, loss_weights = objective.model.loss(first, batch)
+        if jnp.shape(values) != jnp.shape(first):
+            raise ValueError(NOT_SQUARED)
+        error, weights = _error(objective.model, first, batch)
         scale = 1 + jnp.max(jnp.abs(first)) + jnp.max(jnp.abs(second))
         return both - first - second + none, scale, values * loss_weights, weights * error**2
 
@@ -162,7 +165,5 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
             "least squares needs predictions that are linear in what is solved for, but these are not; "
             "use gradient_descent"
         )
-    if values.shape != squares.shape or not np.allclose(values, squares, 1e-3, 1e-4):
-        raise ValueError(
-            "least squares needs the squared error as the loss, one value per prediction; use gradient_descent"
-        )
+    if not np.allclose(values, squares, 1e-3, 1e-4):
+        raise ValueError(NOT_SQUARED)

@@ -51,13 +51,17 @@ class Clients:
     """
 
     columns: Columns
-    starts: np.ndarray
-    ends: np.ndarray
+    starts: np.ndarray = None  # type: ignore[assignment]  # refused below, with advice
+    ends: np.ndarray = None  # type: ignore[assignment]
     names: np.ndarray | None = None
     totals: Totals | None = None
 
     def __post_init__(self) -> None:
         """Check that columns, ranges and names fit together."""
+        if self.starts is None or self.ends is None:
+            raise TypeError(
+                "`starts` and `ends` are missing; group rows with Clients.from_columns(columns, client=...)"
+            )
         starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
         object.__setattr__(self, "columns", {name: _plain(name, values) for name, values in self.columns.items()})
         object.__setattr__(self, "starts", starts)

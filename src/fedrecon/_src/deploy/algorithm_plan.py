@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.fitting import decide_lookups
 from fedrecon._src.algorithms.rounds import as_clients
 from fedrecon._src.algorithms.saving import digest, save, with_lookups
+from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.app.health import MOST_FAILED
 from fedrecon._src.app.tasks import Measure, Users
 from fedrecon._src.client.lookups.tables import lookup_groups

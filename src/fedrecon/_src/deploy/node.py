@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.fitting import check_fit
 from fedrecon._src.algorithms.rounds import client_total, total_shapes
+from fedrecon._src.algorithms.validation import check_training
 from fedrecon._src.app.tasks import Users
 from fedrecon._src.core.keys import fresh_key, round_key
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
@@ -159,7 +159,7 @@ class Node:
         users = plan.view(holding.users)
         for part in users:
             if len(part):
-                check_fit(plan.algorithm, part)
+                check_training(plan.algorithm, part)
         self.memory.accept(plan.digest, plan.promises)
         self.plan = self._agreed = plan
         self.holding, self._users, self._number = holding, users, number

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.fitting import check_reconstruction, features_of
+from fedrecon._src.algorithms.validation import check_reconstruction, check_values, features_of
 from fedrecon._src.client.objectives import Objective, measure_all
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Needs, Packer
@@ -103,6 +103,7 @@ class Evaluator:
             raise ValueError("there are no clients to evaluate on")
         if protocol == "recon":
             check_reconstruction(algorithm, clients)
+        check_values(algorithm, clients)
         self.algorithm, self.clients, self.protocol = algorithm, clients, protocol
         self._split = query_only() if protocol == "standard" else split or half()
         self._key = jax.random.key(seed)

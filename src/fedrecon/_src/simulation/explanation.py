@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.validation import known_lookups, probe
 from fedrecon._src.client.lookups.tables import group_name, lookup_groups
 from fedrecon._src.client.lookups.tracing import Reads, find_reads
-from fedrecon._src.client.lookups.validation import known_lookups, probe
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon._src.core.formatting import lay_out

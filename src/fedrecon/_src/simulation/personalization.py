@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.fitting import check_reconstruction, features_of
 from fedrecon._src.algorithms.rounds import as_clients
+from fedrecon._src.algorithms.validation import check_reconstruction, features_of
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Needs, Packer, lengths_for
 from fedrecon._src.core.keys import client_keys

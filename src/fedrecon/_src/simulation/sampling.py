@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.fitting import features_of
+from fedrecon._src.algorithms.validation import features_of
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Drawn, Packer, redraw

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedrecon._src.algorithms.algorithm import Algorithm, ServerState
-from fedrecon._src.algorithms.fitting import check_fit, decide_lookups
+from fedrecon._src.algorithms.validation import check_training, decide_lookups
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import finish, metric_names
@@ -166,7 +166,7 @@ def train(
         {"clients": len(clients), "examples": clients.num_examples, "rounds": rounds, "seed": seed} | every,
     )
     algorithm = decide_lookups(algorithm, clients)
-    check_fit(algorithm, clients)
+    check_training(algorithm, clients)
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
     planned, rounds = rounds, rounds if spent is None else spent.allowed(rounds)
     loop = _Loop(algorithm, clients, sampling, seed, layout or choose_layout(model=algorithm.model))

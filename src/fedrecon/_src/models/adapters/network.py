@@ -147,6 +147,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         lookups=options.get("lookups", AUTO),
         predict_train=predict_train if live or network.random else None,
         state=State(averaged, local_state, advance, momenta) if live else None,
+        class_label=label if options["loss"] == "cross_entropy" else None,
         frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
     )
 

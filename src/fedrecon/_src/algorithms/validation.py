@@ -1,0 +1,277 @@
+"""Check that data, model and algorithm fit together before a long run starts, and decide the model's lookups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.client.lookups.tables import check_lookups, lookup_groups, random_params
+from fedrecon._src.client.lookups.tracing import Reads, by_rows, find_reads
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.model import AUTO, Model, Step, measure, predict_in
+from fedrecon._src.core.pytrees import flatten
+
+LARGEST_CHECKED = 2**26  # columns with more numbers than this are not read through before training
+CHECKED_AT_ONCE = 2**22  # rows of a column
+PROBED = 8  # examples of the batch that a model is traced with
+NUMBERED = "Number them from 0 first: ids, numbers = numpy.unique(column, return_inverse=True)."
+
+
+def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
+    """Decide the lookups of an algorithm's model, the same for all hosts that will run it.
+
+    A model whose lookups are "auto" is traced with the shapes of the data; tables that it reads only by rows are then
+    handled by rows. Without this it runs on whole tables, with the same results. `train` does this by itself.
+
+    Args:
+      algorithm: any algorithm.
+      clients: data with the features that the model will see on every host.
+    """
+    if algorithm.model.lookups != AUTO:
+        return algorithm
+    reads = known_lookups(algorithm.model, clients)
+    return _with_lookups(algorithm, tuple((path, read.features) for path, read in reads.items() if read.features))
+
+
+@functools.lru_cache(maxsize=8)
+def _with_lookups(algorithm: Algorithm, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
+    """Put lookups into an algorithm's model. Cached, so that code for the result is compiled once."""
+    return dataclasses.replace(algorithm, model=by_rows(algorithm.model, dict(lookups)))
+
+
+def check_training(algorithm: Algorithm, clients: Clients) -> None:
+    """Raise an error if the model, the algorithm and the data do not fit together.
+
+    Args:
+      algorithm: the algorithm to run.
+      clients: the data.
+    """
+    if clients.num_examples == 0:
+        raise ValueError("the clients have no examples")
+    check_values(algorithm, clients)
+    inputs = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
+    check_lookups(algorithm.model, *inputs)
+    algorithm.method.check(*inputs, jnp.ones(PROBED, bool))
+    _facts_of(algorithm).reconstructs.add(_kind(clients))
+
+
+def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
+    """Raise an error if the algorithm cannot reconstruct its model's local parameters.
+
+    Args:
+      algorithm: the algorithm to run.
+      clients: the data.
+    """
+    facts = _facts_of(algorithm)
+    if _kind(clients) not in facts.reconstructs:
+        inputs = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
+        algorithm.method.check(*inputs, jnp.ones(PROBED, bool))
+        facts.reconstructs.add(_kind(clients))
+
+
+def check_values(algorithm: Algorithm, clients: Clients) -> None:
+    """Raise an error if a column that the model reads has NaN or infinite values, or labels that are no class.
+
+    Args:
+      algorithm: the algorithm to run.
+      clients: the data; columns of more than `LARGEST_CHECKED` numbers are not checked.
+    """
+    for name in features_of(algorithm, clients):
+        if clients.columns[name].dtype.kind == "f":
+            _check_column(
+                clients, name, lambda values: ~np.isfinite(values), "the model reads it, so it must be finite"
+            )
+    label = algorithm.model.class_label
+    if label is None or clients.columns[label].dtype.kind not in "iu":
+        return
+    batch = probe(clients)
+    logits = jax.eval_shape(algorithm.model.predict, *_shapes(algorithm.model), batch)
+    if logits.shape[:-1] == batch[label].shape:  # else the labels are probabilities, one for each logit
+        classes = logits.shape[-1]
+        rule = f"classes are 0 to {classes - 1}, since the model has {classes} logits"
+        _check_column(clients, label, lambda values: (values < 0) | (values >= classes), rule)
+
+
+def _check_column(clients: Clients, name: str, is_bad: Callable[[np.ndarray], np.ndarray], rule: str) -> None:
+    column = clients.columns[name]
+    if column.size > LARGEST_CHECKED:
+        return
+    chunks = (column[begin : begin + CHECKED_AT_ONCE] for begin in range(0, len(column), CHECKED_AT_ONCE))
+    bad = np.concatenate([is_bad(chunk).reshape(len(chunk), -1).any(1) for chunk in chunks])
+    if not bad.any():
+        return
+    before = np.append(
+        0, np.cumsum(bad)
+    )  # rows that belong to no client, such as those of a client left out, may be bad
+    with_bad = np.flatnonzero(before[clients.ends] > before[clients.starts])
+    if len(with_bad):
+        client = int(with_bad[0])
+        examples = column[clients.starts[client] : clients.ends[client]]
+        example = int(np.argmax(is_bad(examples).reshape(len(examples), -1).any(1)))
+        value = examples[example].reshape(-1)[np.argmax(is_bad(examples[example]).reshape(-1))]
+        shown = client if clients.names is None else clients.names[client]
+        raise ValueError(f"column {name!r} holds {value} (client {shown}, example {example}); {rule}")
+
+
+def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
+    """List the features that the algorithm's model reads; see `features_used`.
+
+    Args:
+      algorithm: the algorithm to run.
+      clients: the data.
+    """
+    features, kind = _facts_of(algorithm).features, _kind(clients)
+    if kind not in features:
+        features[kind] = features_used(algorithm.model, clients)
+    return features[kind]
+
+
+_Kind = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type and shape of each column
+
+
+class _ColumnFacts(NamedTuple):
+    """What is known about an algorithm for each kind of columns; cached, since finding out traces the model."""
+
+    features: dict[_Kind, list[str]]
+    reconstructs: set[_Kind]
+
+
+@functools.lru_cache(maxsize=64)
+def _facts_of(algorithm: Algorithm) -> _ColumnFacts:
+    return _ColumnFacts({}, set())
+
+
+def _kind(clients: Clients) -> _Kind:
+    return tuple((name, column.dtype.str, column.shape[1:]) for name, column in clients.columns.items())
+
+
+class _Recorder(Mapping[str, Any]):
+    """A batch that records which of its features are read."""
+
+    def __init__(self, columns: Mapping[str, Any], used: set[str], all_columns: Collection[str]):
+        self._columns, self._used, self._all_columns = columns, used, all_columns
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._columns and name in self._all_columns:
+            raise ValueError(f"the model reads the feature {name!r}, which holds text, not numbers. {NUMBERED}")
+        if name not in self._columns:
+            raise ValueError(f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}")
+        self._used.add(name)
+        return self._columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all_columns  # also if it holds text, so that reading it says so
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def features_used(model: Model, clients: Clients) -> list[str]:
+    """List the features that the model's predictions, loss and metrics read, in the order the clients have them.
+
+    Args:
+      model: what is traced.
+      clients: the data.
+
+    Raises:
+      ValueError: if the model reads a feature that the clients do not have, if a feature that a declared lookup reads
+        holds no ids, or if loss or predictions have a shape that does not fit the examples.
+    """
+    _check_ids(model, clients)
+    used: set[str] = set()
+    batch = probe(clients)
+    key = jax.random.key(0)
+
+    def run_model(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
+        recorder = _Recorder(columns, used, clients.columns)
+        predictions = model.predict(params, local, recorder)
+        predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
+        if model.evidence is not None:
+            model.evidence(params, recorder, jnp.ones(PROBED, bool))
+        for name, weighted in [("loss", model.loss), *((n, m.measure) for n, m in model.metrics.items())]:
+            values, weights = weighted(predictions, recorder)
+            if jnp.shape(values)[:1] != (PROBED,) or jnp.shape(values) != jnp.shape(weights):
+                raise ValueError(
+                    f"`{name}` returns values of shape {jnp.shape(values)} and weights of shape {jnp.shape(weights)} "
+                    f"for {PROBED} examples; both must be ({PROBED}, ...)"
+                )
+        return measure(model, predictions, recorder, jnp.ones(PROBED, bool))
+
+    jax.eval_shape(run_model, *_shapes(model), batch)
+    return [name for name in clients.columns if name in used]
+
+
+def _check_ids(model: Model, clients: Clients) -> None:
+    for path, features in lookup_groups(model).items():
+        for feature in features:
+            kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
+            if not np.issubdtype(kind, np.integer):
+                holds = "text" if kind.kind in "SU" else str(kind)
+                raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {holds}, not ids. {NUMBERED}")
+
+
+def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
+    """Find out how a model reads its global parameters, given the clients' data.
+
+    A table is not treated as a lookup if the data has ids outside its rows: the model may handle those in its own way.
+
+    Args:
+      model: what is traced.
+      clients: the data.
+    """
+    used = features_used(model, clients)
+    reads = find_reads(model, {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used})
+    shapes = flatten(_shapes(model)[0])[0]
+    for path, read in reads.items():
+        rows = shapes[path].shape[0] if shapes[path].shape else 0
+        outside = [feature for feature in read.features if not _in_range(clients.columns[feature], rows)]
+        if outside:
+            reads[path] = Reads((), f"{outside[0]} holds ids outside its rows 0 to {rows - 1}")
+    return reads
+
+
+def _in_range(ids: np.ndarray, rows: int) -> bool:
+    # Larger features take too long to check here; packing checks the ids that it packs.
+    return ids.size > LARGEST_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
+
+
+def stand_ins(model: Model, clients: Clients, used: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return global parameters, local parameters and a batch to try a model with: noise, noise and real examples.
+
+    Args:
+      model: what is tried.
+      clients: the data.
+      used: the features that the model reads.
+    """
+    batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
+    params, local = (random_params(shapes) for shapes in _shapes(model))
+    return params, local, batch
+
+
+def _shapes(model: Model) -> tuple[Any, Any]:
+    return jax.eval_shape(lambda: (model.init_global(jax.random.key(0)), model.init_local(jax.random.key(0))))
+
+
+def probe(clients: Clients) -> dict[str, np.ndarray]:
+    """Return a batch of `PROBED` examples. Examples repeat if there are not enough; without any, all are zeros.
+
+    Args:
+      clients: the data.
+    """
+    numbers = {name: column for name, column in clients.columns.items() if column.dtype.kind in "biuf"}
+    if clients.num_examples == 0:
+        return {name: np.zeros((PROBED, *column.shape[1:]), column.dtype) for name, column in numbers.items()}
+    sizes = clients.ends[:1000] - clients.starts[:1000]  # not of all clients: there may be millions
+    who = int(np.argmax(sizes))
+    at = int(clients.starts[who]) + np.arange(PROBED) % max(1, int(sizes[who]))
+    return {name: np.asarray(column[at]) for name, column in numbers.items()}
