@@ -149,7 +149,7 @@ def run_job(
     )
     if run.interrupted:
         raise KeyboardInterrupt
-    table = fr.baselines.measure(
+    table = fr.recommend.rating_baselines(
         train, measured, split=fr.split.half(), num_items=divided.ratings.num_items, which=(BIASES,)
     ).table
     ledger = protection.ledger

@@ -19,7 +19,7 @@ from fedrecon._src.app.config import ClickData, ClicksConfig, Ranking
 from fedrecon._src.app.tasks import CLICKS, Users
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.ranking import Ranked, Scorer, Sets
+from fedrecon._src.recommend.ranking import ItemSets, RankingResult, Scorer
 from fedrecon.data import Ratings
 from studies.numbers import number
 from studies.study import Job, Kind
@@ -59,9 +59,9 @@ class Divided:
         self.clicks, self.config = clicks, config
         self.users: Users = CLICKS.divide(config, clicks, silent)
         everything = dataclasses.replace(config, data=dataclasses.replace(config.data, max_examples=None))
-        self.train = ranking.sets_of(CLICKS.divide(everything, clicks, silent).train)
+        self.train = ranking.item_sets(CLICKS.divide(everything, clicks, silent).train)
         split = fr.split.named(config.split.evaluate)
-        self.hidden = {part: ranking.divide(getattr(self.users, part), split) for part in ("valid", "test")}
+        self.hidden = {part: ranking.split_items(getattr(self.users, part), split) for part in ("valid", "test")}
 
     def fingerprint(self) -> str:
         """Return a digest of the data."""
@@ -82,9 +82,9 @@ class Divided:
     @functools.cached_property
     def together(self) -> np.ndarray:
         """How many training users have both of two items."""
-        return ranking.together(self.train, self.clicks.num_items)
+        return ranking.count_pairs(self.train, self.clicks.num_items)
 
-    def rank(self, score: Scorer, part: str) -> Ranked:
+    def rank(self, score: Scorer, part: str) -> RankingResult:
         """Measure a scorer on the users of a part."""
         return ranking.rank(score, self.hidden[part], self.clicks.num_items)
 
@@ -99,7 +99,9 @@ def open_clicks(source: str, folder: Path, progress: Progress = silent) -> Divid
 # ---- central ----
 
 
-def ials(train: Sets, num_items: int, *, alpha: float, regularization: float, factors: int, seed: int = 0) -> Scorer:
+def ials(
+    train: ItemSets, num_items: int, *, alpha: float, regularization: float, factors: int, seed: int = 0
+) -> Scorer:
     """Rank items by alternating least squares of the `implicit` package, fitted on all training users together.
 
     Args:
@@ -142,7 +144,7 @@ def by_embeddings(items: np.ndarray, alpha: float, regularization: float) -> Sco
     """
     gram = items.T @ items + regularization * np.eye(items.shape[1])
 
-    def score(known: Sets) -> np.ndarray:
+    def score(known: ItemSets) -> np.ndarray:
         bounds = np.searchsorted(known.user, np.arange(known.users + 1))
         own = [items[known.item[a:b]] for a, b in itertools.pairwise(bounds)]
         users = [np.linalg.solve(gram + (alpha - 1) * mine.T @ mine, alpha * mine.sum(0)) for mine in own]
@@ -157,9 +159,9 @@ def _fit(setting: Setting, data: Divided, values: Mapping[str, float], seed: int
         return ranking.popularity(train, items)
     if setting.method == "item kNN":
         few = int(values["neighbours"])
-        return ranking.item_knn(train, items, neighbours=few, shrink=values["shrink"], both=data.together)
+        return ranking.item_knn(train, items, neighbours=few, shrink=values["shrink"], pair_counts=data.together)
     if setting.method == "EASE":
-        return ranking.ease(train, items, ridge=values["ridge"], both=data.together)
+        return ranking.ease(train, items, ridge=values["ridge"], pair_counts=data.together)
     return ials(
         train,
         items,
@@ -205,7 +207,7 @@ def _federated(setting: Setting, data: Divided, seed: int, progress: Progress) -
     )
     if run.interrupted:
         raise KeyboardInterrupt
-    return ranking.by_model(algorithm, run.params), run.params
+    return ranking.score_by_model(algorithm, run.params), run.params
 
 
 def run_job(

@@ -31,7 +31,7 @@ class Setting:
     Attributes:
       train: `fedrecon`; `fedavg`, user rows kept by their owners; `fedavg-dense`, a table of all user rows averaged
         like the rest; `centralized`, all examples in one place, in one round; `baselines`, means and biases of
-        `fr.baselines`, each of which is a measure.
+        `fr.recommend.rating_baselines`, each of which is a measure.
       users: `unseen` tests on users that took no part; `seen` tests on the last tenth of everybody's ratings.
       measures: `recon` (reconstruct on support, measure on query), `kept` (StandardEval with local parameters from
         training), `random` (StandardEval with local parameters as they are initialised).
@@ -265,7 +265,9 @@ def run_job(
 
 def _measure_baselines(setting: Setting, parts: Parts, num_items: int, part: str, began: float) -> dict[str, Any]:
     """Measure baselines as `run_job` measures a training, on the same query examples."""
-    found = fr.baselines.measure(parts.train, getattr(parts, part), num_items=num_items, which=setting.measures)
+    found = fr.recommend.rating_baselines(
+        parts.train, getattr(parts, part), num_items=num_items, which=setting.measures
+    )
     measured = {
         name: {"micro": dict(row), "clients": found.clients, "diverged": 0, "examples": found.examples}
         for name, row in found.table.items()

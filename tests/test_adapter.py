@@ -557,7 +557,9 @@ def test_recommendations_come_from_a_model_with_one_output_too():
         {"items": jnp.array([1.0, 3.0, 2.0]), "user": jnp.float32(1)},
         **RATINGS,
     )
-    found = fr.recommend(model, {"items": np.float32([1, 3, 2])}, {"user": np.float32(1)}, num_items=3, n=2)
+    found = fr.recommend.recommend_items(
+        model, {"items": np.float32([1, 3, 2])}, {"user": np.float32(1)}, num_items=3, n=2
+    )
     assert found.items.tolist() == [1, 2]
 
 

@@ -87,8 +87,8 @@ def test_a_model_ranks_as_the_ranking_module_says(folder):
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
     test = CLICKS.divide(config, clicks, silent).test
     saved = fr.load(folder / "run").saved
-    division = ranking.divide(test, fr.split.fraction(0.8))
-    found = ranking.rank(ranking.by_model(saved.algorithm, saved.params), division, clicks.num_items)
+    division = ranking.split_items(test, fr.split.fraction(0.8))
+    found = ranking.rank(ranking.score_by_model(saved.algorithm, saved.params), division, clicks.num_items)
     told = json.loads((folder / "run" / "run.json").read_text())["test"]["micro"]
     assert found.metrics == pytest.approx({name: told[name] for name in found.metrics}, abs=1e-5)
 

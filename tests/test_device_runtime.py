@@ -21,7 +21,7 @@ import shutil
 import fedrecon_device
 from device_models import ITEMS, MOST, factorization, ratings_bundle, trained
 from fedrecon._src.device.page import page_files
-from fedrecon._src.simulation.personalization import recommend
+from fedrecon._src.recommend.ranking import recommend_items
 from fedrecon_device import Bundle, BundleError, Personal, StoreError, check
 from fedrecon_device.__main__ import main
 from fedrecon_device.contents import MOST_JSON, content_of
@@ -631,7 +631,7 @@ def test_the_order_is_the_one_of_recommend(scores, n, data):
     rated = data.draw(st.lists(st.integers(0, len(scores) - 1), max_size=4))
     array = np.array(scores, np.float32)
     found = rank(array, n, left_out=rated)
-    expected = recommend(Echo(array), {}, {}, num_items=len(array), rated=rated, n=n).items
+    expected = recommend_items(Echo(array), {}, {}, num_items=len(array), exclude=rated, n=n).items
     assert found.tolist() == expected.tolist()
 
 

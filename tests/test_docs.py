@@ -181,7 +181,7 @@ def test_every_link_to_a_file_leads_to_one(page):
 def public_names():
     """Return what users may use, by its public path."""
     names = {}
-    for module in (fr, fr.models, fr.data, fr.split, fr.aggregators, fr.baselines, fr.ranking):
+    for module in (fr, fr.models, fr.data, fr.split, fr.aggregators, fr.recommend):
         private = "_src" in module.__name__
         for name, value in vars(module).items():
             defined = getattr(value, "__module__", None) or ""

@@ -184,7 +184,7 @@ def test_a_client_measures_itself_as_ranking_defines_it():
         )
     )
     found = fr.evaluate(ials(model), params, clients, split=split)
-    division = ranking.divide(clients, split)
+    division = ranking.split_items(clients, split)
 
     def score(known):
         owner = Clients.from_columns({"item": known.item.astype(np.int32)}, client=known.user)

@@ -8,18 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.split import fraction
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.ranking import Division, Sets
+from fedrecon._src.recommend.ranking import Holdout, ItemSets
 
 
 def sets(*items):
     user = np.repeat(np.arange(len(items)), [len(each) for each in items])
-    return Sets(len(items), user, np.array([i for each in items for i in each], int))
+    return ItemSets(len(items), user, np.array([i for each in items for i in each], int))
 
 
 def ranked(scores, known, hidden, **options):
     scores = np.asarray(scores, float)
-    return ranking.rank(lambda _: scores, Division(sets(*known), sets(*hidden)), scores.shape[1], **options)
+    return ranking.rank(lambda _: scores, Holdout(sets(*known), sets(*hidden)), scores.shape[1], **options)
 
 
 def test_metrics_by_hand():
@@ -87,7 +88,7 @@ def test_the_size_of_blocks_does_not_matter(monkeypatch):
     rng = np.random.default_rng(0)
     matrix = rng.integers(0, 4, (9, 12)).astype(float)
     order = rng.permuted(np.tile(np.arange(12), (9, 1)), axis=1)
-    division = Division(sets(*order[:, :3]), sets(*order[:, 3:6]))
+    division = Holdout(sets(*order[:, :3]), sets(*order[:, 3:6]))
     rows = iter(range(9))
     once = ranking.rank(lambda known: matrix, division, 12)
     monkeypatch.setattr(ranking, "SCORES_AT_ONCE", 12)
@@ -101,7 +102,8 @@ def clients_of(*items):
 
 
 def test_four_fifths_of_a_held_out_users_items_are_known():
-    division = ranking.strong_generalization(clients_of(range(10), range(5), [7], [3, 3, 4]), seed=1)
+    clients = clients_of(range(10), range(5), [7], [3, 4])
+    division = ranking.split_items(clients.shuffle(1), fraction(0.8))
     known, hidden = (np.bincount(part.user, minlength=4) for part in division)
     np.testing.assert_array_equal(known, [8, 4, 1, 1])
     np.testing.assert_array_equal(hidden, [2, 1, 0, 1])
@@ -109,11 +111,11 @@ def test_four_fifths_of_a_held_out_users_items_are_known():
         mine = [set(part.item[part.user == user]) for part in division]
         assert not mine[0] & mine[1]
     assert mine[0] | mine[1] == {3, 4}
-    again = ranking.strong_generalization(clients_of(range(10), range(5), [7], [3, 3, 4]), seed=2)
+    again = ranking.split_items(clients.shuffle(2), fraction(0.8))
     assert not np.array_equal(division.hidden.item[:2], again.hidden.item[:2])
 
 
-TRAIN = ranking.sets_of(clients_of([0, 1], [0, 1, 2], [0], [2, 3]))
+TRAIN = ranking.item_sets(clients_of([0, 1], [0, 1, 2], [0], [2, 3]))
 
 
 def test_popularity_counts_users():
@@ -121,7 +123,7 @@ def test_popularity_counts_users():
 
 
 def test_how_many_users_have_two_items():
-    both = ranking.together(TRAIN, 4)
+    both = ranking.count_pairs(TRAIN, 4)
     np.testing.assert_array_equal(both, [[3, 2, 1, 0], [2, 2, 1, 0], [1, 1, 2, 1], [0, 0, 1, 1]])
 
 
@@ -138,7 +140,7 @@ def test_ease_minimises_its_loss_under_a_zero_diagonal():
     # Column by column it is a ridge regression of the item on all others.
     rng = np.random.default_rng(0)
     X = (rng.random((30, 6)) < 0.4).astype(float)
-    train = Sets(30, *np.nonzero(X))
+    train = ItemSets(30, *np.nonzero(X))
     found = ranking.ease(train, 6, ridge=2.0)(sets(*[[i] for i in range(6)]))  # rows of the weights
     for item in range(6):
         others = [i for i in range(6) if i != item]
@@ -151,7 +153,7 @@ def test_ease_minimises_its_loss_under_a_zero_diagonal():
 
 def test_scores_of_another_shape_are_an_error():
     with pytest.raises(ValueError, match=r"shape \(1, 3\), without NaN"):
-        ranking.rank(lambda known: np.zeros((1, 2)), Division(sets([0]), sets([1])), 3)
+        ranking.rank(lambda known: np.zeros((1, 2)), Holdout(sets([0]), sets([1])), 3)
 
 
 def test_nobody_with_hidden_items_is_an_error():

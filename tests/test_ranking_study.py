@@ -10,7 +10,7 @@ from studies.report import compose, to_markdown
 
 from fedrecon._src.app.config import ClickData, ClicksConfig, Ranking
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.ranking import Sets
+from fedrecon._src.recommend.ranking import ItemSets
 from fedrecon.data import synthetic_ratings
 
 SMALL = Setting(method="federated", model=Ranking(dim=4), rounds=3, every=3)
@@ -52,7 +52,7 @@ def test_newcomers_are_solved_for_exactly():
     # Least squares with one row an item: weight alpha and target 1 for known ones, weight 1 and target 0 for others.
     rng = np.random.default_rng(0)
     items, alpha, ridge = rng.normal(size=(9, 3)), 4.0, 0.5
-    scores = by_embeddings(items, alpha, ridge)(Sets(2, np.array([0, 0, 1]), np.array([2, 5, 7])))
+    scores = by_embeddings(items, alpha, ridge)(ItemSets(2, np.array([0, 0, 1]), np.array([2, 5, 7])))
     for user, known in enumerate(([2, 5], [7])):
         has = np.isin(np.arange(9), known)
         root = np.sqrt(np.where(has, alpha, 1.0))
@@ -65,8 +65,10 @@ def test_ials_of_the_package_finds_what_goes_together():
     pytest.importorskip("implicit")
     rng = np.random.default_rng(0)
     mine = [rng.permutation(8)[:5] + 8 * kind for kind in (0, 1) for _ in range(20)]
-    train = Sets(40, np.repeat(np.arange(40), 5), np.concatenate(mine))
-    score = ials(train, 16, alpha=5.0, regularization=1.0, factors=2)(Sets(1, np.zeros(3, int), np.array([0, 1, 2])))
+    train = ItemSets(40, np.repeat(np.arange(40), 5), np.concatenate(mine))
+    score = ials(train, 16, alpha=5.0, regularization=1.0, factors=2)(
+        ItemSets(1, np.zeros(3, int), np.array([0, 1, 2]))
+    )
     assert score[0, 3:8].min() > score[0, 8:].max()
 
 

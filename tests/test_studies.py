@@ -319,7 +319,7 @@ def test_baselines_of_a_study_are_those_of_the_library_on_the_same_query(ratings
     names = ("global mean", "item + user bias")
     setting = Setting(train="baselines", measures=names, rounds=1, every=1)
     (found,) = run_job(setting, divided, 1)["evaluations"]
-    expected = fr.baselines.measure(parts.train, parts.test, which=names, num_items=ratings.num_items)
+    expected = fr.recommend.rating_baselines(parts.train, parts.test, which=names, num_items=ratings.num_items)
     trained = fr.evaluate(*_nothing_learned(ratings), parts.test)
     for name in names:
         assert found[name]["micro"] == expected.table[name]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedrecon import device as device
     from fedrecon import models as models
     from fedrecon import optimizers as optimizers
+    from fedrecon import recommend as recommend
     from fedrecon import split as split
     from fedrecon._src.algorithms.algorithm import Algorithm as Algorithm
     from fedrecon._src.algorithms.algorithm import Method as Method
@@ -72,8 +73,6 @@ if TYPE_CHECKING:
     from fedrecon._src.data.pooling import with_owner as with_owner
     from fedrecon._src.privacy.leakage import Leakage as Leakage
     from fedrecon._src.privacy.leakage import leakage as leakage
-    from fedrecon._src.recommend import baselines as baselines
-    from fedrecon._src.recommend import ranking as ranking
     from fedrecon._src.simulation.comparison import Comparison as Comparison
     from fedrecon._src.simulation.comparison import compare as compare
     from fedrecon._src.simulation.engine import Layout as Layout
@@ -88,9 +87,7 @@ if TYPE_CHECKING:
     from fedrecon._src.simulation.multihost import HostError as HostError
     from fedrecon._src.simulation.multihost import start_hosts as start_hosts
     from fedrecon._src.simulation.multihost import start_jax_devices as start_jax_devices
-    from fedrecon._src.simulation.personalization import Recommendation as Recommendation
     from fedrecon._src.simulation.personalization import predict as predict
-    from fedrecon._src.simulation.personalization import recommend as recommend
     from fedrecon._src.simulation.personalization import reconstruct as reconstruct
     from fedrecon._src.simulation.training import Run as Run
     from fedrecon._src.simulation.training import train as train
@@ -132,7 +129,7 @@ _NAMES = {
     "simulation.evaluation": "DivergenceWarning Evaluation Evaluator evaluate kept_at_first",
     "simulation.explanation": "Explanation explain",
     "simulation.multihost": "HostError start_hosts start_jax_devices",
-    "simulation.personalization": "Recommendation predict recommend reconstruct",
+    "simulation.personalization": "predict reconstruct",
     "core.client_sampling": "Sampling",
     "simulation.training": "Run train",
     "storage.run_folders": "RunFolder",
@@ -143,9 +140,8 @@ _MODULES = {
     "device": "fedrecon.device",
     "models": "fedrecon.models",
     "optimizers": "fedrecon.optimizers",
+    "recommend": "fedrecon.recommend",
     "split": "fedrecon.split",
-    "baselines": "fedrecon._src.recommend.baselines",
-    "ranking": "fedrecon._src.recommend.ranking",
 }
 _MODULE_OF = {name: f"fedrecon._src.{module}" for module, names in _NAMES.items() for name in names.split()}
 

@@ -47,10 +47,10 @@ def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
     if isinstance(config, TextConfig):
         return word_baselines.measure(cast(Sentences, users.train), measured, split)
     if isinstance(config, ClicksConfig):
-        return _ranked(ranking.sets_of(users.train), ranking.divide(measured, split), len(legend))
-    if not len(baselines.divided(measured, split).query.rating):
+        return _ranked(ranking.item_sets(users.train), ranking.split_items(measured, split), len(legend))
+    if not len(baselines.split_ratings(measured, split).query.rating):
         return {}
-    return baselines.measure(users.train, measured, split=split, num_items=len(legend)).table
+    return baselines.rating_baselines(users.train, measured, split=split, num_items=len(legend)).table
 
 
 def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
@@ -62,35 +62,37 @@ def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
     """
     config, items = model.config, model.legend
     if isinstance(config, ClicksConfig) and items.counts is not None:
-        division = ranking.divide(clients, build_split(config.split.evaluate, config.split))
+        division = ranking.split_items(clients, build_split(config.split.evaluate, config.split))
         return (
-            {"popularity": found} if (found := _metrics(ranking.by_count(items.counts), division, len(items))) else {}
+            {"popularity": found}
+            if (found := _metrics(ranking.score_by_count(items.counts), division, len(items)))
+            else {}
         )
     if not isinstance(config, RatingsConfig) or config.model.scale is None or items.liking is None:
         return {}
-    known = baselines.divided(clients, build_split(config.split.evaluate, config.split))
+    known = baselines.split_ratings(clients, build_split(config.split.evaluate, config.split))
     if not len(known.query.rating):
         return {}
     zero = _estimate(model)
-    own = baselines.user_biases(zero, known.support, known.clients)
+    own = baselines.fit_biases(zero, known.support, known.clients)
     found = zero.item_bias[known.query.item] + own[known.query.client]
     guesses = {"global mean": np.zeros(len(found)), "item + user bias": found}
-    return {name: baselines.errors(zero.restore(guess), known.query.rating) for name, guess in guesses.items()}
+    return {name: baselines.rating_errors(zero.restore(guess), known.query.rating) for name, guess in guesses.items()}
 
 
-def _ranked(train: ranking.Sets, division: ranking.Division, num_items: int) -> Table:
+def _ranked(train: ranking.ItemSets, division: ranking.Holdout, num_items: int) -> Table:
     """Rank the items of held-out users by each baseline that these items are few enough for."""
     if not len(division.hidden.item):
         return {}
     scorers = {"popularity": ranking.popularity(train, num_items)}
     if num_items <= MOST_ITEMS:
-        both = ranking.together(train, num_items)
-        scorers["item kNN"] = ranking.item_knn(train, num_items, both=both)
-        scorers["EASE"] = ranking.ease(train, num_items, ridge=EASE_RIDGE, both=both)
+        pairs = ranking.count_pairs(train, num_items)
+        scorers["item kNN"] = ranking.item_knn(train, num_items, pair_counts=pairs)
+        scorers["EASE"] = ranking.ease(train, num_items, ridge=EASE_RIDGE, pair_counts=pairs)
     return {name: _metrics(score, division, num_items) for name, score in scorers.items()}
 
 
-def _metrics(score: ranking.Scorer, division: ranking.Division, num_items: int) -> Mapping[str, float]:
+def _metrics(score: ranking.Scorer, division: ranking.Holdout, num_items: int) -> Mapping[str, float]:
     return ranking.rank(score, division, num_items).metrics if len(division.hidden.item) else {}
 
 
@@ -108,8 +110,8 @@ def with_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Cl
         return found
     if found.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
         return dataclasses.replace(found, micro=found.micro | {COVERAGE: math.nan})
-    division = ranking.divide(clients, build_split(config.split.evaluate, config.split))
-    metrics = _metrics(ranking.by_model(algorithm, params), division, len(params["item_embedding"]))
+    division = ranking.split_items(clients, build_split(config.split.evaluate, config.split))
+    metrics = _metrics(ranking.score_by_model(algorithm, params), division, len(params["item_embedding"]))
     covered = {name: value for name, value in metrics.items() if name.startswith("coverage")}
     return dataclasses.replace(found, micro=found.micro | covered)
 

@@ -21,7 +21,8 @@ from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.app.tasks.factors import accepted_ratings, scale_ends
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Model, Step, predict_in
-from fedrecon._src.simulation.personalization import Recommendation, reconstruct
+from fedrecon._src.recommend.ranking import Recommendation, top_items
+from fedrecon._src.simulation.personalization import reconstruct
 
 LEAST_AT_ONCE = 16
 PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together
@@ -130,8 +131,6 @@ class Recommender:
           n: how many items.
           least_ratings: as for `recommend`.
         """
-        if n < 1:
-            raise ValueError(f"`n` is {n}; it must be at least 1")
         if least_ratings is not None and least_ratings < 0:
             raise ValueError(f"`least_ratings` is {least_ratings}; it must be at least 0")
         out = self._rarely_rated(least_ratings)
@@ -141,8 +140,9 @@ class Recommender:
             scores[:, out] = -np.inf
             rows = rows_of(part.starts, part.ends)
             scores[np.repeat(np.arange(len(part)), part.sizes), part.columns["item"][rows]] = -np.inf
-            scores[np.isnan(scores)] = -np.inf
-            found += [_best(mine, seen, n) for mine, seen in zip(scores, shown, strict=True)]
+            for row, predictions in zip(scores, shown, strict=True):
+                best = top_items(row, n)
+                found.append(Recommendation(best, predictions[best]))
         return found
 
     # ---- inside ----
@@ -207,16 +207,6 @@ class Recommender:
 def shown_scale(saved: SavedModel[Items]) -> tuple[float, float] | None:
     """Return the lowest and the highest rating that is shown, in the data's own scale; None if they are not known."""
     return scale_ends(saved.config.model, saved.legend)
-
-
-def _best(scores: np.ndarray, shown: np.ndarray, n: int) -> Recommendation:
-    """Take the best; of equal ones, those with lower numbers."""
-    near = np.arange(len(scores))
-    if n < len(scores):
-        near = np.flatnonzero(scores >= -np.partition(-scores, n - 1)[n - 1])
-    best = near[np.lexsort((near, -scores[near]))][:n]
-    best = best[np.isfinite(scores[best])]
-    return Recommendation(best, shown[best])
 
 
 @overload

@@ -17,7 +17,8 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.data import DataError, Vocabulary, personal_text, split_text
 from fedrecon._src.data.sources import is_readable, open_bytes
-from fedrecon._src.simulation.personalization import Recommendation, reconstruct
+from fedrecon._src.recommend.ranking import Recommendation
+from fedrecon._src.simulation.personalization import reconstruct
 
 
 def recommend_items(

@@ -26,7 +26,7 @@ def ranking_factorization(
     global parameters are the item embeddings V and their Gram matrix V'V, from which a client computes the cost of its
     embedding on all items without having them. `fr.federated_ials` trains the model and keeps the matrix up to date.
 
-    `fr.evaluate` reports `score` (the mean score of hidden items), and recall, NDCG and hit rate as `fr.ranking`
+    `fr.evaluate` reports `score` (the mean score of hidden items), and recall, NDCG and hit rate as `fr.recommend.rank`
     defines them, with support as known and query as hidden items.
 
     Args:
@@ -87,7 +87,7 @@ def ranking_metrics(
     ndcg_at: tuple[int, ...] = NDCG_AT,
     hit_at: tuple[int, ...] = HIT_AT,
 ) -> ClientMetrics:
-    """Measure how the query's items rank among all that are not in the support, as `fr.ranking` defines it.
+    """Measure how the query's items rank among all that are not in the support, as `fr.recommend.rank` defines it.
 
     Args:
       scores: `(global, local) -> (items,)`, higher is better.

@@ -30,7 +30,7 @@ CENTRAL = ("biases + SVD + ridge", "ALS + ridge")
 PADDED_ENTRIES = 2**20  # in a block of groups that is solved at once
 
 
-class Examples(NamedTuple):
+class RatingRows(NamedTuple):
     """Ratings one after another: the client, the item and the rating of each."""
 
     client: np.ndarray
@@ -38,16 +38,16 @@ class Examples(NamedTuple):
     rating: np.ndarray
 
 
-class Known(NamedTuple):
-    """Clients' examples divided into support, which a baseline may use, and query, which it must predict."""
+class RatingHoldout(NamedTuple):
+    """Clients' examples split into support, which a baseline may use, and query, which it must predict."""
 
     clients: int
-    support: Examples
-    query: Examples
+    support: RatingRows
+    query: RatingRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Baselines:
+class BaselineResults:
     """Results of the baselines on the query examples of clients.
 
     Attributes:
@@ -71,15 +71,15 @@ class Baselines:
         return "\n".join(lay_out([["baseline", "RMSE", "MAE", "accuracy"], *cells], right=True))
 
 
-def measure(
+def rating_baselines(
     train: Clients,
     test: Clients,
     *,
     split: Split | None = None,
     num_items: int | None = None,
     which: Sequence[str] = SIMPLE,
-    accuracy_within: float = ACCURATE_WITHIN,
-) -> Baselines:
+    tolerance: float = ACCURATE_WITHIN,
+) -> BaselineResults:
     """Measure baselines for ratings on the query examples of clients that took no part in training.
 
     Predictions are clipped to the scale of the training clients' ratings.
@@ -90,10 +90,10 @@ def measure(
       split: support and query, as given to `evaluate`; half and half by default.
       num_items: item ids are 0 to `num_items - 1`; by default as many as the columns of `train` and `test` have.
       which: names out of `SIMPLE` and `CENTRAL`. Central ones choose their ridge on a tenth of the training clients.
-      accuracy_within: a prediction this close to the rating counts as accurate.
+      tolerance: a prediction this close to the rating counts as accurate.
 
     Returns:
-      A `Baselines`, to print or to look numbers up in.
+      A `BaselineResults`, to print or to look numbers up in.
     """
     if unknown := set(which) - set(FITS):
         raise ValueError(f"unknown baseline {sorted(unknown)[0]!r}; use some of: {', '.join(FITS)}")
@@ -102,34 +102,34 @@ def measure(
     if num_items is None:
         num_items = 1 + max(int(part.columns["item"].max()) for part in (train, test))
     split = split or half()
-    known = divided(test, split)
-    if not len(known.query.rating):
+    holdout = split_ratings(test, split)
+    if not len(holdout.query.rating):
         raise ValueError("none of the clients has query examples to measure on; use another split")
     estimate = estimate_ratings(train, num_items, trait_passes=0, transform="none")
     table = {}
     for name in which:
-        guess = np.clip(FITS[name](estimate, train, split)(known), estimate.low, estimate.high)
-        table[name] = errors(guess, known.query.rating, accuracy_within)
-    return Baselines(len(np.unique(known.query.client)), len(known.query.rating), table)
+        guess = np.clip(FITS[name](estimate, train, split)(holdout), estimate.low, estimate.high)
+        table[name] = rating_errors(guess, holdout.query.rating, tolerance)
+    return BaselineResults(len(np.unique(holdout.query.client)), len(holdout.query.rating), table)
 
 
-def errors(guess: np.ndarray, rating: np.ndarray, accuracy_within: float = ACCURATE_WITHIN) -> dict[str, float]:
+def rating_errors(guess: np.ndarray, rating: np.ndarray, tolerance: float = ACCURATE_WITHIN) -> dict[str, float]:
     """Return root mean squared error, mean absolute error and the share of accurate predictions.
 
     Args:
       guess: `(examples,)` predictions.
       rating: `(examples,)` the true ratings.
-      accuracy_within: a prediction this close to the rating counts as accurate.
+      tolerance: a prediction this close to the rating counts as accurate.
     """
-    off = np.abs(guess - rating)
+    error = np.abs(guess - rating)
     return {
-        "rmse": float(np.sqrt(np.mean(off**2))),
-        "mae": float(off.mean()),
-        "accuracy": float(np.mean(off <= accuracy_within)),
+        "rmse": float(np.sqrt(np.mean(error**2))),
+        "mae": float(error.mean()),
+        "accuracy": float(np.mean(error <= tolerance)),
     }
 
 
-def divided(clients: Clients, split: Split) -> Known:
+def split_ratings(clients: Clients, split: Split) -> RatingHoldout:
     """Divide clients' examples into support and query just as `evaluate` does.
 
     Args:
@@ -137,35 +137,35 @@ def divided(clients: Clients, split: Split) -> Known:
       split: how examples become support and query.
     """
     packer = Packer(clients, Needs(split, columns=("item", "rating")))
-    sides: tuple[list[Examples], list[Examples]] = ([], [])
+    sides: tuple[list[RatingRows], list[RatingRows]] = ([], [])
     many = max(1, PADDED_ENTRIES // sum(packer.lengths))
     for begin in range(0, len(clients), many):
         indices = np.arange(begin, min(begin + many, len(clients)))
         cohort = packer.pack(indices)
         for side, examples in zip(sides, (cohort.support, cohort.query), strict=True):
-            there = np.arange(examples.columns["item"].shape[1]) < examples.count[:, None]
-            item, rating = (np.asarray(examples.columns[name])[there] for name in ("item", "rating"))
-            side.append(Examples(np.repeat(indices, examples.count), item, rating.astype(np.float64)))
-    joined = [Examples(*map(np.concatenate, zip(*side, strict=True))) for side in sides]
-    return Known(len(clients), *joined)
+            mask = np.arange(examples.columns["item"].shape[1]) < examples.count[:, None]
+            item, rating = (np.asarray(examples.columns[name])[mask] for name in ("item", "rating"))
+            side.append(RatingRows(np.repeat(indices, examples.count), item, rating.astype(np.float64)))
+    joined = [RatingRows(*map(np.concatenate, zip(*side, strict=True))) for side in sides]
+    return RatingHoldout(len(clients), *joined)
 
 
 # ---- means and biases ----
 
-Predict = Callable[[Known], np.ndarray]  # clients' examples -> predictions for the query ones
+Predict = Callable[[RatingHoldout], np.ndarray]  # clients' examples -> predictions for the query ones
 Fit = Callable[[Estimate, Clients, Split], Predict]
 
 
-def _all_examples(clients: Clients) -> Examples:
+def _all_rows(clients: Clients) -> RatingRows:
     """Return all examples of clients, one after another."""
     rows = rows_of(clients.starts, clients.ends)
     owner = np.repeat(np.arange(len(clients)), clients.sizes)
-    return Examples(owner, clients.columns["item"][rows], clients.columns["rating"][rows].astype(np.float64))
+    return RatingRows(owner, clients.columns["item"][rows], clients.columns["rating"][rows].astype(np.float64))
 
 
 def _global_mean(estimate: Estimate, train: Clients, split: Split) -> Predict:
     del train, split
-    return lambda known: np.full(len(known.query.rating), estimate.mean)
+    return lambda holdout: np.full(len(holdout.query.rating), estimate.mean)
 
 
 def item_means(train: Clients, num_items: int) -> np.ndarray:
@@ -175,7 +175,7 @@ def item_means(train: Clients, num_items: int) -> np.ndarray:
       train: with columns `item` and `rating`.
       num_items: item ids are 0 to `num_items - 1`.
     """
-    rated = _all_examples(train)
+    rated = _all_rows(train)
     count = np.bincount(rated.item, minlength=num_items)
     total = np.bincount(rated.item, rated.rating, num_items)
     return np.where(count > 0, total / np.maximum(count, 1), rated.rating.mean())
@@ -184,21 +184,21 @@ def item_means(train: Clients, num_items: int) -> np.ndarray:
 def _item_mean(estimate: Estimate, train: Clients, split: Split) -> Predict:
     del split
     means = item_means(train, len(estimate.item_bias))
-    return lambda known: means[known.query.item]
+    return lambda holdout: means[holdout.query.item]
 
 
 def _biases(estimate: Estimate, train: Clients, split: Split) -> Predict:
     del train, split
 
-    def predict(known: Known) -> np.ndarray:
-        mine = user_biases(estimate, known.support, known.clients)
-        standardized = estimate.item_bias[known.query.item] + mine[known.query.client]
+    def predict(holdout: RatingHoldout) -> np.ndarray:
+        biases = fit_biases(estimate, holdout.support, holdout.clients)
+        standardized = estimate.item_bias[holdout.query.item] + biases[holdout.query.client]
         return estimate.mean + estimate.deviation * standardized
 
     return predict
 
 
-def user_biases(estimate: Estimate, examples: Examples, clients: int) -> np.ndarray:
+def fit_biases(estimate: Estimate, examples: RatingRows, clients: int) -> np.ndarray:
     """Return every client's bias: the mean residual of its standardised ratings, damped by the ridge.
 
     Args:
@@ -221,7 +221,7 @@ def _svd(estimate: Estimate, train: Clients, split: Split) -> Predict:
         items = _singular_items(estimate, part, DIM)
         return (_Factors(items[:, :dim], ridge) for dim in (DIM // 4, DIM) for ridge in SVD_RIDGES)
 
-    return _chosen(candidates, estimate, train, split)
+    return _choose_best(candidates, estimate, train, split)
 
 
 def _als(estimate: Estimate, train: Clients, split: Split) -> Predict:
@@ -230,7 +230,7 @@ def _als(estimate: Estimate, train: Clients, split: Split) -> Predict:
     def candidates(part: Clients) -> Iterator[_Factors]:
         return (_Factors(_alternate(estimate, part, ridge, DIM), ridge) for ridge in ALS_RIDGES)
 
-    return _chosen(candidates, estimate, train, split)
+    return _choose_best(candidates, estimate, train, split)
 
 
 class _Factors(NamedTuple):
@@ -240,46 +240,47 @@ class _Factors(NamedTuple):
     ridge: float
 
 
-def _chosen(
+def _choose_best(
     candidates: Callable[[Clients], Iterator[_Factors]], estimate: Estimate, train: Clients, split: Split
 ) -> Predict:
     """Choose the candidate that is best on held-out training clients, and fit it again to all training clients."""
     part, rest = train.split_clients(1 - HELD_OUT, HELD_OUT, seed=0)
     if not len(part) or not len(rest):
         part, rest = train, train
-    known = divided(rest, split)
+    holdout = split_ratings(rest, split)
     losses = [
-        float(np.sum((_newcomers(estimate, factors, known) - known.query.rating) ** 2)) for factors in candidates(part)
+        float(np.sum((_predict_users(estimate, factors, holdout) - holdout.query.rating) ** 2))
+        for factors in candidates(part)
     ]
     best = next(itertools.islice(candidates(train), int(np.argmin(losses)), None))
-    return lambda known: _newcomers(estimate, best, known)
+    return lambda holdout: _predict_users(estimate, best, holdout)
 
 
-def _newcomers(estimate: Estimate, factors: _Factors, known: Known) -> np.ndarray:
+def _predict_users(estimate: Estimate, factors: _Factors, holdout: RatingHoldout) -> np.ndarray:
     """Predict for new users: a ridge regression on support gives each client's bias and factors."""
-    mine = _users(estimate, factors, known.support, known.clients)
-    found = np.einsum("nd,nd->n", _with_one(factors.items, known.query.item), mine[known.query.client])
-    return estimate.mean + estimate.deviation * (estimate.item_bias[known.query.item] + found)
+    users = _fit_users(estimate, factors, holdout.support, holdout.clients)
+    product = np.einsum("nd,nd->n", _append_one(factors.items, holdout.query.item), users[holdout.query.client])
+    return estimate.mean + estimate.deviation * (estimate.item_bias[holdout.query.item] + product)
 
 
-def _users(estimate: Estimate, factors: _Factors, examples: Examples, clients: int) -> np.ndarray:
+def _fit_users(estimate: Estimate, factors: _Factors, examples: RatingRows, clients: int) -> np.ndarray:
     """Return every client's factors, followed by its bias."""
     items, ridge = factors
     residual = estimate.standardize(examples.rating) - estimate.item_bias[examples.item]
     ridges = np.append(np.full(items.shape[1], ridge), estimate.user_ridge)
-    return ridge_by_group(_with_one(items, examples.item), residual, examples.client, clients, ridges)
+    return ridge_by_group(_append_one(items, examples.item), residual, examples.client, clients, ridges)
 
 
-def _with_one(items: np.ndarray, item: np.ndarray) -> np.ndarray:
+def _append_one(items: np.ndarray, item: np.ndarray) -> np.ndarray:
     return np.concatenate([items[item], np.ones((len(item), 1))], 1)
 
 
 def _alternate(estimate: Estimate, train: Clients, ridge: float, dim: int, sweeps: int = 8) -> np.ndarray:
-    rated = _all_examples(train)
+    rated = _all_rows(train)
     items = np.random.default_rng(0).normal(0, 0.1, (len(estimate.item_bias), dim))
     y = estimate.standardize(rated.rating) - estimate.item_bias[rated.item]
     for _ in range(sweeps):
-        users = _users(estimate, _Factors(items, ridge), rated, len(train))
+        users = _fit_users(estimate, _Factors(items, ridge), rated, len(train))
         left = y - users[rated.client, -1]
         items = ridge_by_group(users[rated.client, :-1], left, rated.item, len(items), np.full(dim, ridge))
     return items
@@ -287,9 +288,9 @@ def _alternate(estimate: Estimate, train: Clients, ridge: float, dim: int, sweep
 
 def _singular_items(estimate: Estimate, train: Clients, dim: int, sweeps: int = 6) -> np.ndarray:
     """Return the leading right singular vectors times the root of their values, by subspace iteration."""
-    rated = _all_examples(train)
-    mine = user_biases(estimate, rated, len(train))
-    left = estimate.standardize(rated.rating) - estimate.item_bias[rated.item] - mine[rated.client]
+    rated = _all_rows(train)
+    biases = fit_biases(estimate, rated, len(train))
+    left = estimate.standardize(rated.rating) - estimate.item_bias[rated.item] - biases[rated.client]
     num_items = len(estimate.item_bias)
     items = np.random.default_rng(0).normal(size=(num_items, min(dim, len(train), num_items)))
     for _ in range(sweeps):
@@ -330,14 +331,14 @@ def ridge_by_group(
     at = 0
     while at < len(ranked):
         length = size[ranked[at]]
-        here = ranked[at : at + max(1, PADDED_ENTRIES // (int(length) * dim))]
+        block = ranked[at : at + max(1, PADDED_ENTRIES // (int(length) * dim))]
         j = np.arange(length)
-        mask = j < size[here][:, None]
-        rows = np.where(mask, begin[here][:, None] + j, begin[here][:, None])
+        mask = j < size[block][:, None]
+        rows = np.where(mask, begin[block][:, None] + j, begin[block][:, None])
         x = features[rows] * mask[..., None]  # (groups, examples, columns)
         gram = x.transpose(0, 2, 1) @ x + np.diag(ridge)
-        solved[here] = np.linalg.solve(gram, x.transpose(0, 2, 1) @ target[rows][..., None])[..., 0]
-        at += len(here)
+        solved[block] = np.linalg.solve(gram, x.transpose(0, 2, 1) @ target[rows][..., None])[..., 0]
+        at += len(block)
     return solved
 
 

@@ -1,10 +1,10 @@
-"""Personal models: reconstruct a client's local parameters, predict with them, recommend."""
+"""Personal models: reconstruct a client's local parameters, predict with them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,51 +105,3 @@ def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> 
     """
     columns = {name: jnp.asarray(column) for name, column in batch.items()}
     return np.asarray(model.predict(jax.tree.map(jnp.asarray, params), local, columns))
-
-
-class Recommendation(NamedTuple):
-    """Items for one client, best first, and the predictions for them."""
-
-    items: np.ndarray
-    scores: np.ndarray
-
-
-def recommend(
-    model: Model,
-    params: Any,
-    local: Any,
-    *,
-    num_items: int,
-    rated: Any = (),
-    n: int = 10,
-    feature: str = "item",
-) -> Recommendation:
-    """Recommend the `n` items with the highest predictions that the client has not rated.
-
-    Args:
-      model: a model whose predictions read `feature` and nothing else.
-      params: global parameters.
-      local: the client's local parameters.
-      num_items: items are 0 to `num_items - 1`.
-      rated: items to leave out.
-      n: how many items; fewer if not enough are left.
-      feature: the feature that holds item ids.
-
-    Returns:
-      Items and their predictions, best first; if predictions are equal, the item with the lower number comes first.
-    """
-    if n < 1:
-        raise ValueError(f"`n` is {n}; it must be at least 1")
-    left_out = np.asarray(rated, np.int64)
-    strangers = left_out[(left_out < 0) | (left_out >= num_items)]
-    if strangers.size:
-        raise ValueError(f"`rated` holds item {strangers[0]}; items are 0 to {num_items - 1}")
-    scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
-    if scores.size != num_items:
-        raise ValueError(f"predictions for {num_items} items have shape {scores.shape}; one number for each is needed")
-    scores = scores.reshape(num_items)  # a layer with one output returns (items, 1)
-    scores[left_out] = -np.inf
-    scores[np.isnan(scores)] = -np.inf
-    best = np.lexsort((np.arange(num_items), -scores))[:n]
-    best = best[np.isfinite(scores[best])]
-    return Recommendation(best, scores[best])
