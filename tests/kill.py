@@ -116,8 +116,9 @@ class Command:
         return lambda: main([*command, *options])
 
     def live(self, **kill):
-        option = "--resume" if read_run(self.folder)[0].seed == self.seed else "--overwrite"
-        return live(self._train(self.folder, self.seed, option), self.work, **kill)
+        again = read_run(self.folder)[0].seed == self.seed
+        options = ["--resume", str(self.folder)] if again else ["--overwrite"]
+        return live(self._train(self.folder, self.seed, *options), self.work, **kill)
 
     def check(self):
         """Check what a killed process has left: one run with its model, or the old one still put aside."""

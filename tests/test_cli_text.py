@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(trained, tmp_path, monk
     assert "to continue: fedrecon train " in capsys.readouterr().err
     assert (tmp_path / "model" / "model.json").exists()
     monkeypatch.undo()
-    assert main([*command, "--resume"]) == 0
+    assert main(["train", "--resume", str(tmp_path)]) == 0
     whole, parts = (load_file(p / "model" / "global.safetensors") for p in (run, tmp_path))
     assert {name: leaf.tobytes() for name, leaf in whole.items()} == {n: leaf.tobytes() for n, leaf in parts.items()}
     assert (tmp_path / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
@@ -167,8 +167,8 @@ def test_a_run_on_ratings_is_not_resumed_on_text(trained, tmp_path, capsys):
     facts = json.loads((run / "run.json").read_text())
     facts["config"] = {"data": {"source": "ratings.csv"}}
     write_sealed(tmp_path / "run" / "run.json", facts)
-    assert main(["train", str(posts), "--out", str(tmp_path / "run"), *SMALL, *ROUNDS, "--resume"]) == 1
-    assert "is on ratings, not on text" in said(capsys)
+    assert main(["train", str(posts), "--resume", str(tmp_path / "run"), *SMALL, *ROUNDS]) == 2
+    assert "--task" in said(capsys)
 
 
 def test_bad_lines_are_refused_or_counted(tmp_path, capsys):

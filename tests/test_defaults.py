@@ -197,7 +197,7 @@ def test_a_model_alone_knows_the_baselines_of_the_run(trained):
 
 def test_a_run_whose_rate_comes_down_over_all_rounds_goes_on_to_no_others(trained, capsys):
     counts, run = trained
-    again = ["train", str(counts), "--out", str(run), *SMALL, "--resume"]
+    again = ["train", str(counts), "--resume", str(run), *SMALL]
     assert main([*again, "--rounds", "8"]) == 1
     assert "over all of its 4 rounds" in capsys.readouterr().err
 
@@ -286,7 +286,7 @@ def test_items_have_the_titles_of_a_file(trained, tmp_path, capsys):
     (tmp_path / "titles.csv").write_text("item,title\n3,Heat\n4,Heat\n")
     capsys.readouterr()
     argv = ["recommend", str(run), "--ratings", str(counts), "--user", "u1", "-n", "15", "--json"]
-    assert main([*argv, "--items", str(tmp_path / "titles.csv")]) == 0
+    assert main([*argv, "--titles", str(tmp_path / "titles.csv")]) == 0
     found = json.loads(capsys.readouterr().out)["users"][0]["recommendations"]
     titles = [one["title"] for one in found]
     assert len(set(titles)) == len(titles)

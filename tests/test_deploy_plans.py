@@ -14,11 +14,11 @@ import fedrecon as fr
 from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
 from fedrecon._src.app.build import build_algorithm
 from fedrecon._src.app.cli import main
-from fedrecon._src.app.click_settings import Ranking
 from fedrecon._src.app.config import ClickData, ClicksConfig, Data, Reconstruct
 from fedrecon._src.app.experiment import make_evaluator
 from fedrecon._src.app.presets import DEFAULT
 from fedrecon._src.app.saved import open_model
+from fedrecon._src.app.settings import Ranking
 from fedrecon._src.app.tasks import CLICKS, Items
 from fedrecon._src.app.tasks.factors import prepare_ratings
 from fedrecon._src.core.progress import silent

@@ -138,12 +138,12 @@ def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_bits(tmp_pa
     assert "to continue: fedrecon train" in results[0][2]
     assert json.loads((run / "run.json").read_text())["interrupted"] is True
     for victim in (1, 0):
-        with started(*two([*command, "--resume"])) as processes:
+        with started(*two([*command, "--resume", str(run)])) as processes:
             wait_for_a_checkpoint(processes, run)
             os.killpg(processes[victim].pid, signal.SIGKILL)
             code, _, err = ended(processes[1 - victim], within=120)
         assert code != 0, err
-    with started(*two([*command, "--resume"])) as processes:
+    with started(*two([*command, "--resume", str(run)])) as processes:
         results = [ended(process) for process in processes]
     assert [code for code, _, _ in results] == [0, 0], results
     facts = json.loads((run / "run.json").read_text())

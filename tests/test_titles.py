@@ -68,7 +68,7 @@ def test_recommendations_name_ones_own_items(tmp_path, capsys):
     ratings = write(tmp_path / "ratings.csv", "\n".join(["exported today", "user,item,rating", *rows]))
     titles = write(tmp_path / "items.csv", "item,title\n" + "".join(f"{k},film [{k % 4}]\n" for k in range(8)))
     run, skip = str(tmp_path / "run"), ["--data.skip-lines", "1"]
-    options = ["--rounds", "2", "--model.dim", "2", "--data.items", str(titles), *skip]
+    options = ["--rounds", "2", "--model.dim", "2", "--titles", str(titles), *skip]
     assert main(["train", str(ratings), "--out", run, *options]) == 0
     capsys.readouterr()
     command = ["recommend", run, "--ratings", str(ratings), "--user", "1", "-n", "3", *skip]

@@ -1,64 +1,86 @@
-"""All settings of a run, for each task: the command line's options, and what a config file holds."""
+"""All settings of a run, for each task: validated as a whole, from options or from JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import difflib
+import functools
+import json
+import re
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
+from annotated_types import Ge, Le
 
-from fedrecon._src.app.click_settings import Ranking as Ranking
-from fedrecon._src.app.config_files import ConfigError as ConfigError
-from fedrecon._src.app.config_files import differences as differences
-from fedrecon._src.app.config_files import from_json as from_json
-from fedrecon._src.app.config_files import read_config as read_config
-from fedrecon._src.app.config_files import to_json as to_json
+from fedrecon._src.app.settings import (
+    COLUMNS as COLUMNS,
+)
 from fedrecon._src.app.settings import (
     MOST,
-    MOST_FLOAT,
-    MOST_RELAXATIONS,
-    MOST_ROUNDS,
-    MOST_WIDTH,
-    check_number,
-    check_run,
-    check_seed,
+    NUM_TRAITS,
+    Aggregate,
+    ClickData,
+    Count,
+    Data,
+    Factorization,
+    NextWord,
+    Privacy,
+    Ranking,
+    Reconstruct,
+    Rounds,
+    Seed,
+    Server,
+    Source,
+    Split,
+    TextData,
+    Update,
     relaxed_rounds,
 )
-from fedrecon._src.app.settings import Aggregate as Aggregate
-from fedrecon._src.app.settings import Privacy as Privacy
-from fedrecon._src.app.settings import Reconstruct as Reconstruct
-from fedrecon._src.app.settings import Server as Server
-from fedrecon._src.app.settings import Split as Split
-from fedrecon._src.app.settings import Update as Update
+from fedrecon._src.app.settings import Reading as Reading
+from fedrecon._src.app.settings import Scale as Scale
+from fedrecon._src.core.checks import MOST_ROUNDS
 from fedrecon._src.core.client_sampling import Sampling as Sampling
 
-NUM_TRAITS = 2  # of an item, in round zero: its bias and its popularity
+HARMLESS = ("rounds", "evaluate_every", "checkpoint_every")  # may differ between a run and its continuation
+SPLIT = re.compile(r"(redrawn-)?(half|alternate|none|0?\.\d*[1-9]\d*)")
 TaskName = Literal["ratings", "clicks", "text"]
 _TASKS = tyro.conf.arg(metavar="{ratings,clicks,text}")
+_STRICT: Any = {"strict": True, "extra": "forbid", "revalidate_instances": "always", "allow_inf_nan": False}
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Which data, and who trains.
+class ConfigError(ValueError):
+    """A setting that breaks a rule.
 
     Attributes:
-      source: what to train on.
-      fractions: shares of the clients for training, validation and test. No client is in two of them.
-      split_seed: seed of who trains, validates and tests; apart from --seed, so that runs share their test clients.
+      field: the setting, as a path such as `model.dim`; empty for a file that cannot be read.
+      value: what it is.
+      rule: what it should be.
+      source: the file that it comes from, if any.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA")]
-    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    split_seed: int = 0
+    def __init__(self, field: str, value: Any, rule: str, source: str = ""):
+        self.field, self.value, self.rule, self.source = field, value, rule, source
+        super().__init__(self.describe(f"`{field}`" if field else ""))
 
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_seed("split_seed", self.split_seed)
-        if not (min(self.fractions) >= 0 and self.fractions[0] > 0 and abs(sum(self.fractions) - 1) <= 1e-6):
-            raise ValueError(
-                f"fractions are {self.fractions}; give shares for training (above 0), validation and test that sum to 1"
-            )
+    def describe(self, name: str) -> str:
+        """Return the message, with the setting called by `name`."""
+        simple = name and isinstance(self.value, str | int | float | None | list | tuple)
+        parts = [self.source, name, self.rule + (f" (got {self.value!r:.60})" if simple else "")]
+        return ": ".join(part for part in parts if part)
+
+
+class Rule(NamedTuple):
+    """A rule that no single setting can break."""
+
+    broken: bool
+    field: str
+    rule: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,209 +112,81 @@ class Config:
     aggregate: Aggregate = field(default_factory=Aggregate)
     privacy: Privacy = field(default_factory=Privacy)
     sampling: Sampling = field(default_factory=Sampling)
-    rounds: int = 500
-    evaluate_every: int = 100
-    patience: int | None = None
-    checkpoint_every: int = 100
-    seed: int = 0
+    rounds: Rounds = 500
+    evaluate_every: Rounds = 100
+    patience: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = None
+    checkpoint_every: Annotated[int, Ge(1), Le(MOST_ROUNDS)] = 100
+    seed: Seed = 0
     jax_devices: int | None = None
-    block: int | None = None
+    block: Count | None = None
 
     @property
     def most_rounds(self) -> int:
         """How many rounds there are at most: more than `rounds` if validation clients can call for more."""
         return self.rounds
 
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_run(self)
-        if self.aggregate.secure and self.aggregate.clip_norm is None and not self.privacy.on:
-            raise ValueError("aggregate.secure needs aggregate.clip_norm: sums of integers must not overflow")
-        if self.privacy.on and self.privacy.clip_norm is None and not getattr(self.model, "round_zero", False):
-            raise ValueError(
-                "privacy.clip_norm is missing: what one client can add must be bounded; the median norm of updates is "
-                "a good start, and --privacy.clip-quantile 0.5 follows it"
-            )
-        norms = (self.aggregate.clip_norm, self.aggregate.clip_quantile, self.aggregate.zero_norm)
-        if self.privacy.on and not set(norms) <= {None, "auto"}:
-            raise ValueError("with privacy, the norm is privacy.clip_norm; leave out the norms of aggregate")
-        if self.privacy.correlated and (self.aggregate.secure or self.sampling.poisson):
-            raise ValueError(
-                "privacy.correlated cannot be used with aggregate.secure, whose noise is the clients' own and "
-                "independent, nor with sampling.poisson, since it is for clients that are not drawn at random"
-            )
-        if self.privacy.clip_quantile and self.aggregate.secure:
-            raise ValueError(
-                "privacy.clip_quantile cannot be used with aggregate.secure, which needs one norm for all rounds"
-            )
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for settings that must fit together."""
+        shares, sampling = self.data.fractions, self.sampling
+        proper = shares[0] > 0 and abs(sum(shares) - 1) <= 1e-6
+        yield Rule(not proper, "data.fractions", "shares must sum to 1, and that of training must be above 0")
+        for name in ("train", "evaluate"):
+            known = SPLIT.fullmatch(getattr(self.split, name))
+            yield Rule(not known, f"split.{name}", "must be half, alternate, none or a share of support such as 0.8")
+        shuffles = self.split.train.startswith("redrawn-") and self.split.by_time
+        yield Rule(shuffles, "split.train", "cannot be combined with `split.by_time`, since it shuffles")
+        yield Rule(self.split.evaluate == "none", "split.evaluate", "must set query examples apart, such as half")
+        yield Rule((sampling.clients_per_round or 1) > MOST, "sampling.clients_per_round", f"must be at most {MOST}")
+        yield Rule(sampling.least > MOST, "sampling.least", f"must be at most {MOST}")
+        yield Rule(sampling.oversample > 1000, "sampling.oversample", "must be at most 1000")
+        few = 0 <= sampling.min_examples <= MOST_ROUNDS
+        yield Rule(not few, "sampling.min_examples", f"must be from 0 to {MOST_ROUNDS}")
+        yield from self._rules_of_norms()
+        yield from self._rules_of_privacy()
 
+    def _rules_of_norms(self) -> Iterator[Rule]:
+        norms = self.aggregate
+        follows = norms.clip_quantile not in (None, "auto") and (norms.clip_norm is not None or norms.secure)
+        yield Rule(
+            follows, "aggregate.clip_quantile", "cannot be combined with `aggregate.clip_norm` or `aggregate.secure`"
+        )
+        unbounded = norms.secure and norms.clip_norm is None and not self.privacy.on
+        yield Rule(unbounded, "aggregate.secure", "needs `aggregate.clip_norm`: sums of integers must not overflow")
 
-# ---- ratings ----
-
-
-COLUMNS = ("user", "item", "rating", "time")  # the settings of `Reading` that say where columns are
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How a ratings file is read (MovieLens archives need none of this).
-
-    Attributes:
-      user: header of the column with user ids, or its position counted from 0. Common names such as userId or
-        'Customer ID' need not be given; the same for item and rating.
-      item: the same for item ids; ids may be numbers or text.
-      rating: the same for ratings; 'auto' takes one if there is one, None takes none, and every row counts 1.
-      time: the same for times, in seconds or as ISO dates; 'auto' takes a column 'time' or 'timestamp' if there is one,
-        None takes none.
-      delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
-      header: whether the first line names the columns; by default a line without any number does.
-      skip_lines: how many lines to skip before the header or the data.
-      encoding: the encoding of a text file.
-      duplicates: which of several ratings of one item by one user counts, their mean or sum, or that they are an error.
-      bad_rows: whether a row that cannot be read is an error or is skipped and counted.
-    """
-
-    user: int | str = "user"
-    item: int | str = "item"
-    rating: int | str | None = "rating"
-    time: int | str | None = "auto"
-    delimiter: str | None = None
-    header: bool | None = None
-    skip_lines: int = 0
-    encoding: str = "utf-8"
-    duplicates: Literal["last", "first", "mean", "sum", "error"] = "last"
-    bad_rows: Literal["error", "skip"] = "error"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data(Source, Reading):
-    """Which ratings, how they are read, and which users train.
-
-    Attributes:
-      source: what to train on: movielens-small, movielens-100k, movielens-1m, synthetic, the path of a MovieLens zip
-        or folder, or any file of ratings (text or Parquet; - for standard input). With --task text: a corpus.
-      items: a text file with the columns item and title, to call items by their titles.
-      min_ratings: users with fewer ratings are left out.
-      max_examples: at most this many ratings of a user are used, after shuffling; None for all.
-      transform: none takes ratings as they are; log1p takes log(1 + x), for counts; auto takes log1p where they look
-        like counts.
-      shuffle_seed: seed of the order of each user's ratings; None keeps the order of the file.
-    """
-
-    items: str | None = None
-    min_ratings: int = 1
-    max_examples: int | None = 300
-    transform: Literal["none", "log1p", "auto"] = "none"
-    shuffle_seed: int | None = 0
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        check_number("min_ratings", self.min_ratings, most=MOST_ROUNDS)
-        check_seed("shuffle_seed", self.shuffle_seed)
-        if self.max_examples is not None and self.max_examples < 2:
-            raise ValueError(f"max_examples is {self.max_examples}; support and query need at least 2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """What round zero found in the training users' ratings; saved with the model, never set by hand.
-
-    Attributes:
-      transform: log1p if what is learned and predicted is log(1 + rating).
-      mean: the mean of the ratings, transformed.
-      deviation: the deviation of the ratings, transformed.
-      low: the lowest prediction.
-      high: the highest prediction.
-      standardized: whether the model works with mean 0 and deviation 1.
-      noise: the ridge on a user's embedding.
-      user_ridge: the ridge on a user's bias.
-      trait_ridges: the ridges on a user's coefficients of item traits; none if the model has no traits.
-    """
-
-    transform: Literal["none", "log1p"] = "none"
-    mean: float = 0.0
-    deviation: float = 1.0
-    low: float
-    high: float
-    standardized: bool = False
-    noise: float = 1.0
-    user_ridge: float = 1.0
-    trait_ridges: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check that a model can be built from it."""
-        numbers = (self.mean, self.low, self.high, *self.ridges)
-        finite = all(abs(number) <= MOST_FLOAT for number in numbers)
-        if not finite or not self.low <= self.high or not min(self.ridges) > 0:
-            raise ValueError(f"scale is {self}; it must be finite, with deviation and ridges above 0")
-        if len(self.trait_ridges) not in (0, NUM_TRAITS):
-            raise ValueError(f"scale.trait_ridges are {self.trait_ridges[:9]}; expected none or {NUM_TRAITS}")
-
-    @property
-    def ridges(self) -> tuple[float, ...]:
-        """All that must be above 0."""
-        return (self.deviation, self.noise, self.user_ridge, *self.trait_ridges)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Factorization:
-    """The model: a rating is the product of an item's embedding (global) and a user's (local).
-
-    Attributes:
-      dim: length of the embeddings.
-      biases: add a global mean, a bias of each item (global) and a bias of the user (local).
-      init_mean: where the global mean starts; only with biases.
-      learned_default: learn where reconstruction starts, which serves users with few ratings.
-      implicit_feedback: let what a user rated, whatever the ratings, move where reconstruction starts.
-      round_zero: begin with the scale, the item biases (which stay as they are) and the ridges that follow from sums
-        over the training users; needs biases.
-      item_traits: let users differ in how they respond to an item's bias and popularity; needs round-zero.
-      init_scale: embeddings start uniform between minus and plus this.
-      prior: the server's ridge on item embeddings, against the sum over all ratings; for adaptive server optimizers.
-      relax: after the rounds, continue with a quarter of the prior for a quarter as many rounds, up to this many times,
-        as long as validation users gain from it; needs patience.
-      implicit_prior: the same as prior, for what implicit feedback learns.
-      least_ratings: recommend only items with at least this many ratings by training users.
-    """
-
-    dim: int = 50
-    biases: bool = False
-    init_mean: float = 0.0
-    learned_default: bool = False
-    implicit_feedback: bool = False
-    round_zero: bool = False
-    item_traits: bool = False
-    init_scale: float = 0.05
-    prior: float = 0.0
-    relax: int = 0
-    implicit_prior: float = 0.0
-    least_ratings: int = 1
-    scale: tyro.conf.Suppress[Scale | None] = None
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_number("dim", self.dim, least=1, most=MOST_WIDTH)
-        for name in ("init_scale", "prior", "implicit_prior"):
-            check_number(f"model.{name}", getattr(self, name))
-        check_number("model.relax", self.relax, most=MOST_RELAXATIONS)
-        check_number("model.least_ratings", self.least_ratings, most=MOST_ROUNDS)
-        if self.round_zero and not self.biases:
-            raise ValueError("model.round_zero finds item biases, so it needs model.biases")
-        if self.item_traits and not self.round_zero:
-            raise ValueError("model.item_traits are found in round zero, so they need model.round_zero")
-        check_number("init_mean", self.init_mean, least=-MOST_FLOAT)
+    def _rules_of_privacy(self) -> Iterator[Rule]:
+        privacy, norms = self.privacy, self.aggregate
+        low, high = privacy.rating_range or (0, 1)
+        yield Rule(not low < high, "privacy.rating_range", "must be the lowest and the highest rating, such as 1 5")
+        switches = ("epsilon", "noise_multiplier")
+        extras = [f.name for f in dataclasses.fields(privacy) if f.name not in switches and getattr(privacy, f.name)]
+        for name in extras:
+            yield Rule(not privacy.on, f"privacy.{name}", "needs `privacy.epsilon` or `privacy.noise_multiplier`")
+        both = privacy.correlated is not None and privacy.clip_quantile is not None
+        yield Rule(both, "privacy.correlated", "cannot be combined with `privacy.clip_quantile`: it needs one norm")
+        drawn = privacy.correlated is not None and (norms.secure or self.sampling.poisson)
+        yield Rule(drawn, "privacy.correlated", "cannot be combined with `aggregate.secure` or `sampling.poisson`")
+        follows = privacy.clip_quantile is not None and norms.secure
+        yield Rule(follows, "privacy.clip_quantile", "cannot be combined with `aggregate.secure`: it needs one norm")
+        unbounded = privacy.on and privacy.clip_norm is None and not getattr(self.model, "round_zero", False)
+        yield Rule(
+            unbounded,
+            "privacy.clip_norm",
+            "must be given: the median norm of updates is a good start, and `privacy.clip_quantile` 0.5 follows it",
+        )
+        for name in ("clip_norm", "clip_quantile", "zero_norm"):
+            set_twice = privacy.on and getattr(norms, name) not in (None, "auto")
+            yield Rule(set_twice, f"aggregate.{name}", "cannot be combined with privacy; use `privacy.clip_norm`")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RatingsConfig(Config):
     """All settings of a run on ratings.
 
-    The defaults here are the paper's for MovieLens 1M; `presets.PRESETS` has those of the command line.
+    The defaults here are the paper's for MovieLens 1M; `presets` has those of the command line.
     """
 
     task: Annotated[Literal["ratings"], _TASKS] = "ratings"
-    data: Data
+    data: Data = field(default_factory=Data)
     model: Factorization = field(default_factory=Factorization)
 
     @property
@@ -301,34 +195,17 @@ class RatingsConfig(Config):
         relaxes = self.patience is not None and not self.privacy.on
         return self.rounds + (relaxed_rounds(self.rounds, self.model.relax) if relaxes else 0)
 
-    def __post_init__(self) -> None:
-        """Check that the groups fit together."""
-        super().__post_init__()
-        if self.aggregate.weigh == "tokens":
-            raise ValueError("aggregate.weigh is 'tokens', which ratings do not have: use 'examples' or 'uniform'")
-
-
-# ---- clicks ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClickData(Data):
-    """Which clicks, plays or purchases, how they are read, and which users train.
-
-    Attributes:
-      source: what to train on: any file of user, item and maybe count and time (text or Parquet; - for standard input),
-        or what --task ratings takes.
-      rating: header or position of the column with counts or ratings; 'auto' takes one by its name, or the third of a
-        file without a header, if there is one. Without it (None) all rows count alike.
-      at_least: rows with a smaller count or rating are left out: 4 keeps ratings of 4 and 5.
-      max_examples: at most this many items of a training user are used, after shuffling; None for all.
-    """
-
-    rating: int | str | None = "auto"
-    duplicates: Literal["last", "first", "mean", "sum", "error"] = "sum"
-    at_least: float | None = None
-    max_examples: int | None = 500
-    transform: tyro.conf.Suppress[Literal["none", "log1p", "auto"]] = "none"
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for settings that must fit together."""
+        yield from super().rules()
+        model, scale = self.model, self.model.scale
+        yield Rule(self.aggregate.weigh == "tokens", "aggregate.weigh", "must be examples or uniform for ratings")
+        yield Rule(model.round_zero and not model.biases, "model.round_zero", "needs `model.biases`")
+        yield Rule(model.item_traits and not model.round_zero, "model.item_traits", "needs `model.round_zero`")
+        if scale is not None:
+            yield Rule(not scale.low <= scale.high, "model.scale.low", f"must be at most `high` ({scale.high})")
+            fits = len(scale.trait_ridges) in (0, NUM_TRAITS)
+            yield Rule(not fits, "model.scale.trait_ridges", f"must be none or {NUM_TRAITS} numbers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +213,7 @@ class ClicksConfig(Config):
     """All settings of a run on clicks. Clients weigh the same by default, as they do in the metrics."""
 
     task: Annotated[Literal["clicks"], _TASKS] = "clicks"
-    data: ClickData
+    data: ClickData = field(default_factory=ClickData)
     model: Ranking = field(default_factory=Ranking)
     split: Split = field(default_factory=lambda: Split(train="redrawn-half", evaluate="0.8"))
     reconstruct: tyro.conf.Suppress[Reconstruct] = field(default_factory=Reconstruct)
@@ -346,101 +223,26 @@ class ClicksConfig(Config):
     )
     aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="uniform"))
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
-    rounds: int = 200
-    evaluate_every: int = 50
-    patience: int | None = 1
+    rounds: Rounds = 200
+    evaluate_every: Rounds = 50
+    patience: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = 1
 
-    def __post_init__(self) -> None:
-        """Check that the groups fit together."""
-        super().__post_init__()
-        if self.reconstruct != Reconstruct() or self.update != Update():
-            raise ValueError(
-                "clicks are solved over all items at once: there is nothing to set in reconstruct or update"
-            )
-        if self.aggregate.weigh == "tokens":
-            raise ValueError("aggregate.weigh is 'tokens', which clicks do not have: use 'examples' or 'uniform'")
-        if self.split.train == "none":
-            raise ValueError("split.train is 'none', so known items would also be the hidden ones: use 'redrawn-half'")
-
-
-# ---- text ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextData(Source):
-    """Which text, how it is read, and whose text trains.
-
-    A file is prepared once, and the corpus kept in $FEDRECON_CACHE or ~/.cache/fedrecon.
-
-    Attributes:
-      source: text to train on: JSON lines (client, text and maybe time; plain or gzip), the Posts.xml of a Stack
-        Exchange dump, federated Stack Overflow (stackoverflow.sqlite), or the folder of a prepared corpus.
-      fractions: shares of the clients for training, validation and test. No client is in two of them. Federated Stack
-        Overflow has shares of its own, of which the held-out users test.
-      max_sentences: at most this many sentences of a client are used, the first in the file.
-      min_sentences: clients with fewer are left out.
-      bad_rows: whether a line that cannot be read is an error or is skipped and counted.
-      word_count: the file stackoverflow.word_count, whose first words become the vocabulary.
-      unpack: unpack a compressed Stack Overflow database to a file beside it, which stays.
-    """
-
-    max_sentences: int = 1_000
-    min_sentences: int = 1
-    bad_rows: Literal["error", "skip"] = "error"
-    word_count: str | None = None
-    unpack: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        check_number("min_sentences", self.min_sentences, most=MOST_ROUNDS)
-        if self.max_sentences < 2:
-            raise ValueError(f"max_sentences is {self.max_sentences}; support and query need at least 2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextWord:
-    """The model: an LSTM that predicts the next word. Words outside the vocabulary fall into buckets, whose
-    embeddings are local: every client has words of its own.
-
-    Attributes:
-      vocabulary: how many words are known: the most used of the training clients; all if they use fewer.
-      oov_buckets: how many buckets all other words share.
-      embedding: length of the embeddings.
-      hidden: width of the LSTM.
-      projection: width of the projection that is compared with the outputs.
-      max_words: use at most this many words of a sentence, the first ones.
-      local_oov: keep the embeddings of buckets local; otherwise they are global and nothing is reconstructed.
-      loss_over: average the loss over tokens, or over all positions with padding as zero, as the paper's code did.
-    """
-
-    vocabulary: int = 5000
-    oov_buckets: int = 500
-    embedding: int = 48
-    hidden: int = 96
-    projection: int = 48
-    max_words: int = 20
-    local_oov: bool = True
-    loss_over: Literal["tokens", "positions"] = "tokens"
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        for name in ("vocabulary", "oov_buckets"):
-            check_number(name, getattr(self, name), least=1, most=MOST)
-        for name in ("embedding", "hidden", "projection", "max_words"):
-            check_number(name, getattr(self, name), least=1, most=MOST_WIDTH)
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for settings that must fit together."""
+        yield from super().rules()
+        solved = "cannot be set for clicks, which are solved over all items at once"
+        yield Rule(self.reconstruct != Reconstruct(), "reconstruct", solved)
+        yield Rule(self.update != Update(), "update", solved)
+        yield Rule(self.aggregate.weigh == "tokens", "aggregate.weigh", "must be examples or uniform for clicks")
+        yield Rule(self.split.train == "none", "split.train", "must hide items, as redrawn-half does")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Config):
-    """All settings of a run on text.
-
-    The defaults suit a CPU and a corpus of a few thousand people. The paper's sizes want an accelerator; `fedrecon
-    reproduce text --scale paper` has them.
-    """
+    """All settings of a run on text. The defaults suit a CPU and a corpus of a few thousand people."""
 
     task: Annotated[Literal["text"], _TASKS] = "text"
-    data: TextData
+    data: TextData = field(default_factory=TextData)
     model: NextWord = field(default_factory=NextWord)
     split: Split = field(default_factory=lambda: Split(by_time=True))
     reconstruct: Reconstruct = field(
@@ -450,20 +252,28 @@ class TextConfig(Config):
     server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.02))
     aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="tokens"))
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=5))
-    rounds: int = 400
+    rounds: Rounds = 400
 
-    def __post_init__(self) -> None:
-        """Check that the groups fit together."""
-        super().__post_init__()
-        if self.reconstruct.solver != "gradient-descent":
-            raise ValueError(
-                f"reconstruct.solver is {self.reconstruct.solver!r}, which is for ratings: text needs gradient-descent"
-            )
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for settings that must fit together."""
+        yield from super().rules()
+        descends = self.reconstruct.solver == "gradient-descent"
+        yield Rule(not descends, "reconstruct.solver", "must be gradient-descent for text")
 
-
-# ---- any task ----
 
 CONFIGS: dict[str, type[Config]] = {"ratings": RatingsConfig, "clicks": ClicksConfig, "text": TextConfig}
+
+
+# ---- validation ----
+
+
+def check_config(config: T) -> T:
+    """Return settings if they are valid, whether they are a config or a command's options.
+
+    Raises:
+      ConfigError: a setting has the wrong type, is out of bounds, or does not fit the others.
+    """
+    return _validate(type(config), config)
 
 
 def config_from_json(values: Any, source: str, task: str | None = None, base: Config | None = None) -> Config:
@@ -472,13 +282,114 @@ def config_from_json(values: Any, source: str, task: str | None = None, base: Co
     Args:
       values: an object as `to_json` returns, or part of one.
       source: where it comes from, for messages.
-      task: the task if `values` names none; ratings by default, which once was the only task.
+      task: the task if `values` names none; ratings by default.
       base: settings for what is not given, if they are of the same task; otherwise the type's defaults.
 
     Raises:
-      ConfigError: a setting is unknown, missing or of the wrong type; the message names it.
+      ConfigError: a setting is unknown, of the wrong type, or breaks a rule.
     """
-    found = values.get("task", task or "ratings") if isinstance(values, Mapping) else "ratings"
-    if not isinstance(found, str) or found not in CONFIGS:
-        raise ConfigError(f"{source}: task is {found!r}; expected one of {', '.join(CONFIGS)}")
-    return from_json(CONFIGS[found], values, source, default=base if type(base) is CONFIGS[found] else None)
+    if not isinstance(values, Mapping):
+        raise ConfigError("", values, "must be an object of settings", source)
+    name = values.get("task", task or "ratings")
+    kind = CONFIGS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ConfigError("task", name, f"must be one of {', '.join(CONFIGS)}", source)
+    base = base if type(base) is kind else kind(**{})
+    return _validate(kind, json.dumps(_merged(to_json(base), values)), source)
+
+
+def _validate(kind: type[T], values: Any, source: str = "") -> T:
+    """Validate an instance of a dataclass, or the text of a JSON object that describes one."""
+    from pydantic import ValidationError  # slow to import, and help texts do not need it
+
+    adapter = _adapter(kind)  # type: ignore[arg-type]
+    try:
+        settings = adapter.validate_json(values) if isinstance(values, str) else adapter.validate_python(values)
+    except ValidationError as problem:
+        raise _explain(kind, problem, source) from None
+    config = getattr(settings, "settings", settings)
+    for rule in config.rules() if isinstance(config, Config) else ():
+        if rule.broken:
+            raise ConfigError(rule.field, _get(config, rule.field), rule.rule, source)
+    return settings
+
+
+@functools.cache
+def _adapter(kind: type) -> Any:
+    from pydantic import TypeAdapter, with_config
+
+    return TypeAdapter(with_config(_STRICT)(kind))
+
+
+def _explain(kind: type, problem: Any, source: str) -> ConfigError:
+    """Turn a library's error into one about a setting."""
+    errors = problem.errors(include_url=False)
+    path: list[str] = []
+    names: list[str] = []
+    for part in errors[0]["loc"]:  # which goes on with the members of a union, and with indices
+        if not dataclasses.is_dataclass(kind):
+            break
+        path, names = [*path, str(part)], [f.name for f in dataclasses.fields(kind)]
+        kind = typing.get_type_hints(kind).get(str(part), Any)
+    field, value = ".".join(path), errors[0]["input"]
+    if errors[0]["type"] == "unexpected_keyword_argument":
+        near = difflib.get_close_matches(path[-1], names, 1) or names
+        return ConfigError(field, value, f"there is no such setting; did you mean {', '.join(near)}?", source)
+    same = [error for error in errors if [*map(str, error["loc"][: len(path)])] == path]
+    rules = [str(error.get("ctx", {}).get("error", error["msg"])) for error in same]
+    return ConfigError(field, value, ", or ".join(dict.fromkeys(rules)), source)
+
+
+def _get(config: Any, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), config)
+
+
+def _merged(base: Any, values: Any) -> Any:
+    """Return JSON objects with some values replaced, at any depth."""
+    if not isinstance(base, Mapping) or not isinstance(values, Mapping):
+        return values
+    return {**base, **{name: _merged(base.get(name), value) for name, value in values.items()}}
+
+
+# ---- files ----
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """Return settings as a JSON value."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the settings of a config file, or of the `run.json` of a run."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError("", None, f"cannot be read: {problem.strerror}", str(path)) from None
+    except (RecursionError, ValueError) as problem:  # too deep, not JSON, not UTF-8, or a number of thousands of digits
+        raise ConfigError("", None, f"is not valid JSON: {problem}", str(path)) from None
+    if isinstance(values, dict) and "config" in values:
+        values = values["config"]
+    if not isinstance(values, dict):
+        raise ConfigError("", values, "must hold an object of settings", str(path))
+    return values
+
+
+def changed(settings: Any, kind: type) -> list[str]:
+    """Name the settings of `kind`, or of what `kind` extends, that have another value than their default."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    fields = [f for f in dataclasses.fields(settings) if f.name in names and f.default is not dataclasses.MISSING]
+    return [f.name for f in fields if getattr(settings, f.name) != f.default]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], within: str = "") -> list[str]:
+    """List the settings that differ between two configs as JSON, except those that cannot change the parameters."""
+    paths = []
+    for name in dict.fromkeys([*old, *new]):
+        if not within and name in HARMLESS:
+            continue
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            paths += differences(before, after, f"{within}{name}.")
+        elif before != after:
+            paths.append(f"{within}{name} (was {json.dumps(before)}, now {json.dumps(after)})")
+    return paths

@@ -18,7 +18,7 @@ import optax
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.app.baselines import Table, beside, beside_saved, with_baselines, with_coverage
 from fedrecon._src.app.build import build_algorithm, build_split
-from fedrecon._src.app.config import Config, RatingsConfig, to_json
+from fedrecon._src.app.config import Config, RatingsConfig, check_config, to_json
 from fedrecon._src.app.health import Watch, updates_of, why_failed
 from fedrecon._src.app.protection import Protection, protect, say_promise
 from fedrecon._src.app.resuming import (
@@ -111,7 +111,8 @@ def run_experiment(
         holds something else.
     """
     if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: one keeps what the other removes")
+        raise ValueError("`resume` and `overwrite` cannot be combined: one keeps what the other removes")
+    check_config(config)
     folder = share_folder(folder)
     with folder.held():
         earlier = broadcast(lambda: None if overwrite else run_to_resume(config, folder, resume))

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from fedrecon._src.app.config import (
-    Aggregate,
-    ClickData,
-    ClicksConfig,
-    Config,
-    Data,
-    Factorization,
-    RatingsConfig,
-    Reconstruct,
-    Sampling,
-    Server,
-    Split,
-    TextConfig,
-    TextData,
-    Update,
-)
+from fedrecon._src.app.config import ClicksConfig, Config, ConfigError, RatingsConfig, Sampling, TextConfig
+from fedrecon._src.app.settings import Aggregate, Data, Factorization, Reconstruct, Server, Split, Update
 
 Preset = Literal["default", "quick", "paper"]
 
 # One setting of constants for ratings of any scale and size. Round zero finds the scale, the item biases and the
 # ridges; besides, the prior on item embeddings matters most: without it, rows with few ratings would fit noise.
 DEFAULT = RatingsConfig(
-    data=Data(source="", transform="auto"),
+    data=Data(transform="auto"),
     model=Factorization(
         dim=16,
         biases=True,
@@ -53,63 +39,36 @@ DEFAULT = RatingsConfig(
     patience=2,
 )
 
-TEXT = TextConfig(
-    data=TextData(source=""),
-    aggregate=Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0),
-)
+TEXT = TextConfig(aggregate=Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0))
 
-PRESETS: Mapping[str, RatingsConfig] = {
-    "default": DEFAULT,
-    "quick": dataclasses.replace(
-        DEFAULT, rounds=50, evaluate_every=25, patience=1, model=dataclasses.replace(DEFAULT.model, relax=0)
-    ),
-    "paper": RatingsConfig(data=Data(source=""), model=Factorization(least_ratings=5)),
+PRESETS: Mapping[str, Mapping[str, Config]] = {
+    "ratings": {
+        "default": DEFAULT,
+        "quick": dataclasses.replace(
+            DEFAULT, rounds=50, evaluate_every=25, patience=1, model=dataclasses.replace(DEFAULT.model, relax=0)
+        ),
+        "paper": RatingsConfig(model=Factorization(least_ratings=5)),
+    },
+    "clicks": {"default": ClicksConfig(), "quick": ClicksConfig(rounds=50, evaluate_every=25)},
+    "text": {"default": TEXT},
 }
-CLICKS: Mapping[str, ClicksConfig] = {
-    "default": ClicksConfig(data=ClickData(source="")),
-    "quick": ClicksConfig(data=ClickData(source=""), rounds=50, evaluate_every=25),
-}
-GROUPS = ("data", "model", "split", "reconstruct", "update", "server", "aggregate", "sampling", "rounds", "seed")
 
 
-def base_of(preset: str | None, task: str, values: Mapping[str, Any]) -> Config:
+def preset_of(task: str, name: str = "default") -> Config:
     """Return the settings that options and a config file build on.
 
-    Args:
-      preset: what was asked for; None for `default`. If the config file has every group, as a run's does, None is for
-        `paper`: settings that a run of an earlier version does not name had these values.
-      task: ratings, clicks or text.
-      values: the settings of the config file, if there is one.
-
     Raises:
-      ValueError: the task has no such preset.
+      ConfigError: the task has no such preset.
     """
-    if task == "text":
-        if preset not in (None, "default"):
-            raise ValueError(
-                f"--preset is {preset!r}, which is for ratings; fedrecon reproduce text --scale paper has the paper's "
-                "settings for text"
-            )
-        return TEXT
-    if task == "clicks":
-        if preset == "paper":
-            raise ValueError("--preset is 'paper', which is for ratings; clicks have default and quick")
-        return CLICKS[preset or "default"]
-    if preset is None:
-        preset = "paper" if all(name in values for name in GROUPS) else "default"
-    return PRESETS[preset]
+    if name not in PRESETS[task]:
+        raise ConfigError("preset", name, f"must be one of {', '.join(PRESETS[task])} for {task}")
+    return PRESETS[task][name]
 
 
 def is_default(config: Config) -> bool:
-    """Return whether a model is trained as the preset `default` says, whatever the data.
-
-    Args:
-      config: the settings, also with what was found in the data.
-    """
-    base = base_of("default", config.task, {})
+    """Return whether a model is trained as the preset `default` says, whatever the data."""
+    base = preset_of(config.task)
     names = ("split", "reconstruct", "update", "server", "aggregate", "privacy", "sampling", "rounds", "patience")
-    found: dict[str, Any] = {
-        name: getattr(base.model, name) for name in ("scale", "at_least") if hasattr(base.model, name)
-    }
-    same_model = dataclasses.replace(config.model, **found) == base.model
+    measured = {name: getattr(base.model, name) for name in ("scale", "at_least") if hasattr(base.model, name)}
+    same_model = dataclasses.replace(config.model, **measured) == base.model
     return same_model and all(getattr(config, name) == getattr(base, name) for name in names)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.app.build import build_layout
-from fedrecon._src.app.config import COLUMNS, Config, ConfigError, Data, config_from_json, differences, to_json
+from fedrecon._src.app.config import Config, ConfigError, config_from_json, differences, to_json
+from fedrecon._src.app.settings import AS_TRAINED, COLUMNS, Data, OtherReading, Reading
 from fedrecon._src.simulation.engine import Layout, layout
 from fedrecon._src.simulation.multihost import small_loops, start_jax_devices
 from fedrecon._src.storage.folders import standing
@@ -42,22 +44,23 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
     return config, facts
 
 
-def with_columns(config: Config, run: str | Path, given: Sequence[str] = ()) -> Config:
-    """Return the settings of a saved model, with what columns are called in the file that its run was trained on.
+def with_columns(config: Config, run: str | Path, reading: OtherReading) -> tuple[Config, Reading]:
+    """Return the settings of a saved model and how another file is read, with columns called as in training.
 
     Args:
       config: of the model.
       run: the folder of the run; that of a model alone does not know.
-      given: columns that have been named already.
+      reading: how the other file is read, where options say so.
     """
-    if not isinstance(config.data, Data) or not (Path(run) / RUN).exists():
-        return config
-    try:
-        data = read_run(run)[0].data
-    except StorageError:  # the model is all that is needed
-        return config
-    columns = {role: getattr(data, role) for role in COLUMNS if role not in given and hasattr(data, role)}
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **columns))
+    roles = [role for role in COLUMNS if getattr(reading, role) == AS_TRAINED]
+    values = {field.name: getattr(reading, field.name) for field in dataclasses.fields(Reading)}
+    resolved = Reading(**{name: value for name, value in values.items() if name not in roles})
+    if isinstance(config.data, Data) and (Path(run) / RUN).exists():
+        with contextlib.suppress(StorageError):  # the model is all that is needed
+            data = read_run(run)[0].data
+            columns = {role: getattr(data, role) for role in roles}
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, **columns))
+    return config, resolved
 
 
 def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, Any] | None:
@@ -65,7 +68,9 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
     if not folder.holds_run():
         return None
     if not resume:
-        raise StorageError(f"{folder.path} holds a run; continue it with --resume, or replace it with --overwrite")
+        raise StorageError(
+            f"{folder.path} holds a run: continue it with --resume {folder.path}, or replace it with --overwrite"
+        )
     done = folder.rounds_done()
     settings, facts = read_run(folder.path)
     if done is None and (facts.get("ended") or standing(folder.model_path).exists()):

@@ -1,71 +1,34 @@
-"""The settings that every run has, whatever it trains: groups of options, typed."""
+"""The settings of a run in groups: what the command line's options and config files are called, mean and may be.
+
+Groups are plain dataclasses, so that help texts need nothing but tyro. `config.check_config` validates whole configs.
+"""
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
-ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "fedyogi"]
+import tyro
+from annotated_types import Ge, Gt, Le, Lt
 
+from fedrecon._src.core.checks import MOST_FLOAT, MOST_ROUNDS
 
-MOST_FLOAT = 3.4e38  # beyond it, numbers are infinite on the devices, which compute in 32 bits
-MOST_ROUNDS = 2**31 - 1  # the number of a round is 32 bits wide on the devices
-MOST_SEEDS = 2**32  # JAX would take only the last 32 bits of a larger seed
 MOST = 10**7  # of anything that there is an array of
 MEDIAN = 0.5
-MOST_RELAXATIONS = 100  # of a prior: far more than can matter
-MOST_WIDTH = 2**16  # of a layer or an embedding
+NUM_TRAITS = 2  # of an item, in round zero: its bias and its popularity
 
-
-def check_number(
-    name: str, value: Any, *, least: float = 0, most: float = MOST_FLOAT, above: bool = False, fails: str = ""
-) -> None:
-    """Check a number of the settings; None is always allowed here; the setting's type decides about it.
-
-    Args:
-      name: the setting's name, for the message.
-      value: what was given.
-      least: the smallest number that makes sense.
-      most: the largest.
-      above: whether `least` itself is too small.
-      fails: what to do instead, for the message.
-
-    Raises:
-      ValueError: it is not finite, too small or too large.
-    """
-    if value is None:
-        return
-    finite = isinstance(value, int) or math.isfinite(value)  # `isfinite` fails for an int of 400 digits
-    if finite and value <= most and (value > least if above else value >= least):
-        return
-    bounds = f"above {least}" if above else f"at least {least}"
-    bounds += f" and at most {most}" if most < MOST_FLOAT or (finite and value > most) else ""
-    raise ValueError(f"{name} is {str(value)[:30]}; it must be {bounds}{fails and ', ' + fails}")
-
-
-def check_steps(group: str, settings: Any) -> None:
-    """Check the settings of gradient descent."""
-    check_number(f"{group}.learning_rate", settings.learning_rate)
-    check_number(f"{group}.steps", settings.steps, most=MOST_ROUNDS)
-    check_number(f"{group}.epochs", settings.epochs, least=1, most=MOST)
-    check_number(f"{group}.batch_size", settings.batch_size, least=1, most=MOST)
-
-
-def check_run(config: Any) -> None:
-    """Check the settings that a run has outside its groups, and those of sampling."""
-    check_number("rounds", config.rounds, most=MOST_ROUNDS)
-    check_number("evaluate_every", config.evaluate_every, most=MOST_ROUNDS)
-    check_number("patience", config.patience, least=1, most=MOST_ROUNDS, fails="or none at all")
-    check_number("checkpoint_every", config.checkpoint_every, least=1, most=MOST_ROUNDS)
-    check_seed("seed", config.seed)
-    check_number("block", config.block, least=1, most=MOST)
-    check_number("sampling.clients_per_round", config.sampling.clients_per_round, least=1, most=MOST)
-    check_number("sampling.least", config.sampling.least, least=1, most=MOST)
-    check_number("sampling.oversample", config.sampling.oversample, least=1, most=1000)
-    check_number("sampling.min_examples", config.sampling.min_examples, most=MOST_ROUNDS)
+Finite = Annotated[float, Ge(-MOST_FLOAT), Le(MOST_FLOAT)]
+NonNegative = Annotated[float, Ge(0), Le(MOST_FLOAT)]
+Positive = Annotated[float, Gt(0), Le(MOST_FLOAT)]
+Share = Annotated[float, Gt(0), Lt(1)]
+Count = Annotated[int, Ge(1), Le(MOST)]
+Width = Annotated[int, Ge(1), Le(2**16)]  # of a layer or an embedding
+Rounds = Annotated[int, Ge(0), Le(MOST_ROUNDS)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX would take only the last 32 bits of a larger seed
+Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
+ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "fedyogi"]
+AS_TRAINED = "as-trained"
+COLUMNS = ("user", "item", "rating", "time")  # the settings of `Reading` that say where columns are
 
 
 def relaxed_rounds(rounds: int, times: int) -> int:
@@ -73,16 +36,7 @@ def relaxed_rounds(rounds: int, times: int) -> int:
     return times * -(-rounds // 4)
 
 
-def check_seed(name: str, value: int | None) -> None:
-    """Check a seed: every seed that passes gives different random numbers."""
-    check_number(name, value, most=MOST_SEEDS - 1)
-
-
-def check_split(name: str, value: str) -> None:
-    """Check the name of a split, or the share of support that stands for one."""
-    share = re.fullmatch(r"(?:redrawn-)?(half|alternate|none|[0-9.]+)", value)
-    if share is None or (share[1][0] in "0123456789." and not 0 < float(share[1]) < 1):
-        raise ValueError(f"{name} is {value!r}; it must be half, alternate, none or a share such as 0.8")
+# ---- training, whatever is learned ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +53,6 @@ class Split:
     train: str = "half"
     evaluate: str = "half"
     by_time: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_split("split.train", self.train)
-        check_split("split.evaluate", self.evaluate)
-        if self.train.startswith("redrawn-") and self.by_time:
-            other = self.train.removeprefix("redrawn-")
-            raise ValueError(
-                f"split.train is {self.train!r}, which shuffles; it cannot be used with split.by_time: add split.train "
-                f"{other}"
-            )
-        if self.evaluate == "none":
-            raise ValueError("split.evaluate is 'none'; an error on the support examples says little: use 'half'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +72,11 @@ class Reconstruct:
 
     solver: Literal["gradient-descent", "least-squares"] = "gradient-descent"
     optimizer: Optimizer = "sgd"
-    learning_rate: float = 0.1
-    steps: int | None = 50
-    epochs: int = 5
-    batch_size: int = 5
-    ridge: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_steps("reconstruct", self)
-        check_number("reconstruct.ridge", self.ridge)
+    learning_rate: NonNegative = 0.1
+    steps: Rounds | None = 50
+    epochs: Count = 5
+    batch_size: Count = 5
+    ridge: NonNegative = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,19 +96,14 @@ class Update:
     """
 
     optimizer: Optimizer = "sgd"
-    learning_rate: float = 0.5
-    steps: int | None = 50
-    epochs: int = 1
-    batch_size: int = 5
-    clip_norm: float | None = None
+    learning_rate: NonNegative = 0.5
+    steps: Rounds | None = 50
+    epochs: Count = 1
+    batch_size: Count = 5
+    clip_norm: Positive | None = None
     joint: bool = False
     second_order: bool = False
     both_ways: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_steps("update", self)
-        check_number("update.clip_norm", self.clip_norm, above=True, fails="or none at all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,15 +119,9 @@ class Server:
     """
 
     optimizer: ServerOptimizer = "sgd"
-    learning_rate: float = 1.0
+    learning_rate: NonNegative = 1.0
     decay: Literal["cosine", "linear"] = "cosine"
-    decay_rounds: int | Literal["all"] | None = None
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_number("server.learning_rate", self.learning_rate)
-        if self.decay_rounds != "all":
-            check_number("server.decay_rounds", self.decay_rounds, least=1, most=MOST_ROUNDS, fails="or none at all")
+    decay_rounds: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | Literal["all"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,22 +140,11 @@ class Aggregate:
     """
 
     weigh: Literal["examples", "tokens", "uniform"] = "examples"
-    clip_norm: float | None = None
-    zero_norm: float | None = None
-    clip_quantile: float | Literal["auto"] | None = None
-    clip_times: float = 1.0
+    clip_norm: Positive | None = None
+    zero_norm: Positive | None = None
+    clip_quantile: Share | Literal["auto"] | None = None
+    clip_times: Positive = 1.0
     secure: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        asked = None if self.clip_quantile == "auto" else self.clip_quantile
-        if asked is not None and not 0 < asked < 1:
-            raise ValueError(f"aggregate.clip_quantile is {asked}; it is a share of clients, above 0 and below 1")
-        if asked is not None and (self.clip_norm is not None or self.secure):
-            raise ValueError("aggregate.clip_quantile chooses the norm; leave out aggregate.clip_norm and secure")
-        check_number("aggregate.clip_times", self.clip_times, above=True)
-        check_number("aggregate.clip_norm", self.clip_norm, above=True, fails="or none at all")
-        check_number("aggregate.zero_norm", self.zero_norm, above=True, fails="or none at all")
 
     @property
     def followed(self) -> float | None:
@@ -263,35 +177,271 @@ class Privacy:
       round_zero: round zero's share of the budget (of 1 / noise^2); by default more with fewer clients.
     """
 
-    epsilon: float | None = None
-    delta: float | None = None
-    noise_multiplier: float | None = None
-    clip_norm: float | None = None
-    clip_quantile: float | None = None
-    correlated: int | None = None
+    epsilon: Annotated[float, Gt(0), Le(1e4)] | None = None
+    delta: Share | None = None
+    noise_multiplier: Annotated[float, Ge(0.05), Le(1e6)] | None = None
+    clip_norm: Positive | None = None
+    clip_quantile: Share | None = None
+    correlated: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = None
     rating_range: tuple[float, float] | None = None
-    round_zero: float | None = None
+    round_zero: Share | None = None
 
     @property
     def on(self) -> bool:
         """Whether anything is promised."""
         return self.epsilon is not None or self.noise_multiplier is not None
 
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_number("privacy.epsilon", self.epsilon, above=True, most=1e4, fails="or none at all")
-        check_number("privacy.noise_multiplier", self.noise_multiplier, least=0.05, most=1e6, fails="or none at all")
-        check_number("privacy.clip_norm", self.clip_norm, above=True, fails="or none at all")
-        for name in ("delta", "clip_quantile", "round_zero"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ValueError(f"privacy.{name} is {value}; it must be above 0 and below 1")
-        check_number("privacy.correlated", self.correlated, least=1, most=MOST_ROUNDS)
-        if self.correlated is not None and self.clip_quantile is not None:
-            raise ValueError("privacy.correlated needs one clipping norm for all rounds; leave out clip_quantile")
-        ends = self.rating_range
-        if ends is not None and not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
-            raise ValueError(f"privacy.rating_range is {ends}; give the lowest and the highest rating, such as 1 5")
-        others = (self.clip_norm, self.delta, self.clip_quantile, self.correlated, self.rating_range, self.round_zero)
-        if not self.on and any(value is not None for value in others):
-            raise ValueError("privacy has neither epsilon nor noise_multiplier: give one, or nothing is promised")
+
+# ---- data ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Which data, and who trains.
+
+    Attributes:
+      source: what to train on.
+      fractions: shares of the clients for training, validation and test. No client is in two of them.
+      split_seed: seed of who trains, validates and tests; apart from --seed, so that runs share their test clients.
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA")] = ""
+    fractions: tuple[NonNegative, NonNegative, NonNegative] = (0.8, 0.1, 0.1)
+    split_seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a ratings file is read (MovieLens archives need none of this).
+
+    Attributes:
+      user: header of the column with user ids, or its position counted from 0. Common names such as userId or
+        'Customer ID' need not be given; the same for item and rating.
+      item: the same for item ids; ids may be numbers or text.
+      rating: the same for ratings; 'auto' takes one if there is one, None takes none, and every row counts 1.
+      time: the same for times, in seconds or as ISO dates; 'auto' takes a column 'time' or 'timestamp' if there is one,
+        None takes none.
+      delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
+      header: whether the first line names the columns; by default a line without any number does.
+      skip_lines: how many lines to skip before the header or the data.
+      encoding: the encoding of a text file.
+      duplicates: which of several ratings of one item by one user counts, their mean or sum, or that they are an error.
+      bad_rows: whether a row that cannot be read is an error or is skipped and counted.
+    """
+
+    user: int | str = "user"
+    item: int | str = "item"
+    rating: int | str | None = "rating"
+    time: int | str | None = "auto"
+    delimiter: str | None = None
+    header: bool | None = None
+    skip_lines: int = 0
+    encoding: str = "utf-8"
+    duplicates: Literal["last", "first", "mean", "sum", "error"] = "last"
+    bad_rows: Literal["error", "skip"] = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherReading(Reading):
+    """How a file is read that a model was not trained on.
+
+    Attributes:
+      user: header of the column with user ids, or its position counted from 0; by default as in training, or a common
+        name such as userId.
+      item: the same for item ids.
+      rating: the same for ratings or counts; None takes none.
+      time: the same for times; None takes none.
+    """
+
+    user: int | str = AS_TRAINED
+    item: int | str = AS_TRAINED
+    rating: int | str | None = AS_TRAINED
+    time: int | str | None = AS_TRAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Source, Reading):
+    """Which ratings, how they are read, and which users train.
+
+    Attributes:
+      source: what to train on: movielens-small, movielens-100k, movielens-1m, synthetic, the path of a MovieLens zip
+        or folder, or any file of ratings (text or Parquet; - for standard input). With --task text: a corpus.
+      titles: a text file with the columns item and title, to call items by their titles.
+      min_ratings: users with fewer ratings are left out.
+      max_examples: at most this many ratings of a user are used, after shuffling; None for all.
+      transform: none takes ratings as they are; log1p takes log(1 + x), for counts; auto takes log1p where they look
+        like counts.
+      shuffle_seed: seed of the order of each user's ratings; None keeps the order of the file.
+    """
+
+    titles: Annotated[str | None, tyro.conf.arg(prefix_name=False)] = None
+    min_ratings: Rounds = 1
+    max_examples: Annotated[int, Ge(2)] | None = 300
+    transform: Literal["none", "log1p", "auto"] = "none"
+    shuffle_seed: Seed | None = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickData(Data):
+    """Which clicks, plays or purchases, how they are read, and which users train.
+
+    Attributes:
+      source: what to train on: any file of user, item and maybe count and time (text or Parquet; - for standard input),
+        or what --task ratings takes.
+      rating: header or position of the column with counts or ratings; 'auto' takes one by its name, or the third of a
+        file without a header, if there is one. Without it (None) all rows count alike.
+      at_least: rows with a smaller count or rating are left out: 4 keeps ratings of 4 and 5.
+      max_examples: at most this many items of a training user are used, after shuffling; None for all.
+    """
+
+    rating: int | str | None = "auto"
+    duplicates: Literal["last", "first", "mean", "sum", "error"] = "sum"
+    at_least: float | None = None
+    max_examples: Annotated[int, Ge(2)] | None = 500
+    transform: tyro.conf.Suppress[Literal["none", "log1p", "auto"]] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(Source):
+    """Which text, how it is read, and whose text trains.
+
+    A file is prepared once, and the corpus kept in $FEDRECON_CACHE or ~/.cache/fedrecon.
+
+    Attributes:
+      source: text to train on: JSON lines (client, text and maybe time; plain or gzip), the Posts.xml of a Stack
+        Exchange dump, federated Stack Overflow (stackoverflow.sqlite), or the folder of a prepared corpus.
+      fractions: shares of the clients for training, validation and test. No client is in two of them. Federated Stack
+        Overflow has shares of its own, of which the held-out users test.
+      max_sentences: at most this many sentences of a client are used, the first in the file.
+      min_sentences: clients with fewer are left out.
+      bad_rows: whether a line that cannot be read is an error or is skipped and counted.
+      word_count: the file stackoverflow.word_count, whose first words become the vocabulary.
+      unpack: unpack a compressed Stack Overflow database to a file beside it, which stays.
+    """
+
+    max_sentences: Annotated[int, Ge(2)] = 1_000
+    min_sentences: Rounds = 1
+    bad_rows: Literal["error", "skip"] = "error"
+    word_count: str | None = None
+    unpack: bool = False
+
+
+# ---- models ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What round zero found in the training users' ratings; saved with the model, never set by hand.
+
+    Attributes:
+      transform: log1p if what is learned and predicted is log(1 + rating).
+      mean: the mean of the ratings, transformed.
+      deviation: the deviation of the ratings, transformed.
+      low: the lowest prediction.
+      high: the highest prediction.
+      standardized: whether the model works with mean 0 and deviation 1.
+      noise: the ridge on a user's embedding.
+      user_ridge: the ridge on a user's bias.
+      trait_ridges: the ridges on a user's coefficients of item traits; none if the model has no traits.
+    """
+
+    transform: Literal["none", "log1p"] = "none"
+    mean: Finite = 0.0
+    deviation: Positive = 1.0
+    low: Finite
+    high: Finite
+    standardized: bool = False
+    noise: Positive = 1.0
+    user_ridge: Positive = 1.0
+    trait_ridges: tuple[Positive, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factorization:
+    """The model: a rating is the product of an item's embedding (global) and a user's (local).
+
+    Attributes:
+      dim: length of the embeddings.
+      biases: add a global mean, a bias of each item (global) and a bias of the user (local).
+      init_mean: where the global mean starts; only with biases.
+      learned_default: learn where reconstruction starts, which serves users with few ratings.
+      implicit_feedback: let what a user rated, whatever the ratings, move where reconstruction starts.
+      round_zero: begin with the scale, the item biases (which stay as they are) and the ridges that follow from sums
+        over the training users; needs biases.
+      item_traits: let users differ in how they respond to an item's bias and popularity; needs round-zero.
+      init_scale: embeddings start uniform between minus and plus this.
+      prior: the server's ridge on item embeddings, against the sum over all ratings; for adaptive server optimizers.
+      relax: after the rounds, continue with a quarter of the prior for a quarter as many rounds, up to this many times,
+        as long as validation users gain from it; needs patience.
+      implicit_prior: the same as prior, for what implicit feedback learns.
+      least_ratings: recommend only items with at least this many ratings by training users.
+    """
+
+    dim: Width = 50
+    biases: bool = False
+    init_mean: Finite = 0.0
+    learned_default: bool = False
+    implicit_feedback: bool = False
+    round_zero: bool = False
+    item_traits: bool = False
+    init_scale: NonNegative = 0.05
+    prior: NonNegative = 0.0
+    relax: Annotated[int, Ge(0), Le(100)] = 0
+    implicit_prior: NonNegative = 0.0
+    least_ratings: Rounds = 1
+    scale: tyro.conf.Suppress[Scale | None] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The model: an item's score is the product of its embedding (global) and a user's (local), which is reconstructed
+    by least squares over all items: 1 for what the user has, 0 for all else at a lower weight.
+
+    Attributes:
+      dim: length of the embeddings.
+      unobserved: the weight of an item that a user does not have; one that they have weighs 1.
+      ridge: the penalty on a user's embedding.
+      prior: the server's ridge on item embeddings, against the sum over all clicks.
+      init_scale: item embeddings start normal, with lengths of about this.
+      second_order: differentiate through the reconstruction.
+      both_ways: run every user twice in a round, the second time with support and query exchanged.
+      counts: ignore, or log: an item weighs 1 + log(count), for counts of 1 and more.
+      least_ratings: recommend only items that at least this many training users have.
+    """
+
+    dim: Width = 64
+    unobserved: Positive = 0.4
+    ridge: Positive = 1.0
+    prior: NonNegative = 10.0
+    init_scale: Positive = 0.4
+    second_order: bool = True
+    both_ways: bool = True
+    counts: Literal["ignore", "log"] = "ignore"
+    least_ratings: Rounds = 1
+    at_least: tyro.conf.Suppress[float | None] = None  # copied from the data's: it also applies to other files
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextWord:
+    """The model: an LSTM that predicts the next word. Words outside the vocabulary fall into buckets, whose
+    embeddings are local: every client has words of its own.
+
+    Attributes:
+      vocabulary: how many words are known: the most used of the training clients; all if they use fewer.
+      oov_buckets: how many buckets all other words share.
+      embedding: length of the embeddings.
+      hidden: width of the LSTM.
+      projection: width of the projection that is compared with the outputs.
+      max_words: use at most this many words of a sentence, the first ones.
+      local_oov: keep the embeddings of buckets local; otherwise they are global and nothing is reconstructed.
+      loss_over: average the loss over tokens, or over all positions with padding as zero, as the paper's code did.
+    """
+
+    vocabulary: Count = 5000
+    oov_buckets: Count = 500
+    embedding: Width = 48
+    hidden: Width = 96
+    projection: Width = 48
+    max_words: Width = 20
+    local_oov: bool = True
+    loss_over: Literal["tokens", "positions"] = "tokens"

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedrecon._src.app.baselines import Table, beside
 from fedrecon._src.app.build import build_algorithm, build_layout
-from fedrecon._src.app.config import ClicksConfig, RatingsConfig, to_json
+from fedrecon._src.app.config import ClicksConfig, RatingsConfig, check_config, to_json
 from fedrecon._src.app.experiment import check_some_can_learn, make_evaluator
 from fedrecon._src.app.plots import write_figure
 from fedrecon._src.app.presets import DEFAULT, is_default
@@ -171,6 +171,7 @@ def tune(
         raise ValueError("tuning tries settings around --preset default, which has model.round_zero; these do not")
     if not config.rounds:
         raise ValueError("tuning compares trained models: give --rounds 1 or more")
+    check_config(config)
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
     task = task_of(config)
     ratings = task.load(config, silent)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.app.settings import MOST_ROUNDS, check_number
+from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.deploy.asking import Answers, open_reply
 from fedrecon._src.deploy.grid import Clock, Grid
 from fedrecon._src.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpack

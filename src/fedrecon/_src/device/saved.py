@@ -11,9 +11,9 @@ import numpy as np
 
 from fedrecon._src.app.recommender import shown_scale
 from fedrecon._src.app.saved import SavedModel
-from fedrecon._src.app.settings import MOST_ROUNDS, check_number
 from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.app.tasks.clicks import click_weight
+from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
 from fedrecon._src.data.text.sentences import prompt_columns

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -116,14 +114,17 @@ def _drop_output() -> None:
 
 def _sentence(problem: Exception) -> tuple[str, int]:
     """Say what went wrong and with which exit code."""
-    from fedrecon._src.app.cli.options import UsageError
+    from fedrecon._src.app.cli import options
+    from fedrecon._src.data.errors import DataError
 
-    if isinstance(problem, UsageError):
+    if isinstance(problem, options.UsageError):
         return str(problem), 2
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
+    if isinstance(problem, DataError):
+        return str(problem) + options.reading_flags(str(problem)), 1
     if isinstance(problem, ValueError):
-        return _with_options(str(problem)), 1
+        return str(problem), 1
     if isinstance(problem, RecursionError):
         return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
@@ -133,19 +134,6 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         "the same command with --debug)",
         BUG,
     )
-
-
-def _with_options(sentence: str) -> str:
-    """Spell arguments of readers as options: `--data.user` for `user=...`, `--data.time None` for `time=None`."""
-    from fedrecon._src.app.config import ClickData, TextData
-
-    names = "|".join({field.name for kind in (ClickData, TextData) for field in dataclasses.fields(kind)})
-
-    def spelled(found: re.Match[str]) -> str:
-        value = "" if found[2] == "..." else " " + found[2].strip('"')
-        return f"--data.{found[1].replace('_', '-')}{value}"
-
-    return re.sub(rf'(?<![\w.`-])({names})=(\.\.\.|None\b|[0-9]+|"\w+")', spelled, sentence)
 
 
 def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:

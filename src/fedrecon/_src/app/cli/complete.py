@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from annotated_types import Ge
 
 from fedrecon._src.app.cli import options, show
 
@@ -37,7 +38,7 @@ class Complete:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     text: Path
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    top: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 5
+    top: Annotated[int, Ge(1), tyro.conf.arg(aliases=("-n",))] = 5
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
@@ -53,8 +54,6 @@ def run(args: Complete) -> int:
     from fedrecon._src.app.tasks import TEXT
     from fedrecon._src.data import DataError, split_text
 
-    if args.top < 1:
-        raise options.UsageError(f"--top is {args.top}; it must be at least 1")
     if not args.prompt:
         raise options.UsageError('--prompt is missing: give the beginning of a sentence, such as --prompt "i will"')
     model = open_for(TEXT, args.run)

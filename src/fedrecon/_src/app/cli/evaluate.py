@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.app.config import COLUMNS, Reading
+from fedrecon._src.app.settings import OtherReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +36,12 @@ class Evaluate:
     clicks: Path | None = None
     text: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    data: Reading = field(default_factory=Reading)
-    named: tyro.conf.Suppress[tuple[str, ...]] = ()  # the columns that options name
+    data: OtherReading = field(default_factory=OtherReading)
 
 
 def parse(argv: Sequence[str]) -> Evaluate:
     """Parse the options."""
-    found = options.parse(Evaluate, "evaluate", argv)
-    return dataclasses.replace(found, named=options.all_given("--data.", COLUMNS, argv))
+    return options.parse(Evaluate, "evaluate", argv)
 
 
 def run(args: Evaluate) -> int:
@@ -75,7 +72,8 @@ def run(args: Evaluate) -> int:
         config, users = users_of_run(args.run, bars)
         title, part = f"{args.split} {task.people} of {args.run}", args.split
     else:
-        others = task.read(with_columns(model.config, args.run, args.named), model.legend, file, args.data, bars)
+        settings, reading = with_columns(model.config, args.run, args.data)
+        others = task.read(settings, model.legend, file, reading, bars)
         show.left_out(others.skipped)
         config, users = model.config, Users(others.clients, others.clients, others.clients)
         title, part = f"{task.people} of {file}", "test"

@@ -15,7 +15,7 @@ import tyro
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.app.config import Reading
-from fedrecon._src.app.settings import MOST_ROUNDS, check_number
+from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 
 if TYPE_CHECKING:
     from fedrecon._src.deploy.plan import Plan

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Lt
 
 from fedrecon._src.app.cli import options
 
@@ -30,17 +31,14 @@ class Page:
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    port: int = 0
+    port: Annotated[int, Ge(0), Lt(2**16)] = 0
     open: bool = True
     onnxruntime_web: Path | None = None
 
 
 def parse(argv: Sequence[str]) -> Page:
     """Parse the options."""
-    found = options.parse(Page, "page", argv)
-    if not 0 <= found.port < 2**16:
-        raise options.UsageError(f"--port is {found.port}; it must be from 1 to 65535, or 0 for any that is free")
-    return found
+    return options.parse(Page, "page", argv)
 
 
 def run(args: Page) -> int:

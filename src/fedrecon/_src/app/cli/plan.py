@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.app.cli.train import defaults
 from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, TextConfig
 from fedrecon._src.app.presets import Preset
 
@@ -98,10 +97,7 @@ COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanCli
 
 def parse(argv: Sequence[str]) -> MakePlan:
     """Parse the options, those of the task."""
-    task, file = options.given("--task", argv), options.given("--config", argv)
-    if task is not None and task not in COMMANDS:
-        raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
-    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    default = options.default_config("plan", argv)
     default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
     command = COMMANDS[default.task]
     given = {"words" if command is PlanText else "items": tyro.MISSING}

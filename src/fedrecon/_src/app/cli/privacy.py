@@ -10,35 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import FAILED, options, show
+from fedrecon._src.app.settings import Positive, Seed
 
-MOST_CANARIES = 10**5
 PNG = b"\x89PNG\r\n\x1a\n"
-PARTS = {
-    "plan": "compute the noise that a privacy budget needs, before anybody trains",
-    "leakage": "attack uploads of a run's test clients as a curious server would",
-    "audit": "look for canaries in a small private training, to check its promise",
-}
-HELP = """\
-usage: fedrecon privacy PART [OPTIONS]
-
-How well clients are protected.
-
-parts:
-{parts}
-
-examples:
-  fedrecon privacy plan --clients 1000000 --per-round 1000 --rounds 500 --epsilon 4
-  fedrecon privacy leakage runs/first --picture leakage.png
-  fedrecon privacy audit
-
-fedrecon privacy PART --help lists the options of a part.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanNoise:
     """Compute the noise that a privacy budget needs, or what some noise promises, before anybody trains.
 
     Every upload is clipped to a norm, and Gaussian noise is added to their sum in every round.
@@ -61,12 +42,12 @@ class Plan:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     delta: float | None = None
-    parameters: int | None = None
+    parameters: Annotated[int, Ge(1)] | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leakage:
+class MeasureLeakage:
     """Attack uploads of a run's clients as a curious server would, and report what it learns.
 
     Example: fedrecon privacy leakage runs/first --picture leakage.png
@@ -81,15 +62,15 @@ class Leakage:
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    people: int = 100
-    noise_multiplier: float = 1.0
-    clip_norm: float | None = None
+    people: Annotated[int, Ge(2)] = 100
+    noise_multiplier: Annotated[float, Ge(0), Le(1e6)] = 1.0
+    clip_norm: Positive | None = None
     picture: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class AuditNoise:
     """Train a small recommender with noise and with canaries among its clients, and look for these in what it releases.
 
     Prints the claimed epsilon, the measured lower bound, and the confidence of the bound.
@@ -106,52 +87,45 @@ class Audit:
       json: print one JSON object.
     """
 
-    noise_multiplier: float = 2.0
-    rounds: int = 4
-    canaries: int = 1000
+    noise_multiplier: Annotated[float, Ge(0.05), Le(1e6)] = 2.0
+    rounds: Annotated[int, Ge(1), Le(10**6)] = 4
+    canaries: Annotated[int, Ge(20), Le(10**5)] = 1000
     delta: float = 1e-5
     noise_by: Literal["server", "clients", "round-zero"] = "server"
     sabotage: Literal["none", "half-noise", "no-clipping", "twice"] = "none"
-    seed: int = 0
+    seed: Seed = 0
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
-def parse(argv: Sequence[str]) -> Plan | Leakage | Audit:
+Part = (
+    Annotated[PlanNoise, tyro.conf.subcommand("plan")]
+    | Annotated[MeasureLeakage, tyro.conf.subcommand("leakage")]
+    | Annotated[AuditNoise, tyro.conf.subcommand("audit")]
+)
+
+
+def parse(argv: Sequence[str]) -> PlanNoise | MeasureLeakage | AuditNoise:
     """Parse the part and its options."""
-    if not argv:
-        raise options.UsageError(f"a part is missing; there are: {', '.join(PARTS)} (see fedrecon privacy --help)")
-    if argv[0] in ("-h", "--help"):
-        print(HELP.format(parts="\n".join(f"  {name:10} {what}" for name, what in PARTS.items())), end="")
-        raise SystemExit(0)
-    if argv[0] not in PARTS:
-        raise options.UsageError(f"there is no part {argv[0]!r}; there are: {', '.join(PARTS)}")
-    kinds: dict[str, Any] = {"plan": Plan, "leakage": Leakage, "audit": Audit}
-    return options.parse(kinds[argv[0]], f"privacy {argv[0]}", argv[1:])
+    return options.parse(Part, "privacy", argv)
 
 
-def run(args: Plan | Leakage | Audit) -> int:
+def run(args: PlanNoise | MeasureLeakage | AuditNoise) -> int:
     """Compute and print."""
-    if isinstance(args, Leakage):
+    if isinstance(args, MeasureLeakage):
         return _leakage(args)
-    return _audit(args) if isinstance(args, Audit) else _plan_and_print(args)
+    return _audit(args) if isinstance(args, AuditNoise) else _plan_and_print(args)
 
 
-def _leakage(args: Leakage) -> int:
+def _leakage(args: MeasureLeakage) -> int:
     from fedrecon._src.app.build import build_algorithm
     from fedrecon._src.app.experiment import users_of_run
     from fedrecon._src.app.saved import open_model
-    from fedrecon._src.app.settings import check_number
     from fedrecon._src.core.progress import bars
-    from fedrecon._src.privacy.accounting import MOST_NOISE
     from fedrecon._src.privacy.leakage import leakage
     from fedrecon._src.simulation.multihost import start_jax_devices
     from fedrecon._src.storage.arrays import without_nan
     from fedrecon._src.storage.parts import check_file
 
-    if args.people < 2:
-        raise options.UsageError(f"--people is {args.people}; it takes two or more to ask which of them it was")
-    check_number("--noise-multiplier", args.noise_multiplier, most=MOST_NOISE)
-    check_number("--clip-norm", args.clip_norm, above=True)
     if args.picture is not None:  # before all the work
         check_file(args.picture, PNG, "a PNG picture")
     start_jax_devices(None)
@@ -187,15 +161,9 @@ def _leakage(args: Leakage) -> int:
     return 0
 
 
-def _audit(args: Audit) -> int:
-    from fedrecon._src.app.settings import check_number, check_seed
-    from fedrecon._src.privacy.accounting import LEAST_NOISE, MOST_NOISE, MOST_ROUNDS
+def _audit(args: AuditNoise) -> int:
     from fedrecon._src.privacy.canaries import audit_run
 
-    check_number("--noise-multiplier", args.noise_multiplier, least=LEAST_NOISE, most=MOST_NOISE)
-    check_number("--rounds", args.rounds, least=1, most=MOST_ROUNDS)
-    check_number("--canaries", args.canaries, least=20, most=MOST_CANARIES)
-    check_seed("--seed", args.seed)
     try:
         found = audit_run(
             noise_multiplier=args.noise_multiplier,
@@ -212,11 +180,9 @@ def _audit(args: Audit) -> int:
     return FAILED if found.broken else 0
 
 
-def _plan_and_print(args: Plan) -> int:
+def _plan_and_print(args: PlanNoise) -> int:
     if (args.epsilon is None) == (args.noise_multiplier is None):
         raise options.UsageError("give either --epsilon or --noise-multiplier")
-    if args.parameters is not None and args.parameters < 1:
-        raise options.UsageError(f"--parameters is {args.parameters}; it must be at least 1")
     try:
         plan = _plan(args)
     except ImportError as problem:
@@ -228,7 +194,7 @@ def _plan_and_print(args: Plan) -> int:
     return 0
 
 
-def _plan(args: Plan) -> dict[str, Any]:
+def _plan(args: PlanNoise) -> dict[str, Any]:
     from fedrecon._src.privacy import accounting
 
     delta = accounting.default_delta(args.clients) if args.delta is None else args.delta

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from annotated_types import Ge
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.app.config import COLUMNS, Reading
+from fedrecon._src.app.settings import OtherReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Recommend:
       top: how many items to recommend.
       least_ratings: recommend only items that at least this many training users have rated or have; by default as in
         training.
-      items: a text file with the columns item and title, to call items by their titles.
+      titles: a text file with the columns item and title, to call items by their titles.
       json: print one JSON object.
     """
 
@@ -39,22 +40,21 @@ class Recommend:
     ratings: Path | None = None
     clicks: Path | None = None
     user: tuple[str, ...] = ()
-    top: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 10
+    top: Annotated[int, Ge(1), tyro.conf.arg(aliases=("-n",))] = 10
     least_ratings: int | None = None
-    items: Path | None = None
+    titles: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    data: Reading = field(default_factory=Reading)
-    named: tyro.conf.Suppress[tuple[str, ...]] = ()  # the columns that options name
+    data: OtherReading = field(default_factory=OtherReading)
 
 
 def parse(argv: Sequence[str]) -> Recommend:
     """Parse the options."""
-    found = options.parse(Recommend, "recommend", argv)
-    if found.ratings is None and found.clicks is None:
+    args = options.parse(Recommend, "recommend", argv)
+    if args.ratings is None and args.clicks is None:
         raise options.UsageError(
             "--ratings is missing, or --clicks for a model of clicks (see fedrecon recommend --help)"
         )
-    return dataclasses.replace(found, named=options.all_given("--data.", COLUMNS, argv))
+    return args
 
 
 def run(args: Recommend) -> int:
@@ -68,8 +68,6 @@ def run(args: Recommend) -> int:
     from fedrecon._src.core.progress import silent
     from fedrecon._src.data import Ratings
 
-    if args.top < 1:
-        raise options.UsageError(f"--top is {args.top}; it must be at least 1")
     model = open_for(RATINGS, args.run, CLICKS)
     files = {"ratings": args.ratings, "clicks": args.clicks}
     file = files.pop(model.task.name)
@@ -77,10 +75,10 @@ def run(args: Recommend) -> int:
         raise options.UsageError(
             f"{args.run} was trained on {model.task.name}: give the users' own with --{model.task.name} FILE"
         )
-    if args.items is not None:
-        model = dataclasses.replace(model, legend=with_titles(model.legend, args.items))
-    config = with_columns(model.config, args.run, args.named)
-    ratings = model.task.read(config, model.legend, file, args.data, silent).clients
+    if args.titles is not None:
+        model = dataclasses.replace(model, legend=with_titles(model.legend, args.titles))
+    config, reading = with_columns(model.config, args.run, args.data)
+    ratings = model.task.read(config, model.legend, file, reading, silent).clients
     assert isinstance(ratings, Ratings)
     show.left_out(ratings.skipped)
     if args.user:

@@ -9,22 +9,18 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.app.config import (
-    CONFIGS,
-    ClicksConfig,
-    Config,
-    RatingsConfig,
-    TextConfig,
-    config_from_json,
-    read_config,
-    to_json,
-)
-from fedrecon._src.app.presets import PRESETS, Preset, base_of
+from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, TextConfig, to_json
+from fedrecon._src.app.presets import Preset
+
+if TYPE_CHECKING:
+    from fedrecon._src.app.experiment import Outcome
+    from fedrecon._src.app.tasks import Task
+    from fedrecon._src.storage.run_folders import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +58,21 @@ class Train:
         number, quick is the same in fewer rounds, paper has the paper's settings for MovieLens 1M.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
       log: also log the training to tensorboard (in the folder tensorboard/), mlflow or wandb.
-      resume: continue the run in the folder; the result is the same as if it had never stopped.
+      resume: continue the run in this folder, with its data and settings; the result is the same as if it had never
+        stopped. If DATA is given and the folder is empty, begin a run in it.
       overwrite: replace the run in the folder; the old one is put aside until the new one is complete.
       distributed: run in several processes that SLURM or Open MPI started with the same options.
     """
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
-    out: Path
+    out: Path | None = None
     preset: Preset | None = None
     config: Path | None = None
     log: Log | None = None
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    resume: Path | None = None
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     distributed: Literal["auto"] | None = None
     processes: Annotated[Processes, tyro.conf.arg(name="distributed")] = field(default_factory=Processes)
-    typed: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,29 +116,17 @@ COMMANDS: dict[str, type[Train]] = {"ratings": TrainRatings, "clicks": TrainClic
 
 
 def parse(argv: Sequence[str]) -> Train:
-    """Parse the options, those of the task; those of `--config` become the defaults of the others."""
-    task, file = options.given("--task", argv), options.given("--config", argv)
-    if task is not None and task not in COMMANDS:
-        raise options.UsageError(f"--task is {task!r}; it must be one of {', '.join(COMMANDS)}")
-    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
+    """Parse the options, those of the task; those of a config file or of the run to resume are their defaults."""
+    default = options.default_config("train", argv)
     command = COMMANDS[default.task]
-    found = options.parse(command, "train", argv, default=command(settings=default, out=tyro.MISSING))
-    return dataclasses.replace(found, typed=tuple(argv))
-
-
-def defaults(task: str | None, file: Path | None, preset: str | None) -> Config:
-    """Return the settings of the file or of the preset; the data is MISSING where nothing names it."""
-    values = {} if file is None else read_config(file)
-    named = isinstance(values.get("data"), dict) and "source" in values["data"]
-    if not named and isinstance(values.setdefault("data", {}), dict):
-        values["data"]["source"] = ""
-    if task is not None and values.get("task", task) != task and values["task"] in CONFIGS:
-        raise options.UsageError(f"--task is {task!r}, but the settings in {file} are for {values['task']!r}")
-    if preset is not None and preset not in PRESETS:
-        raise options.UsageError(f"--preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
-    base = base_of(preset, values.get("task", task or "ratings"), values)
-    found = config_from_json(values, str(file), task, base)
-    return found if named else dataclasses.replace(found, data=dataclasses.replace(found.data, source=tyro.MISSING))
+    args = options.parse(command, "train", argv, default=command(settings=default))
+    if args.out is None and args.resume is None:
+        raise options.UsageError("--out is missing: give the folder for the run (see fedrecon train --help)")
+    if args.resume is not None and (args.overwrite or args.out not in (None, args.resume)):
+        raise options.UsageError("--resume names the run to continue: leave out --out and --overwrite")
+    if args.resume is None and not args.settings.data.source:
+        raise options.UsageError("DATA is missing: give a file or a known name (see fedrecon train --help)")
+    return dataclasses.replace(args, out=args.resume or args.out)
 
 
 def start_processes(args: Train) -> None:
@@ -166,72 +150,91 @@ def start_processes(args: Train) -> None:
 
 def run(args: Train) -> int:
     """Train, evaluate on the test users, and say what to do next."""
-    from fedrecon._src.app.experiment import run_experiment
-    from fedrecon._src.app.health import say_updates
-    from fedrecon._src.app.logs import log_to
     from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.app.stopping import say_how_to_test_more, say_kept
     from fedrecon._src.app.tasks import task_of
-    from fedrecon._src.core.formatting import how_many
-    from fedrecon._src.core.progress import bars
-    from fedrecon._src.privacy.ledger import NOT_COVERED
     from fedrecon._src.simulation.multihost import is_first_process
-    from fedrecon._src.storage.replacement import put_aside_in
     from fedrecon._src.storage.run_folders import RunFolder
 
+    assert args.out is not None
+    if not args.settings.data.source:
+        raise options.UsageError(f"{args.resume} holds no run to continue; to begin one there, give DATA")
     start_processes(args)
     folder, task = RunFolder(args.out), task_of(args.settings)
+    outcome = _train(args, folder, task)
+    if is_first_process():
+        if not outcome.described:
+            show.left_out(outcome.left_out)
+        learning_curve(outcome.run.history, folder.plots_path / "learning_curve.png", task.curve)
+        if outcome.failed is not None:
+            show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {outcome.failed}")
+        if outcome.run.interrupted:
+            _say_how_to_continue(args, outcome)
+        else:
+            _report(args.out, outcome, task)
+    return 130 if outcome.run.interrupted else 0 if outcome.failed is None else FAILED
+
+
+def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Outcome:
+    """Train; the first process shows progress and writes the log."""
+    from fedrecon._src.app.experiment import run_experiment
+    from fedrecon._src.app.logs import log_to
+    from fedrecon._src.core.progress import bars
+    from fedrecon._src.simulation.multihost import is_first_process
+
+    modes: dict[str, Any] = {"resume": args.resume is not None, "overwrite": args.overwrite}
+    if not is_first_process():
+        return run_experiment(args.settings, folder, **modes)
     logging: Any = contextlib.nullcontext(None)
-    if args.log is not None and is_first_process():
-        logging = log_to(args.log, args.out, to_json(args.settings))
+    if args.log is not None:
+        logging = log_to(args.log, folder.path, to_json(args.settings))
     with logging as log:
 
-        def told(record: dict[str, Any]) -> None:
+        def show_record(record: dict[str, Any]) -> None:
             show.progress_of(record, task.measures)
             if log is not None:
                 log(record)
 
-        shown: dict[str, Any] = {"progress": bars, "on_record": told, "say": show.remark}
-        found = run_experiment(
-            args.settings, folder, resume=args.resume, overwrite=args.overwrite, **(shown if is_first_process() else {})
-        )
-    if not is_first_process():
-        return 130 if found.run.interrupted else 0 if found.failed is None else FAILED
-    if not found.described:
-        show.left_out(found.left_out)
-    learning_curve(found.run.history, folder.plots_path / "learning_curve.png", task.curve)
-    if found.failed is not None:
-        show.alarm(f"training {'fails' if found.run.interrupted else 'failed'}: {found.failed}")
-    if found.run.interrupted:
-        typed = [word for word in args.typed if word not in ("--overwrite", "--resume")]
-        done = f"{found.run.rounds} of {found.most_rounds} rounds"
-        show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
-        show.remark(f"to continue: {shlex.join(['fedrecon', 'train', *typed, '--resume'])}")
-        if args.overwrite and (aside := put_aside_in(args.out)):
-            show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
-        return 130
-    config = found.model.config
-    if found.test is None:
-        show.remark(f"nothing was measured: there are no test {task.people}. {say_how_to_test_more(config)}")
+        return run_experiment(args.settings, folder, **modes, progress=bars, on_record=show_record, say=show.remark)
+
+
+def _say_how_to_continue(args: Train, outcome: Outcome) -> None:
+    from fedrecon._src.storage.replacement import put_aside_in
+
+    assert args.out is not None
+    done = f"{outcome.run.rounds} of {outcome.most_rounds} rounds"
+    show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
+    show.remark(f"to continue: fedrecon train --resume {shlex.quote(str(args.out))}")
+    if args.overwrite and (aside := put_aside_in(args.out)):
+        show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
+
+
+def _report(out: Path, outcome: Outcome, task: Task[Any, Any, Any]) -> None:
+    """Print how the model does on the test clients, what it cost, and what to do next."""
+    from fedrecon._src.app.health import say_updates
+    from fedrecon._src.app.stopping import say_how_to_test_more, say_kept
+    from fedrecon._src.core.formatting import how_many
+    from fedrecon._src.privacy.ledger import NOT_COVERED
+
+    config, run = outcome.model.config, outcome.run
+    advice = say_how_to_test_more(config)
+    if outcome.test is None:
+        show.remark(f"nothing was measured: there are no test {task.people}. {advice}")
     else:
-        title = f"{how_many(len(found.users.test), f'test {task.people}')}, none seen in training"
-        show.evaluation(title, found.test, task, found.baselines, config, say_how_to_test_more(config))
-    if updates := say_updates(found.run.history):
+        title = f"{how_many(len(outcome.users.test), f'test {task.people}')}, none seen in training"
+        show.evaluation(title, outcome.test, task, outcome.baselines, config, advice)
+    if updates := say_updates(run.history):
         print(updates)
-    if found.run.ledger is not None:
-        print(f"privacy: {found.run.ledger.summary()}")
+    if run.ledger is not None:
+        print(f"privacy: {run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
-    if found.run.best is not None:
-        show.remark(say_kept(config, found.run.best, task.people))
-    if found.run.stopped is not None:
-        show.remark(f"stopped after {found.run.rounds} of {found.most_rounds} rounds: {found.run.stopped}")
-    if found.failed is not None:
-        show.remark(
-            f"{args.out}/metrics.jsonl shows what went wrong; recommend and complete refuse the model of this run"
-        )
-        return FAILED
-    out = shlex.quote(str(args.out))
-    print(f"saved: {args.out} (model/ is all that is needed to serve; plots/learning_curve.png shows the training)")
-    again = [] if found.test is None else [f"evaluate {out} --json"]
-    show.following(*again, task.serve.format(run=out))
-    return 0
+    if run.best is not None:
+        show.remark(say_kept(config, run.best, task.people))
+    if run.stopped is not None:
+        show.remark(f"stopped after {run.rounds} of {outcome.most_rounds} rounds: {run.stopped}")
+    if outcome.failed is not None:
+        show.remark(f"{out}/metrics.jsonl shows what went wrong; recommend and complete refuse the model of this run")
+        return
+    print(f"saved: {out} (model/ is all that is needed to serve; plots/learning_curve.png shows the training)")
+    quoted = shlex.quote(str(out))
+    again = [] if outcome.test is None else [f"evaluate {quoted} --json"]
+    show.following(*again, task.serve.format(run=quoted))

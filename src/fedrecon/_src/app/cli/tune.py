@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from annotated_types import Ge
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.app.cli.train import defaults
 from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig
 from fedrecon._src.app.presets import Preset
 
@@ -30,7 +30,7 @@ class Tune:
     settings: Annotated[Config, tyro.conf.arg(name="")]
     out: Path
     budget: str = "5m"
-    trials: int | None = None
+    trials: Annotated[int, Ge(1)] | None = None
     preset: Preset | None = None
     config: Path | None = None
 
@@ -62,12 +62,7 @@ COMMANDS: dict[str, type[Tune]] = {"ratings": TuneRatings, "clicks": TuneClicks}
 
 def parse(argv: Sequence[str]) -> Tune:
     """Parse the options, those of the task."""
-    file, task = options.given("--config", argv), options.given("--task", argv)
-    if task is not None and task not in COMMANDS:
-        raise options.UsageError(f"--task is {task!r}; tuning is for {' and '.join(COMMANDS)}")
-    default = defaults(task, None if file is None else Path(file), options.given("--preset", argv))
-    if default.task not in COMMANDS:
-        raise options.UsageError(f"{file} has settings for {default.task}; tuning is for {' and '.join(COMMANDS)}")
+    default = options.default_config("tune", argv, tuple(COMMANDS))
     command = COMMANDS[default.task]
     return options.parse(command, "tune", argv, default=command(settings=default, out=tyro.MISSING))
 
@@ -78,8 +73,6 @@ def run(args: Tune) -> int:
     from fedrecon._src.simulation.multihost import start_jax_devices
 
     seconds_of(args.budget)
-    if args.trials is not None and args.trials < 1:
-        raise options.UsageError(f"--trials is {args.trials}; it must be at least 1")
     assert isinstance(args.settings, RatingsConfig | ClicksConfig)
     start_jax_devices(args.settings.jax_devices)
     found = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.app.config import COLUMNS, Data, RatingsConfig, Reading
-from fedrecon._src.app.config_files import changed
+from fedrecon._src.app.config import COLUMNS, Data, RatingsConfig, Reading, changed
 from fedrecon._src.app.tasks.factors import Items, Liking, accepted_ratings, build_model, prepare_ratings, transformed
 from fedrecon._src.app.tasks.task import ACCURACY, Measure, Read, Task, Users
 from fedrecon._src.core.clients import Clients, rows_of
@@ -47,9 +46,9 @@ def load_ratings(settings: Data, at_least: float | None = None) -> Ratings:
       at_least: lower ratings are left out; None keeps all.
     """
     ratings = _load(settings, at_least)
-    if settings.items is None:
+    if settings.titles is None:
         return ratings
-    return dataclasses.replace(ratings, titles=_titles(settings.items, ratings.item_ids, settings.source))
+    return dataclasses.replace(ratings, titles=_titles(settings.titles, ratings.item_ids, settings.source))
 
 
 def _titles(file: str | Path, ids: np.ndarray, source: str) -> np.ndarray:

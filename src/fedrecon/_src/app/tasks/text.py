@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedrecon._src.app.config import NextWord, Reading, TextConfig, TextData
-from fedrecon._src.app.config_files import changed
+from fedrecon._src.app.config import NextWord, Reading, TextConfig, TextData, changed
 from fedrecon._src.app.tasks.task import ACCURACY, Measure, Read, Ready, Task, Users
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model
