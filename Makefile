@@ -5,7 +5,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo deploy-demo check test test-quick test-matrix test-slow soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean
+STUDIES := reproduce-movielens reproduce-text reproduce-privacy reproduce-ranking
+
+.PHONY: demo deploy-demo check test test-quick test-matrix test-slow soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -97,6 +99,12 @@ lock: .venv/bin/python
 
 bench: .venv/dev.stamp
 	$(BIN)/python benchmarks/run.py
+
+# The paper's tables and figures, and ours: make reproduce-movielens DATA=ml-1m.zip
+DATA ?= movielens-1m
+OUT ?= build/$@
+$(STUDIES): reproduce-%: .venv/dev.stamp
+	$(BIN)/python -m studies $* --data $(DATA) --out $(OUT)
 
 # The theme announces its successor at every start; that is no warning about this site.
 docs: .venv/docs.stamp

@@ -1,19 +1,48 @@
-"""Which items come first, on MovieLens 1M: a federated model beside central ones that see everybody's data.
+"""Ranking on MovieLens 1M: a federated model next to central ones that see everybody's data.
 
-fedrecon reproduce ranking --data ml-1m.zip --out study
+python -m studies ranking --data ml-1m.zip --out study
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Mapping
 from typing import Any
 
-from fedrecon._src.app.config import ClickData, ClicksConfig
-from studies.numbers import Spread, number, spread
-from studies.ranking_jobs import NDCG, RANKING, Setting
-from studies.study import Claim, Figure, Job, Part, Result, Results, Section, Study, Table
+import numpy as np
 
-DEFAULT = ClicksConfig(data=ClickData(source=""))
+import fedrecon as fr
+from fedrecon._src.app.build import build_algorithm
+from fedrecon._src.app.config import ClickData, ClicksConfig
+from fedrecon._src.app.tasks import CLICKS, Users
+from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.recommend import ranking
+from fedrecon._src.recommend.ranking import ItemSets, RankingResult, Scorer
+from fedrecon.data import Ratings
+from studies.study import (
+    Block,
+    Claim,
+    Figure,
+    Job,
+    Kind,
+    Results,
+    Section,
+    Spread,
+    Study,
+    Table,
+    as_float,
+    missing_jobs,
+    spread,
+)
+from studies.training import baseline_result
+
+AT_LEAST = 4.0  # ratings of 4 and 5 say that a person likes an item
+SWEEPS = 15  # of alternating least squares
+NEAR = 0.02
+NDCG = "ndcg@100"
 METRICS = {
     NDCG: "NDCG@100",
     "recall@20": "recall@20",
@@ -21,111 +50,263 @@ METRICS = {
     "hit@20": "hit rate@20",
     "coverage@20": "coverage@20",
 }
-NEAR = 0.02
+
+
+class ClicksData:
+    """Items that users like, divided as `fedrecon train --task clicks` does."""
+
+    def __init__(self, clicks: Ratings, config: ClicksConfig):
+        """Divide users, and hide some items of those who are not in training."""
+        self.clicks, self.config = clicks, config
+        self.users: Users = CLICKS.divide(config, clicks, silent)
+        everything = dataclasses.replace(config, data=dataclasses.replace(config.data, max_examples=None))
+        self.train = ranking.item_sets(CLICKS.divide(everything, clicks, silent).train)
+        split = fr.split.named(config.split.evaluate)
+        self.hidden = {part: ranking.split_items(getattr(self.users, part), split) for part in ("valid", "test")}
+
+    def fingerprint(self) -> str:
+        """Return a digest of the data."""
+        return self.clicks.fingerprint()
+
+    def facts(self) -> list[str]:
+        """Describe the data and how it is divided."""
+        train, valid, test = map(len, self.users)
+        return [
+            f"Data: {self.clicks.num_examples:,} ratings of at least {AT_LEAST:g}, of {self.clicks.num_items:,} items, "
+            f"by {len(self.clicks):,} users (fingerprint {self.fingerprint()}).",
+            f"Strong generalization: {train:,} users train, settings are chosen on {valid:,} others, and {test:,} more "
+            "are tested. Of users who are not in training, 80 % of the items are known; the others are to be ranked "
+            f"first among all items. The federated model trains on at most {self.config.data.max_examples} items of a "
+            "user, the others on all.",
+        ]
+
+    @functools.cached_property
+    def cooccurrences(self) -> np.ndarray:
+        """How many training users have both of two items."""
+        return ranking.count_pairs(self.train, self.clicks.num_items)
+
+    def rank(self, score: Scorer, part: str) -> RankingResult:
+        """Measure a scorer on the users of a part."""
+        return ranking.rank(score, self.hidden[part], self.clicks.num_items)
+
+
+def load(source: str, progress: Progress = silent) -> ClicksData:
+    """Load what people like, from ratings by name or path."""
+    config = ClicksConfig(data=ClickData(source=source, at_least=AT_LEAST))
+    return ClicksData(CLICKS.load(config, progress), config)
+
+
+# ---- central methods ----
+
+
+def ials(train: ItemSets, num_items: int, *, alpha: float, regularization: float, factors: int, seed: int = 0) -> Scorer:
+    """Rank items by alternating least squares of the `implicit` package, fitted on all training users together.
+
+    Args:
+      train: what the training users have.
+      num_items: item ids are 0 to `num_items - 1`.
+      alpha: the weight of an item that a user has; any other weighs 1.
+      regularization: the ridge on users and items.
+      factors: length of the embeddings.
+      seed: decides where it starts.
+    """
+    try:
+        from implicit.cpu.als import AlternatingLeastSquares
+        from scipy.sparse import csr_matrix
+        from threadpoolctl import threadpool_limits
+    except ImportError as problem:
+        raise ImportError(f"iALS needs implicit ({problem}); run: pip install 'fedrecon[ranking]'") from problem
+    ones = np.ones(len(train.item), np.float32)
+    matrix = csr_matrix((ones, (train.user, train.item)), (train.users, num_items))
+    with threadpool_limits(1, "blas"):  # as the package recommends: it has threads of its own
+        model = AlternatingLeastSquares(
+            factors=factors,
+            regularization=regularization,
+            alpha=alpha,
+            iterations=SWEEPS,
+            num_threads=1,
+            random_state=seed,
+            dtype=np.float32,
+        )
+        model.fit(matrix, show_progress=False)
+    return by_embeddings(np.asarray(model.item_factors, np.float64), alpha, regularization)
+
+
+def by_embeddings(items: np.ndarray, alpha: float, regularization: float) -> Scorer:
+    """Rank items by their embeddings; that of a newcomer is solved for exactly.
+
+    Args:
+      items: `(items, factors)`.
+      alpha: the weight of a known item; any other weighs 1.
+      regularization: the ridge.
+    """
+    gram = items.T @ items + regularization * np.eye(items.shape[1])
+
+    def score(known: ItemSets) -> np.ndarray:
+        bounds = np.searchsorted(known.user, np.arange(known.users + 1))
+        rows = [items[known.item[start:end]] for start, end in itertools.pairwise(bounds)]
+        users = [np.linalg.solve(gram + (alpha - 1) * liked.T @ liked, alpha * liked.sum(0)) for liked in rows]
+        return np.stack(users) @ items.T
+
+    return score
+
+
+def fit(method: str, data: ClicksData, values: Mapping[str, float], seed: int) -> Scorer:
+    """Fit a central method on all training users."""
+    train, num_items = data.train, data.clicks.num_items
+    if method == "popularity":
+        return ranking.popularity(train, num_items)
+    if method == "item kNN":
+        neighbours, shrink = int(values["neighbours"]), values["shrink"]
+        return ranking.item_knn(train, num_items, neighbours=neighbours, shrink=shrink, pair_counts=data.cooccurrences)
+    if method == "EASE":
+        return ranking.ease(train, num_items, ridge=values["ridge"], pair_counts=data.cooccurrences)
+    settings = {"alpha": values["alpha"], "regularization": values["regularization"]}
+    return ials(train, num_items, factors=int(values["factors"]), seed=seed, **settings)
+
+
+def fit_best(job: Job, data: ClicksData, seed: int) -> tuple[Scorer, list[dict[str, Any]]]:
+    """Fit every combination of a job's candidates; return the best on validation users, and how each did there."""
+    trials: list[dict[str, Any]] = []
+    best: tuple[float, Scorer] | None = None
+    for values in itertools.product(*job.candidates.values()):
+        chosen = dict(zip(job.candidates, values, strict=True))
+        score = fit(job.method, data, chosen, seed)
+        ndcg = data.rank(score, "valid").metrics[NDCG] if chosen else 0.0
+        trials += [{**chosen, "valid": ndcg}] if chosen else []
+        if best is None or ndcg > best[0]:
+            best = ndcg, score
+    assert best is not None
+    return best[1], trials
+
+
+# ---- the federated method ----
+
+
+def train_federated(job: Job, data: ClicksData, seed: int, progress: Progress) -> tuple[Scorer, Any]:
+    """Train as `fedrecon train --task clicks` does; return how items are ranked, and the parameters."""
+    config = dataclasses.replace(data.config, model=job.config.model, rounds=job.config.rounds, seed=seed)
+    ready = CLICKS.prepare(config, data.clicks, data.users, CLICKS.legend(config, data.clicks))
+    clients = ready.users.train
+    algorithm = build_algorithm(ready.config, ready.model, clients.num_examples)
+    options: dict[str, Any] = {"sampling": config.sampling, "seed": seed, "progress": progress}
+    run = fr.train(algorithm, clients, rounds=config.rounds, **options)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return ranking.score_by_model(algorithm, run.params), run.params
+
+
+def run_job(job: Job, data: ClicksData, seed: int, part: str = "test", progress: Progress = silent) -> dict[str, Any]:
+    """Fit or train a job with one seed, and rank items for users who were not in training."""
+    start = time.perf_counter()
+    trials: list[dict[str, Any]] = []
+    sent = 0
+    if job.method == "federated":
+        score, params = train_federated(job, data, seed, progress)
+        items_per_client = data.users.train.num_examples / max(1, len(data.users.train))
+        sent = round(items_per_client * params["item_embedding"].shape[1] + params["gram"].size)
+    else:
+        score, trials = fit_best(job, data, seed)
+    ranked = data.rank(score, part)
+    unseen = {"micro": dict(ranked.metrics), "errors": dict(ranked.errors), "clients": ranked.users, "diverged": 0}
+    result = baseline_result(job, {"unseen": unseen}, len(data.users.train))
+    return result | {"sent": sent, "trials": trials, "seconds": round(time.perf_counter() - start, 2)}
+
+
+KIND = Kind(load, run_job, metrics=(NDCG, "recall@20"), maximize=True, quick_rounds=20, quick_changes={"model.dim": 16})
+DEFAULT = ClicksConfig(data=ClickData(source="", at_least=AT_LEAST))
+CENTRAL = dataclasses.replace(DEFAULT, rounds=1, evaluate_every=1)
+
+
+def central(name: str, title: str, method: str, **candidates: tuple[float, ...]) -> Job:
+    """Return the job of a central method."""
+    return Job(name, title, CENTRAL, method, ("unseen",), candidates=candidates)
+
 
 JOBS = (
-    Job("popularity", "Popularity", Setting(method="popularity")),
-    Job(
-        "item-knn",
-        "Item kNN",
-        Setting(method="item kNN", tried={"neighbours": (50.0, 200.0), "shrink": (0.0, 20.0, 100.0)}),
-    ),
-    Job("ease", "EASE", Setting(method="EASE", tried={"ridge": (300.0, 500.0, 800.0, 1200.0)})),
-    Job(
-        "ials",
-        "iALS, 128 factors",
-        Setting(
-            method="iALS",
-            tried={"factors": (128.0,), "alpha": (3.0, 5.0, 8.0), "regularization": (40.0, 60.0, 80.0)},
-        ),
+    central("popularity", "Popularity", "popularity"),
+    central("item-knn", "Item kNN", "item kNN", neighbours=(50.0, 200.0), shrink=(0.0, 20.0, 100.0)),
+    central("ease", "EASE", "EASE", ridge=(300.0, 500.0, 800.0, 1200.0)),
+    central(
+        "ials", "iALS, 128 factors", "iALS", factors=(128.0,), alpha=(3.0, 5.0, 8.0), regularization=(40.0, 60.0, 80.0)
     ),
     Job(
         "federated",
         "Federated",
-        Setting(method="federated", model=DEFAULT.model, rounds=DEFAULT.rounds, every=DEFAULT.rounds),
-        {"model.unobserved": (0.2, 0.4, 0.8), "model.prior": (5.0, 10.0, 20.0)},
+        dataclasses.replace(DEFAULT, evaluate_every=DEFAULT.rounds),
+        "federated",
+        ("unseen",),
+        grid={"model.unobserved": (0.2, 0.4, 0.8), "model.prior": (5.0, 10.0, 20.0)},
     ),
 )
-CENTRAL = ("item-knn", "ease", "ials")
+TITLES = {job.title: job.name for job in JOBS}
 
 
-def found(results: Sequence[Result], metric: str = NDCG) -> Spread:
-    """Return a metric on unseen users, mean and deviation over seeds."""
-    return spread([number(result["evaluations"][-1]["unseen"]["micro"][metric]) for result in results])
+# ---- tables ----
 
 
-def _cell(results: Sequence[Result], metric: str) -> str:
-    value = found(results, metric)
-    if value.seeds == 1:
-        return f"{value.mean:.4f}"
-    return f"{value.mean:.4f} ± {value.deviation:.4f}"
+def score_of(results: Results, job: str, name: str = NDCG) -> Spread:
+    """Return a metric of a job on unseen users, mean and deviation over seeds."""
+    return spread([as_float(result["evaluations"][-1]["unseen"]["micro"][name]) for result in results[job]])
 
 
-def _main(results: Results) -> list[Part]:
-    there = [job for job in JOBS if job.name in results]
-    if not there:
+def _main_table(results: Results) -> list[Block]:
+    finished = [job for job in JOBS if job.name in results]
+    if not finished:
         return ["None of these is finished."]
-    lines = [[job.title, *(_cell(results[job.name], metric) for metric in METRICS)] for job in there]
-    first = results[there[0].name][0]["evaluations"][-1]["unseen"]
-    words = (
+    rows = [[job.title, *(score_of(results, job.name, name).format(4) for name in METRICS)] for job in finished]
+    first = results[finished[0].name][0]["evaluations"][-1]["unseen"]
+    note = (
         f"Means over {first['clients']} users who were not in training, whose known items are excluded; the standard "
-        f"error of an NDCG is about {number(first['errors'][NDCG]):.3f}, of differences between rows less, since all "
+        f"error of an NDCG is about {as_float(first['errors'][NDCG]):.3f}, of differences between rows less, since all "
         "rows rank for the same users. Only the federated row leaves everybody's items where they are."
     )
-    return [Table(["", *METRICS.values()], lines), words, *_missing(results)]
+    return [Table(["", *METRICS.values()], rows), note, *missing_jobs(TITLES, results)]
 
 
-def _missing(results: Results) -> list[Part]:
-    gone = [job.title for job in JOBS if job.name not in results]
-    return [f"Not run: {', '.join(gone)}."] if gone else []
-
-
-def _tried(results: Results) -> list[Part]:
-    lines = []
+def _trials_table(results: Results) -> list[Block]:
+    rows = []
     for job in JOBS:
-        for one in results[job.name][0].get("tried", []) if job.name in results else []:
-            values = ", ".join(f"{name} {value:g}" for name, value in one.items() if name != "valid")
-            lines.append([job.title, values, f"{number(one['valid']):.4f}"])
-    words = (
+        for trial in results[job.name][0].get("trials", []) if job.name in results else []:
+            values = ", ".join(f"{name} {value:g}" for name, value in trial.items() if name != "valid")
+            rows.append([job.title, values, f"{as_float(trial['valid']):.4f}"])
+    note = (
         "Central models choose among these on validation users, whose NDCG@100 is shown; the best is measured on test "
         "users. The federated model's settings were chosen by hand on the same validation users."
     )
-    return [words, Table(["", "settings", "NDCG@100, validation users"], lines)] if lines else [words]
+    return [note, Table(["", "settings", "NDCG@100, validation users"], rows)] if rows else [note]
 
 
-def _near(results: Results) -> tuple[bool, str]:
-    ours = found(results["federated"]).mean
-    best = max(("ease", "ials"), key=lambda name: found(results[name]).mean)
-    theirs = found(results[best]).mean
-    words = (
+def _near_best(results: Results) -> tuple[bool, str]:
+    ours = score_of(results, "federated").mean
+    best = max(("ease", "ials"), key=lambda name: score_of(results, name).mean)
+    theirs = score_of(results, best).mean
+    text = (
         f"federated: NDCG@100 {ours:.4f}; the better of EASE and iALS, {best}: {theirs:.4f}. That is "
         f"{ours / theirs:.1%} of it; near is at least {1 - NEAR:.0%}."
     )
-    return ours >= (1 - NEAR) * theirs, words
+    return ours >= (1 - NEAR) * theirs, text
 
 
 def _beats_popularity(results: Results) -> tuple[bool, str]:
-    ours, theirs = found(results["federated"]).mean, found(results["popularity"]).mean
+    ours, theirs = score_of(results, "federated").mean, score_of(results, "popularity").mean
     return ours > theirs, f"federated: NDCG@100 {ours:.4f}; popularity: {theirs:.4f}."
 
 
 def _bars(results: Results) -> dict[str, Any]:
-    shown = (NDCG, "recall@20", "recall@50")
-    return {
-        "metrics": [METRICS[metric] for metric in shown],
-        "rows": [[job.title, [found(results[job.name], metric).mean for metric in shown]] for job in JOBS],
-    }
+    names = (NDCG, "recall@20", "recall@50")
+    rows = [[job.title, [score_of(results, job.name, name).mean for name in names]] for job in JOBS]
+    return {"metrics": [METRICS[name] for name in names], "rows": rows}
 
 
-def _draw(data: dict[str, Any], figure: Any) -> None:
+def _draw(numbers: dict[str, Any], figure: Any) -> None:
     axes = figure.subplots()
-    width = 0.8 / len(data["rows"])
-    for k, (title, values) in enumerate(data["rows"]):
-        places = [place + (k - (len(data["rows"]) - 1) / 2) * width for place in range(len(values))]
-        axes.bar(
-            places, values, width, label=title, color="tab:red" if title == "Federated" else f"{0.85 - 0.15 * k:.2f}"
-        )
-    axes.set_xticks(range(len(data["metrics"])), data["metrics"])
+    width = 0.8 / len(numbers["rows"])
+    for k, (title, values) in enumerate(numbers["rows"]):
+        xs = [x + (k - (len(numbers["rows"]) - 1) / 2) * width for x in range(len(values))]
+        color = "tab:red" if title == "Federated" else f"{0.85 - 0.15 * k:.2f}"
+        axes.bar(xs, values, width, label=title, color=color)
+    axes.set_xticks(range(len(numbers["metrics"])), numbers["metrics"])
     axes.set_ylabel("mean over unseen users")
     axes.legend()
 
@@ -133,12 +314,12 @@ def _draw(data: dict[str, Any], figure: Any) -> None:
 _ALL = tuple(job.name for job in JOBS)
 STUDY = Study(
     name="ranking",
-    title="Which items come first",
-    kind=RANKING,
+    title="Ranking for unseen users",
+    kind=KIND,
     jobs=JOBS,
     sections=(
-        Section("On users who took no part in training", _ALL, _main),
-        Section("How settings were chosen", _ALL, _tried),
+        Section("On users who took no part in training", _ALL, _main_table),
+        Section("How settings were chosen", _ALL, _trials_table),
     ),
     figures=(
         Figure(
@@ -152,8 +333,8 @@ STUDY = Study(
     ),
     claims=(
         Claim("Federated ranks better than popularity", ("popularity", "federated"), _beats_popularity),
-        Claim("Federated is within 2 % of the better of EASE and iALS", ("ease", "ials", "federated"), _near),
+        Claim("Federated is within 2 % of the better of EASE and iALS", ("ease", "ials", "federated"), _near_best),
     ),
     seeds=1,
-    claimed="What was aimed for",
+    claims_title="Aims",
 )

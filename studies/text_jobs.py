@@ -1,96 +1,39 @@
-"""Jobs of studies of text: their settings, their data, and how one is run."""
+"""Studies of text: their data, how a job is run, their tables and the paper's claims."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 import fedrecon as fr
 from fedrecon._src.app import word_baselines
-from fedrecon._src.app.build import build_reconstruction, build_server, build_update
-from fedrecon._src.app.config import Reconstruct, Server, Update
+from fedrecon._src.app.build import build_algorithm, build_server, build_update
+from fedrecon._src.app.config import TextConfig, Update
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon.data import Corpus, Sentences, load_text
-from studies.study import Job
+from studies.study import Block, Job, Kind, Result, Results, Section, Spread, Table, metric
+from studies.training import baseline_result, train
 
-Measure = Literal[
-    "plain",
-    "recon",
-    "recon-finetune",
-    "oov-finetune",
-    "full-finetune",
-    "most used word",
-    "most frequent next word",
-]
-PUBLISHED = 16  # sentences per batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How a language model is trained and what is measured of it.
-
-    Attributes:
-      train: `fedrecon`, whose embeddings of words outside the vocabulary are local; `fedyogi`, averaging of everything;
-        `counting`, no model: words of the training clients are counted (`fedrecon._src.app.word_baselines`), and each
-        baseline is a measure.
-      measures: the first is taken at every evaluation, all of them after the last round. Each works on the support
-        sentences of an unseen client and is measured on its query sentences: `plain` does nothing; `recon` reconstructs
-        the local embeddings; `recon-finetune` then finetunes everything else too; `oov-finetune` and `full-finetune`
-        finetune what was trained globally, the embeddings of words outside the vocabulary or everything.
-      vocabulary: V, how many words the model knows.
-      buckets: for the words that it does not know.
-      embedding: length of the embeddings.
-      hidden: width of the LSTM.
-      projection: width of the projection that is compared with the outputs.
-      split: support and query in training; by time.
-      finetune: how finetuning descends.
-      max_sentences: at most this many of a client's first sentences are used, in training and in evaluation.
-      rounds: how many rounds the row reports.
-      on_to: always None: no job is continued.
-      every: evaluate every n rounds; n divides `rounds`.
-    """
-
-    train: Literal["fedrecon", "fedyogi", "counting"] = "fedrecon"
-    measures: tuple[Measure, ...] = ("recon",)
-    vocabulary: int = 1000
-    buckets: int = 500
-    embedding: int = 96
-    hidden: int = 670
-    projection: int = 96
-    split: str = "half"
-    reconstruct: Reconstruct = field(
-        default_factory=lambda: Reconstruct(learning_rate=0.1, steps=100, epochs=1, batch_size=PUBLISHED)
-    )
-    update: Update = field(default_factory=lambda: Update(learning_rate=0.3, steps=100, batch_size=PUBLISHED))
-    finetune: Update = field(default_factory=lambda: Update(learning_rate=0.1, steps=100, batch_size=PUBLISHED))
-    server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.1))
-    clients_per_round: int = 200
-    rounds: int = 2500
-    on_to: int | None = None
-    every: int = 2500
-    max_sentences: int = 1000
+CLOSE = 0.02  # the paper prints results within 2 % of each other in bold together
+MOST = 0.9
 
 
 class TextData:
-    """A corpus, and its sentences as examples for one vocabulary after another, the newest kept."""
+    """A corpus, and its sentences as examples for each vocabulary."""
 
     def __init__(self, corpus: Corpus):
         """Make examples of `corpus`."""
         self.corpus = corpus
-        self._examples = functools.lru_cache(maxsize=4)(self._make)
+        self.examples = functools.lru_cache(maxsize=4)(self._examples)
 
-    def examples(self, part: str, vocabulary: int, buckets: int) -> Sentences:
+    def _examples(self, part: str, vocabulary: int, buckets: int) -> Sentences:
         """Return the examples of the clients of a part: `train`, `valid` or `test`."""
-        return self._examples(part, vocabulary, buckets)
-
-    def _make(self, part: str, vocabulary: int, buckets: int) -> Sentences:
         unseen = "heldout" if part != "train" and "heldout" in self.corpus.splits else part
         return self.corpus.next_words(unseen, vocabulary, buckets)
 
@@ -99,158 +42,189 @@ class TextData:
         return self.corpus.clients.fingerprint()
 
     def facts(self) -> list[str]:
-        """Say what the data is and how it is divided."""
+        """Describe the data and how it is divided."""
         corpus = self.corpus
         sizes = np.bincount(corpus.split_of, minlength=len(corpus.splits))
         parts = ", ".join(f"{size:,} {name}" for size, name in zip(sizes, corpus.splits, strict=True))
-        covered = ", ".join(f"{corpus.coverage(v):.1%} of {v:,}" for v in (1000, 5000, 10000) if v <= len(corpus.words))
+        coverage = ", ".join(
+            f"{corpus.coverage(v):.1%} of {v:,}" for v in (1000, 5000, 10000) if v <= len(corpus.words)
+        )
         return [
             f"Data: {corpus.clients.num_examples:,} sentences of {len(corpus.clients):,} clients ({parts}), "
             f"{len(corpus.tokens):,} words (fingerprint {self.fingerprint()}). Vocabularies are of the words that "
-            f"training clients use most; their share of the words in use: {covered}.",
+            f"training clients use most; their share of the words in use: {coverage}.",
             "All measurements are on clients that took no part in training, all of them: the first half of a client's "
             "sentences by time is support, the second half query.",
         ]
 
 
-def open_text(source: str, folder: Path, progress: Progress = silent) -> TextData:
+def load(source: str, progress: Progress = silent) -> TextData:
     """Open a prepared corpus, or prepare one."""
-    del folder
     return TextData(load_text(source, progress=progress))
 
 
-class Trainer(NamedTuple):
-    """A setting made ready: what trains, and for every measure what serves unseen clients."""
-
-    algorithm: fr.Algorithm
-    serving: dict[str, fr.Algorithm]
-
-
 @functools.lru_cache(maxsize=2)
-def make_trainer(setting: Setting) -> Trainer:
-    """Return the trainer of a setting, the same for all seeds, so that nothing is compiled for each of them."""
-    model = fr.models.next_word(
-        setting.vocabulary,
-        setting.buckets,
-        embedding=setting.embedding,
-        hidden=setting.hidden,
-        projection=setting.projection,
-        local_oov=setting.train == "fedrecon",
-    )
-    update, finetune = build_update(setting.update), build_update(setting.finetune)
-    server = build_server(setting.server)
-    by_tokens = fr.aggregators.mean(fr.aggregators.weight_of(model))
-    if setting.train == "fedrecon":
-        algorithm = fr.federated_reconstruction(
-            model,
-            split=fr.split.named(setting.split),
-            reconstruct=build_reconstruction(setting.reconstruct),
-            update=update,
-            server=server,
-            joint=setting.update.joint,
-            aggregate=by_tokens,
-        )
-        ways = {"recon": lambda: algorithm, "recon-finetune": lambda: fr.with_finetuning(algorithm, finetune)}
-    else:
-        algorithm = fr.federated_averaging(model, update=update, server=server, aggregate=by_tokens)
+def make_algorithms(
+    method: str, config: TextConfig, finetuning: Update, measures: tuple[str, ...]
+) -> tuple[fr.Algorithm, dict[str, fr.Algorithm]]:
+    """Return what trains, and for every measure what serves unseen clients; the same for all seeds of a job.
 
-        ways = {
-            "plain": lambda: algorithm,
-            "oov-finetune": lambda: fr.with_finetuning(algorithm, finetune, which="oov_embedding"),
-            "full-finetune": lambda: fr.with_finetuning(algorithm, finetune),
-        }
-    return Trainer(algorithm, {measure: ways[measure]() for measure in setting.measures})
-
-
-class Observer:
-    """Evaluates during training, and remembers."""
-
-    def __init__(self, setting: Setting, trainer: Trainer, clients: fr.Clients, seed: int):
-        """Prepare to measure `clients`."""
-        self._setting = setting
-        self._evaluators = {
-            measure: fr.Evaluator(algorithm, clients, seed=seed) for measure, algorithm in trainer.serving.items()
-        }
-        self.found: list[dict[str, Any]] = []
-
-    def __call__(self, params: Any, kept: Any) -> fr.Evaluation:
-        """Measure; return the first of the setting's measures."""
-        done = (len(self.found) + 1) * self._setting.every
-        entry: dict[str, Any] = {"round": done}
-        last = done >= self._setting.rounds
-        found = {
-            measure: self._evaluators[measure](params)
-            for measure in (self._setting.measures if last else self._setting.measures[:1])
-        }
-        self.found.append(entry | {measure: one.summary() for measure, one in found.items()})
-        return found[self._setting.measures[0]]
-
-
-def run_job(
-    setting: Setting, data: TextData, seed: int, part: str = "test", progress: Progress = silent
-) -> dict[str, Any]:
-    """Train one setting with one seed and measure it on the unseen clients of a part.
-
-    Returns:
-      `evaluations` (one per measured round, by measure), `losses` of all rounds, `sent` (numbers to and from a client
-      in a round), `sent_bytes`, `global` and `local` (numbers of parameters), `trained_on` (how many clients),
-      `seconds`.
+    `fedrecon` keeps the embeddings of words outside the vocabulary local; `fedyogi` averages everything.
     """
-    began = time.perf_counter()
-    train, unseen = (
-        data.examples(name, setting.vocabulary, setting.buckets).cap(setting.max_sentences) for name in ("train", part)
+    settings = config.model
+    model = fr.models.next_word(
+        settings.vocabulary,
+        settings.oov_buckets,
+        embedding=settings.embedding,
+        hidden=settings.hidden,
+        projection=settings.projection,
+        local_oov=method == "fedrecon",
     )
-    if setting.train == "counting":
-        return _count_words(setting, train, unseen, began)
-    trainer = make_trainer(setting)
-    observer = Observer(setting, trainer, unseen, seed)
-    run = fr.train(
-        trainer.algorithm,
-        train,
-        rounds=setting.rounds,
-        clients_per_round=setting.clients_per_round,
-        valid=observer,
-        evaluate_every=setting.every,
-        seed=seed,
-        progress=progress,
+    finetune = build_update(finetuning)
+    if method == "fedrecon":
+        algorithm = build_algorithm(config, model)
+    else:
+        by_tokens = fr.aggregators.mean(fr.aggregators.weight_of(model))
+        algorithm = fr.federated_averaging(
+            model, update=build_update(config.update), server=build_server(config.server), aggregate=by_tokens
+        )
+    serving: dict[str, Callable[[], fr.Algorithm]] = {
+        "plain": lambda: algorithm,
+        "recon": lambda: algorithm,
+        "recon-finetune": lambda: fr.with_finetuning(algorithm, finetune),
+        "oov-finetune": lambda: fr.with_finetuning(algorithm, finetune, which="oov_embedding"),
+        "full-finetune": lambda: fr.with_finetuning(algorithm, finetune),
+    }
+    return algorithm, {measure: serving[measure]() for measure in measures}
+
+
+def run_job(job: Job, data: TextData, seed: int, part: str = "test", progress: Progress = silent) -> dict[str, Any]:
+    """Train a job with one seed and measure it on the unseen clients of a part.
+
+    Each measure works on a client's support sentences and is taken on its query sentences: `plain` does nothing;
+    `recon` reconstructs the local embeddings; `recon-finetune` then fine-tunes everything else too; `oov-finetune` and
+    `full-finetune` fine-tune what was trained globally, the embeddings of words outside the vocabulary or everything.
+    The first measure is taken at every evaluation, all of them after the last round.
+    """
+    config = job.config
+    assert isinstance(config, TextConfig)
+    train_clients, unseen = (
+        data.examples(name, config.model.vocabulary, config.model.oov_buckets).cap(config.data.max_sentences)
+        for name in ("train", part)
     )
-    if run.interrupted:
-        raise KeyboardInterrupt
-    leaves = jax.tree.leaves(run.params)
-    local = jax.tree.leaves(jax.eval_shape(trainer.algorithm.model.init_local, jax.random.key(0)))
-    return {
-        "evaluations": observer.found,
-        "losses": [round(entry["loss"], 5) for entry in run.history if entry["kind"] == "round"],
-        "sent": 2 * sum(leaf.size for leaf in leaves),  # down and up
-        "sent_bytes": 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
-        "global": sum(leaf.size for leaf in leaves),
-        "local": sum(leaf.size for leaf in local),
-        "trained_on": len(train),
-        "seconds": round(time.perf_counter() - began, 2),
-    }
+    if job.method == "counting":
+        table = word_baselines.measure(train_clients, unseen, fr.split.half())
+        absent = {"accuracy": float("nan")}  # of clients without a word of the vocabulary
+        facts = {"clients": len(unseen), "diverged": 0}
+        measured = {name: {"micro": table.get(name, absent), **facts} for name in job.measures}
+        return baseline_result(job, measured, len(train_clients)) | {"sent_bytes": 0}
+    assert job.finetune is not None
+    algorithm, serving = make_algorithms(job.method, config, job.finetune, job.measures)
+    evaluators = {measure: fr.Evaluator(server, unseen, seed=seed) for measure, server in serving.items()}
+
+    def measure_all(rounds: int, params: Any, local_state: Any) -> Mapping[str, fr.Evaluation]:
+        measures = job.measures if rounds >= config.rounds else job.measures[:1]
+        return {measure: evaluators[measure](params) for measure in measures}
+
+    params, result = train(job, algorithm, train_clients, measure_all, seed=seed, progress=progress)
+    return result | {"sent_bytes": 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
 
 
-def _count_words(setting: Setting, train: Sentences, unseen: Sentences, began: float) -> dict[str, Any]:
-    """Measure baselines as `run_job` measures a training, on the same query sentences."""
-    found = word_baselines.measure(train, unseen, fr.split.half())
-    nothing = {"accuracy": float("nan")}  # of clients without a word of the vocabulary
-    micro = {name: found.get(name, nothing) for name in setting.measures}
-    measured = {name: {"micro": row, "clients": len(unseen), "diverged": 0} for name, row in micro.items()}
-    return {
-        "evaluations": [{"round": setting.rounds, **measured}],
-        "losses": [],
-        "sent": 0,
-        "sent_bytes": 0,
-        "global": 0,
-        "local": 0,
-        "trained_on": len(train),
-        "seconds": round(time.perf_counter() - began, 2),
-    }
+KIND = Kind(
+    load,
+    run_job,
+    metrics=("accuracy", "loss"),
+    maximize=True,
+    quick_rounds=4,
+    quick_changes={"data.max_sentences": 32},
+)
 
 
-def shortened(job: Job) -> Job:
-    """Return a job that runs for a few rounds with few sentences per client."""
-    setting = job.setting
-    few = min(setting.rounds, 4)
-    quick = dataclasses.replace(setting, rounds=few, every=few, max_sentences=min(setting.max_sentences, 32))
-    return dataclasses.replace(job, setting=quick)
+# ---- tables ----
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """A row of the table: one measure of one job for each size of the vocabulary, and the paper's accuracies."""
+
+    title: str
+    jobs: Mapping[int, str]
+    measure: str
+    paper: Mapping[int, float]
+
+
+def accuracy_section(rows: Sequence[SizeRow], title: str, name: str = "accuracy", note: str = "") -> Section:
+    """Return the section of a table of accuracies, next to the paper's."""
+    sizes = sorted({size for row in rows for size in row.jobs})
+    header = ["", *(cell for size in sizes for cell in (f"V = {size:,}", "paper")), "bytes per round and client"]
+
+    def cells(row: SizeRow, results: Results) -> tuple[str, ...]:
+        finished = {size: results[job] for size, job in row.jobs.items() if job in results}
+        sent = [finished[size][0]["sent_bytes"] / 1e6 for size in sizes if size in finished]
+        values = []
+        for size in sizes:
+            paper = row.paper.get(size) if name == "accuracy" else None
+            values.append(percent(finished[size], row.measure, name).format(2) if size in finished else "")
+            values.append("" if paper is None else f"{paper:.1f}")
+        nothing = bool(sent) and not any(sent)
+        return (row.title, *values, "none" if nothing else " / ".join(f"{megabytes:.2f} MB" for megabytes in sent))
+
+    def compose(results: Results) -> list[Block]:
+        missing = [f"{row.title} (V = {v:,})" for row in rows for v, job in row.jobs.items() if job not in results]
+        blocks: list[Block] = [Table(header, [cells(row, results) for row in rows])]
+        blocks += [note] if note else []
+        return [*blocks, f"Not run at this scale: {'; '.join(missing)}."] if missing else blocks
+
+    return Section(title, tuple(dict.fromkeys(job for row in rows for job in row.jobs.values())), compose)
+
+
+def percent(results: Sequence[Result], measure: str, name: str = "accuracy") -> Spread:
+    """Return an accuracy in percent, mean and deviation over the seeds of a job."""
+    return metric(results, measure, name, scale=100)
+
+
+# ---- claims ----
+
+Verdict = tuple[bool, str]
+Jobs = Mapping[int, str]  # by size of the vocabulary
+
+
+def raises(results: Results, without: Jobs, local: Jobs) -> Verdict:
+    """Check that local embeddings raise accuracy for every size, most for the smallest."""
+    gains = {v: _accuracy(results, local[v]) - _accuracy(results, without[v]) for v in sorted(local)}
+    text = ", ".join(f"{gain:+.2f} points for V = {v:,}" for v, gain in gains.items())
+    first, *rest = gains.values()
+    return min(gains.values()) > 0 and all(first > gain for gain in rest), f"{text}."
+
+
+def order_by_size(results: Results, without: Jobs, local: Jobs) -> Verdict:
+    """Check that a smaller vocabulary is better with local embeddings, and worse without them."""
+    sizes = sorted(local)
+    falling, rising = ([_accuracy(results, jobs[v]) for v in sizes] for jobs in (local, without))
+    falls = all(a > b for a, b in itertools.pairwise(falling))
+    rises = all(a < b for a, b in itertools.pairwise(rising))
+    texts = [", ".join(f"{value:.2f} %" for value in values) for values in (falling, rising)]
+    return falls and rises, f"For V = {', '.join(f'{v:,}' for v in sizes)}: with them {texts[0]}; without {texts[1]}."
+
+
+def comes_close(results: Results, challenger: tuple[Jobs, str], other: tuple[Jobs, str]) -> Verdict:
+    """Check that accuracy is at most 2 % (of it) below another's for every size, and say what each sends."""
+    holds, parts = True, []
+    for v in sorted(challenger[0]):
+        values = [_accuracy(results, jobs[v], measure) for jobs, measure in (challenger, other)]
+        sent = [results[jobs[v]][0]["sent_bytes"] / 1e6 for jobs, _ in (challenger, other)]
+        holds = holds and values[0] >= (1 - CLOSE) * values[1]
+        parts.append(
+            f"V = {v:,}: {values[0]:.2f} % with {sent[0]:.2f} MB, against {values[1]:.2f} % with {sent[1]:.2f} MB"
+        )
+    return holds, f"{'; '.join(parts)}. Close is at most {CLOSE:.0%} less."
+
+
+def retains_most(results: Results, none: str, base: str) -> Verdict:
+    """Check that a model trained and used without reconstruction steps has over 90 % of the accuracy."""
+    low, high = _accuracy(results, none), _accuracy(results, base)
+    return low / high > MOST, f"{low:.2f} % without steps, {high:.2f} % with all: {low / high:.1%} of it."
+
+
+def _accuracy(results: Results, job: str, measure: str = "recon") -> float:
+    return percent(results[job], measure).mean

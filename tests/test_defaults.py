@@ -65,7 +65,7 @@ def test_text_has_its_own_defaults_and_no_presets():
     settings = parse(["x", "--task", "text", "--out", "y"]).settings
     clipped = Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0)
     assert settings == TextConfig(data=TextData(source="x"), aggregate=clipped)
-    with pytest.raises(ValueError, match="reproduce text --scale paper"):
+    with pytest.raises(ValueError, match="preset"):
         parse(["x", "--task", "text", "--out", "y", "--preset", "paper"])
 
 

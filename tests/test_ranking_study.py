@@ -4,22 +4,28 @@ import dataclasses
 
 import numpy as np
 import pytest
-from studies.ranking import JOBS, STUDY
-from studies.ranking_jobs import Divided, Setting, by_embeddings, ials, run_job, shortened
+from studies.ranking import DEFAULT, JOBS, STUDY, ClicksData, by_embeddings, central, ials, run_job
 from studies.report import compose, to_markdown
+from studies.study import Job
 
 from fedrecon._src.app.config import ClickData, ClicksConfig, Ranking
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.ranking import ItemSets
 from fedrecon.data import synthetic_ratings
 
-SMALL = Setting(method="federated", model=Ranking(dim=4), rounds=3, every=3)
+SMALL = Job(
+    "small",
+    "Small",
+    dataclasses.replace(DEFAULT, model=Ranking(dim=4), rounds=3, evaluate_every=3),
+    "federated",
+    measures=("unseen",),
+)
 
 
 @pytest.fixture(scope="module")
 def data():
     clicks = synthetic_ratings(num_users=80, num_items=30, mean_ratings=8, seed=0)
-    return Divided(clicks, ClicksConfig(data=ClickData(source="x", fractions=(0.6, 0.2, 0.2), max_examples=6)))
+    return ClicksData(clicks, ClicksConfig(data=ClickData(source="x", fractions=(0.6, 0.2, 0.2), max_examples=6)))
 
 
 def test_central_models_see_all_items_of_those_who_train(data):
@@ -29,22 +35,21 @@ def test_central_models_see_all_items_of_those_who_train(data):
 
 
 def test_settings_are_chosen_on_validation_users(data):
-    setting = Setting(method="EASE", tried={"ridge": (1.0, 10.0, 1000.0)})
-    found = run_job(setting, data, 0)
-    best = max(found["tried"], key=lambda one: one["valid"])["ridge"]
+    result = run_job(central("ease", "EASE", "EASE", ridge=(1.0, 10.0, 1000.0)), data, 0)
+    best = max(result["trials"], key=lambda trial: trial["valid"])["ridge"]
     chosen = data.rank(ranking.ease(data.train, 30, ridge=best), "test")
-    assert found["evaluations"][0]["unseen"]["micro"] == chosen.metrics
-    for one in found["tried"]:
-        score = ranking.ease(data.train, 30, ridge=one["ridge"])
-        assert one["valid"] == data.rank(score, "valid").metrics["ndcg@100"]
+    assert result["evaluations"][0]["unseen"]["micro"] == chosen.metrics
+    for trial in result["trials"]:
+        score = ranking.ease(data.train, 30, ridge=trial["ridge"])
+        assert trial["valid"] == data.rank(score, "valid").metrics["ndcg@100"]
 
 
 @pytest.mark.slow
 def test_the_federated_job_measures_as_the_others_do(data):
-    found = run_job(SMALL, data, 0)
-    measured = found["evaluations"][0]["unseen"]
+    result = run_job(SMALL, data, 0)
+    measured = result["evaluations"][0]["unseen"]
     assert measured["clients"] == data.rank(ranking.popularity(data.train, 30), "test").users
-    assert found["sent"] == round(data.users.train.num_examples / len(data.users.train) * 4 + 16)
+    assert result["sent"] == round(data.users.train.num_examples / len(data.users.train) * 4 + 16)
     assert 0 < measured["micro"]["ndcg@100"] < 1
 
 
@@ -72,24 +77,25 @@ def test_ials_of_the_package_finds_what_goes_together():
     assert score[0, 3:8].min() > score[0, 8:].max()
 
 
-def result(job, ndcg):
+def make_result(job, ndcg):
     metrics = {"ndcg@100": ndcg, "recall@20": ndcg, "recall@50": ndcg, "hit@20": ndcg, "coverage@20": ndcg}
     unseen = {"micro": metrics, "errors": metrics, "clients": 9, "diverged": 0}
-    return [{"evaluations": [{"round": 1, "unseen": unseen}], "tried": [], "seed": 0, "seconds": 1.0, "job": job}]
+    return [{"evaluations": [{"round": 1, "unseen": unseen}], "trials": [], "seed": 0, "seconds": 1.0, "job": job}]
 
 
-@pytest.mark.parametrize(("ours", "held"), [(0.41, "held"), (0.39, "did not hold")])
-def test_the_report_says_whether_the_federated_model_is_near(tmp_path, ours, held):
+@pytest.mark.parametrize(("ours", "verdict"), [(0.41, "holds"), (0.39, "does not hold")])
+def test_the_report_says_whether_the_federated_model_is_near(tmp_path, ours, verdict):
     figures = {"popularity": 0.2, "item-knn": 0.3, "ease": 0.41, "ials": 0.4, "federated": ours}
-    results = {name: result(name, ndcg) for name, ndcg in figures.items()}
+    results = {name: make_result(name, ndcg) for name, ndcg in figures.items()}
     report = to_markdown(compose(STUDY, results, ["facts"], tmp_path), tmp_path)
-    assert f"**Federated is within 2 % of the better of EASE and iALS**: {held}." in report
+    assert f"**Federated is within 2 % of the better of EASE and iALS**: {verdict}." in report
     assert "| Federated | " + f"{ours:.4f}" in report
     assert (tmp_path / "figures" / "ranking.png").exists()
 
 
 def test_quick_jobs_try_one_setting():
-    quick = [shortened(job).setting for job in JOBS]
-    assert all(len(values) == 1 for setting in quick for values in setting.tried.values())
-    assert max(setting.rounds for setting in quick) == 20
-    assert dataclasses.replace(quick[-1], rounds=1, every=1).model.dim == 16
+    kind = STUDY.kind
+    quick = [job.shorten(kind.quick_rounds, kind.quick_changes) for job in JOBS]
+    assert all(len(values) == 1 for job in quick for values in job.candidates.values())
+    assert max(job.config.rounds for job in quick) == 20
+    assert quick[-1].config.model.dim == 16

@@ -3,30 +3,29 @@ import json
 
 import pytest
 from studies import text
+from studies.__main__ import main
 from studies.report import compose, to_markdown
-from studies.text_jobs import Setting, TextData, run_job, shortened
-from studies.text_tables import comes_close, keeps_most, order_by_size, raises
+from studies.study import Job
+from studies.text_jobs import TextData, comes_close, order_by_size, raises, retains_most, run_job
 
 import fedrecon as fr
-from fedrecon._src.app.cli import main
-from fedrecon._src.app.config import Reconstruct, Update
+from fedrecon._src.app.config import NextWord, Reconstruct, Update
+from fedrecon._src.app.config import TextData as DataConfig
 
 pytestmark = pytest.mark.slow
 
-TINY = Setting(
-    vocabulary=25,
-    buckets=7,
-    embedding=4,
-    hidden=5,
-    projection=3,
+TINY = dataclasses.replace(
+    text.PAPER,
+    data=DataConfig(source="", max_sentences=16),
+    model=NextWord(vocabulary=25, oov_buckets=7, embedding=4, hidden=5, projection=3),
     reconstruct=Reconstruct(learning_rate=0.5, steps=3, epochs=1, batch_size=8),
     update=Update(learning_rate=0.5, steps=2, batch_size=8),
-    finetune=Update(learning_rate=0.5, steps=2, batch_size=8),
-    clients_per_round=4,
+    sampling=fr.Sampling(4),
     rounds=2,
-    every=1,
-    max_sentences=16,
+    evaluate_every=1,
 )
+FINETUNE = Update(learning_rate=0.5, steps=2, batch_size=8)
+SCALE = text.Scale(TINY, FINETUNE, text.TWO_CORES_GRIDS, (25,), ())
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +36,10 @@ def data():
 @pytest.fixture(scope="module")
 def results(data):
     """Results of the two ways to train, with everything that can be measured of each."""
-    recon = dataclasses.replace(TINY, measures=("recon", "recon-finetune"))
-    yogi = dataclasses.replace(TINY, train="fedyogi", measures=("plain", "oov-finetune", "full-finetune"))
-    return {name: run_job(setting, data, 0) for name, setting in (("recon", recon), ("yogi", yogi))}
+    recon = Job("recon", "", TINY, measures=("recon", "recon-finetune"), finetune=FINETUNE)
+    measures = ("plain", "oov-finetune", "full-finetune")
+    yogi = Job("yogi", "", TINY, "fedyogi", measures=measures, finetune=FINETUNE)
+    return {job.name: run_job(job, data, 0) for job in (recon, yogi)}
 
 
 def test_the_first_measure_is_taken_at_every_evaluation_and_all_after_the_last_round(results):
@@ -70,30 +70,36 @@ def test_what_is_sent_is_counted_from_the_arrays(results):
 
 
 def test_a_job_that_counts_words_is_measured_like_a_training_and_sends_nothing(results, data, tmp_path):
-    study = text.make(TINY, text.TWO_CORES_GRIDS, (25,), ())
+    study = text.make_study(SCALE)
     job = next(job for job in study.jobs if job.name == "counting-25")
-    found = run_job(job.setting, data, 0)
-    assert found["evaluations"][-1]["round"] == job.setting.rounds
-    assert found["sent"] == 0
-    assert found.keys() == results["recon"].keys()
-    accuracy = 100 * found["evaluations"][-1]["most frequent next word"]["micro"]["accuracy"]
+    result = run_job(job, data, 0)
+    assert result["evaluations"][-1]["round"] == job.config.rounds
+    assert result["sent"] == 0
+    assert result.keys() == results["recon"].keys()
+    accuracy = 100 * result["evaluations"][-1]["most frequent next word"]["micro"]["accuracy"]
     assert 0 < accuracy < 100
-    rows = {"counting-25": [found | {"setting": dataclasses.asdict(job.setting)}]}
+    rows = {"counting-25": [result | {"settings": job.settings}]}
     report = to_markdown(compose(study, rows, [], tmp_path), tmp_path)
     assert f"| Baseline: most frequent next word | {accuracy:.2f} |  | none |" in report
     assert "| FedRecon, 500 OOV |  |  |  |" in report, "what was not run has no figures"
 
 
 def test_a_job_of_text_is_shortened_to_few_rounds():
-    quick = [shortened(job) for job in text.STUDY.jobs]
-    assert all(job.setting.rounds == job.setting.every <= 4 for job in quick)
+    kind = text.STUDY.kind
+    for job in text.STUDY.jobs:
+        config = job.shorten(kind.quick_rounds, kind.quick_changes).config
+        assert config.rounds % config.evaluate_every == 0
+        assert config.rounds <= 4
+        assert config.data.max_sentences == 32
 
 
 def of(accuracy, sent=2_000_000):
     """A result whose accuracy, by measure, is this."""
     measures = accuracy if isinstance(accuracy, dict) else {"recon": accuracy}
     entry = {name: {"micro": {"accuracy": x / 100}} for name, x in measures.items()}
-    return [{"seed": 0, "setting": {"rounds": 5}, "evaluations": [{"round": 5, **entry}], "sent_bytes": sent}]
+    return [
+        {"seed": 0, "settings": {"config": {"rounds": 5}}, "evaluations": [{"round": 5, **entry}], "sent_bytes": sent}
+    ]
 
 
 def jobs(kind, *accuracies, **more):
@@ -123,11 +129,11 @@ def test_claims_of_finetuning_and_steps_follow_from_the_numbers():
     assert "V = 1: 29.60 % with 2.00 MB, against 30.00 % with 3.00 MB" in words
     theirs = jobs("theirs", 30.0, 28.1, 30.0)
     assert not comes_close({**mine, **theirs}, (names("mine"), "recon"), (names("theirs"), "recon"))[0]
-    assert keeps_most({"none": of(28.0), "base": of(30.0)}, "none", "base") == (
+    assert retains_most({"none": of(28.0), "base": of(30.0)}, "none", "base") == (
         True,
         "28.00 % without steps, 30.00 % with all: 93.3% of it.",
     )
-    assert not keeps_most({"none": of(26.0), "base": of(30.0)}, "none", "base")[0]
+    assert not retains_most({"none": of(26.0), "base": of(30.0)}, "none", "base")[0]
 
 
 @pytest.mark.parametrize("study", [text.STUDY, text.PAPER_STUDY])
@@ -138,7 +144,7 @@ def test_the_text_study_has_the_papers_rows_and_says_what_is_missing(study, tmp_
     assert "30.8 |" in report
     for claim in study.claims:
         assert f"**{claim.text}**: not measured" in report
-    assert all(job.setting.rounds % job.setting.every == 0 for job in study.jobs)
+    assert all(job.config.rounds % job.config.evaluate_every == 0 for job in study.jobs)
 
 
 def test_the_command_runs_one_job_of_a_text_study(results, tmp_path, monkeypatch, capsys):
@@ -150,12 +156,8 @@ def test_the_command_runs_one_job_of_a_text_study(results, tmp_path, monkeypatch
     path = tmp_path / "posts.jsonl"
     path.write_text("\n".join(lines))
     monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(text, "STUDY", text.make(TINY, text.TWO_CORES_GRIDS, (25,), ()))
+    monkeypatch.setattr(text, "STUDY", text.make_study(SCALE))
     out = tmp_path / "out"
-    assert (
-        main(["reproduce", "text", "--data", str(path), "--out", str(out), "--only", "recon-25", "--workers", "1"]) == 0
-    )
+    assert main(["text", "--data", str(path), "--out", str(out), "--only", "recon-25", "--workers", "1"]) == 0
     assert json.loads((out / "rows" / "recon-25-0.json").read_text())["evaluations"][-1]["round"] == 2
     assert "20 clients" in (out / "report.md").read_text()
-    assert main(["reproduce", "movielens", "--data", "x", "--out", str(out), "--scale", "two-cores"]) == 2
-    assert "the paper's scale only" in capsys.readouterr().err

@@ -151,37 +151,10 @@ def test_the_demo_replaces_demos_alone(run, capsys):
     assert contents(run) == before
 
 
-def test_a_study_is_not_written_to_a_folder_of_somebody_else(tmp_path, capsys):
-    (tmp_path / "report.md").write_text("mine")
-    before = contents(tmp_path)
-    assert main(["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path)]) == 1
-    assert "holds report.md, and fedrecon did not make it" in said(capsys)
-    assert contents(tmp_path) == before
-
-
-def test_a_page_of_a_study_does_not_replace_another_file(tmp_path, capsys):
-    (tmp_path / "thesis.md").write_text("# Mine\n")
-    study = ["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path / "study")]
-    assert main([*study, "--page", str(tmp_path / "thesis.md")]) == 1
-    assert "thesis.md is there, and it is not a page of the study movielens" in said(capsys)
-    assert (tmp_path / "thesis.md").read_text() == "# Mine\n"
-
-
-@pytest.mark.parametrize("name", ["rows", "figures"])
-def test_names_alone_do_not_make_a_folder_a_study(tmp_path, capsys, name):
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "mine.json").write_text("{}")
-    before = contents(tmp_path)
-    assert main(["reproduce", "movielens", "--data", "none.zip", "--out", str(tmp_path)]) == 1
-    assert f"holds {name}, and fedrecon did not make it" in said(capsys)
-    assert contents(tmp_path) == before
-
-
 def test_a_run_a_study_and_a_tuning_do_not_share_a_folder(trained, run, tmp_path, capsys):
     before = contents(run)
-    for command in (["reproduce", "movielens", "--data", "none.zip"], ["tune", str(trained[0])]):
-        assert main([*command, "--out", str(run)]) == 1
-        assert "holds a run; give a new or empty folder" in capsys.readouterr().err
+    assert main(["tune", str(trained[0]), "--out", str(run)]) == 1
+    assert "holds a run; give a new or empty folder" in capsys.readouterr().err
     assert contents(run) == before
     for kind, name in (("study", "rows"), ("tuning", "trials.json")):
         made = tmp_path / kind

@@ -27,7 +27,6 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "keys": "make keys and certificates for a server and its nodes",
     "serve": "train a plan over nodes that keep their data",
     "join": "take part in a server's training with a file that stays on this machine",
-    "reproduce": "run one of the paper's studies, and compare with its numbers",
 }
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
 BUG = 70
