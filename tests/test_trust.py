@@ -156,7 +156,7 @@ def test_a_run_a_study_and_a_tuning_do_not_share_a_folder(trained, run, tmp_path
     assert main(["tune", str(trained[0]), "--out", str(run)]) == 1
     assert "holds a run; give a new or empty folder" in capsys.readouterr().err
     assert contents(run) == before
-    for kind, name in (("study", "rows"), ("tuning", "trials.json")):
+    for kind, name in (("tuning", "trials.json"),):
         made = tmp_path / kind
         made.mkdir()
         (made / ".fedrecon").touch()
