@@ -99,7 +99,9 @@ def load(source: str, progress: Progress = silent) -> ClicksData:
 # ---- central methods ----
 
 
-def ials(train: ItemSets, num_items: int, *, alpha: float, regularization: float, factors: int, seed: int = 0) -> Scorer:
+def ials(
+    train: ItemSets, num_items: int, *, alpha: float, regularization: float, factors: int, seed: int = 0
+) -> Scorer:
     """Rank items by alternating least squares of the `implicit` package, fitted on all training users together.
 
     Args:

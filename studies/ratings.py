@@ -153,7 +153,9 @@ def run_job(job: Job, data: RatingsData, seed: int, part: str = "test", progress
     division = data.divide(job.users, seed)
     clients = getattr(division, part)
     if job.method == "baselines":
-        table = fr.recommend.rating_baselines(division.train, clients, num_items=data.ratings.num_items, which=job.measures)
+        table = fr.recommend.rating_baselines(
+            division.train, clients, num_items=data.ratings.num_items, which=job.measures
+        )
         facts = {"clients": table.clients, "diverged": 0, "examples": table.examples}
         measured = {name: {"micro": dict(row), **facts} for name, row in table.table.items()}
         return baseline_result(job, measured, len(division.train))
