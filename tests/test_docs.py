@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import studies.__main__
 
 import fedrecon as fr
 from fedrecon._src.app.cli import COMMANDS, main
@@ -155,7 +156,10 @@ def help_texts():
                 for part in ("plan", "leakage", "audit"):
                     main([command, part, "--help"])
         texts[command] = printed.getvalue()
-    return texts
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        studies.__main__.main(["--help"])
+    return texts | {"studies": printed.getvalue()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
