@@ -34,6 +34,53 @@ class _SideExamples(NamedTuple):
     weight: Array
 
 
+class _Cost(NamedTuple):
+    """What a client minimises: squared errors of its items, and `unobserved` times the squared scores of all items."""
+
+    unobserved: float
+    ridge: float
+    second_order: bool
+
+    def embedding(self, rows: Array, gram: Array, side: _SideExamples) -> Array:
+        """Solve for a client's embedding on one side of its examples."""
+        side_rows = rows[side.position]
+        matrix = side_rows.T @ (side.weight[:, None] * side_rows) + self.unobserved * gram
+        return solve_positive(matrix + self.ridge * jnp.eye(len(gram)), side_rows.T @ side.weight)
+
+    def on_query(self, rows: Array, gram: Array, support: _SideExamples, query: _SideExamples) -> tuple[Array, Array]:
+        """Return half the cost on the query, and there the sums of squared errors and of errors."""
+        user = self.embedding(rows, gram, support)
+        user = user if self.second_order else jax.lax.stop_gradient(user)
+        error, support_scores = rows[query.position] @ user - 1, rows[support.position] @ user
+        squares = jnp.sum(query.weight * error**2)
+        everything = user @ gram @ user - jnp.sum(jnp.where(support.weight > 0, support_scores, 0) ** 2)
+        errors = jnp.where(query.weight > 0, error, 0)
+        return (squares + self.unobserved * everything) / 2, jnp.stack([jnp.sum(errors**2), jnp.sum(errors)])
+
+    def gradients(self, rows: Array, gram: Array, ways: list[tuple[_SideExamples, _SideExamples]]) -> _Gradients:
+        """Return what a client sends, from each `(support, query)` of `ways`."""
+        counts = jnp.stack([jnp.sum(side.weight > 0) for _, side in ways]).astype(jnp.float32)
+        takes_part = jnp.any(ways[0][0].weight > 0) & jnp.any(ways[0][1].weight > 0)
+        count = jnp.where(takes_part, counts.sum(), 0)
+
+        def total(rows: Array, gram: Array) -> tuple[Array, Array]:
+            costs, errors = zip(*(self.on_query(rows, gram, *way) for way in ways), strict=True)
+            return jnp.where(takes_part, sum(costs) / jnp.maximum(count, 1), 0.0), sum(errors, jnp.zeros(2))
+
+        (of_rows, of_gram), errors = jax.grad(total, (0, 1), has_aux=True)(rows, gram)
+        sums = jnp.stack([jnp.stack([errors[0], count]), jnp.stack([errors[1] + count, count])])
+        return _Gradients(of_rows, of_gram, count, jnp.where(takes_part, sums, 0))
+
+
+class _Gradients(NamedTuple):
+    """Gradients of a client by its rows and by the Gram matrix, its number of examples, and its sums of metrics."""
+
+    rows: Array
+    gram: Array
+    examples: Array
+    sums: Array
+
+
 @kit.register_factory
 def federated_ials(
     model: kit.Model,
@@ -70,50 +117,16 @@ def federated_ials(
     for name, value in (("unobserved", unobserved), ("ridge", ridge)):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"`{name}` is {value}; it must be above 0")
-    shapes = kit.flatten(kit.shapes_of(model.init_global))[0], kit.flatten(kit.shapes_of(model.init_local))[0]
-    if (set(shapes[0]), set(shapes[1])) != ({ITEMS, GRAM}, {LOCAL}):
-        raise ValueError(
-            f"federated_ials trains {ITEMS} and {GRAM} and reconstructs {LOCAL}, as models.ranking_factorization has "
-            f"them; this model has {', '.join(shapes[0])} and {', '.join(shapes[1]) or 'nothing local'}"
-        )
-    num_items, dim = shapes[0][ITEMS].shape
-
-    def embedding(rows: Array, gram: Array, side: _SideExamples) -> Array:
-        side_rows = rows[side.position]
-        matrix = side_rows.T @ (side.weight[:, None] * side_rows) + unobserved * gram + ridge * jnp.eye(dim)
-        return solve_positive(matrix, side_rows.T @ side.weight)
-
-    def cost(rows: Array, gram: Array, support: _SideExamples, query: _SideExamples) -> tuple[Array, Array]:
-        """Return half the cost on the query, and the sum of squared errors there."""
-        user = embedding(rows, gram, support)
-        user = user if second_order else jax.lax.stop_gradient(user)
-        error, support_scores = rows[query.position] @ user - 1, rows[support.position] @ user
-        squares = jnp.sum(query.weight * error**2)
-        everything = user @ gram @ user - jnp.sum(jnp.where(support.weight > 0, support_scores, 0) ** 2)
-        errors = jnp.where(query.weight > 0, error, 0)
-        return (squares + unobserved * everything) / 2, jnp.stack([jnp.sum(errors**2), jnp.sum(errors)])
-
-    def client_gradients(
-        rows: Array, gram: Array, support: _SideExamples, query: _SideExamples
-    ) -> tuple[Array, Array, Array, Array]:
-        """Return the gradients of a client, its count and its sums of metrics."""
-        ways = [(support, query), (query, support)] if both_ways else [(support, query)]
-        counts = jnp.stack([jnp.sum(side.weight > 0) for _, side in ways]).astype(jnp.float32)
-        takes_part = jnp.any(support.weight > 0) & jnp.any(query.weight > 0)
-        count = jnp.where(takes_part, counts.sum(), 0)
-
-        def total(rows: Array, gram: Array) -> tuple[Array, Array]:
-            costs, metrics = (jnp.stack(part) for part in zip(*(cost(rows, gram, *way) for way in ways), strict=True))
-            return jnp.where(takes_part, costs.sum() / jnp.maximum(count, 1), 0.0), metrics.sum(0)
-
-        (of_rows, of_gram), metrics = jax.grad(total, (0, 1), has_aux=True)(rows, gram)
-        sums = jnp.stack([jnp.stack([metrics[0], count]), jnp.stack([metrics[1] + count, count])])
-        return of_rows, of_gram, count, jnp.where(takes_part, sums, 0)
+    num_items = _check_model(model)
+    cost = _Cost(unobserved, ridge, second_order)
 
     def side_of(examples: kit.Examples, position: Array) -> _SideExamples:
         real = jnp.arange(position.shape[1]) < examples.count[:, None]
         weights = model.loss(jnp.ones(position.shape), examples.columns)[1]
         return _SideExamples(position, jnp.where(real, weights, 0.0))
+
+    def client_gradients(rows: Array, gram: Array, support: _SideExamples, query: _SideExamples) -> _Gradients:
+        return cost.gradients(rows, gram, [(support, query), (query, support)][: 1 + both_ways])
 
     def define(model: kit.Model) -> kit.Method:
         by_rows = ITEMS in model.lookups
@@ -122,42 +135,56 @@ def federated_ials(
             del key
             if by_rows:
                 rows, axis = params[ITEMS][cohort.rows["item"]], 0
-                places = cohort.support_slots["item"], cohort.slots["item"]
+                positions = cohort.support_slots["item"], cohort.slots["item"]
             else:
                 rows, axis = params[ITEMS], None
-                places = cohort.support.columns["item"], cohort.query.columns["item"]
-            sides = side_of(cohort.support, places[0]), side_of(cohort.query, places[1])
-            of_rows, of_gram, count, sums = jax.vmap(client_gradients, (axis, None, 0, 0))(rows, params[GRAM], *sides)
-            change: Any = -of_rows
+                positions = cohort.support.columns["item"], cohort.query.columns["item"]
+            sides = side_of(cohort.support, positions[0]), side_of(cohort.query, positions[1])
+            gradients = jax.vmap(client_gradients, (axis, None, 0, 0))(rows, params[GRAM], *sides)
+            change: Any = -gradients.rows
             if by_rows:
                 change = kit.RowChanges(cohort.rows["item"], change, cohort.num_rows["item"], num_items)
-            return kit.Upload({kit.DELTA: {GRAM: -of_gram, ITEMS: change}}, count, sums), client_state
+            parts = {kit.DELTA: {GRAM: -gradients.gram, ITEMS: change}}
+            return kit.Upload(parts, gradients.examples, gradients.sums), client_state
 
         def reconstruct(params: kit.Params, client_state: Any, support: kit.Examples, keys: Array) -> kit.Params:
             del client_state, keys
             sides = side_of(support, support.columns["item"])
-            return {LOCAL: jax.vmap(embedding, (None, None, 0))(params[ITEMS], params[GRAM], sides)}
-
-        def init(key: Array) -> kit.TrainState:
-            params = model.init_global(key)
-            return kit.TrainState(params, server.init({ITEMS: params[ITEMS]}))
-
-        def take(state: kit.TrainState, mean: kit.Parts, report: Any) -> kit.TrainState:
-            del report
-            items, change = state.params[ITEMS], mean[kit.DELTA]
-            whole = change[ITEMS] + items @ (change[GRAM] + change[GRAM].T)
-            stepped = kit.step_server(server, kit.TrainState({ITEMS: items}, state.optimizer), {ITEMS: whole})
-            new = stepped.params[ITEMS]
-            return kit.TrainState({GRAM: new.T @ new, ITEMS: new}, stepped.optimizer)
+            return {LOCAL: jax.vmap(cost.embedding, (None, None, 0))(params[ITEMS], params[GRAM], sides)}
 
         groups = {"item": (num_items, ("item",))} if by_rows else {}
         halves = kit.half()._replace(redrawn=True) if split is None else split
         return kit.Method(
-            init=init,
+            init=lambda key: _init_server(model, server, key),
             client=client,
-            server=take,
+            server=lambda state, mean, report: _step_server(server, state, mean[kit.DELTA]),
             reconstruct=reconstruct,
             needs=kit.Needs(halves, groups=groups, support_rows=True),
         )
 
     return kit.Algorithm(model, define, aggregate or kit.mean())
+
+
+def _check_model(model: kit.Model) -> int:
+    """Raise an error unless the model has the parameters of `models.ranking_factorization`; return how many items."""
+    shared, local = (kit.flatten(kit.shapes_of(init))[0] for init in (model.init_global, model.init_local))
+    if (set(shared), set(local)) != ({ITEMS, GRAM}, {LOCAL}):
+        raise ValueError(
+            f"federated_ials trains {ITEMS} and {GRAM} and reconstructs {LOCAL}, as models.ranking_factorization has "
+            f"them; this model has {', '.join(shared)} and {', '.join(local) or 'nothing local'}"
+        )
+    return shared[ITEMS].shape[0]
+
+
+def _init_server(model: kit.Model, server: optax.GradientTransformation, key: Array) -> kit.TrainState:
+    params = model.init_global(key)
+    return kit.TrainState(params, server.init({ITEMS: params[ITEMS]}))
+
+
+def _step_server(server: optax.GradientTransformation, state: kit.TrainState, change: Any) -> kit.TrainState:
+    """Turn the gradient of the Gram matrix into one of all rows, take a step, and compute the matrix anew."""
+    items = state.params[ITEMS]
+    whole = change[ITEMS] + items @ (change[GRAM] + change[GRAM].T)
+    stepped = kit.step_server(server, kit.TrainState({ITEMS: items}, state.optimizer), {ITEMS: whole})
+    new = stepped.params[ITEMS]
+    return kit.TrainState({GRAM: new.T @ new, ITEMS: new}, stepped.optimizer)

@@ -16,6 +16,7 @@ from jax import Array
 
 from fedrecon._src.algorithms.algorithm import (
     Algorithm,
+    Client,
     Method,
     Stages,
     averaged_paths,
@@ -24,7 +25,7 @@ from fedrecon._src.algorithms.algorithm import (
     step_server,
 )
 from fedrecon._src.client.objectives import Solver
-from fedrecon._src.client.reconstruction import reconstruction
+from fedrecon._src.client.reconstruction import Reconstruction, reconstruction
 from fedrecon._src.client.update import Updater, first_order_predict, second_order_predict
 from fedrecon._src.core.cohort import Cohort
 from fedrecon._src.core.factories import register_factory
@@ -88,47 +89,73 @@ def federated_reconstruction(
     def define(model: Model) -> Method:
         updater = Updater(model, update, through_support=second_order or both_ways)
         recon = reconstruction(model, reconstruct)
-
-        def reconstruct_first(params: Params, client_state: Any, cohort: Cohort, key: Array) -> Any:
-            keys = client_keys(key, cohort.identity)
-            of_r, of_u = step_keys(model, keys)
-            return recon.run(params, client_state, cohort.support, keys, of_r), of_u, client_state
-
-        def then_update(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-            del key
-            local, of_u, client_state = prepared
-            if joint:
-                return updater.run(
-                    params, cohort, first_order_predict(model), (), solved=local, keys=of_u
-                ).upload, client_state
-            return updater.run(params, cohort, first_order_predict(model), local, keys=of_u).upload, client_state
-
-        def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-            if not second_order:
-                return then_update(params, reconstruct_first(params, client_state, cohort, key), cohort, key)
-            keys = client_keys(key, cohort.identity)
-            of_r, of_u = step_keys(model, keys)
-            start = jax.vmap(model.init_local)(keys), of_r
-            predict = second_order_predict(model, reconstruct)
-            return updater.run(params, cohort, predict, start, keys=of_u).upload, client_state
-
-        def twice(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-            first, client_state = client(params, client_state, cohort, key)
-            second, client_state = client(params, client_state, swap_support_query(cohort), key)
-            return average_uploads(first, second), client_state
-
+        if second_order:
+            stages = None
+            client = _second_order_client(model, reconstruct, updater)
+        else:
+            stages = _stages(model, recon, updater, joint)
+            client = _in_one_stage(stages)
         return Method(
             init=lambda key: init_server(model, server, key),
-            client=twice if both_ways else client,
+            client=_run_both_ways(client) if both_ways else client,
             server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
             reconstruct=recon.run,
             needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
             check=recon.check,
             support_limit=reconstruct.limit,
-            stages=None if second_order or both_ways else Stages(reconstruct_first, then_update),
+            stages=None if both_ways else stages,
         )
 
     return Algorithm(model, define, aggregate or mean_of_uploads())
+
+
+def _stages(model: Model, recon: Reconstruction, updater: Updater, joint: bool) -> Stages:
+    """Return R, and then U with the reconstructed local parameters."""
+
+    def reconstruct_local(params: Params, client_state: Any, cohort: Cohort, key: Array) -> Any:
+        keys = client_keys(key, cohort.identity)
+        of_r, of_u = step_keys(model, keys)
+        return recon.run(params, client_state, cohort.support, keys, of_r), of_u, client_state
+
+    def update_global(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        del key
+        local, of_u, client_state = prepared
+        context, solved = ((), local) if joint else (local, ())
+        predict = first_order_predict(model)
+        return updater.run(params, cohort, predict, context, solved=solved, keys=of_u).upload, client_state
+
+    return Stages(reconstruct_local, update_global)
+
+
+def _in_one_stage(stages: Stages) -> Client:
+    def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        return stages.finish(params, stages.prepare(params, client_state, cohort, key), cohort, key)
+
+    return client
+
+
+def _second_order_client(model: Model, reconstruct: Solver, updater: Updater) -> Client:
+    """Return U with gradients that flow through R."""
+
+    def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        keys = client_keys(key, cohort.identity)
+        of_r, of_u = step_keys(model, keys)
+        start = jax.vmap(model.init_local)(keys), of_r
+        predict = second_order_predict(model, reconstruct)
+        return updater.run(params, cohort, predict, start, keys=of_u).upload, client_state
+
+    return client
+
+
+def _run_both_ways(client: Client) -> Client:
+    """Run clients twice, the second time with support and query exchanged."""
+
+    def twice(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        first, client_state = client(params, client_state, cohort, key)
+        second, client_state = client(params, client_state, swap_support_query(cohort), key)
+        return average_uploads(first, second), client_state
+
+    return twice
 
 
 def swap_support_query(cohort: Cohort) -> Cohort:

@@ -46,21 +46,16 @@ def matrix_factorization(
     """
     if num_items < 1 or dim < 1:
         raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")
-
     if init_item_bias is not None and np.shape(init_item_bias) != (num_items,):
         raise ValueError(f"`init_item_bias` has shape {np.shape(init_item_bias)}; expected ({num_items},)")
-    bias_start = np.zeros(num_items) if init_item_bias is None else np.asarray(init_item_bias)
-    local_scale = init_scale if init_local_scale is None else init_local_scale
-
     if item_traits is not None and (np.ndim(item_traits) != 2 or np.shape(item_traits)[0] != num_items):
         raise ValueError(f"`item_traits` has shape {np.shape(item_traits)}; expected ({num_items}, traits)")
+    bias_start = np.zeros(num_items) if init_item_bias is None else np.asarray(init_item_bias)
+    local_scale = init_scale if init_local_scale is None else init_local_scale
     traits = None if item_traits is None else np.asarray(item_traits, np.float32)
 
-    def uniform(key: Array, shape: tuple[int, ...], scale: float = init_scale) -> Array:
-        return jax.random.uniform(key, shape, minval=-scale, maxval=scale)
-
     def init_global(key: Array) -> Params:
-        params = {"item_embedding": uniform(key, (num_items, dim))}
+        params = {"item_embedding": _uniform(key, (num_items, dim), init_scale)}
         if traits is not None:
             params |= {"item_traits": jnp.asarray(traits)}
         if biases:
@@ -68,7 +63,7 @@ def matrix_factorization(
         return params
 
     def init_local(key: Array) -> Params:
-        params = {"user_embedding": uniform(key, (dim,), local_scale)}
+        params = {"user_embedding": _uniform(key, (dim,), local_scale)}
         if traits is not None:
             params |= {"user_traits": jnp.zeros(traits.shape[1])}
         return params | {"user_bias": jnp.zeros(())} if biases else params
@@ -82,10 +77,7 @@ def matrix_factorization(
             rating += shared["item_bias"][item] + shared["mean"] + local["user_bias"]
         return rating
 
-    def squared_error(predictions: Array, batch: Batch) -> Weighted:
-        return (predictions - batch["rating"]) ** 2, jnp.ones_like(predictions)
-
-    def accurate(predictions: Array, batch: Batch) -> Weighted:
+    def is_close(predictions: Array, batch: Batch) -> Weighted:
         close = jnp.abs(predictions - batch["rating"]) <= accuracy_within
         return close.astype(jnp.float32), jnp.ones_like(predictions)
 
@@ -94,7 +86,15 @@ def matrix_factorization(
         init_global=init_global,
         init_local=init_local,
         predict=predict,
-        loss=squared_error,
-        metrics={"rmse": Metric(squared_error, lambda mean: mean**0.5), "accuracy": Metric(accurate)},
+        loss=_squared_error,
+        metrics={"rmse": Metric(_squared_error, lambda mean: mean**0.5), "accuracy": Metric(is_close)},
         lookups=dict.fromkeys(tables, "item"),
     )
+
+
+def _uniform(key: Array, shape: tuple[int, ...], scale: float) -> Array:
+    return jax.random.uniform(key, shape, minval=-scale, maxval=scale)
+
+
+def _squared_error(predictions: Array, batch: Batch) -> Weighted:
+    return (predictions - batch["rating"]) ** 2, jnp.ones_like(predictions)

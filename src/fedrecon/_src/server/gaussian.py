@@ -14,7 +14,6 @@ Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from jax import Array
 
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total
-from fedrecon._src.privacy.accounting import Release, check_clip, noise_for, update_noise_for
+from fedrecon._src.privacy.accounting import Release, check_clip, update_noise_for
 from fedrecon._src.privacy.correlated import coefficients, correlate, nothing_yet
 from fedrecon._src.server.aggregator import Aggregator, Report, chain
 from fedrecon._src.server.averaging import Weigh, check_weigh, finite, weigh_and_clip
@@ -53,14 +52,10 @@ class Noise(NamedTuple):
 @register_factory
 def private(
     clip: float,
-    noise_multiplier: float | None = None,
+    noise_multiplier: float,
     *,
     per_round: float,
-    epsilon: float | None = None,
-    delta: float | None = None,
     rounds: int | None = None,
-    clients: int | None = None,
-    sampled: bool = True,
     correlated: int | None = None,
     weigh: Weigh = "uniform",
     scales: Scales | None = None,
@@ -70,25 +65,18 @@ def private(
 ) -> Aggregator:
     """Average uploads with user-level differential privacy.
 
-    Give `noise_multiplier`, or `epsilon` with `rounds` and `clients`, from which it is computed (extra `privacy`).
-
     Args:
       clip: the largest norm of an upload; with `quantile`, that of the first round.
       noise_multiplier: standard deviation of the noise in the sum, in units of the clipping norm. With `quantile` it is
-        that of updates and count together.
+        that of updates and count together. `privacy.noise_for` computes it from a privacy budget.
       per_round: how many clients take part in a round, on average. The sum is divided by this, whoever takes part.
-      epsilon: the privacy budget of all rounds together.
-      delta: the probability that the promise fails; `clients ** -1.1` by default.
-      rounds: how many rounds are planned.
-      clients: how many clients there are.
-      sampled: whether clients are drawn each by itself and unseen (`Sampling(poisson=True)`), which makes the same
-        noise protect far better. False does not rely on this.
+      rounds: how many rounds are planned; only needed for correlated noise.
       correlated: correlate the noise of this many rounds in a row (`fedrecon._src.privacy.correlated`), for when random
         sampling cannot be promised. It needs `rounds`, and holds if a client takes part at most once in this many
         rounds (`Sampling(apart=...)`). None draws the noise of every round independently.
       weigh: multiply uploads by this before they are clipped, as for `mean`: with `examples`, what a client adds is the
         sum over its examples and not their mean. Whatever the weight, nobody adds more than the clipping norm.
-      scales: what changes of the parameters are multiplied by while they are clipped and noised, as for `rescaled`;
+      scales: what changes of the parameters are multiplied by while they are clipped and noised, as for `rescale`;
         0 for what the server leaves as it is.
       quantile: let the norm follow this share of the clients' norms (adaptive clipping); None keeps it fixed.
       count_noise: standard deviation of the noise in the count of clients below the norm, which adaptive clipping
@@ -100,26 +88,11 @@ def private(
     """
     check_clip(clip)
     check_weigh(weigh)
-    if not (per_round > 0 and math.isfinite(per_round)):
-        raise ValueError(f"`per_round` is {per_round}; a round needs clients")
+    for name, value in (("noise_multiplier", noise_multiplier), ("per_round", per_round)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"`{name}` is {value}; it must be a number above 0")
     if quantile is not None and not 0 < quantile < 1:
         raise ValueError(f"`quantile` is {quantile}; it must be a share of the clients, above 0 and below 1")
-    if (noise_multiplier is None) == (epsilon is None):
-        raise ValueError("give `noise_multiplier`, or `epsilon` from which it is computed, but not both")
-    if epsilon is not None:
-        if rounds is None or clients is None:
-            raise ValueError("`epsilon` is spent on rounds and clients: give `rounds` and `clients`, too")
-        noise_multiplier = noise_for(
-            epsilon,
-            clients=clients,
-            per_round=per_round if sampled and correlated is None else clients,
-            rounds=rounds,
-            delta=delta,
-            release=None if correlated is None else functools.partial(_of_run, rounds=rounds, apart=correlated),
-        )
-    assert noise_multiplier is not None
-    if not (noise_multiplier > 0 and math.isfinite(noise_multiplier)):
-        raise ValueError(f"`noise_multiplier` is {noise_multiplier}; it must be a number above 0")
     noise = Noise(noise_multiplier)
     bands: tuple[float, ...] = (1.0,)
     if correlated is not None:
@@ -134,10 +107,6 @@ def private(
     stages = [] if scales is None else [rescale(scales)]
     stage = _Stage(clip, noise, per_round, weigh, quantile, clip_rate, bands)
     return chain(finite(), *stages, _clip_and_noise(stage))
-
-
-def _of_run(noise_multiplier: float, rounds: int, apart: int) -> Release:
-    return Release(noise_multiplier, 1.0, rounds, apart=apart)
 
 
 class _State(NamedTuple):

@@ -63,13 +63,8 @@ def next_word(
       Hard et al., Federated Learning for Mobile Keyboard Prediction, 2018; Reddi et al., Adaptive Federated
       Optimization, ICLR 2021.
     """
-    sizes = {
-        "vocabulary": vocabulary,
-        "oov_buckets": oov_buckets,
-        "embedding": embedding,
-        "hidden": hidden,
-        "projection": projection,
-    }
+    sizes = {"vocabulary": vocabulary, "oov_buckets": oov_buckets}
+    sizes |= {"embedding": embedding, "hidden": hidden, "projection": projection}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"`{name}` is {size}; it must be at least 1")
@@ -96,52 +91,54 @@ def next_word(
         }
         return params if local_oov else params | init_oov(keys[5])
 
-    def predict(shared: Params, local: Params, batch: Batch) -> Logits:
-        oov = batch["oov"]
-        of_bucket = (local if local_oov else shared)["oov_embedding"][jnp.maximum(oov - 1, 0)]
-        of_word = shared["word_embedding"][batch["word"]]
-        embedded = jnp.where((oov > 0)[..., None], of_bucket, of_word)
-        memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
-        weights = memory["kernel"], memory["recurrent"], memory["bias"]
-        after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
-        states, frozen_states = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
-
-        def project(states: Array) -> Array:
-            return states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
-
-        held = of_word, *weights, dense["kernel"], dense["bias"]
-        return Logits(
-            project(states + frozen_states), output["kernel"], output["bias"], after_oov, project(states), held
-        )
-
-    def cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
-        return predictions.score(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
-
-    def over_positions(predictions: Logits, batch: Batch) -> Weighted:
-        values, real = cross_entropy(predictions, batch)
-        return values, jnp.ones_like(real)
-
-    def accuracy(*, with_oov: bool = False, with_end: bool = False) -> Metric:
-        def measure(predictions: Logits, batch: Batch) -> Weighted:
-            target = batch["target"]
-            counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
-            return predictions.score(target)[1], counts.astype(jnp.float32)
-
-        return Metric(measure)
-
     return Model(
         init_global=init_global,
         init_local=init_oov if local_oov else lambda key: {},
-        predict=predict,
-        loss=cross_entropy if loss_over == "tokens" else over_positions,
+        predict=lambda shared, local, batch: _predict(shared, (local if local_oov else shared)["oov_embedding"], batch),
+        loss=_cross_entropy if loss_over == "tokens" else _cross_entropy_over_positions,
         metrics={
-            "accuracy": accuracy(),
-            "accuracy_with_eos": accuracy(with_end=True),
-            "accuracy_with_oov_eos": accuracy(with_oov=True, with_end=True),
-            "perplexity": Metric(cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
+            "accuracy": _accuracy(end),
+            "accuracy_with_eos": _accuracy(end, with_end=True),
+            "accuracy_with_oov_eos": _accuracy(end, with_oov=True, with_end=True),
+            "perplexity": Metric(_cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
         },
         lookups={"word_embedding": "word"},
     )
+
+
+def _predict(shared: Params, oov_embedding: Array, batch: Batch) -> Logits:
+    oov = batch["oov"]
+    of_bucket = oov_embedding[jnp.maximum(oov - 1, 0)]
+    of_word = shared["word_embedding"][batch["word"]]
+    embedded = jnp.where((oov > 0)[..., None], of_bucket, of_word)
+    memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
+    weights = memory["kernel"], memory["recurrent"], memory["bias"]
+    after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
+    states, frozen_states = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
+
+    def project(states: Array) -> Array:
+        return states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
+
+    held = of_word, *weights, dense["kernel"], dense["bias"]
+    return Logits(project(states + frozen_states), output["kernel"], output["bias"], after_oov, project(states), held)
+
+
+def _cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
+    return predictions.score(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
+
+
+def _cross_entropy_over_positions(predictions: Logits, batch: Batch) -> Weighted:
+    values, real = _cross_entropy(predictions, batch)
+    return values, jnp.ones_like(real)
+
+
+def _accuracy(end: int, *, with_oov: bool = False, with_end: bool = False) -> Metric:
+    def measure(predictions: Logits, batch: Batch) -> Weighted:
+        target = batch["target"]
+        counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
+        return predictions.score(target)[1], counts.astype(jnp.float32)
+
+    return Metric(measure)
 
 
 def _lengths(batch: Batch) -> Array:
