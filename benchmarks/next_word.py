@@ -146,7 +146,7 @@ class Reconstruction:
 
         import fedrecon as fr
         from fedrecon._src.core.cohort import Needs, Packer
-        from fedrecon._src.simulation.engine import compile_each, everywhere
+        from fedrecon._src.simulation.engine import compile_each, put_on_devices
 
         model = fr.models.next_word(VOCABULARY, BUCKETS)
         descent = fr.gradient_descent(optax.sgd(0.1), batch_size=BATCH)
@@ -155,7 +155,7 @@ class Reconstruction:
         place = place or fr.layout(model=model)
         order = place.arrange(np.arange(number), np.asarray(people.sizes))
         cohort = Packer(people, Needs(fr.split.support_only())).pack(order)
-        self.shared = everywhere(model.init_global(jax.random.key(0)), place)
+        self.shared = put_on_devices(model.init_global(jax.random.key(0)), place)
         self.support, self.keys = cohort.support, jax.random.split(jax.random.key(1), len(order))
         self.run = compile_each(lambda params, part: algorithm.reconstruct(params, (), *part), place)
         self.steps = number * SUPPORT_STEPS

@@ -46,8 +46,8 @@ class Rounds:
         self.cohorts = Cohorts(algorithm, ratings, Sampling(clients), self.place, fr.run_keys(0), ROUNDS_AT_ONCE)
         self.prepared = [self.cohorts.prepare(k * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE) for k in range(calls)]
         self.run_rounds = engine.compile_rounds(algorithm, self.place)
-        self.state = engine.everywhere(algorithm.init(jax.random.key(1)), self.place)
-        self.key = engine.everywhere(jax.random.key(2), self.place)
+        self.state = engine.put_on_devices(algorithm.init(jax.random.key(1)), self.place)
+        self.key = engine.put_on_devices(jax.random.key(2), self.place)
         self.call(0)
 
     def call(self, k):

@@ -60,8 +60,13 @@ def keeps(folder):
     common = {"clients_per_round": 7, "seed": 1, "checkpoint_every": 2}
     fr.train(algorithm, clients(), rounds=4, folder=fr.RunFolder(folder / "kept"), **common)
     run = fr.train(algorithm, clients(), rounds=7, folder=fr.RunFolder(folder / "kept"), **common)
-    found = fr.evaluate(algorithm, run.params, clients(), kept=run.kept, protocol="standard")
-    return {"params": digest(run.params), "kept": digest(run.kept), "history": run.history, "test": found.summary()}
+    found = fr.evaluate(algorithm, run.params, clients(), client_state=run.client_state, protocol="standard")
+    return {
+        "params": digest(run.params),
+        "kept": digest(run.client_state),
+        "history": run.history,
+        "test": found.summary(),
+    }
 
 
 def reads(folder):

@@ -176,7 +176,7 @@ class Library:
             checkpoint_every=2,
             layout=fr.layout(block=1, jax_devices=1),
         )
-        leaves = [np.ravel(leaf) for leaf in jax.tree.leaves((found.params, found.kept))]
+        leaves = [np.ravel(leaf) for leaf in jax.tree.leaves((found.params, found.client_state))]
         np.save(folder.with_suffix(".npy"), np.concatenate(leaves))
         return 0
 

@@ -484,7 +484,7 @@ def test_frozen_statistics_are_used_in_training_too_and_stay():
 def test_federated_averaging_rebuilds_the_local_statistics_of_its_owners():
     algorithm = centred_algorithm("local", make=fr.federated_averaging)
     run = one_round(algorithm, xy(([1, 2, 6], np.zeros(3)), ([4, 8], np.zeros(2))))
-    assert run.kept["mean"].tolist() == pytest.approx([3, 6], rel=1e-5)
+    assert run.client_state["mean"].tolist() == pytest.approx([3, 6], rel=1e-5)
 
 
 def test_statistics_follow_what_is_local_by_default():

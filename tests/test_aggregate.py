@@ -6,7 +6,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.server.averaging import all_finite
-from fedrecon._src.simulation.engine import compile_rounds, everywhere
+from fedrecon._src.simulation.engine import compile_rounds, put_on_devices
 from toy_models import assert_same_bits, descend, linear, one_by_one, one_round, run_cohort, xy
 
 A = ([1, 2, 3], [5, 6, 8])  # delta 1.44, loss 12.96, one query example
@@ -86,12 +86,12 @@ def test_a_round_without_a_mean_leaves_model_and_optimizer_as_they_were(clients,
     def run(state, population):
         return jax.tree.map(np.asarray, run_cohort(rounds, algorithm, state, population, [0, 1]))
 
-    state = everywhere(algorithm.init(jax.random.key(0)), place)
+    state = put_on_devices(algorithm.init(jax.random.key(0)), place)
     if not options:
         state, metrics = run(state, good)
         assert not metrics["skipped"][0]
         assert state.method.params["w"] != 0
-        state = everywhere(state, place)
+        state = put_on_devices(state, place)
     after, metrics = run(state, bad)
     assert metrics["skipped"][0]
     assert_same_bits(after, jax.tree.map(np.asarray, state))

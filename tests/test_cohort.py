@@ -8,7 +8,7 @@ import fedrecon as fr
 from fedrecon._src.client.lookups.tables import rows_in_order, slots_in_order
 from fedrecon._src.core import cohort as cohort_module
 from fedrecon._src.core.cohort import ABSENT, Drawn, Needs, Packer, arrange
-from fedrecon._src.simulation.engine import everywhere
+from fedrecon._src.simulation.engine import put_on_devices
 from toy_models import ITEMS, TAGS, lookup_clients
 
 quick = settings(max_examples=40, deadline=None)
@@ -131,7 +131,7 @@ def test_everybody_is_packed_as_one_by_one_with_an_empty_slot_at_the_end():
 
 def test_devices_of_a_cpu_do_not_copy_a_population_that_is_packed_once():
     everybody = Packer(lookup_clients([5, 8, 3]), Needs(fr.split.half(), groups=GROUPS)).pack_everybody(2**20)
-    for leaf, there in zip(*map(jax.tree.leaves, (everybody, everywhere(everybody, fr.layout(1, 2)))), strict=True):
+    for leaf, there in zip(*map(jax.tree.leaves, (everybody, put_on_devices(everybody, fr.layout(1, 2)))), strict=True):
         assert {part.data.unsafe_buffer_pointer() for part in there.addressable_shards} == {leaf.ctypes.data}
 
 

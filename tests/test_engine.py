@@ -14,7 +14,7 @@ import fedrecon as fr
 from fedrecon._src.core.cohort import ABSENT
 from fedrecon._src.simulation import multihost
 from fedrecon._src.simulation import sampling as sampling_module
-from fedrecon._src.simulation.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, everywhere
+from fedrecon._src.simulation.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, put_on_devices
 from fedrecon._src.simulation.sampling import Cohorts
 from toy_models import (
     assert_close,
@@ -51,7 +51,7 @@ def run(clients, order, block=1, devices=1, sharing=None):
     """The parameters and metrics of one round with these clients in this order."""
     rounds, place = compiled(block, devices, sharing)
     order = np.concatenate([order, np.full(PLACES - len(order), ABSENT)]).astype(int)
-    state = everywhere(ALGORITHM.init(jax.random.key(0)), place)
+    state = put_on_devices(ALGORITHM.init(jax.random.key(0)), place)
     state, metrics = run_cohort(rounds, ALGORITHM, state, clients, order)
     return jax.tree.map(np.asarray, (state.method.params, metrics))
 
@@ -113,7 +113,7 @@ def test_nothing_is_compiled_again_whatever_the_cohort():
     algorithm, place = dataclasses.replace(ALGORITHM), fr.layout(2, 2)
     clients = population([3, 5, 1, 6, 0, 0], seed=1)
     rounds = compile_rounds(algorithm, place)
-    state = everywhere(algorithm.init(jax.random.key(0)), place)
+    state = put_on_devices(algorithm.init(jax.random.key(0)), place)
     orders = [[0, 1, 2, 3], [6, 5, 4, 0], [1, ABSENT, ABSENT, 2], [5, 6, 5, 6], [ABSENT] * 4]
     for number, order in enumerate(orders):
         state, _ = run_cohort(rounds, algorithm, state, clients, order, seed=number)
@@ -125,7 +125,7 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
     rounds = compile_rounds(dataclasses.replace(ALGORITHM), place)  # compared by identity: one that no test has used
     sampling = fr.Sampling(4, drop_out=0.5)
     cohorts = Cohorts(ALGORITHM, clients, sampling, place, fr.run_keys(0), 5)
-    start = everywhere(ALGORITHM.init(jax.random.key(0)), place)
+    start = put_on_devices(ALGORITHM.init(jax.random.key(0)), place)
     for steps in ([5, 4], [1, 5, 3], [2, 2, 2, 2, 1]):
         state, first = start, 0
         for number in steps:
@@ -161,7 +161,9 @@ def test_clients_that_keep_state_find_it_again_however_they_are_packed(monkeypat
     expected = fr.train(algorithm, clients, **options)
     monkeypatch.setattr(sampling_module, "RESIDENT_BYTES", 0)
     found = fr.train(algorithm, clients, **options)
-    jax.tree.map(np.testing.assert_array_equal, (found.params, found.kept), (expected.params, expected.kept))
+    jax.tree.map(
+        np.testing.assert_array_equal, (found.params, found.client_state), (expected.params, expected.client_state)
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int8, pytest.param(np.uint16, marks=pytest.mark.slow)])
@@ -235,7 +237,7 @@ def test_a_cohort_is_divided_into_blocks_of_one_size(clients, wide, places):
     place = fr.layout(1, 2, sharing=16)
     order = place.arrange(np.arange(clients), np.ones(clients))
     assert len(order) == places
-    assert place.wide(places // 2) == wide
+    assert place.sharing_block(places // 2) == wide
     assert sorted(order[order >= 0]) == list(range(clients))
 
 

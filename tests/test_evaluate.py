@@ -154,9 +154,11 @@ def test_standard_eval_measures_kept_parameters_and_recon_eval_rebuilds_them():
 def test_standard_eval_of_what_training_kept_is_the_loss_on_seen_clients():
     algorithm = fr.federated_averaging(linear(), update=descend(0.05, epochs=20), server=optax.sgd(1.0))
     run = fr.train(algorithm, a_and_b(), rounds=5, clients_per_round=2, layout=one_by_one())
-    found = fr.evaluate(algorithm, run.params, a_and_b(), kept=run.kept, protocol="standard", layout=one_by_one())
+    found = fr.evaluate(
+        algorithm, run.params, a_and_b(), client_state=run.client_state, protocol="standard", layout=one_by_one()
+    )
     for i, client in enumerate(a_and_b()):
-        error = run.params["w"] * client["x"] + run.kept["b"][i] - client["y"]
+        error = run.params["w"] * client["x"] + run.client_state["b"][i] - client["y"]
         assert found.per_client["loss"][i] == pytest.approx(np.mean(error**2), rel=1e-4)
 
 

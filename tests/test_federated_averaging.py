@@ -30,7 +30,7 @@ def test_a_round_without_local_parameters_is_the_one_by_hand():
     run = one_round(averaging(slope_only()), xy(([1, 2], [2, 2]), ([3], [3])))
     assert run.params["w"] == pytest.approx((2 * 0.88 + 1.8) / 3, rel=1e-5)
     assert run.history[0]["loss"] == pytest.approx((4 + 1.2**2 + 9) / 3, rel=1e-5)
-    assert run.kept == ()
+    assert run.client_state == ()
 
 
 def test_a_model_without_local_parameters_is_evaluated_without_reconstruction():
@@ -60,14 +60,17 @@ def test_owners_keep_and_train_their_local_parameters(rounds):
     w, kept = fedper_by_hand(clients, rounds)
     run = one_round(averaging(linear()), clients, rounds=rounds)
     assert run.params["w"] == pytest.approx(w, rel=1e-4)
-    np.testing.assert_allclose(run.kept["b"], kept, 1e-4)
-    assert run.kept["b"][2] == 0
+    np.testing.assert_allclose(run.client_state["b"], kept, 1e-4)
+    assert run.client_state["b"][2] == 0
 
 
 @pytest.mark.slow
 def test_kept_parameters_change_only_in_rounds_their_owner_takes_part_in():
     clients = xy(*(([1, 2], [i, 3]) for i in range(1, 7)))
-    kept = [one_round(averaging(linear()), clients, rounds=r, clients_per_round=2, seed=5).kept["b"] for r in range(5)]
+    kept = [
+        one_round(averaging(linear()), clients, rounds=r, clients_per_round=2, seed=5).client_state["b"]
+        for r in range(5)
+    ]
     changed = [np.flatnonzero(after != before).tolist() for before, after in itertools.pairwise(kept)]
     assert [len(who) for who in changed] == [2, 2, 2, 2]
     assert len({tuple(who) for who in changed}) > 1
@@ -75,8 +78,8 @@ def test_kept_parameters_change_only_in_rounds_their_owner_takes_part_in():
 
 def test_every_owner_starts_from_its_own_initialisation():
     model = linear()._replace(init_local=lambda key: {"b": jax.random.normal(key)})
-    start = one_round(averaging(model), a_and_b(), rounds=0, seed=1).kept["b"]
-    other = one_round(averaging(model), a_and_b(), rounds=0, seed=2).kept["b"]
+    start = one_round(averaging(model), a_and_b(), rounds=0, seed=1).client_state["b"]
+    other = one_round(averaging(model), a_and_b(), rounds=0, seed=2).client_state["b"]
     assert start[0] != start[1]
     assert (start != other).all()
 
@@ -97,10 +100,10 @@ def test_a_client_whose_training_blew_up_keeps_what_it_had():
     clients = xy(([1, 2], [3, 4]), ([1, 2], [3, 3e38]))
     run = one_round(averaging(linear(b=0.25)), clients)
     alone = one_round(averaging(linear(b=0.25)), xy(([1, 2], [3, 4])))
-    assert run.kept["b"][1] == 0.25
+    assert run.client_state["b"][1] == 0.25
     assert run.history[0]["non_finite"] == 1
     assert_same_bits(run.params, alone.params)
-    assert run.kept["b"][0] == alone.kept["b"][0]
+    assert run.client_state["b"][0] == alone.client_state["b"][0]
 
 
 @pytest.mark.slow
@@ -120,7 +123,7 @@ def test_lookups_change_nothing_in_averaging():
         for m in (model, model._replace(lookups={}))
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), sparse.params, dense.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), sparse.kept, dense.kept)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), sparse.client_state, dense.client_state)
 
 
 def test_a_default_cannot_be_learned_where_parameters_are_kept():

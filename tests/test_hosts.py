@@ -125,13 +125,13 @@ CASES = {
 
 def simulated(algorithm, clients):
     run = fr.train(algorithm, clients, rounds=ROUNDS, clients_per_round=len(clients), seed=SEED, layout=one_by_one())
-    return run.params, run.kept
+    return run.params, run.client_state
 
 
 def rounds_of_hosts(algorithm, clients, client_side):
     """Train with the functions of hosts alone; `client_side` returns what reaches the server, and what is kept."""
     state = jax.tree.map(np.asarray, algorithm.init(fr.run_keys(SEED).init))
-    kept = None if algorithm.method.init_client is None else fr.kept_at_first(algorithm, clients, SEED)
+    kept = None if algorithm.method.init_client is None else fr.init_client_state(algorithm, clients, SEED)
     for number in range(ROUNDS):
         key = fr.round_key(SEED, number)
         message = fr.from_bytes(fr.to_bytes(algorithm.message(state)), algorithm.message(state))

@@ -45,7 +45,7 @@ def test_scaffold_gives_the_rounds_by_hand(rounds):
     run = one_round(algorithm, xy(A, B), rounds=rounds)
     w, _, own = scaffold_by_hand([A, B], rounds)
     assert run.params["w"] == pytest.approx(w, rel=1e-5)
-    np.testing.assert_allclose(run.kept["w"], own, 1e-5)
+    np.testing.assert_allclose(run.client_state["w"], own, 1e-5)
 
 
 def test_scaffold_moves_its_control_by_the_share_of_clients_that_took_part():
@@ -53,7 +53,7 @@ def test_scaffold_moves_its_control_by_the_share_of_clients_that_took_part():
     clients = xy(A, B)
     keys = fr.run_keys(0)
     state = algorithm.init(keys.init)
-    kept = fr.kept_at_first(algorithm, clients, 0)
+    kept = fr.init_client_state(algorithm, clients, 0)
     found = fr.client_round(algorithm, algorithm.message(state), clients, fr.round_key(0, 0), kept)
     state = fr.server_update(algorithm, state, [found.upload])
     _, c, own = scaffold_by_hand([A, B], 1)
@@ -64,8 +64,8 @@ def test_scaffold_moves_its_control_by_the_share_of_clients_that_took_part():
 def test_scaffold_clients_without_examples_keep_their_control():
     algorithm = fr.scaffold(line(), learning_rate=0.1, batch_size=1, num_clients=2, server=optax.sgd(1.0))
     run = one_round(algorithm, xy(A, ([], [])), rounds=3)
-    assert run.kept["w"][1] == 0
-    assert run.kept["w"][0] != 0
+    assert run.client_state["w"][1] == 0
+    assert run.client_state["w"][0] != 0
 
 
 def ditto_by_hand(clients, strength, rounds, rate=0.1, own_rate=0.2):
@@ -90,7 +90,7 @@ def test_ditto_gives_the_rounds_by_hand(strength):
     run = one_round(algorithm, xy(A, B), rounds=3)
     w, own = ditto_by_hand([A, B], strength, 3)
     assert run.params["w"] == pytest.approx(w, rel=1e-5)
-    np.testing.assert_allclose(run.kept["w"], own, 1e-5)
+    np.testing.assert_allclose(run.client_state["w"], own, 1e-5)
 
 
 def test_ditto_serves_an_unseen_client_from_the_global_model():

@@ -155,7 +155,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, algorithm, whole, whole_k
     found = run(algorithm(), folder=tmp_path)
     assert found.rounds == 12
     assert_same_bits(found.params, expected.params)
-    assert_same_bits(found.kept, expected.kept)
+    assert_same_bits(found.client_state, expected.client_state)
     assert of_kind(found.history, "round") == of_kind(expected.history, "round")
     evaluations = {entry["round"]: entry for entry in of_kind(found.history, "evaluation")}
     assert sorted(evaluations) == [5, 7, 10, 12]

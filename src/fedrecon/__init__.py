@@ -75,13 +75,13 @@ if TYPE_CHECKING:
     from fedrecon._src.privacy.leakage import leakage as leakage
     from fedrecon._src.simulation.comparison import Comparison as Comparison
     from fedrecon._src.simulation.comparison import compare as compare
+    from fedrecon._src.simulation.divergence import DivergenceWarning as DivergenceWarning
     from fedrecon._src.simulation.engine import Layout as Layout
     from fedrecon._src.simulation.engine import layout as layout
-    from fedrecon._src.simulation.evaluation import DivergenceWarning as DivergenceWarning
     from fedrecon._src.simulation.evaluation import Evaluation as Evaluation
     from fedrecon._src.simulation.evaluation import Evaluator as Evaluator
     from fedrecon._src.simulation.evaluation import evaluate as evaluate
-    from fedrecon._src.simulation.evaluation import kept_at_first as kept_at_first
+    from fedrecon._src.simulation.evaluation import init_client_state as init_client_state
     from fedrecon._src.simulation.explanation import Explanation as Explanation
     from fedrecon._src.simulation.explanation import explain as explain
     from fedrecon._src.simulation.multihost import HostError as HostError
@@ -89,6 +89,8 @@ if TYPE_CHECKING:
     from fedrecon._src.simulation.multihost import start_jax_devices as start_jax_devices
     from fedrecon._src.simulation.personalization import predict as predict
     from fedrecon._src.simulation.personalization import reconstruct as reconstruct
+    from fedrecon._src.simulation.training import Callback as Callback
+    from fedrecon._src.simulation.training import EarlyStopping as EarlyStopping
     from fedrecon._src.simulation.training import Run as Run
     from fedrecon._src.simulation.training import train as train
     from fedrecon._src.storage.run_folders import RunFolder as RunFolder
@@ -125,13 +127,14 @@ _NAMES = {
     "data.pooling": "pooled with_owner",
     "privacy.leakage": "Leakage leakage",
     "simulation.comparison": "Comparison compare",
+    "simulation.divergence": "DivergenceWarning",
     "simulation.engine": "Layout layout",
-    "simulation.evaluation": "DivergenceWarning Evaluation Evaluator evaluate kept_at_first",
+    "simulation.evaluation": "Evaluation Evaluator evaluate init_client_state",
     "simulation.explanation": "Explanation explain",
     "simulation.multihost": "HostError start_hosts start_jax_devices",
     "simulation.personalization": "predict reconstruct",
     "core.client_sampling": "Sampling",
-    "simulation.training": "Run train",
+    "simulation.training": "Callback EarlyStopping Run train",
     "storage.run_folders": "RunFolder",
 }
 _MODULES = {

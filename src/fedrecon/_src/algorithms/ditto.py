@@ -35,7 +35,7 @@ def ditto(
       aggregate: weights, clipping; `aggregators.mean()` by default.
 
     Returns:
-      An `Algorithm`. Its local parameters are a client's own model. After training, `Run.kept` has those of all
+      An `Algorithm`. Its local parameters are a client's own model. After training, `Run.client_state` has those of all
       clients; unseen clients train theirs on support, starting from the global model.
     """
     if jax.tree.leaves(kit.shapes_of(model.init_local)):

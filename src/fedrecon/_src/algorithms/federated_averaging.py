@@ -53,7 +53,7 @@ def federated_averaging(
       aggregate: weights, clipping; `aggregators.mean()` by default.
 
     Returns:
-      An `Algorithm`. If the model has local parameters, `Run.kept` has those of all clients after training.
+      An `Algorithm`. If the model has local parameters, `Run.client_state` has those of all clients after training.
     """
     if model.default_local is not None or model.evidence is not None:
         raise ValueError(

@@ -220,7 +220,7 @@ def _state_of_block(algorithm: Algorithm, client_state: Any, indices: np.ndarray
     if client_state is None:
         raise ValueError(
             "clients of this method keep something from round to round; pass it as `kept`, and before the first round "
-            "pass `kept_at_first(algorithm, clients, seed)`"
+            "pass `init_client_state(algorithm, clients, seed)`"
         )
     return jax.tree.map(lambda leaf: np.asarray(leaf)[np.maximum(indices, 0)], client_state)
 

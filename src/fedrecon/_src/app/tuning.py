@@ -28,7 +28,7 @@ from fedrecon._src.app.tasks import Users, task_of
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
-from fedrecon._src.simulation.evaluation import DivergenceWarning
+from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import train
 from fedrecon._src.storage.arrays import write_bytes, write_json
 from fedrecon._src.storage.parts import held_study

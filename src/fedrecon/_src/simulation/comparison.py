@@ -14,12 +14,12 @@ from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.core.split import Split
 from fedrecon._src.simulation.engine import Layout
-from fedrecon._src.simulation.evaluation import Evaluation, evaluate
+from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, evaluate
 from fedrecon._src.simulation.explanation import explain
 from fedrecon._src.simulation.training import Run, train
 
 
-class Way(NamedTuple):
+class ComparisonRow(NamedTuple):
     """The result of one algorithm in a comparison.
 
     Attributes:
@@ -40,29 +40,29 @@ class Comparison:
     """Algorithms side by side; `print` it for a table.
 
     Attributes:
-      ways: the result of each algorithm, by name.
+      rows: the result of each algorithm, by name.
     """
 
-    ways: dict[str, Way]
+    rows: dict[str, ComparisonRow]
 
     def __getitem__(self, name: str) -> dict[str, float]:
         """Return the metrics of one algorithm, over all query examples together."""
-        return self.ways[name].evaluation.micro
+        return self.rows[name].evaluation.micro
 
     def __str__(self) -> str:
         """Return a table of metrics (means over query examples) and of what a client sends in a round."""
-        metrics = list(dict.fromkeys(metric for way in self.ways.values() for metric in way.evaluation.micro))
-        rows = [["", *metrics, "sent a round"]]
-        for name, way in self.ways.items():
-            means = way.evaluation.micro
-            cells = [f"{means[metric]:.3f}" if metric in means else "" for metric in metrics]
-            diverged = way.evaluation.diverged
-            rows.append([name, *cells, f"{way.sent:,.0f} B", *([f"({diverged} diverged)"] if diverged else [])])
+        metrics = list(dict.fromkeys(metric for row in self.rows.values() for metric in row.evaluation.micro))
+        cells = [["", *metrics, "sent a round"]]
+        for name, row in self.rows.items():
+            means = row.evaluation.micro
+            values = [f"{means[metric]:.3f}" if metric in means else "" for metric in metrics]
+            diverged = row.evaluation.diverged
+            cells.append([name, *values, f"{row.sent:,.0f} B", *([f"({diverged} diverged)"] if diverged else [])])
         clients, examples = (
-            max(getattr(way.evaluation, n) for way in self.ways.values()) for n in ("clients", "examples")
+            max(getattr(row.evaluation, n) for row in self.rows.values()) for n in ("clients", "examples")
         )
         sizes = f"{clients:,} clients never seen in training, {examples:,} query examples"
-        return "\n".join([*lay_out(rows, right=True), sizes])
+        return "\n".join([*lay_out(cells, right=True), sizes])
 
 
 def compare(
@@ -94,7 +94,7 @@ def compare(
       valid: clients to evaluate on during training, for curves; see the histories of the runs.
       evaluate_every: how many rounds there are between evaluations on `valid`.
       seed: for everything random.
-      layout: on which devices and in what blocks clients run.
+      layout: on which JAX devices and in what blocks clients run.
       progress: a progress display.
 
     Returns:
@@ -107,11 +107,11 @@ def compare(
     """
     if not algorithms:
         raise ValueError("`algorithms` is empty; give at least one, by name")
-    for others, name in ((unseen, "unseen"), (valid, "valid")):
-        if others is not None:
-            _check_apart(clients, others, name)
+    for held_out, name in ((unseen, "unseen"), (valid, "valid")):
+        if held_out is not None:
+            _check_disjoint(clients, held_out, name)
     per_round = None if clients_per_round is None else min(clients_per_round, len(clients))
-    ways = {}
+    rows = {}
     for name, algorithm in algorithms.items():
         explained = explain(algorithm, clients)
         run = train(
@@ -119,9 +119,8 @@ def compare(
             clients,
             rounds=rounds if explained.sends else 0,
             clients_per_round=per_round,
-            valid=valid,
+            valid=None if valid is None else Evaluator(algorithm, valid, split=split, seed=seed, layout=layout),
             evaluate_every=evaluate_every,
-            evaluate_split=split,
             seed=seed,
             layout=layout,
             progress=progress,
@@ -130,16 +129,16 @@ def compare(
             raise KeyboardInterrupt
         evaluation = evaluate(algorithm, run.params, unseen, split=split, seed=seed, layout=layout, progress=progress)
         by_rows = explained.sends_by_rows
-        ways[name] = Way(algorithm, run, evaluation, explained.sends if by_rows is None else by_rows)
-    return Comparison(ways)
+        rows[name] = ComparisonRow(algorithm, run, evaluation, explained.sends if by_rows is None else by_rows)
+    return Comparison(rows)
 
 
-def _check_apart(clients: Clients, others: Clients, argument: str) -> None:
-    """Fail if some of the others also train. This is only known if both are views of the same data."""
-    if not any(ours is theirs for ours in clients.columns.values() for theirs in others.columns.values()):
+def _check_disjoint(clients: Clients, held_out: Clients, argument: str) -> None:
+    """Fail if some of the held-out clients also train. This is only known if both are views of the same data."""
+    if not any(ours is theirs for ours in clients.columns.values() for theirs in held_out.columns.values()):
         return
-    both = np.intersect1d(rows_of(clients.starts, clients.ends), rows_of(others.starts, others.ends)).size > 0
-    if clients.names is not None and others.names is not None:
-        both |= np.intersect1d(clients.names, others.names).size > 0
+    both = np.intersect1d(rows_of(clients.starts, clients.ends), rows_of(held_out.starts, held_out.ends)).size > 0
+    if clients.names is not None and held_out.names is not None:
+        both |= np.intersect1d(clients.names, held_out.names).size > 0
     if both:
         raise ValueError(f"`{argument}` has clients that train too; divide them with `split_clients` first")

@@ -43,7 +43,7 @@ SMALL_ARRAY = 2**10  # numbers: arrays up to this size are summed over devices t
 
 
 class Layout(NamedTuple):
-    """On which devices and in what blocks clients run.
+    """On which JAX devices and in what blocks clients run.
 
     Attributes:
       mesh: the devices, along one axis.
@@ -77,9 +77,9 @@ class Layout(NamedTuple):
           sizes: how much work each client is.
         """
         on_device = -(-len(indices) // (self.jax_devices * self.block)) * self.block
-        return arrange(indices, sizes, self.jax_devices, self.wide(on_device))
+        return arrange(indices, sizes, self.jax_devices, self.sharing_block(on_device))
 
-    def wide(self, clients: int) -> int:
+    def sharing_block(self, clients: int) -> int:
         """Return how many of a device's clients run side by side while they share the global parameters.
 
         They form as few blocks as `sharing` allows, all of the same size, so that the last one is not mostly padding.
@@ -99,7 +99,7 @@ def layout(
     model: Model | None = None,
     alone: bool = False,
 ) -> Layout:
-    """Choose on which devices and in what blocks clients run.
+    """Choose on which JAX devices and in what blocks clients run.
 
     Clients of a large model train one by one, since each needs its own copy of the global parameters. They still
     reconstruct side by side, since reconstruction shares the global parameters among clients.
@@ -153,7 +153,7 @@ def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
       dense: bytes of the global parameters that every client copies.
       local: bytes of a client's local parameters.
       memory: bytes of an accelerator's memory, of which a quarter is for blocks; None on a CPU, where its cache
-        decides, since wider blocks win nothing there.
+        decides, since wider blocks win empty there.
     """
     if memory is None:
         copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
@@ -181,7 +181,7 @@ def _bytes(shapes: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-# (state, kept, cohorts, key, first, number) -> (state, kept, report with rounds first)
+# (state, client_state, cohorts, key, first, number) -> (state, client_state, report with rounds first)
 Rounds = Callable[[ServerState, Any, Cohort | Drawn, Array, int, int], tuple[ServerState, Any, Report]]
 Pick = Callable[[Any], Cohort]  # clients of a block, as they are given to a call -> the same, packed
 
@@ -192,11 +192,11 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
 
     Args:
       algorithm: what is trained.
-      layout: on which devices and in what blocks clients run.
+      layout: on which JAX devices and in what blocks clients run.
 
     Returns:
-      `(state, kept, cohorts, key, first, number) -> (state, kept, report)`, which runs `number` rounds from round
-      `first` on. Their cohorts are packed together, in every leaf the first dimension the round, the second the
+      `(state, client_state, cohorts, key, first, number) -> (state, client_state, report)`, which runs `number` rounds
+      from round `first` on. Their cohorts are packed together, in every leaf the first dimension the round, the second the
       client; or they are drawn from a population that is on the devices. Any `number` up to how many there are runs the
       same compiled code. Randomness depends on the key and the round's number only, so the results do not depend on
       how rounds are grouped into calls. Each of several processes gives its own clients (`Layout.local`), and gets what
@@ -204,34 +204,40 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
     """
     metrics = len(metric_names(algorithm.model))
 
-    def one_round(state: ServerState, kept: Any, who: Any, pick: Pick, key: Array) -> tuple[ServerState, Any, Report]:
+    def run_round(
+        state: ServerState, client_state: Any, cohort: Any, pick: Pick, key: Array
+    ) -> tuple[ServerState, Any, Report]:
         message = algorithm.message(state)
-        nothing = no_total(summand_shapes(algorithm, state, metrics))
-        total, kept = _run_blocks(algorithm, message, nothing, kept, who, pick, key, layout)
+        empty = no_total(summand_shapes(algorithm, state, metrics))
+        total, client_state = _run_blocks(algorithm, message, empty, client_state, cohort, pick, key, layout)
         state, report = finish_round(algorithm, state, sum_over_devices(total), key)
-        return state, kept, report
+        return state, client_state, report
 
-    def rounds(state: ServerState, kept: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array) -> Any:
-        who, pick = _taking(cohorts)
-        most = jax.tree.leaves(who)[0].shape[0]
-        nothing = no_total(summand_shapes(algorithm, state, metrics))
-        shapes = jax.eval_shape(lambda: finish_round(algorithm, state, nothing, key)[1])
+    def rounds(
+        state: ServerState, client_state: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array
+    ) -> Any:
+        indices, pick = _cohort_source(cohorts)
+        most = jax.tree.leaves(indices)[0].shape[0]
+        empty = no_total(summand_shapes(algorithm, state, metrics))
+        shapes = jax.eval_shape(lambda: finish_round(algorithm, state, empty, key)[1])
         reports = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
 
         def body(carry: Any) -> Any:
-            r, state, kept, reports = carry
-            now = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), who)
-            state, kept, report = one_round(state, kept, now, pick, jax.random.fold_in(key, first + r))
-            reports = jax.tree.map(lambda all_, one: all_.at[r].set(one), reports, report)
-            return r + 1, state, kept, reports
+            r, state, client_state, reports = carry
+            cohort = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), indices)
+            state, client_state, report = run_round(
+                state, client_state, cohort, pick, jax.random.fold_in(key, first + r)
+            )
+            reports = jax.tree.map(lambda rows, row: rows.at[r].set(row), reports, report)
+            return r + 1, state, client_state, reports
 
-        start = (jnp.int32(0), state, kept, reports)
+        start = (jnp.int32(0), state, client_state, reports)
         return jax.lax.while_loop(lambda carry: carry[0] < number, body, start)[1:]
 
     whole, by_client = PartitionSpec(), PartitionSpec(AXIS)
 
     @jax.jit
-    def compiled(state: ServerState, kept: Any, cohorts: Cohort | Drawn, *others: Any) -> Any:
+    def compiled(state: ServerState, client_state: Any, cohorts: Cohort | Drawn, *arguments: Any) -> Any:
         packed = PartitionSpec(None, AXIS)
         spec = Drawn(whole, packed) if isinstance(cohorts, Drawn) else packed
         return jax.shard_map(
@@ -240,23 +246,23 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
             in_specs=(whole, by_client, spec, *[whole] * 3),
             out_specs=(whole, by_client, whole),
             check_vma=False,  # blocks start from zeros that do not vary over devices yet
-        )(state, kept, cohorts, *others)
+        )(state, client_state, cohorts, *arguments)
 
     if layout.processes == 1:
         return compiled
 
-    def together(state: ServerState, kept: Any, cohorts: Cohort | Drawn, *others: Any) -> Any:
+    def run_in_processes(state: ServerState, client_state: Any, cohorts: Cohort | Drawn, *arguments: Any) -> Any:
         if isinstance(cohorts, Drawn):
             cohorts = cohorts._replace(places=make_global(cohorts.places, layout.mesh, axis=1))
         else:
             cohorts = make_global(cohorts, layout.mesh, axis=1)
-        state, kept, report = compiled(state, make_global(kept, layout.mesh), cohorts, *others)
-        return state, gather(kept), report
+        state, client_state, report = compiled(state, make_global(client_state, layout.mesh), cohorts, *arguments)
+        return state, gather(client_state), report
 
-    return together
+    return run_in_processes
 
 
-def _taking(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
+def _cohort_source(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
     """Return the clients of all rounds, `(rounds, clients, ...)`, and how to take some of them: packed, or by place."""
     if not isinstance(cohorts, Drawn):
         return cohorts, lambda packed: packed
@@ -270,9 +276,9 @@ def _taking(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
 def _run_blocks(
     algorithm: Algorithm,
     message: RoundMessage,
-    nothing: Total,
-    kept: Any,
-    who: Any,
+    empty: Total,
+    client_state: Any,
+    cohort: Any,
     pick: Pick,
     key: Array,
     layout: Layout,
@@ -281,27 +287,29 @@ def _run_blocks(
 
     def run(client: Client, pick: Pick) -> Callable[[Total, tuple[Any, Any]], tuple[Total, Any]]:
         def block(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
-            cohort, kept = pick(part[0]), part[1]
-            upload, kept = client(message.method, kept, cohort, key)
+            cohort, client_state = pick(part[0]), part[1]
+            upload, client_state = client(message.method, client_state, cohort, key)
             summand = encode(algorithm, message, upload, client_keys(key, cohort.identity))
-            return add(total, summand), kept
+            return add(total, summand), client_state
 
         return block
 
-    wide, stages = layout.wide(jax.tree.leaves(who)[0].shape[0]), algorithm.method.stages
+    wide, stages = layout.sharing_block(jax.tree.leaves(cohort)[0].shape[0]), algorithm.method.stages
     if stages is None or wide == layout.block:
-        total, kept = jax.lax.scan(run(algorithm.method.client, pick), nothing, _blocks((who, kept), layout.block))
-        return total, _unblock(kept)
+        total, client_state = jax.lax.scan(
+            run(algorithm.method.client, pick), empty, _blocks((cohort, client_state), layout.block)
+        )
+        return total, _unblock(client_state)
 
-    def prepare_together(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
-        cohort, kept = pick(part[0]), part[1]
-        prepared = stages.prepare(message.method, kept, cohort, key)
+    def prepare_block(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
+        packed, client_state = pick(part[0]), part[1]
+        prepared = stages.prepare(message.method, client_state, packed, key)
         finish = run(stages.finish, lambda packed: packed)
-        total, kept = jax.lax.scan(finish, total, _blocks((cohort, prepared), layout.block))
-        return total, _unblock(kept)
+        total, client_state = jax.lax.scan(finish, total, _blocks((packed, prepared), layout.block))
+        return total, _unblock(client_state)
 
-    total, kept = jax.lax.scan(prepare_together, nothing, _blocks((who, kept), wide))
-    return total, _unblock(kept)
+    total, client_state = jax.lax.scan(prepare_block, empty, _blocks((cohort, client_state), wide))
+    return total, _unblock(client_state)
 
 
 def sum_over_devices(total: Total) -> Total:
@@ -335,11 +343,11 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
     Args:
       function: `(what all clients share, clients) -> result`; `clients` and the result have the clients first in every
         leaf. Each of several processes gives its own clients (`Layout.local`), and gets the results of all.
-      layout: on which devices and in what blocks clients run.
+      layout: on which JAX devices and in what blocks clients run.
     """
 
     def run(shared: Any, clients: Any) -> Any:
-        wide = layout.wide(jax.tree.leaves(clients)[0].shape[0])
+        wide = layout.sharing_block(jax.tree.leaves(clients)[0].shape[0])
         return _unblock(jax.lax.map(lambda part: function(shared, part), _blocks(clients, wide)))
 
     by_client = PartitionSpec(AXIS)
@@ -353,12 +361,12 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
     return lambda shared, clients: gather(compiled(shared, make_global(clients, layout.mesh)))
 
 
-def everywhere(tree: Any, layout: Layout) -> Any:
+def put_on_devices(tree: Any, layout: Layout) -> Any:
     """Copy arrays to all devices of a layout.
 
     Args:
       tree: the arrays.
-      layout: on which devices and in what blocks clients run.
+      layout: on which JAX devices and in what blocks clients run.
     """
     if layout.processes > 1:
         return replicate(tree, layout.mesh)

@@ -22,21 +22,14 @@ from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import ClientMetrics, Model, evaluated_names, finish
 from fedrecon._src.core.progress import Progress, silent, warn_caller
 from fedrecon._src.core.split import Split, half, query_only
-from fedrecon._src.simulation.engine import Layout, compile_each, everywhere
+from fedrecon._src.simulation.divergence import DivergenceWarning, describe_evaluation
+from fedrecon._src.simulation.engine import Layout, compile_each, put_on_devices
 from fedrecon._src.simulation.engine import layout as choose_layout
 
 CLIENTS_AT_ONCE = 600
 NUMBERS_AT_ONCE = 1000  # about how many numbers a client's batch of features has
 DIVERGED_ABOVE = 1000.0
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-REMEDY = (
-    "Try smaller learning rates, in reconstruction, update and server, or limit updates with "
-    "aggregate=fr.aggregators.mean(clip_norm=...)."
-)
-
-
-class DivergenceWarning(UserWarning):
-    """Training learns nothing for several rounds in a row, or most clients of an evaluation diverged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Evaluator:
           split: support and query for `recon`; half and half by default.
           batch_size: how many examples of a client are measured at once; by default chosen from the size of an example.
           seed: for the initial local parameters.
-          layout: on which devices and in what blocks clients run.
+          layout: on which JAX devices and in what blocks clients run.
         """
         if protocol not in ("recon", "standard"):
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
@@ -131,57 +124,57 @@ class Evaluator:
 
     def _block(self, shared: Any, part: tuple[Cohort, Any]) -> Any:
         params, key = shared
-        cohort, kept = part
+        cohort, client_state = part
         model = self.algorithm.model
         if self.protocol == "standard":
-            local = kept
+            local = client_state
         else:
             keys = client_keys(key, cohort.identity)
-            local = self.algorithm.method.reconstruct(params, kept, cohort.support, keys)
+            local = self.algorithm.method.reconstruct(params, client_state, cohort.support, keys)
         objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
         sums = measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
         if model.client_metrics is None:
             return sums
-        return jnp.concatenate([sums, _of_clients(model.client_metrics, params, local, cohort)], 1)
+        return jnp.concatenate([sums, _measure_clients(model.client_metrics, params, local, cohort)], 1)
 
-    def __call__(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
+    def __call__(self, params: Any, client_state: Any = (), *, progress: Progress = silent) -> Evaluation:
         """Evaluate global parameters; a `DivergenceWarning` says if more than half of the clients diverged.
 
         Args:
           params: global parameters.
-          kept: what each client kept from training, clients first, if the protocol or the algorithm uses it.
+          client_state: what each client keeps from training, clients first, if the protocol or the algorithm uses it.
           progress: a progress display.
         """
-        found = self.measure(params, kept, progress=progress)
-        if problem := why_diverged(found.clients, found.diverged):
+        evaluation = self.measure(params, client_state, progress=progress)
+        if problem := describe_evaluation(evaluation.clients, evaluation.diverged):
             warn_caller(problem, DivergenceWarning)
-        return found
+        return evaluation
 
-    def measure(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> Evaluation:
+    def measure(self, params: Any, client_state: Any = (), *, progress: Progress = silent) -> Evaluation:
         """Evaluate global parameters, and leave it to the caller to say how many clients diverged.
 
         Args:
           params: global parameters.
-          kept: as for an evaluation.
+          client_state: as for an evaluation.
           progress: a progress display.
         """
-        return summarize(self.algorithm.model, self.protocol, self.sums(params, kept, progress=progress))
+        return summarize(self.algorithm.model, self.protocol, self.sums(params, client_state, progress=progress))
 
-    def sums(self, params: Any, kept: Any = (), *, progress: Progress = silent) -> np.ndarray:
+    def sums(self, params: Any, client_state: Any = (), *, progress: Progress = silent) -> np.ndarray:
         """Return each client's sums of loss and metrics, `(clients, metrics, 2)`: totals and weights.
 
         Args:
           params: global parameters.
-          kept: as for an evaluation.
+          client_state: as for an evaluation.
           progress: a progress display.
         """
-        if self.protocol == "standard" and self._has_local and not jax.tree.leaves(kept):
+        if self.protocol == "standard" and self._has_local and not jax.tree.leaves(client_state):
             raise ValueError(
-                "StandardEval measures local parameters kept from training; give them as `kept`, "
-                "or use protocol='recon'"
+                "protocol 'standard' measures local parameters from training: pass them as `client_state`, or use "
+                "protocol='recon'"
             )
-        shared = everywhere((params, self._key), self._layout)
-        found = np.zeros((len(self.clients), len(evaluated_names(self.algorithm.model)), 2), np.float64)
+        shared = put_on_devices((params, self._key), self._layout)
+        totals = np.zeros((len(self.clients), len(evaluated_names(self.algorithm.model)), 2), np.float64)
         with progress("evaluating", len(self.clients)) as advance:
             for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
                 indices = np.arange(begin, min(begin + CLIENTS_AT_ONCE, len(self.clients)))
@@ -189,18 +182,18 @@ class Evaluator:
                 padded[: len(indices)] = indices
                 sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
                 order = self._layout.arrange(padded, sizes)
-                mine = self._layout.local(order)
-                sums = np.asarray(self._run(shared, (self._packer.pack(mine), _of(kept, mine))))
-                found[order[order >= 0]] = sums[order >= 0]
+                local = self._layout.local(order)
+                sums = np.asarray(self._run(shared, (self._packer.pack(local), _select(client_state, local))))
+                totals[order[order >= 0]] = sums[order >= 0]
                 advance(len(indices))
-        return found
+        return totals
 
 
-def _of_clients(metrics: ClientMetrics, params: Any, local: Any, cohort: Cohort) -> jax.Array:
+def _measure_clients(metrics: ClientMetrics, params: Any, local: Any, cohort: Cohort) -> jax.Array:
     """Measure clients as a whole: sums of `(clients, names, 2)`, in which a client that has a value counts once."""
     values = jax.vmap(metrics.measure, (None, 0, 0, 0))(params, local, cohort.support, cohort.query)
-    there = ~jnp.isnan(values) & (cohort.query.count > 0)[:, None]
-    return jnp.stack([jnp.where(there, values, 0), there.astype(values.dtype)], -1)
+    measured = ~jnp.isnan(values) & (cohort.query.count > 0)[:, None]
+    return jnp.stack([jnp.where(measured, values, 0), measured.astype(values.dtype)], -1)
 
 
 def evaluate(
@@ -208,7 +201,7 @@ def evaluate(
     params: Any,
     clients: Clients,
     *,
-    kept: Any = (),
+    client_state: Any = (),
     protocol: str = "recon",
     split: Split | None = None,
     seed: int = 0,
@@ -221,12 +214,12 @@ def evaluate(
       algorithm: its model and its reconstruction are used.
       params: global parameters.
       clients: the clients to measure; with `recon`, clients that took no part in training.
-      kept: what each of these clients kept from training, clients first; empty if they kept nothing.
+      client_state: what each of these clients keeps from training (`Run.client_state`); empty if they keep nothing.
       protocol: `recon` reconstructs the local parameters on each client's support and measures on its query;
-        `standard` measures the kept local parameters on all examples of `clients`.
+        `standard` measures the local parameters in `client_state` on all examples of `clients`.
       split: support and query for `recon`; half and half by default, whatever training does.
       seed: for the initial local parameters.
-      layout: on which devices and in what blocks clients run.
+      layout: on which JAX devices and in what blocks clients run.
       progress: a progress display.
 
     Returns:
@@ -234,20 +227,7 @@ def evaluate(
       `DivergenceWarning` says if more than half of the clients diverged.
     """
     evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, layout=layout)
-    return evaluator(params, kept, progress=progress)
-
-
-def why_diverged(clients: int, diverged: int) -> str | None:
-    """Say that most clients diverged and what to try; None if they did not.
-
-    Args:
-      clients: how many were measured.
-      diverged: how many of them diverged.
-    """
-    if not 2 * diverged > clients:
-        return None
-    rest = "no metric has a value" if diverged == clients else f"metrics are of the other {clients - diverged} alone"
-    return f"{diverged} of {clients} evaluated clients diverged: {rest}. {REMEDY}"
+    return evaluator(params, client_state, progress=progress)
 
 
 def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
@@ -289,12 +269,12 @@ def summarize(model: Model, protocol: str, sums: np.ndarray) -> Evaluation:
 
 def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
     """Return a statistic over the clients that have a value; NaN if none has."""
-    there = values[~np.isnan(values)]
-    return float(statistic(there)) if there.size else float("nan")
+    measured = values[~np.isnan(values)]
+    return float(statistic(measured)) if measured.size else float("nan")
 
 
-def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
-    """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing.
+def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
+    """Return the state of clients before their first round, clients first; an empty tuple if they keep nothing.
 
     Args:
       algorithm: what is trained.
@@ -307,5 +287,5 @@ def kept_at_first(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
     return jax.tree.map(np.array, algorithm.method.init_client(keys))
 
 
-def _of(kept: Any, order: np.ndarray) -> Any:
-    return jax.tree.map(lambda x: np.asarray(x)[np.maximum(order, 0)], kept)
+def _select(client_state: Any, order: np.ndarray) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x)[np.maximum(order, 0)], client_state)

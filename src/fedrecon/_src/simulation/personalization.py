@@ -18,7 +18,7 @@ from fedrecon._src.core.cohort import ABSENT, Needs, Packer, lengths_for
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.split import support_only
-from fedrecon._src.simulation.engine import compile_each, everywhere, layout
+from fedrecon._src.simulation.engine import compile_each, layout, put_on_devices
 
 SHORTEST = 16  # the least number of support examples that arrays have room for
 MOST_AT_ONCE = 4096  # clients that are packed together
@@ -48,7 +48,7 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding
         lengths = lengths._replace(support=_rounded_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
-    shared = everywhere((params, jax.random.key(seed)), ready.layout)
+    shared = put_on_devices((params, jax.random.key(seed)), ready.layout)
     parts = [
         _some(ready, packer, examples, np.arange(begin, min(begin + MOST_AT_ONCE, len(examples))), shared)
         for begin in range(0, max(1, len(examples)), MOST_AT_ONCE)

@@ -19,10 +19,10 @@ from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Drawn, Packer, redraw
 from fedrecon._src.core.keys import RunKeys, as_number, fold_words, words_of
-from fedrecon._src.simulation.engine import Layout, everywhere
+from fedrecon._src.simulation.engine import Layout, put_on_devices
 
 RESIDENT_BYTES = 2**27  # up to this many bytes, a population is packed once and stays on the devices
-LESS_URGENT = 10  # the niceness of the thread that packs
+PACKING_NICENESS = 10
 
 
 class Sample(NamedTuple):
@@ -44,19 +44,19 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
       sampling: how clients are chosen.
     """
     every = sampling.apart or 1
-    here = len(range(number % every, len(clients), every))  # whose turn it is: each so many clients of them all
+    eligible = len(range(number % every, len(clients), every))  # every so many clients take turns
     generator = np.random.Generator(np.random.Philox(key=np.array([as_number(key), number], np.uint64)))
-    wanted = sampling.capacity(len(clients))
+    capacity = sampling.capacity(len(clients))
     if sampling.poisson:
         # Drawing the number of clients first and then that many of them is the same as a coin for each, but faster.
-        invited = min(int(generator.binomial(len(clients), sampling.rate(len(clients)))), wanted)
+        invited = min(int(generator.binomial(len(clients), sampling.rate(len(clients)))), capacity)
     else:
-        invited = min(here, int(np.ceil(wanted * sampling.oversample)))
-    drawn = number % every + every * generator.choice(here, invited, replace=False)
+        invited = min(eligible, int(np.ceil(capacity * sampling.oversample)))
+    drawn = number % every + every * generator.choice(eligible, invited, replace=False)
     sizes = clients.ends[drawn] - clients.starts[drawn]
     answered = sampling.replies(generator, drawn, sizes)
-    taken = drawn[answered][:wanted]
-    chosen = np.full(wanted, ABSENT, np.int64)
+    taken = drawn[answered][:capacity]
+    chosen = np.full(capacity, ABSENT, np.int64)
     chosen[: len(taken)] = taken
     if sampling.poisson:
         return Sample(chosen, {})
@@ -64,7 +64,7 @@ def sample(key: np.ndarray, number: int, clients: Clients, sampling: Sampling) -
     return Sample(chosen, {"invited": invited, "too_small": small, "dropped": invited - small - len(answered)})
 
 
-class Prepared(NamedTuple):
+class PackedRounds(NamedTuple):
     """Several rounds ready to run in one call; every leaf of packed cohorts is `(rounds, clients, ...)`."""
 
     first: int
@@ -75,19 +75,19 @@ class Prepared(NamedTuple):
 
 
 @functools.cache
-def _beside_the_devices() -> ThreadPoolExecutor:
-    """Return a thread that gives way to those of the devices.
+def _packing_thread() -> ThreadPoolExecutor:
+    """Return a thread with a lower priority than those of JAX's devices.
 
     Where every core has a device, the thread that packs takes time from one of them, and in every round the others wait
     for that one. With a lower priority it takes the time in which devices wait for each other anyway.
     """
-    return ThreadPoolExecutor(1, "fedrecon-packing", _give_way)
+    return ThreadPoolExecutor(1, "fedrecon-packing", _lower_priority)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     if sys.platform == "linux":  # elsewhere a priority is of the whole process
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS_URGENT)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PACKING_NICENESS)
 
 
 class Cohorts:
@@ -111,9 +111,9 @@ class Cohorts:
         needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
         self._packer, self._redrawn = Packer(clients, needs), needs.split.redrawn
         everybody = self._packer.pack_everybody(RESIDENT_BYTES)
-        self._population = None if everybody is None else everywhere(everybody, layout)
+        self._population = None if everybody is None else put_on_devices(everybody, layout)
 
-    def prepare(self, first: int, number: int) -> Prepared:
+    def prepare(self, first: int, number: int) -> PackedRounds:
         """Prepare rounds; if they are fewer than `at_once`, the others have absent clients only.
 
         Args:
@@ -125,21 +125,21 @@ class Cohorts:
         drawn = np.stack([s.clients for s in samples])
         orders = [self._layout.arrange(*pair) for pair in zip(drawn, self._packer.work(drawn), strict=True)]
         orders += [np.full_like(orders[0], ABSENT)] * (self._at_once - number)
-        mine = [self._layout.local(order) for order in orders]
+        local = [self._layout.local(order) for order in orders]
         if self._population is not None:
-            return Prepared(first, number, Drawn.from_indices(self._population, np.stack(mine)), samples, orders)
-        packed = self._packer.pack(np.concatenate(mine), self._draws(first, len(mine[0])))
+            return PackedRounds(first, number, Drawn.from_indices(self._population, np.stack(local)), samples, orders)
+        packed = self._packer.pack(np.concatenate(local), self._draws(first, len(local[0])))
         cohorts = jax.tree.map(lambda x: x.reshape(self._at_once, -1, *x.shape[1:]), packed)
-        return Prepared(first, number, cohorts, samples, orders)
+        return PackedRounds(first, number, cohorts, samples, orders)
 
-    def prepare_ahead(self, first: int, number: int) -> Future[Prepared]:
+    def prepare_ahead(self, first: int, number: int) -> Future[PackedRounds]:
         """Begin to prepare rounds while the devices run others; do not call `prepare` before it is done.
 
         Args:
           first: the first round.
           number: how many rounds.
         """
-        return _beside_the_devices().submit(self.prepare, first, number)
+        return _packing_thread().submit(self.prepare, first, number)
 
     def _draws(self, first: int, clients: int) -> np.ndarray | None:
         """Return from what each of a call's clients redraws its split; None if splits are not redrawn."""

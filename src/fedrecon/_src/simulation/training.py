@@ -1,11 +1,11 @@
-"""The training loop: run rounds, evaluate, record, checkpoint."""
+"""The training loop: run rounds, evaluate, record, checkpoint, stop early."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -15,34 +15,27 @@ from jax import Array
 
 from fedrecon._src.algorithms.algorithm import Algorithm, ServerState
 from fedrecon._src.algorithms.validation import check_training, decide_lookups
+from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import finish, metric_names
-from fedrecon._src.core.progress import Advance, Progress, silent, warn_caller
+from fedrecon._src.core.progress import Advance, Progress, silent
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.core.split import Split
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.privacy.spending import Spending, spending
 from fedrecon._src.server.aggregator import Report
-from fedrecon._src.simulation.engine import Layout, compile_rounds, everywhere
+from fedrecon._src.simulation.divergence import DivergenceMonitor
+from fedrecon._src.simulation.engine import Layout, compile_rounds, put_on_devices
 from fedrecon._src.simulation.engine import layout as choose_layout
-from fedrecon._src.simulation.evaluation import (
-    REMEDY,
-    DivergenceWarning,
-    Evaluation,
-    Evaluator,
-    kept_at_first,
-    why_diverged,
-)
+from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, init_client_state
 from fedrecon._src.simulation.multihost import check_same, interruptible, share_folder
-from fedrecon._src.simulation.sampling import Cohorts, Prepared, Sampling
-from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.simulation.sampling import Cohorts, PackedRounds
+from fedrecon._src.storage.run_folders import KEPT, RunFolder
 
-LOST_IN_A_ROW = 3  # rounds that learn nothing, one after another, before somebody is told
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
-JudgeBy = Callable[[Mapping[str, float]], float]  # metrics over all examples -> less is better
-OnRecord = Callable[[dict[str, Any]], None]
-Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, what the training clients kept) -> evaluation
+Score = Callable[[Mapping[str, float]], float]  # metrics over all examples -> lower is better
+Evaluate = Callable[[Any, Any], Evaluation]  # (global parameters, state of the training clients) -> evaluation
+Record = dict[str, Any]
 
 
 def loss_of(metrics: Mapping[str, float]) -> float:
@@ -54,6 +47,103 @@ def loss_of(metrics: Mapping[str, float]) -> float:
     return metrics.get("loss", np.nan)
 
 
+class Callback:
+    """Hooks into training; override those that you need, and pass an instance to `train`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> class PrintLoss(fr.Callback):
+      ...     def after_round(self, record):
+      ...         print(record["round"], record["loss"])
+    """
+
+    def after_round(self, record: Record) -> None:
+        """Handle the record of a round, as in `metrics.jsonl`.
+
+        Args:
+          record: its number, metrics, and how many clients took part.
+        """
+
+    def after_evaluation(self, record: Record) -> None:
+        """Handle the record of an evaluation, as in `metrics.jsonl`.
+
+        Args:
+          record: its round and what `Evaluation.summary` returns.
+        """
+
+    def at_end(self, run: Run) -> None:
+        """Handle the result of training, also if Ctrl-C ended it.
+
+        Args:
+          run: the result.
+        """
+
+
+class RecordCallback(Callback):
+    """Calls a function with every record."""
+
+    def __init__(self, function: Callable[[Record], None]):
+        """Use a function of a record."""
+        self._function = function
+
+    def after_round(self, record: Record) -> None:
+        """Call the function."""
+        self._function(record)
+
+    def after_evaluation(self, record: Record) -> None:
+        """Call the function."""
+        self._function(record)
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """Keep the best global parameters, and stop when evaluations get no better.
+
+    The initial parameters are evaluated too. The best evaluation has the fewest diverged clients, then the lowest
+    score. For methods whose clients keep no state between rounds.
+
+    Attributes:
+      patience: stop when this many evaluations in a row were no better than the best before them.
+      rounds: evaluate after these rounds, and let only these evaluations and the one before the first round count.
+        While the learning rate is high, evaluations are mostly chance. Empty for all.
+      score: a function of the metrics over all examples; lower is better.
+      fallback: global parameters of something simple, evaluated before the first round instead of the initial ones.
+        They are kept if no others are better.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.EarlyStopping(patience=3, score=lambda metrics: -metrics["accuracy"]).patience
+      3
+    """
+
+    patience: int = 1
+    rounds: Collection[int] = ()
+    score: Score = loss_of
+    fallback: Any = None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.patience < 1:
+            raise ValueError(f"`patience` must be at least 1 (got {self.patience})")
+
+    def counts(self, record: Record) -> bool:
+        """Return whether a record is of an evaluation that counts.
+
+        Args:
+          record: of a round or an evaluation.
+        """
+        return record["kind"] == "evaluation" and (not self.rounds or record["round"] in {0, *self.rounds})
+
+    def rank(self, record: Record) -> tuple[float, float]:
+        """Return what evaluations are compared by, lower is better: diverged clients, then the score.
+
+        Args:
+          record: of an evaluation.
+        """
+        score = self.score({name: np.nan if value is None else value for name, value in record["micro"].items()})
+        return record["diverged"], score if np.isfinite(score) else np.inf
+
+
 @dataclasses.dataclass(repr=False)
 class Run:
     """The result of training.
@@ -62,18 +152,18 @@ class Run:
       params: the global parameters.
       history: one dict per round and per evaluation, as in `metrics.jsonl`.
       rounds: how many rounds were run in all.
-      kept: what the clients kept, clients first; empty for methods that keep nothing.
+      client_state: what the clients keep between rounds, clients first; empty for methods that keep nothing.
       interrupted: whether Ctrl-C stopped it before the last round.
       ledger: the privacy spent; None if `train` got no ledger.
       stopped: why training ended before the last round by itself; None if it did not.
-      best: with `patience`, the round whose parameters these are, if not the last; None if they are the last. 0 is
-        before the first round: the initial parameters, or the `fallback`.
+      best: with `early_stopping`, the round whose parameters these are, if not the last; None if they are the last. 0
+        is before the first round: the initial parameters, or the `fallback`.
     """
 
     params: Any
-    history: list[dict[str, Any]]
+    history: list[Record]
     rounds: int
-    kept: Any = ()
+    client_state: Any = ()
     interrupted: bool = False
     ledger: Ledger | None = None
     stopped: str | None = None
@@ -82,13 +172,13 @@ class Run:
     def __repr__(self) -> str:
         """Describe the run in one line, without its parameters."""
         size = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
-        told = [f"{self.rounds} rounds", f"{size:,} global parameters"]
         losses = [entry["loss"] for entry in self.history if entry["kind"] == "round" and "loss" in entry]
-        told += [f"last training loss {losses[-1]:.4g}"] if losses else []
-        told += [f"kept from round {self.best}"] if self.best is not None else []
-        told += ["interrupted"] if self.interrupted else []
-        told += [f"stopped: {self.stopped}"] if self.stopped else []
-        return f"Run({', '.join(told)})"
+        parts = [f"{self.rounds} rounds", f"{size:,} global parameters"]
+        parts += [f"last training loss {losses[-1]:.4g}"] if losses else []
+        parts += [f"best round {self.best}"] if self.best is not None else []
+        parts += ["interrupted"] if self.interrupted else []
+        parts += [f"stopped: {self.stopped}"] if self.stopped else []
+        return f"Run({', '.join(parts)})"
 
 
 def train(
@@ -100,18 +190,14 @@ def train(
     sampling: Sampling | None = None,
     valid: Clients | Evaluate | None = None,
     evaluate_every: int = 0,
-    evaluate_split: Split | None = None,
-    patience: int | None = None,
-    judge_after: Collection[int] = (),
-    judge_by: JudgeBy | None = None,
-    fallback: Any = None,
+    early_stopping: EarlyStopping | None = None,
     seed: int = 0,
     ledger: Ledger | None = None,
     folder: RunFolder | None = None,
     checkpoint_every: int = 100,
     layout: Layout | None = None,
     progress: Progress = silent,
-    on_record: OnRecord | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train global parameters.
 
@@ -121,79 +207,81 @@ def train(
       rounds: how many rounds in all, those of a resumed run included.
       clients_per_round: short for `sampling=Sampling(clients_per_round=...)`.
       sampling: how the clients of a round are chosen.
-      valid: clients to evaluate on, an evaluator of them (with StandardEval, of other examples of the training
-        clients), or any function of the global parameters and of what the training clients kept.
+      valid: clients to evaluate on, half of whose examples are support; an `Evaluator`, for another split or protocol;
+        or any function of the global parameters and the training clients' state that returns an `Evaluation`.
       evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
-      evaluate_split: support and query in evaluation; half and half by default.
-      patience: evaluate before the first round, too, and keep the parameters of the best evaluation: fewest diverged
-        clients, then what `judge_by` says. Stop when this many evaluations in a row were no better than the best before
-        them. None runs all rounds and returns the last parameters. For methods whose clients keep nothing between
-        rounds.
-      judge_after: rounds after which to evaluate for `patience`. Evaluations after others then decide nothing, but for
-        the one before the first round: while the learning rate is high, they are mostly chance. Empty for all.
-      judge_by: for `patience`: a function of the metrics over all examples, by which evaluations are compared; less is
-        better. None for the loss.
-      fallback: for `patience`: global parameters of something simple, which the evaluation before the first round
-        measures instead of the initial ones. They are kept if no others are better.
+      early_stopping: when to stop early, and which parameters to keep. None runs all rounds and returns the last
+        parameters.
       seed: for everything random.
-      ledger: the privacy already spent on these clients (`fedrecon._src.privacy.ledger.Ledger`), for an aggregator that
-        adds noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
+      ledger: the privacy already spent on these clients (`fedrecon.privacy.Ledger`), for an aggregator that adds
+        noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
       folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one.
       checkpoint_every: how many rounds are lost, at most, when the process is killed.
-      layout: on which devices and in what blocks clients run.
+      layout: on which JAX devices and in what blocks clients run.
       progress: a progress display.
-      on_record: called with every record of the history.
+      callbacks: called after every round and evaluation, and at the end.
 
     Returns:
       A `Run`. Ctrl-C ends training early and keeps what was learned until then. A `DivergenceWarning` says, once, if
       nothing is learned for several rounds in a row, or if more than half of the clients of an evaluation diverge.
+
+    Example:
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> ratings = fr.Clients.from_columns({"item": [0, 1, 0, 1], "rating": [5.0, 3.0, 4.0, 2.0]}, client=[0, 0, 1, 1])
+      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=2, steps=2)
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(2, 3), reconstruct=steps, update=steps, server=optax.sgd(1.0)
+      ... )
+      >>> fr.train(algorithm, ratings, rounds=2, clients_per_round=2).rounds
+      2
     """
-    check_clients(clients)
-    if sampling is not None and clients_per_round is not None:
-        raise ValueError("give `clients_per_round` or `sampling`, not both")
-    if sampling is None:
-        sampling = Sampling() if clients_per_round is None else Sampling(clients_per_round)
-    if rounds < 0 or checkpoint_every < 1 or evaluate_every < 0:
-        raise ValueError(
-            "`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1, not "
-            f"{rounds}, {evaluate_every} and {checkpoint_every}"
-        )
-    if len(clients) == 0:
-        raise ValueError("there are no clients to train on")
+    sampling = _check_arguments(clients, rounds, clients_per_round, sampling, evaluate_every, checkpoint_every)
     folder = None if folder is None else share_folder(folder)
-    every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every if folder else 0}
-    check_same(
-        {"clients": len(clients), "examples": clients.num_examples, "rounds": rounds, "seed": seed} | every,
-    )
+    checkpoint_every = checkpoint_every if folder else 0
+    numbers = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "seed": seed}
+    check_same({"clients": len(clients), "examples": clients.num_examples} | numbers)
     algorithm = decide_lookups(algorithm, clients)
     check_training(algorithm, clients)
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
-    planned, rounds = rounds, rounds if spent is None else spent.allowed(rounds)
+    affordable = rounds if spent is None else spent.allowed(rounds)
     loop = _Loop(algorithm, clients, sampling, seed, layout or choose_layout(model=algorithm.model))
     if isinstance(valid, Clients):
-        valid = Evaluator(algorithm, valid, split=evaluate_split, seed=seed, layout=loop.layout)
-    if patience is not None:
-        loop.keep_best(_Judging(patience, frozenset(judge_after), judge_by or loss_of, fallback), valid is not None)
-    log = _Log(folder, on_record)
+        valid = Evaluator(algorithm, valid, seed=seed, layout=loop.layout)
+    if early_stopping is not None:
+        loop.stopper = _Stopper(early_stopping, loop.params(), loop.now.client_state, evaluates=valid is not None)
+    log = _Log(folder, callbacks)
     done = loop.restore(folder, log.history) if folder else 0
-    evaluations = _Evaluations(valid, evaluate_every, rounds, spent, log)
-    held = folder.held() if folder else contextlib.nullcontext()
-    with held, progress("training", rounds) as advance, interruptible() as asked_to_stop:
-        advance(done, "compiling" if done < rounds else "")
-        interrupted = _run_rounds(loop, rounds, evaluations, checkpoint_every, log, advance, asked_to_stop)
-    done, best = loop.now.round, loop.better_than_last()
-    params = jax.tree.map(np.asarray, loop.params() if best is None else best.params)
-    stopped = spent.why_stopped(done) if spent and not interrupted and done < planned else None
-    if best is not None and not interrupted and done < rounds:
-        which = ", of those that decide," if judge_after else ""
-        stopped = f"{patience} evaluations in a row{which} were no better than {_called(best.round)}"
-    after = None if spent is None else spent.after(done)
-    kept_from = None if best is None else best.round
-    return Run(params, log.history, done, loop.now.kept, interrupted, after, stopped, kept_from)
+    evaluations = _Evaluations(valid, evaluate_every, affordable, spent, log)
+    lock = folder.held() if folder else contextlib.nullcontext()
+    with lock, progress("training", affordable) as advance, interruptible() as stop_requested:
+        advance(done, "compiling" if done < affordable else "")
+        interrupted = _run_rounds(loop, affordable, evaluations, checkpoint_every, log, advance, stop_requested)
+    run = _result(loop, log.history, spent, interrupted)
+    if spent and not interrupted and run.stopped is None and run.rounds < rounds:
+        run.stopped = spent.why_stopped(run.rounds)
+    for callback in callbacks:
+        callback.at_end(run)
+    return run
 
 
-def _called(number: int) -> str:
-    return f"that of round {number}" if number else "the one before the first round"
+def _check_arguments(
+    clients: Clients, rounds: int, per_round: int | None, sampling: Sampling | None, evaluate: int, checkpoint: int
+) -> Sampling:
+    """Check numbers, and return how clients are chosen."""
+    check_clients(clients)
+    if len(clients) == 0:
+        raise ValueError("`clients` must not be empty: there are no clients to train on")
+    if rounds < 0 or checkpoint < 1 or evaluate < 0:
+        raise ValueError(
+            "`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1 "
+            f"(got {rounds}, {evaluate} and {checkpoint})"
+        )
+    if sampling is not None and per_round is not None:
+        raise ValueError(f"`clients_per_round` ({per_round}) cannot be combined with `sampling`")
+    if sampling is not None:
+        return sampling
+    return Sampling() if per_round is None else Sampling(per_round)
 
 
 def _run_rounds(
@@ -203,7 +291,7 @@ def _run_rounds(
     checkpoint_every: int,
     log: _Log,
     advance: Advance,
-    asked_to_stop: Callable[[], bool],
+    stop_requested: Callable[[], bool],
 ) -> bool:
     """Run rounds until the last one, with evaluations and checkpoints; return whether Ctrl-C stopped them."""
     folder = log.folder
@@ -215,147 +303,41 @@ def _run_rounds(
 
     try:
         evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation
-        while loop.now.round < rounds and not loop.patience_is_over():
-            if asked_to_stop():
+        while loop.now.round < rounds and not loop.out_of_patience:
+            if stop_requested():
                 raise KeyboardInterrupt
-            stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every if folder else 0)
-            stop = min([stop, *(number for number in loop.judge_after if number > loop.now.round)])
+            stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every)
+            stop = min([stop, *(number for number in loop.rounds_to_evaluate if number > loop.now.round)])
             loop.advance(stop, record_pending)
             if loop.now.round < stop:
                 continue  # records of these rounds are written while the devices run the next ones
             record_pending()
             evaluations.run_if_due(loop)
-            if folder and (loop.patience_is_over() or _due(loop.now.round, rounds, checkpoint_every)):
-                folder.checkpoint(loop.now.round, loop.everything())
+            if folder and (loop.out_of_patience or _due(loop.now.round, rounds, checkpoint_every)):
+                folder.checkpoint(loop.now.round, loop.checkpoint())
     except KeyboardInterrupt:
         record_pending()
         if folder:
-            folder.checkpoint(loop.now.round, loop.everything())
+            folder.checkpoint(loop.now.round, loop.checkpoint())
         return True
     return False
 
 
-@dataclasses.dataclass
-class _Log:
-    """The history of a run, which also goes to its folder and to `on_record`."""
-
-    folder: RunFolder | None
-    on_record: OnRecord | None
-    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    watch: _Watch = dataclasses.field(default_factory=lambda: _Watch())
-
-    def record(self, entry: dict[str, Any]) -> None:
-        self.history.append(entry)
-        if self.folder:
-            self.folder.record(entry)
-        if self.on_record:
-            self.on_record(entry)
-        self.watch.look(entry)
-
-
-class _Watch:
-    """Looks at the records of a training, and warns once if it goes nowhere."""
-
-    def __init__(self) -> None:
-        self._lost: list[dict[str, Any]] = []  # the last rounds, as long as they learned nothing
-        self._warned = False
-
-    def look(self, entry: dict[str, Any]) -> None:
-        problem = self._in_round(entry) if entry["kind"] == "round" else _in_evaluation(entry)
-        if problem and not self._warned:
-            self._warned = True
-            warn_caller(problem, DivergenceWarning)
-
-    def _in_round(self, entry: dict[str, Any]) -> str | None:
-        excluded = entry.get("non_finite", 0) + entry.get("zeroed", 0)
-        lost = entry["skipped"] or (excluded and not entry.get("clients", 1))
-        self._lost = [*self._lost, entry] if lost else []
-        return _why_lost(self._lost) if len(self._lost) == LOST_IN_A_ROW else None
-
-
-def _in_evaluation(entry: dict[str, Any]) -> str | None:
-    problem = why_diverged(entry["clients"], entry["diverged"])
-    return problem and f"the evaluation after round {entry['round']}: {problem}"
-
-
-def _why_lost(rounds: list[dict[str, Any]]) -> str:
-    """Say why rounds learned nothing, and what to try."""
-    first, last = rounds[0]["round"], rounds[-1]["round"]
-    learned = f"rounds {first} to {last} learned nothing, and the global parameters stay as they were"
-    sums = {name: sum(entry.get(name, 0) for entry in rounds) for name in ("non_finite", "zeroed", "clients")}
-    if sums["non_finite"]:
-        return f"{learned}: {sums['non_finite']} updates of clients are not finite and were left out. {REMEDY}"
-    if sums["zeroed"]:
-        why = f"{sums['zeroed']} updates of clients are longer than `zero_norm` and were left out"
-        return f"{learned}: {why}. Raise `zero_norm`, or: {REMEDY}"
-    if sums["clients"]:
-        return f"{learned}: the mean of the updates is not finite. {REMEDY}"
-    return (
-        f"{learned}: nobody sent an update that counts. Are there clients with enough examples for support and query, "
-        "and does `sampling` let them take part? If they do take part, their updates are not finite: try smaller "
-        "learning rates."
+def _result(loop: _Loop, history: list[Record], spent: Spending | None, interrupted: bool) -> Run:
+    done, stopper = loop.now.round, loop.stopper
+    best = None if stopper is None else stopper.better_than_last(done)
+    run = Run(
+        params=jax.tree.map(np.asarray, loop.params() if best is None else best.params),
+        history=history,
+        rounds=done,
+        client_state=loop.now.client_state,
+        interrupted=interrupted,
+        ledger=None if spent is None else spent.after(done),
+        best=None if best is None else best.round,
     )
-
-
-class _Evaluations:
-    """The evaluations during training: when they are due, and what they record."""
-
-    def __init__(self, evaluate: Evaluate | None, every: int, rounds: int, spent: Spending | None, log: _Log):
-        self.every = 0 if evaluate is None else every
-        self._evaluate, self._rounds, self._spent, self._log = evaluate, rounds, spent, log
-        evaluated = (entry["round"] for entry in log.history if entry["kind"] == "evaluation")
-        self._last = max(evaluated, default=-1)
-
-    def run_if_due(self, loop: _Loop) -> None:
-        now = loop.now.round
-        due = loop.judges if now == 0 else now in loop.judge_after or _due(now, self._rounds, self.every)
-        if self._evaluate is None or now == self._last or not due:
-            return
-        reconstructs = isinstance(self._evaluate, Evaluator) and self._evaluate.protocol == "recon"
-        kept = () if reconstructs else loop.now.kept
-        cost = {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
-        # The log warns of clients that diverged, once.
-        measure = self._evaluate.measure if isinstance(self._evaluate, Evaluator) else self._evaluate
-        what = {"fallback": True} if loop.falls_back() else {}
-        entry = {"kind": "evaluation", "round": now, **what, **measure(loop.evaluated(), kept).summary(), **cost}
-        loop.judge(entry)
-        self._log.record(entry)
-        self._last = now
-
-
-def _like(params: Any, fallback: Any) -> Any:
-    """Return what to fall back on in the types and containers of global parameters."""
-    (expected, structure), (given, _) = flatten(params), flatten(fallback)
-    shapes = [{path: np.shape(leaf) for path, leaf in leaves.items()} for leaves in (given, expected)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"`fallback` has {shapes[0]}; the algorithm's global parameters are {shapes[1]}")
-    return unflatten(structure, {path: np.asarray(given[path], leaf.dtype) for path, leaf in expected.items()})
-
-
-class _Judging(NamedTuple):
-    """How evaluations decide what is kept, as `train` documents it."""
-
-    patience: int
-    after: frozenset[int]
-    by: JudgeBy
-    fallback: Any
-
-    def rank(self, evaluation: dict[str, Any]) -> tuple[float, float]:
-        """Return what an evaluation is judged by, less is better: diverged clients, then what judges."""
-        value = self.by({name: np.nan if one is None else one for name, one in evaluation["micro"].items()})
-        return evaluation["diverged"], value if np.isfinite(value) else np.inf
-
-    def counts(self, record: dict[str, Any]) -> bool:
-        """Say whether a record is of an evaluation that decides."""
-        return record["kind"] == "evaluation" and (not self.after or record["round"] in self.after | {0})
-
-
-class _Best(NamedTuple):
-    """The best evaluation so far: its round, its rank, and the global parameters."""
-
-    round: int
-    rank: tuple[float, float]
-    params: Any
+    if best is not None and loop.out_of_patience and not interrupted:
+        run.stopped = f"early stopping: no improvement in {loop.patience} evaluations; keeping round {best.round}"
+    return run
 
 
 def _due(done: int, rounds: int, every: int) -> bool:
@@ -367,12 +349,118 @@ def _next_stop(now: int, rounds: int, *every: int) -> int:
     return min([rounds, *((now // n + 1) * n for n in every if n)])
 
 
-class _Now(NamedTuple):
+class _Log:
+    """The history of a run, which also goes to its folder and to callbacks."""
+
+    def __init__(self, folder: RunFolder | None, callbacks: Sequence[Callback]):
+        self.folder, self.history = folder, list[Record]()
+        self._callbacks, self._monitor = callbacks, DivergenceMonitor()
+
+    def record(self, entry: Record) -> None:
+        self.history.append(entry)
+        if self.folder:
+            self.folder.record(entry)
+        for callback in self._callbacks:
+            (callback.after_round if entry["kind"] == "round" else callback.after_evaluation)(entry)
+        self._monitor(entry)
+
+
+class _Evaluations:
+    """The evaluations during training: when they are due, and what they record."""
+
+    def __init__(self, evaluate: Evaluate | None, every: int, rounds: int, spent: Spending | None, log: _Log):
+        self.every = 0 if evaluate is None else every
+        self._evaluate, self._rounds, self._spent, self._log = evaluate, rounds, spent, log
+        self._last = max((entry["round"] for entry in log.history if entry["kind"] == "evaluation"), default=-1)
+
+    def run_if_due(self, loop: _Loop) -> None:
+        now, stopper = loop.now.round, loop.stopper
+        due = stopper is not None if now == 0 else now in loop.rounds_to_evaluate or _due(now, self._rounds, self.every)
+        if self._evaluate is None or now == self._last or not due:
+            return
+        state, evaluate = loop.now.client_state, self._evaluate
+        if isinstance(evaluate, Evaluator):
+            state = () if evaluate.protocol == "recon" else state
+            evaluate = evaluate.measure  # the log warns of clients that diverged, once
+        falls_back = now == 0 and stopper is not None and stopper.fallback is not None
+        params = stopper.fallback if stopper is not None and falls_back else loop.params()
+        entry = {"kind": "evaluation", "round": now, **({"fallback": True} if falls_back else {})}
+        entry |= evaluate(params, state).summary()
+        entry |= {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
+        if stopper is not None:
+            stopper.judge(entry, params)
+        self._log.record(entry)
+        self._last = now
+
+
+class _Best(NamedTuple):
+    """The best evaluation so far: its round, its rank, and the global parameters."""
+
+    round: int
+    rank: tuple[float, float]
+    params: Any
+
+
+class _Stopper:
+    """Early stopping: the best evaluation, and how many after it were no better."""
+
+    def __init__(self, settings: EarlyStopping, params: Any, client_state: Any, *, evaluates: bool):
+        if not evaluates:
+            raise ValueError("`early_stopping` needs `valid`: clients to evaluate on")
+        if jax.tree.leaves(client_state):
+            raise ValueError(
+                "`early_stopping` keeps only global parameters, but the clients of this method keep state, too"
+            )
+        self.settings = settings
+        self.best: _Best | None = None
+        self.fallback = None if settings.fallback is None else _convert_fallback(settings.fallback, params)
+        self.worse = self._judged = 0
+
+    def judge(self, record: Record, params: Any) -> None:
+        """Keep the parameters if this evaluation is better than all before it."""
+        if not self.settings.counts(record):
+            return
+        self._judged, rank = record["round"], self.settings.rank(record)
+        if self.best is None or rank < self.best.rank:
+            # A copy, since the next call may write to these buffers.
+            self.best, self.worse = _Best(record["round"], rank, jax.tree.map(np.array, params)), 0
+        else:
+            self.worse += 1
+
+    def better_than_last(self, done: int) -> _Best | None:
+        """Return the best evaluation if its parameters are not those of the last one."""
+        is_last = self.best is not None and self.best.round == self._judged
+        return None if is_last and not (done == 0 and self.fallback is not None) else self.best
+
+    def checkpoint(self, params: Any) -> dict[str, Any]:
+        best = _Best(-1, (np.inf, np.inf), params) if self.best is None else self.best
+        numbers = np.array([best.round, *best.rank], np.float64)
+        return {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
+
+    def restore(self, saved: Mapping[str, Any], records: Sequence[Record]) -> None:
+        number, diverged, score = map(float, saved["numbers"])
+        if number < 0:
+            return
+        self.best = _Best(int(number), (diverged, score), saved["params"])
+        judged = [record["round"] for record in records if self.settings.counts(record)]
+        self._judged, self.worse = max(judged), sum(r > self.best.round for r in judged)
+
+
+def _convert_fallback(fallback: Any, params: Any) -> Any:
+    """Return the fallback in the types and containers of global parameters."""
+    (expected, structure), (leaves, _) = flatten(params), flatten(fallback)
+    shapes = [{path: np.shape(leaf) for path, leaf in tree.items()} for tree in (expected, leaves)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"`fallback` must have the shapes of the global parameters, {shapes[0]} (got {shapes[1]})")
+    return unflatten(structure, {path: np.asarray(leaves[path], leaf.dtype) for path, leaf in expected.items()})
+
+
+class _State(NamedTuple):
     """The state of training, replaced as a whole after every call, so that an interruption leaves it consistent."""
 
     round: int
     server: ServerState
-    kept: Any
+    client_state: Any
 
 
 class _Loop:
@@ -380,18 +468,15 @@ class _Loop:
 
     def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, layout: Layout):
         self.layout, self._algorithm = layout, algorithm
+        self.stopper: _Stopper | None = None
         keys = run_keys(seed)
-        self._key = everywhere(keys.clients, layout)
-        kept = kept_at_first(algorithm, clients, seed)
-        self.now = _Now(0, everywhere(algorithm.init(keys.init), layout), kept)
-        self.pending: collections.deque[dict[str, Any]] = collections.deque()
-        at_once = 1 if jax.tree.leaves(kept) else ROUNDS_AT_ONCE
+        self._key = put_on_devices(keys.clients, layout)
+        client_state = init_client_state(algorithm, clients, seed)
+        self.now = _State(0, put_on_devices(algorithm.init(keys.init), layout), client_state)
+        self.pending: collections.deque[Record] = collections.deque()
+        at_once = 1 if jax.tree.leaves(client_state) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, layout, keys, at_once)
-        self._ahead: Future[Prepared] | None = None
-        self._judging: _Judging | None = None
-        self.best: _Best | None = None
-        self._worse = 0  # evaluations in a row, up to the last, that are a reason to stop
-        self._judged = 0
+        self._ahead: Future[PackedRounds] | None = None
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
 
@@ -399,111 +484,61 @@ class _Loop:
         return self._algorithm.params(self.now.server)
 
     @property
-    def judges(self) -> bool:
-        """Whether evaluations decide what is kept."""
-        return self._judging is not None
+    def patience(self) -> int:
+        return 0 if self.stopper is None else self.stopper.settings.patience
 
     @property
-    def judge_after(self) -> frozenset[int]:
-        """The rounds after which evaluations decide; none if all do."""
-        return frozenset() if self._judging is None else self._judging.after
+    def out_of_patience(self) -> bool:
+        return self.stopper is not None and self.stopper.worse >= self.patience
 
-    def evaluated(self) -> Any:
-        """Return the global parameters that an evaluation is of: before the first round, what to fall back on."""
-        return self._judging.fallback if self._judging and self.falls_back() else self.params()
+    @property
+    def rounds_to_evaluate(self) -> Collection[int]:
+        """The rounds after which early stopping wants an evaluation."""
+        return () if self.stopper is None else self.stopper.settings.rounds
 
-    def falls_back(self) -> bool:
-        """Say whether no round was run, and there is something to fall back on."""
-        return self.now.round == 0 and self._judging is not None and self._judging.fallback is not None
+    def checkpoint(self) -> dict[str, Any]:
+        state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), KEPT: self.now.client_state}
+        return state if self.stopper is None else state | self.stopper.checkpoint(self.params())
 
-    def keep_best(self, judging: _Judging, evaluates: bool) -> None:
-        """Judge evaluations from now on."""
-        if judging.patience < 1 or not evaluates:
-            raise ValueError(
-                f"`patience` is {judging.patience} with{'' if evaluates else 'out'} `valid`: it must be 1 or more, and "
-                "needs clients to evaluate on"
-            )
-        if jax.tree.leaves(self.now.kept):
-            raise ValueError("`patience` keeps only global parameters, but the clients of this method keep state, too")
-        fallback = None if judging.fallback is None else _like(self.params(), judging.fallback)
-        self._judging = judging._replace(fallback=fallback)
-
-    def judge(self, evaluation: dict[str, Any]) -> None:
-        """Keep the parameters if this evaluation is better than all before it."""
-        if self._judging is None or not self._judging.counts(evaluation):
-            return
-        self._judged, rank = evaluation["round"], self._judging.rank(evaluation)
-        if self.best is None or rank < self.best.rank:
-            # A copy, since the next call may write to these buffers.
-            self.best = _Best(evaluation["round"], rank, jax.tree.map(np.array, self.evaluated()))
-            self._worse = 0
-        else:
-            self._worse += 1
-
-    def better_than_last(self) -> _Best | None:
-        """Return the best evaluation if its parameters are not those of the last one."""
-        last = self.best is not None and self.best.round == self._judged
-        return None if last and not self.falls_back() else self.best
-
-    def patience_is_over(self) -> bool:
-        """Say whether enough evaluations in a row were no better than the best one."""
-        return self._judging is not None and self._worse >= self._judging.patience
-
-    def everything(self) -> Any:
-        state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), "kept": self.now.kept}
-        if self._judging is None:
-            return state
-        best = _Best(-1, (np.inf, np.inf), self.params()) if self.best is None else self.best
-        numbers = np.array([best.round, *best.rank], np.float64)
-        return state | {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
-
-    def restore(self, folder: RunFolder, history: list[dict[str, Any]]) -> int:
-        found = folder.restore(self.everything())
-        if found is None:
+    def restore(self, folder: RunFolder, history: list[Record]) -> int:
+        newest = folder.restore(self.checkpoint())
+        if newest is None:
             return 0
-        done, saved, records = found
-        self.now = _Now(done, everywhere(ServerState(**saved["server"]), self.layout), saved["kept"])
+        done, saved, records = newest
+        self.now = _State(done, put_on_devices(ServerState(**saved["server"]), self.layout), saved[KEPT])
         history.extend(records)
-        if self._judging and saved["best"]["numbers"][0] >= 0:
-            best, diverged, value = map(float, saved["best"]["numbers"])
-            self.best = _Best(int(best), (diverged, value), saved["best"]["params"])
-            judged = [record["round"] for record in records if self._judging.counts(record)]
-            self._judged, self._worse = max(judged), sum(number > self.best.round for number in judged)
+        if self.stopper is not None:
+            self.stopper.restore(saved["best"], records)
         return done
 
     def advance(self, stop: int, meanwhile: Callable[[], None]) -> None:
-        """Run some rounds in one call, at most up to `stop`, and pack the next cohorts while the devices are busy.
-
-        Args:
-          stop: the last round to run.
-          meanwhile: what else to do while the devices are busy.
-        """
-        ready = None if self._ahead is None else self._ahead.result()
-        if ready is None or ready.first != self.now.round or ready.first + ready.number > stop:
-            ready = self._cohorts.prepare(self.now.round, stop - self.now.round)
-        who = ready.orders[0]
-        mine = np.maximum(self.layout.local(who), 0)
-        theirs = jax.tree.map(lambda x: x[mine], self.now.kept)
-        server, theirs, reports = self._run(
-            self.now.server, theirs, ready.cohorts, self._key, ready.first, ready.number
+        """Run some rounds in one call, at most up to `stop`; call `meanwhile` while the devices are busy."""
+        packed = None if self._ahead is None else self._ahead.result()
+        if packed is None or packed.first != self.now.round or packed.first + packed.number > stop:
+            packed = self._cohorts.prepare(self.now.round, stop - self.now.round)
+        order = packed.orders[0]
+        local = np.maximum(self.layout.local(order), 0)
+        cohort_state = jax.tree.map(lambda leaf: leaf[local], self.now.client_state)
+        server, cohort_state, reports = self._run(
+            self.now.server, cohort_state, packed.cohorts, self._key, packed.first, packed.number
         )
-        done = ready.first + ready.number
+        done = packed.first + packed.number
         self._ahead = self._cohorts.prepare_ahead(done, stop - done) if done < stop else None
         meanwhile()
         reports = jax.tree.map(np.asarray, reports)
-        self.now = _Now(done, server, _put(self.now.kept, who, theirs))
-        self.pending.extend(self._entry(ready, reports, r) for r in range(ready.number))
+        self.now = _State(done, server, _put(self.now.client_state, order, cohort_state))
+        self.pending.extend(self._record(packed, reports, r) for r in range(packed.number))
 
-    def _entry(self, ready: Prepared, reports: Report, r: int) -> dict[str, Any]:
+    def _record(self, packed: PackedRounds, reports: Report, r: int) -> Record:
         report = {name: value[r] for name, value in reports.items()}
         return {
             "kind": "round",
-            "round": ready.first + r + 1,
+            "round": packed.first + r + 1,
             **finish(self._algorithm.model, report.pop("sums", self._no_sums)),
             "weight": float(report.pop("weight", np.nan)),
             "skipped": bool(report.pop("skipped")),
             **{name: _number(value) for name, value in report.items() if value.ndim == 0},
-            **ready.samples[r].counts,
+            **packed.samples[r].counts,
         }
 
 
@@ -513,12 +548,12 @@ def _number(value: Any) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def _put(kept: Any, client: np.ndarray, theirs: Any) -> Any:
-    """Return what clients keep with the entries of some clients replaced."""
+def _put(client_state: Any, order: np.ndarray, cohort_state: Any) -> Any:
+    """Return the state of all clients with that of a cohort replaced."""
 
     def put(store: np.ndarray, new: Array) -> np.ndarray:
         store = store.copy()
-        store[client[client >= 0]] = np.asarray(new)[client >= 0]
+        store[order[order >= 0]] = np.asarray(new)[order >= 0]
         return store
 
-    return jax.tree.map(put, kept, theirs)
+    return jax.tree.map(put, client_state, cohort_state)

@@ -98,7 +98,7 @@ def _run(args: Sequence[str]) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             options = command.parse(args[1:])  # without JAX, so that help and refused options are quick
-            from fedrecon._src.simulation.evaluation import DivergenceWarning
+            from fedrecon._src.simulation.divergence import DivergenceWarning
 
             warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
             return command.run(options)
