@@ -42,7 +42,12 @@ def measure(path):
     clients = fr.Clients.open(path)
     opened = time.perf_counter() - begin
     marks = []
-    fr.train(algorithm, clients, rounds=400, on_record=lambda entry: marks.append(time.perf_counter()))
+
+    class Clock(fr.Callback):
+        def after_round(self, record):
+            marks.append(time.perf_counter())
+
+    fr.train(algorithm, clients, rounds=400, callbacks=[Clock()])
     later = marks[200:]
     # Pages of mapped files that were touched are the system's cache, not this process's memory.
     own = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))

@@ -63,7 +63,7 @@ def keeps(folder):
     found = fr.evaluate(algorithm, run.params, clients(), client_state=run.client_state, protocol="standard")
     return {
         "params": digest(run.params),
-        "kept": digest(run.client_state),
+        "client_state": digest(run.client_state),
         "history": run.history,
         "test": found.summary(),
     }

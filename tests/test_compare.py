@@ -59,15 +59,15 @@ def test_three_ways_are_the_ones_worked_out_by_hand():
     The unseen client's b is then .2 * (2 - 3.96).
     """
     found = compared(three_ways(), xy(([1, 2], [2, 5])), split=fr.split.half())
-    assert list(found.ways) == ["local only", "global only", "partially local"]
+    assert list(found.rows) == ["local only", "global only", "partially local"]
     assert found["local only"]["mae"] == pytest.approx(3.8, rel=1e-5)
     w = 3.96
     assert found["partially local"]["mae"] == pytest.approx(abs(2 * w + 0.2 * (2 - w) - 5), rel=1e-5)
     w, b = averaged_by_hand(a_and_b())
     assert found["global only"]["mae"] == pytest.approx(abs(2 * w + b - 5), rel=1e-5)
-    assert [way.evaluation.examples for way in found.ways.values()] == [1, 1, 1]
-    assert [way.run.rounds for way in found.ways.values()] == [0, 1, 1]
-    assert [way.sent for way in found.ways.values()] == [0, 8, 4]
+    assert [way.evaluation.examples for way in found.rows.values()] == [1, 1, 1]
+    assert [way.run.rounds for way in found.rows.values()] == [0, 1, 1]
+    assert [way.sent for way in found.rows.values()] == [0, 8, 4]
 
 
 def averaged_by_hand(clients, rate=0.1):
@@ -133,7 +133,7 @@ def test_nothing_to_compare_is_named():
 
 def test_curves_of_validation_clients_are_in_the_histories():
     found = compared({"one": recon(line("b"))}, xy(([1, 2], [2, 5])), valid=xy(([1, 2], [2, 3])), evaluate_every=1)
-    assert [entry["kind"] for entry in found.ways["one"].run.history] == ["round", "evaluation"]
+    assert [entry["kind"] for entry in found.rows["one"].run.history] == ["round", "evaluation"]
 
 
 def test_the_example_of_local_training_runs(capsys):

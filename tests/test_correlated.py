@@ -92,7 +92,7 @@ def test_clients_take_turns():
     assert len(last) == 11
 
 
-def train(sampling, rounds=6, folder=None, on_record=None):
+def train(sampling, rounds=6, folder=None, callbacks=()):
     clients = xy(*[([1, 2, 3], [5, 6, 8])] * 12)
     aggregate = fr.aggregators.private(1.0, 2.0, per_round=4, correlated=BANDS, rounds=6)
     algorithm = fr.federated_reconstruction(
@@ -107,7 +107,7 @@ def train(sampling, rounds=6, folder=None, on_record=None):
         sampling=sampling,
         ledger=ledger,
         layout=one_by_one(),
-        on_record=on_record,
+        callbacks=callbacks,
         **options,
     )
 

@@ -140,7 +140,7 @@ def test_standard_eval_measures_kept_parameters_and_recon_eval_rebuilds_them():
     kept = {"b": np.array([4, 5], np.float32)}
     algorithm = fr.federated_averaging(linear(), update=descend(0.1), server=optax.sgd(1.0), reconstruct=descend(0.5))
     params = {"w": np.float32(1)}
-    options = {"layout": one_by_one(), "kept": kept}
+    options = {"layout": one_by_one(), "client_state": kept}
     standard = fr.evaluate(algorithm, params, a_and_b(), protocol="standard", **options)
     assert standard.protocol == "standard"
     assert standard.examples == 6
@@ -206,7 +206,7 @@ def test_a_summary_is_ready_for_json():
     ("options", "message"),
     [
         ({"protocol": "recall"}, "`protocol` is 'recall'; use 'recon' or 'standard'"),
-        ({"protocol": "standard"}, "StandardEval measures local parameters kept from training"),
+        ({"protocol": "standard"}, "client_state"),
     ],
 )
 def test_impossible_evaluations_are_refused(options, message):

@@ -28,16 +28,16 @@ def run(name, **sizes):
 
 def assert_all_measured_alike(found, clients):
     """Every way was measured on the same examples of this many clients, and none diverged."""
-    assert list(found.ways)[:3] == WAYS
-    evaluations = [way.evaluation for way in found.ways.values()]
+    assert list(found.rows)[:3] == WAYS
+    evaluations = [way.evaluation for way in found.rows.values()]
     assert len({one.clients for one in evaluations}) == 1
     assert 0 < evaluations[0].clients < 2 * clients  # drawn by name: about as many as asked for
     assert len({one.examples for one in evaluations}) == 1
     assert [one.diverged for one in evaluations] == [0] * len(evaluations)
-    assert all(math.isfinite(value) for name in found.ways for value in found[name].values())
-    sent = [found.ways[name].sent for name in WAYS]
+    assert all(math.isfinite(value) for name in found.rows for value in found[name].values())
+    sent = [found.rows[name].sent for name in WAYS]
     assert sent[0] == 0 < sent[2] < sent[1]
-    assert found.ways["local only"].run.rounds == 0 < found.ways["partially local"].run.rounds
+    assert found.rows["local only"].run.rounds == 0 < found.rows["partially local"].run.rounds
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

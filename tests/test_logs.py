@@ -46,7 +46,7 @@ def test_tensorboard_draws_what_was_recorded(tmp_path):
     with fr.log_to("tensorboard", tmp_path) as log:
         assert not list(tmp_path.iterdir())  # a run that cannot start leaves nothing
         for entry in [a_round(1, 3.0), a_round(2, 2.0), an_evaluation(2, 1.5)]:
-            log(entry)
+            log.after_round(entry)
     found = read(tmp_path)
     assert found["train/loss"] == [(1, 3.0), (2, 2.0)]
     assert found["valid/rmse"] == [(2, 1.5)]
@@ -56,10 +56,10 @@ def test_tensorboard_draws_what_was_recorded(tmp_path):
 def test_a_run_that_goes_on_replaces_what_was_drawn_beyond_its_checkpoint(tmp_path):
     with fr.log_to("tensorboard", tmp_path) as log:
         for number in range(1, 6):
-            log(a_round(number, number))
+            log.after_round(a_round(number, number))
     with fr.log_to("tensorboard", tmp_path) as log:  # killed in round 5, its checkpoint is of round 3
         for number in range(4, 7):
-            log(a_round(number, 10 * number))
+            log.after_round(a_round(number, 10 * number))
     assert read(tmp_path)["train/loss"] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60)]
 
 
@@ -86,7 +86,7 @@ def test_mlflow_has_what_was_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     with fr.log_to("mlflow", tmp_path / "mine", {"rounds": 2, "data": {"source": "x.csv"}}) as log:
         for entry in [an_evaluation(0, 2.0), a_round(1, 3.0), a_round(2, math.nan), an_evaluation(2, 1.5)]:
-            log(entry)
+            log.after_round(entry)
     client = mlflow.MlflowClient()
     (run,) = client.search_runs(["0"])
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
@@ -104,7 +104,7 @@ def test_wandb_has_what_was_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     with fr.log_to("wandb", tmp_path / "mine", {"rounds": 2}) as log:
         for entry in [an_evaluation(0, 2.0), a_round(1, 3.0), a_round(2, math.nan), an_evaluation(2, 1.5)]:
-            log(entry)
+            log.after_round(entry)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows, names = [], set()
     for record in wandb_records(file):

@@ -18,6 +18,7 @@ from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.progress import silent
 from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.ledger import Ledger
+from fedrecon._src.simulation.training import RecordCallback
 from toy_models import descend, linear, one_by_one, xy
 
 pytestmark = pytest.mark.slow
@@ -101,7 +102,7 @@ def test_the_ledger_survives_an_interruption_to_the_digit(tmp_path):
         if record["round"] == 3:
             raise KeyboardInterrupt
 
-    stopped = run_experiment(config, fr.RunFolder(tmp_path / "parts"), on_record=stop)
+    stopped = run_experiment(config, fr.RunFolder(tmp_path / "parts"), callbacks=[RecordCallback(stop)])
     assert stopped.run.interrupted
     assert stopped.run.ledger.rounds < 6
     run_experiment(config, fr.RunFolder(tmp_path / "parts"), resume=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon._src.simulation.evaluation import Evaluation
-from fedrecon._src.simulation.training import _Judging, _next_stop, loss_of
+from fedrecon._src.simulation.training import _next_stop
 from toy_models import (
     a_and_b,
     assert_same_bits,
@@ -165,28 +165,54 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, algorithm, whole, whole_k
 
 def test_a_finished_run_is_not_run_again(whole, tmp_path):
     result, folder = whole
-    told = []
-    again = run(momentum(), folder=folder, on_record=told.append)
-    assert told == []
+    recorder = Recorder()
+    again = run(momentum(), folder=folder, callbacks=[recorder])
+    assert recorder.rounds == recorder.evaluations == []
     assert_same_bits(again.params, result.params)
     assert again.history == result.history
 
 
-class Stop:
+class Stop(fr.Callback):
     """Presses Ctrl-C when a record comes."""
 
     def __init__(self, kind, number):
         self.kind, self.number = kind, number
 
-    def __call__(self, entry):
-        if (entry["kind"], entry["round"]) == (self.kind, self.number):
+    def after_round(self, record):
+        if (record["kind"], record["round"]) == (self.kind, self.number):
             raise KeyboardInterrupt
+
+    after_evaluation = after_round
+
+
+class Recorder(fr.Callback):
+    """Remembers what it is called with."""
+
+    def __init__(self):
+        self.rounds, self.evaluations, self.runs = [], [], []
+
+    def after_round(self, record):
+        self.rounds.append(record)
+
+    def after_evaluation(self, record):
+        self.evaluations.append(record)
+
+    def at_end(self, run):
+        self.runs.append(run)
+
+
+def test_callbacks_get_every_round_every_evaluation_and_the_result():
+    recorder = Recorder()
+    result = run(momentum(), rounds=3, evaluate_every=2, callbacks=[recorder, fr.Callback()])
+    assert recorder.rounds == of_kind(result.history, "round")
+    assert recorder.evaluations == of_kind(result.history, "evaluation")
+    assert recorder.runs == [result]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), [("round", 3), ("evaluation", 5), ("round", 12)])
 def test_ctrl_c_leaves_what_was_learned_and_the_run_can_go_on(tmp_path, whole, kind, number):
-    stopped = run(momentum(), folder=tmp_path, on_record=Stop(kind, number))
+    stopped = run(momentum(), folder=tmp_path, callbacks=[Stop(kind, number)])
     assert stopped.interrupted
     assert number <= stopped.rounds <= 12
     folder = fr.RunFolder(tmp_path)
@@ -201,7 +227,7 @@ def test_ctrl_c_leaves_what_was_learned_and_the_run_can_go_on(tmp_path, whole, k
 
 @pytest.mark.slow
 def test_ctrl_c_without_a_folder_returns_what_was_learned():
-    stopped = run(momentum(), valid=None, on_record=Stop("round", 3))
+    stopped = run(momentum(), valid=None, callbacks=[Stop("round", 3)])
     assert stopped.interrupted
     assert np.isfinite(leaves_of(stopped.params)).all()
 
@@ -212,12 +238,13 @@ import numpy as np
 sys.path.insert(0, {tests!r})
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
-from test_train import momentum, run
+from test_train import RecordCallback, momentum, run
 from toy_models import leaves_of
 
 pause = float(sys.argv[2])
 found = run(
-    momentum(), rounds=40, folder=sys.argv[1], checkpoint_every=3, on_record=lambda entry: time.sleep(pause)
+    momentum(), rounds=40, folder=sys.argv[1], checkpoint_every=3,
+    callbacks=[RecordCallback(lambda entry: time.sleep(pause))],
 )
 np.save(sys.argv[1] + "/found.npy", leaves_of(found.params))
 """
@@ -319,7 +346,7 @@ def test_a_run_is_shown_in_one_line():
     found = run(momentum(), valid=None, rounds=2)
     assert re.fullmatch(r"Run\(2 rounds, 24 global parameters, last training loss [0-9.]+\)", repr(found))
     best = fr.Run({}, [], 3, best=1, stopped="enough", interrupted=True)
-    assert repr(best) == "Run(3 rounds, 0 global parameters, kept from round 1, interrupted, stopped: enough)"
+    assert repr(best) == "Run(3 rounds, 0 global parameters, best round 1, interrupted, stopped: enough)"
 
 
 def test_rounds_come_out_the_same_however_they_are_grouped():
@@ -337,7 +364,7 @@ def test_rounds_come_out_the_same_however_they_are_grouped():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clients_per_round": 3, "sampling": fr.Sampling(3)}, "give `clients_per_round` or `sampling`"),
+        ({"clients_per_round": 3, "sampling": fr.Sampling(3)}, "`clients_per_round`"),
         ({"rounds": -1}, "`rounds` and `evaluate_every` must be at least 0"),
         ({"checkpoint_every": 0}, "`checkpoint_every` at least 1"),
     ],
@@ -415,16 +442,19 @@ def norms():
     return found
 
 
-def patient(norms, **options):
-    return run(momentum(), valid=judged_by(norms[1]), evaluate_every=2, patience=2, **options)
+PATIENT = fr.EarlyStopping(patience=2)
+
+
+def patient(norms, early_stopping=PATIENT, **options):
+    return run(momentum(), valid=judged_by(norms[1]), evaluate_every=2, early_stopping=early_stopping, **options)
 
 
 def test_training_ends_when_evaluations_get_no_better_and_keeps_the_best(norms):
     found = patient(norms)
     assert (found.rounds, found.best) == (8, 4)
-    assert found.stopped == "2 evaluations in a row were no better than that of round 4"
+    assert found.stopped == "early stopping: no improvement in 2 evaluations; keeping round 4"
     assert_same_bits(found.params, run(momentum(), rounds=4).params)
-    every = run(momentum(), valid=judged_by(norms[-1]), evaluate_every=2, patience=2)
+    every = run(momentum(), valid=judged_by(norms[-1]), evaluate_every=2, early_stopping=PATIENT)
     assert (every.rounds, every.best, every.stopped) == (12, None, None)
     assert_same_bits(every.params, run(momentum()).params)
 
@@ -433,7 +463,7 @@ def test_training_ends_when_evaluations_get_no_better_and_keeps_the_best(norms):
 @pytest.mark.parametrize(("kind", "number"), [("round", 3), ("evaluation", 4), ("round", 5), ("evaluation", 8)])
 def test_a_run_with_patience_resumes_to_the_same_bits(tmp_path, norms, kind, number):
     whole = patient(norms)
-    assert patient(norms, folder=tmp_path, on_record=Stop(kind, number)).interrupted
+    assert patient(norms, folder=tmp_path, callbacks=[Stop(kind, number)]).interrupted
     found = patient(norms, folder=tmp_path)
     assert (found.rounds, found.best, found.interrupted) == (8, 4, False)
     assert_same_bits(found.params, whole.params)
@@ -447,17 +477,17 @@ def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():
     def evaluation(diverged, loss):
         return {"diverged": diverged, "micro": {"loss": loss}}
 
-    judging = _Judging(1, frozenset(), loss_of, None)
+    stopping = fr.EarlyStopping()
     ranks = [
-        judging.rank(evaluation(*of)) for of in [(0, 0.5), (0, 0.7), (0, np.inf), (0, None), (0, np.nan), (1, 0.1)]
+        stopping.rank(evaluation(*of)) for of in [(0, 0.5), (0, 0.7), (0, np.inf), (0, None), (0, np.nan), (1, 0.1)]
     ]
     assert ranks == sorted(ranks)
 
 
 def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_round(norms):
-    found = run(momentum(), valid=judged_by(0.0), evaluate_every=2, patience=2)
+    found = run(momentum(), valid=judged_by(0.0), evaluate_every=2, early_stopping=PATIENT)
     assert (found.rounds, found.best) == (4, 0)
-    assert found.stopped == "2 evaluations in a row were no better than the one before the first round"
+    assert "keeping round 0" in found.stopped
     assert_same_bits(found.params, run(momentum(), rounds=0).params)
     assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 2, 4]
 
@@ -465,12 +495,20 @@ def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_ro
 def test_something_simple_is_kept_if_no_round_is_better(norms, tmp_path):
     start = run(momentum(), rounds=0).params
     simple = {name: 2 * norms[-1] * leaf / norm_of(start) for name, leaf in start.items()}
-    options = {"valid": judged_by(norm_of(simple)), "evaluate_every": 2, "patience": 2, "fallback": simple}
+    options = {
+        "valid": judged_by(norm_of(simple)),
+        "evaluate_every": 2,
+        "early_stopping": fr.EarlyStopping(2, fallback=simple),
+    }
     found = run(momentum(), **options)
     assert (found.rounds, found.best) == (4, 0)
     assert_same_bits(found.params, simple)
-    wide = options | {"fallback": {name: np.asarray(leaf, np.float64) for name, leaf in simple.items()}}
-    assert run(momentum(), folder=tmp_path, on_record=Stop("round", 3), **wide).interrupted
+    wide = options | {
+        "early_stopping": fr.EarlyStopping(
+            2, fallback={name: np.asarray(leaf, np.float64) for name, leaf in simple.items()}
+        )
+    }
+    assert run(momentum(), folder=tmp_path, callbacks=[Stop("round", 3)], **wide).interrupted
     assert_same_bits(run(momentum(), folder=tmp_path, **wide).params, simple)
     at_once = run(momentum(), rounds=0, **options)
     assert at_once.best == 0
@@ -478,37 +516,44 @@ def test_something_simple_is_kept_if_no_round_is_better(norms, tmp_path):
     better = run(momentum(), **options | {"valid": judged_by(norms[-1])})
     assert better.best is None
     assert_same_bits(better.params, run(momentum()).params)
-    with pytest.raises(ValueError, match=r"`fallback` has \{'x': \(3,\)\}; the algorithm's global parameters are \{"):
-        run(momentum(), **options | {"fallback": {"x": np.zeros(3)}})
+    with pytest.raises(ValueError, match="`fallback`"):
+        run(momentum(), **options | {"early_stopping": fr.EarlyStopping(2, fallback={"x": np.zeros(3)})})
 
 
 def test_what_evaluations_are_judged_by_can_be_chosen(norms):
-    found = run(momentum(), valid=judged_by(0.0), evaluate_every=2, patience=2, judge_by=lambda m: -m["loss"])
+    found = run(
+        momentum(),
+        valid=judged_by(0.0),
+        evaluate_every=2,
+        early_stopping=fr.EarlyStopping(2, score=lambda metrics: -metrics["loss"]),
+    )
     assert (found.rounds, found.best) == (12, None), "the loss grows, and that is wanted here"
 
 
 def test_only_evaluations_after_the_rounds_that_are_named_decide(norms, tmp_path):
-    found = patient(norms, judge_after=[6, 8, 10])  # that of round 4 would be best
+    found = patient(norms, fr.EarlyStopping(2, rounds=[6, 8, 10]))  # that of round 4 would be best
     assert (found.rounds, found.best) == (8, 0)
-    assert found.stopped.startswith("2 evaluations in a row, of those that decide, were no better")
-    options = {"valid": judged_by(norms[2] - 0.01), "patience": 2, "judge_after": [5, 6, 7, 9]}
+    assert "keeping round 0" in found.stopped
+    options = {"valid": judged_by(norms[2] - 0.01), "early_stopping": fr.EarlyStopping(2, rounds=[5, 6, 7, 9])}
     found = run(momentum(), evaluate_every=0, **options)
     assert (found.rounds, found.best) == (9, 6)
     assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 5, 6, 7, 9]
-    assert run(momentum(), folder=tmp_path, on_record=Stop("round", 7), **options).interrupted
+    assert run(momentum(), folder=tmp_path, callbacks=[Stop("round", 7)], **options).interrupted
     again = run(momentum(), folder=tmp_path, **options)
     assert (again.rounds, again.best) == (9, 6)
     assert_same_bits(again.params, found.params)
 
 
 def test_an_interrupted_run_keeps_rounds_after_its_last_evaluation(norms, tmp_path):
-    found = patient(norms, folder=tmp_path, on_record=Stop("round", 3))
+    found = patient(norms, folder=tmp_path, callbacks=[Stop("round", 3)])
     assert (found.rounds, found.best) == (4, None)
     assert_same_bits(found.params, run(momentum(), rounds=4).params)
 
 
 def test_patience_needs_somebody_to_judge_and_clients_that_keep_nothing():
-    with pytest.raises(ValueError, match="without `valid`"):
-        run(momentum(), valid=None, patience=2)
-    with pytest.raises(ValueError, match="clients of this method keep state"):
-        run(keeping(), patience=2)
+    with pytest.raises(ValueError, match="`valid`"):
+        run(momentum(), valid=None, early_stopping=PATIENT)
+    with pytest.raises(ValueError, match="`early_stopping`"):
+        run(keeping(), early_stopping=PATIENT)
+    with pytest.raises(ValueError, match="`patience`"):
+        fr.EarlyStopping(patience=0)

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from fedrecon._src.app.resuming import (
     start_same_devices,
 )
 from fedrecon._src.app.saved import SavedModel, save_model
-from fedrecon._src.app.stopping import divided, judgements_of, patience_of, rounds_of, say_stopped
+from fedrecon._src.app.stopping import divided, early_stopping_of, rounds_of, say_stopped
 from fedrecon._src.app.tasks import Task, Users, task_of
 from fedrecon._src.app.tasks.task import Dataset
 from fedrecon._src.core.formatting import how_many
@@ -43,7 +43,7 @@ from fedrecon._src.privacy.spending import spending
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.simulation.multihost import broadcast, check_same, is_first_process, share_folder
-from fedrecon._src.simulation.training import OnRecord, Run, train
+from fedrecon._src.simulation.training import Callback, RecordCallback, Run, train
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon._version import __version__
 
@@ -87,7 +87,7 @@ def run_experiment(
     overwrite: bool = False,
     made_by: str = "train",
     progress: Progress = silent,
-    on_record: OnRecord | None = None,
+    callbacks: Sequence[Callback] = (),
     say: Say = lambda text: None,
 ) -> Outcome:
     """Train with some settings, evaluate on the test users, and write everything to a folder.
@@ -103,7 +103,7 @@ def run_experiment(
       overwrite: replace the run that the folder holds.
       made_by: the command, for `run.json`.
       progress: a progress display.
-      on_record: called with every round's and evaluation's record.
+      callbacks: called after every round and evaluation, and at the end of training.
       say: called with remarks and warnings.
 
     Raises:
@@ -157,7 +157,7 @@ def run_experiment(
             ),
             data,
             progress,
-            on_record,
+            callbacks,
             say,
         )
 
@@ -178,17 +178,11 @@ class _Started(NamedTuple):
     fallback: Any
 
 
-def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord | None, say: Say) -> Outcome:
+def _run(ready: _Started, data: Dataset, progress: Progress, callbacks: Sequence[Callback], say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
     config, folder, task, users, legend, algorithm, place, facts, described, ledger, fallback = ready
     evaluator = make_evaluator(config, algorithm, users, place)
     watch = Watch(config, task, say, _look_like_counts(config, data))
-
-    def watched(record: dict[str, Any]) -> None:
-        watch(record)
-        if on_record:
-            on_record(record)
-
     run = train(
         algorithm,
         users.train,
@@ -196,17 +190,14 @@ def _run(ready: _Started, data: Dataset, progress: Progress, on_record: OnRecord
         sampling=config.sampling,
         valid=divided(evaluator, config, users),
         evaluate_every=config.evaluate_every,
-        patience=patience_of(config, users),
-        judge_after=judgements_of(config),
-        judge_by=task.judge_by,
-        fallback=fallback,
+        early_stopping=early_stopping_of(config, users, task.score, fallback),
         seed=config.seed,
         ledger=ledger,
         folder=folder,
         checkpoint_every=config.checkpoint_every,
         layout=place,
         progress=progress,
-        on_record=watched,
+        callbacks=[RecordCallback(watch), *callbacks],
     )
     run = dataclasses.replace(run, stopped=say_stopped(config, run.stopped, run.best))
     failed = why_failed(run.history, task)

@@ -7,10 +7,10 @@ from typing import Any
 
 from fedrecon._src.app.config import Config, RatingsConfig
 from fedrecon._src.app.tasks import Task
+from fedrecon._src.simulation.divergence import find_divergence, find_failures
 from fedrecon._src.simulation.evaluation import Evaluation
 
 GUARDS = {"learned_from": "clients", "shortened": "clipped", "too_long": "zeroed", "not_finite": "non_finite"}
-MOST_FAILED = 0.1  # share of updates, rounds or evaluated clients above which a run has failed
 
 
 class Watch:
@@ -25,29 +25,23 @@ class Watch:
         """Look at a record."""
         where = f"warning: round {record['round']}:"
         people = self._task.people
-        if record["kind"] == "evaluation":
-            if record["diverged"]:
-                of = f"{record['diverged']} of {record['clients']} validation {people}"
-                are = "is" if record["diverged"] == 1 else "are"
-                self._once("diverged", f"{where} {of} diverged and {are} excluded. {self._remedy(record)}")
-            elif not record["clients"]:
-                self._once("unmeasured", f"{where} no validation {people[:-1]} has enough {self._task.examples}")
+        problem = find_divergence(record)
+        if problem is None or problem.kind in self._said:
             return
-        if lost := record.get("non_finite", 0):
-            of = f"{lost} of {lost + record.get('clients', 0)} updates"
-            are, were = ("is", "was") if lost == 1 else ("are", "were")
-            self._once("non_finite", f"{where} {of} {are} not finite and {were} left out. {self._remedy(record)}")
-        elif record["skipped"]:
+        self._said.add(problem.kind)
+        of = f"{problem.count} of {problem.total}"
+        if problem.kind == "diverged":
+            self._say(f"{where} {of} validation {people} diverged, excluded from the means. {self._remedy(record)}")
+        elif problem.kind == "unmeasured":
+            self._say(f"{where} no validation {people[:-1]} has enough {self._task.examples}")
+        elif problem.kind == "non_finite":
+            self._say(f"{where} {of} updates are not finite and were left out. {self._remedy(record)}")
+        else:
             why = why_skipped(record, self._config, self._task, self._counts)
-            self._once("skipped", f"{where} nothing was learned: {why}")
+            self._say(f"{where} nothing was learned: {why}")
 
     def _remedy(self, record: Mapping[str, Any]) -> str:
         return remedy(self._config, trained=record["round"] > 0, counts=self._counts)
-
-    def _once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._say(text)
 
 
 def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, Any], counts: bool = False) -> str:
@@ -134,22 +128,8 @@ def why_failed(
       task: what was trained.
       test: how the model serves the test clients, if they were measured.
     """
-    rounds = [record for record in history if record["kind"] == "round"]
-    evaluations = [record for record in history if record["kind"] == "evaluation"]
-    lost = sum(record.get("non_finite", 0) for record in rounds)
-    updates = lost + sum(record.get("clients", 0) for record in rounds)
-    skipped = sum(bool(record.get("skipped")) for record in rounds)
-    found = []
-    if lost > MOST_FAILED * updates:
-        found.append(f"{lost} of {updates} updates were not finite")
-    if skipped > MOST_FAILED * len(rounds):
-        found.append(f"nothing was learned in {skipped} of {len(rounds)} rounds")
-    if evaluations:
-        last = evaluations[-1]
-        found += _evaluation_failed(f"validation {task.people}", last.get("clients", 0), last.get("diverged", 0))
-    if test is not None:
-        found += _evaluation_failed(f"test {task.people}", test.clients, test.diverged)
-    return "; ".join(found) or None
+    failures = find_failures(history, test)
+    return "; ".join(problem.describe(f"{name} {task.people}") for name, problem in failures.items()) or None
 
 
 def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -178,12 +158,7 @@ def say_updates(history: Sequence[Mapping[str, Any]]) -> str | None:
     return f"of {everyone:,} updates, {', '.join(told)}" if told else None
 
 
-def evaluation_failed(found: Evaluation, people: str) -> str | None:
+def evaluation_failed(evaluation: Evaluation, people: str) -> str | None:
     """Say why an evaluation says nothing about a model, or None if it does."""
-    return "; ".join(_evaluation_failed(people, found.clients, found.diverged)) or None
-
-
-def _evaluation_failed(people: str, clients: int, diverged: int) -> list[str]:
-    if not clients:
-        return [f"no {people} could be measured: they have too little data for support and query"]
-    return [f"{diverged} of {clients} {people} diverged"] if diverged > MOST_FAILED * clients else []
+    problem = find_divergence({"kind": "evaluation", **evaluation.summary()})
+    return problem.describe(people) if problem is not None and problem.failed else None

@@ -1,4 +1,4 @@
-"""Records of a run where people look: TensorBoard, MLflow or Weights & Biases. Thin hooks for `on_record`."""
+"""Records of a run where people look: TensorBoard, MLflow or Weights & Biases. Callbacks of `fr.train`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fedrecon._src.simulation.training import OnRecord
+from fedrecon._src.simulation.training import Callback, RecordCallback
 from fedrecon._src.storage.parts import LOGS
 
 Log = Literal["tensorboard", "mlflow", "wandb"]
 
 
 @contextlib.contextmanager
-def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = None) -> Iterator[OnRecord]:
+def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = None) -> Iterator[Callback]:
     """Send the records of a run to a tool that plots them, during a `with` block.
 
     Nothing is written before the first record. Numbers of rounds are named `train/loss` and so on, those of evaluations
@@ -29,7 +29,7 @@ def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = N
       settings: the run's settings, which MLflow and Weights & Biases show beside its numbers.
 
     Yields:
-      A function to pass to `fr.train` as `on_record`.
+      A callback to pass to `fr.train`.
 
     Raises:
       ValueError: there is no such tool, or its package is not installed.
@@ -49,7 +49,7 @@ def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = N
                 write.append(stack.enter_context(opened(Path(folder), dict(settings or {}), entry["round"])))
             write[0](numbers_of(entry), entry["round"])
 
-        yield record
+        yield RecordCallback(record)
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:

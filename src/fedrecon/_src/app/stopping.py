@@ -13,6 +13,7 @@ from fedrecon._src.app.settings import relaxed_rounds
 from fedrecon._src.app.tasks.task import Users
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, summarize
+from fedrecon._src.simulation.training import EarlyStopping, Score
 
 JUDGES = 10  # validation or test clients; the loss of fewer is mostly chance
 TESTED = (0.6, 0.2, 0.2)  # fractions that suit few clients
@@ -72,6 +73,12 @@ def patience_of(config: Config, users: Users) -> int | None:
 def judges_of(users: Users) -> int:
     """Return how many validation clients can judge: those with an example each for support and query."""
     return int((users.valid.sizes >= 2).sum())
+
+
+def early_stopping_of(config: Config, users: Users, score: Score, fallback: Any) -> EarlyStopping | None:
+    """Return when training stops early; None if it runs all rounds."""
+    patience = patience_of(config, users)
+    return None if patience is None else EarlyStopping(patience, judgements_of(config), score, fallback)
 
 
 def rounds_of(config: Config, users: Users) -> int:

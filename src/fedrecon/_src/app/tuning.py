@@ -23,13 +23,13 @@ from fedrecon._src.app.config import ClicksConfig, RatingsConfig, check_config, 
 from fedrecon._src.app.experiment import check_some_can_learn, make_evaluator
 from fedrecon._src.app.plots import write_figure
 from fedrecon._src.app.presets import DEFAULT, is_default
-from fedrecon._src.app.stopping import divided, judgements_of, patience_of, rounds_of
+from fedrecon._src.app.stopping import divided, early_stopping_of, rounds_of
 from fedrecon._src.app.tasks import Users, task_of
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
 from fedrecon._src.simulation.divergence import DivergenceWarning
-from fedrecon._src.simulation.training import train
+from fedrecon._src.simulation.training import RecordCallback, train
 from fedrecon._src.storage.arrays import write_bytes, write_json
 from fedrecon._src.storage.parts import held_study
 from fedrecon._src.storage.storage_errors import StorageError
@@ -291,13 +291,10 @@ class _Bench:
             sampling=config.sampling,
             valid=divided(make_evaluator(config, algorithm, ready.users, place), config, ready.users),
             evaluate_every=max(1, config.rounds // CHECKS),
-            patience=patience_of(config, ready.users),
-            judge_after=judgements_of(config),
-            judge_by=self._task.judge_by,
-            fallback=ready.fallback,
+            early_stopping=early_stopping_of(config, ready.users, self._task.score, ready.fallback),
             seed=config.seed,
             layout=place,
-            on_record=watch,
+            callbacks=[RecordCallback(watch)],
         )
         if run.interrupted:
             raise KeyboardInterrupt

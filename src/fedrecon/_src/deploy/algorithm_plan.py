@@ -17,13 +17,13 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
 from fedrecon._src.algorithms.saving import digest, save, with_lookups
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.app.health import MOST_FAILED
 from fedrecon._src.app.tasks import Measure, Users
 from fedrecon._src.client.lookups.tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.deploy.plan import Plan, PlanError
+from fedrecon._src.simulation.divergence import find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
 
@@ -153,13 +153,8 @@ class AlgorithmPlan(Plan):
 
     def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
         """Say why a run has failed."""
-        rounds = [record for record in history if record["kind"] == "round"]
-        lost = sum(bool(record["skipped"]) for record in rounds)
-        if lost > MOST_FAILED * len(rounds):
-            return f"nothing was learned in {lost} of {len(rounds)} rounds"
-        if test is not None and test.diverged > MOST_FAILED * test.clients:
-            return f"{test.diverged} of {test.clients} test clients diverged"
-        return None
+        failures = find_failures([record for record in history if record["kind"] == "round"], test)
+        return "; ".join(problem.describe("test clients") for problem in failures.values()) or None
 
     def divided(self, clients: Clients) -> Users:
         """Return a node's clients as the plan wants them, divided by their names.

@@ -43,6 +43,20 @@ class Divergence:
         """Whether this is too much to trust the model."""
         return self.kind == "unmeasured" or self.count > FAILED_SHARE * self.total
 
+    def describe(self, people: str) -> str:
+        """Return a sentence about it.
+
+        Args:
+          people: who was evaluated, such as `test users`.
+        """
+        of = f"{self.count} of {self.total}"
+        return {
+            "non_finite": f"{of} updates were not finite",
+            "skipped": f"nothing was learned in {of} rounds",
+            "diverged": f"{of} {people} diverged",
+            "unmeasured": f"no {people} could be measured: they have too little data for support and query",
+        }[self.kind]
+
 
 def find_divergence(record: Mapping[str, Any]) -> Divergence | None:
     """Return what diverged in a round or an evaluation; None if nothing did.

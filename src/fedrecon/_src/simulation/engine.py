@@ -196,11 +196,11 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
 
     Returns:
       `(state, client_state, cohorts, key, first, number) -> (state, client_state, report)`, which runs `number` rounds
-      from round `first` on. Their cohorts are packed together, in every leaf the first dimension the round, the second the
-      client; or they are drawn from a population that is on the devices. Any `number` up to how many there are runs the
-      same compiled code. Randomness depends on the key and the round's number only, so the results do not depend on
-      how rounds are grouped into calls. Each of several processes gives its own clients (`Layout.local`), and gets what
-      all of them keep.
+      from round `first` on. Their cohorts are packed together, in every leaf the first dimension the round, the
+      second the client; or they are drawn from a population that is on the devices. Any `number` up to how many there
+      are runs the same compiled code. Randomness depends on the key and the round's number only, so the results do
+      not depend on how rounds are grouped into calls. Each of several processes gives its own clients
+      (`Layout.local`), and gets what all of them keep.
     """
     metrics = len(metric_names(algorithm.model))
 

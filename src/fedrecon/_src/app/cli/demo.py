@@ -47,6 +47,7 @@ def run(args: Demo) -> int:
     from fedrecon._src.app.plots import learning_curve
     from fedrecon._src.app.tasks import RATINGS
     from fedrecon._src.core.progress import bars
+    from fedrecon._src.simulation.training import RecordCallback
     from fedrecon._src.storage.run_folders import RunFolder
     from fedrecon._src.storage.storage_errors import StorageError
 
@@ -63,7 +64,7 @@ def run(args: Demo) -> int:
         overwrite=True,
         made_by="demo",
         progress=bars,
-        on_record=lambda record: show.progress_of(record, RATINGS.measures),
+        callbacks=[RecordCallback(lambda record: show.progress_of(record, RATINGS.measures))],
         say=show.remark,
     )
     curve = folder.plots_path / "learning_curve.png"

@@ -118,14 +118,15 @@ def _whom(found: Evaluation, task: Task[Any, Any, Any]) -> str:
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
     """Remark on an evaluation during training; rounds are on the progress bar."""
-    from fedrecon._src.app.health import MOST_FAILED
+    from fedrecon._src.simulation.divergence import find_divergence
 
     if record["kind"] != "evaluation":
         return
     clients, diverged = record["clients"], record["diverged"]
     there = [measure for measure in measures if measure.name in record["micro"]]
     figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in there)
-    if diverged > MOST_FAILED * clients:
+    problem = find_divergence(record)
+    if problem is not None and problem.kind == "diverged" and problem.failed:
         figures = f"failed: {diverged} of {clients} diverged"
     elif diverged:
         figures += f" (of {clients - diverged}; {diverged} diverged)"

@@ -180,6 +180,7 @@ def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Outcome
     from fedrecon._src.app.logs import log_to
     from fedrecon._src.core.progress import bars
     from fedrecon._src.simulation.multihost import is_first_process
+    from fedrecon._src.simulation.training import RecordCallback
 
     modes: dict[str, Any] = {"resume": args.resume is not None, "overwrite": args.overwrite}
     if not is_first_process():
@@ -188,13 +189,8 @@ def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Outcome
     if args.log is not None:
         logging = log_to(args.log, folder.path, to_json(args.settings))
     with logging as log:
-
-        def show_record(record: dict[str, Any]) -> None:
-            show.progress_of(record, task.measures)
-            if log is not None:
-                log(record)
-
-        return run_experiment(args.settings, folder, **modes, progress=bars, on_record=show_record, say=show.remark)
+        callbacks = [RecordCallback(lambda record: show.progress_of(record, task.measures)), *([log] if log else [])]
+        return run_experiment(args.settings, folder, **modes, progress=bars, callbacks=callbacks, say=show.remark)
 
 
 def _say_how_to_continue(args: Train, outcome: Outcome) -> None:

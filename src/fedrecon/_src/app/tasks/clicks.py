@@ -155,5 +155,5 @@ CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
     recall=recall_items,
     serve="recommend {run} --clicks FILE",
     by_client=True,
-    judge_by=lambda metrics: -metrics.get(NDCG.name, np.nan),
+    score=lambda metrics: -metrics.get(NDCG.name, np.nan),
 )

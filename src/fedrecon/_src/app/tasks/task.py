@@ -12,7 +12,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.privacy.accounting import Release
-from fedrecon._src.simulation.training import JudgeBy, loss_of
+from fedrecon._src.simulation.training import Score, loss_of
 
 
 class Measure(NamedTuple):
@@ -118,7 +118,7 @@ class Task(Generic[C, D, L]):
       recall: `JSON -> legend`; raises KeyError, TypeError or ValueError if it is not one.
       serve: the command that a trained model is for, with its options.
       by_client: whether metrics are of clients as a whole, so that there is one mean only.
-      judge_by: what validation clients compare models by, from metrics over all examples; less is better.
+      score: what validation clients compare models by, from metrics over all examples; less is better.
     """
 
     name: str
@@ -140,4 +140,4 @@ class Task(Generic[C, D, L]):
     recall: Callable[[Mapping[str, Any]], L]
     serve: str
     by_client: bool = False
-    judge_by: JudgeBy = loss_of
+    score: Score = loss_of
