@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 STUDIES := reproduce-movielens reproduce-text reproduce-privacy reproduce-ranking
 
-.PHONY: demo deploy-demo check test test-quick test-matrix test-slow soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
+.PHONY: demo deploy-demo check coverage test test-quick test-matrix test-slow soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -38,6 +38,10 @@ test-matrix:
 	  $$bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./src-device -e '.[dev]' || exit 1; \
 	  $$bin/python -m pytest -n 2 --dist loadfile -m 'not slow' @tests/quick.txt || exit 1; \
 	done
+
+# Coverage of the tests that are not slow, by line and branch; the table is of files that are not covered.
+coverage: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' --cov --cov-branch --cov-report=term
 
 test-slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -11,6 +11,7 @@ import inspect
 import io
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,6 +178,12 @@ def test_every_option_named_within_a_sentence_exists(page, help_texts):
 def test_every_link_to_a_file_leads_to_one(page):
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"\nversion: {fr.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert tomllib.loads((ROOT / "src-device/pyproject.toml").read_text())["project"]["version"] == fr.__version__
+    assert re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == fr.__version__
 
 
 # ---- the reference ----
