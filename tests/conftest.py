@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # in processes that tests start
+
 import jax  # reads its flags when it starts
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -25,6 +27,7 @@ gc.set_threshold(200_000, 100, 100)  # tracing makes many objects that live; loo
 
 compiled = tempfile.mkdtemp(prefix="fedrecon-tests-")  # one a process: workers must not read each other's half files
 atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+jax.config.update("jax_enable_compilation_cache", True)
 jax.config.update("jax_compilation_cache_dir", compiled)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -717,7 +718,25 @@ def test_help_and_refused_options_do_not_wait_for_jax():
 
         for command in ([], *([name] for name in COMMANDS if name != "reproduce")):
             codes = (main([*command, "--help"]), main([*command, "--no-such-option"]))
+            assert main(["train", "x.csv", "--out", "y", "--model.dim", "0"]) == 2
             heavy = {"jax", "numpy", "matplotlib", "optax"} & set(sys.modules)
             assert codes == (0, 2) and not heavy, (command, codes, heavy)
     """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("option", ["--compilation-cache", "--no-compilation-cache"])
+def test_compiled_programs_are_kept_for_the_next_command(tmp_path, option):
+    code = """if True:
+        import sys
+        import jax
+        from fedrecon._src.app.cli import main
+
+        assert main(["evaluate", "nowhere", sys.argv[1]]) == 1
+        print(jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size)
+    """
+    environment = {**os.environ, "FEDRECON_CACHE": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    command = [sys.executable, "-c", code, option]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()
+    cached = option == "--compilation-cache"
+    assert printed == ([str(tmp_path / "compiled"), str(2**29)] if cached else ["None", "-1"])

@@ -8,13 +8,15 @@ from fedrecon._src.data.errors import DataError
 
 
 def cache_folder() -> Path:
-    """Return $FEDRECON_CACHE, or ~/.cache/fedrecon; it need not exist yet.
+    """Return $FEDRECON_CACHE, $XDG_CACHE_HOME/fedrecon or ~/.cache/fedrecon; it need not exist yet.
 
     Raises:
       DataError: there is no home folder either.
     """
     if chosen := os.environ.get("FEDRECON_CACHE"):
         return Path(chosen)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "fedrecon"
     try:
         return Path.home() / ".cache" / "fedrecon"
     except RuntimeError:  # the system does not know the user

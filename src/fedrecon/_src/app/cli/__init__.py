@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
@@ -30,6 +31,7 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
 }
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
 BUG = 70
+MOST_CACHED = 2**29  # bytes of compiled programs
 HELP = """\
 usage: fedrecon COMMAND [OPTIONS]
 
@@ -45,7 +47,8 @@ examples:
   fedrecon complete runs/words --text my-mail.txt --prompt "see you"
 
 fedrecon COMMAND --help lists the options of a command.
-fedrecon --version prints the version; --debug with any command shows the traceback of an error.
+fedrecon --version prints the version. With any command, --debug shows the traceback of an error, and
+--no-compilation-cache compiles programs anew instead of keeping them in the user's cache.
 """
 
 
@@ -56,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args or os.environ.get("FEDRECON_DEBUG", "") not in ("", "0")
-    args = [arg for arg in args if arg != "--debug"]
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # whoever started us closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141
     except Exception as problem:
-        if debug:
+        if os.environ.get("FEDRECON_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
         code = _fail(*_sentence(problem))
         try:
@@ -93,17 +94,48 @@ def _run(args: Sequence[str]) -> int:
         near = difflib.get_close_matches(args[0], COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         return _fail(f"there is no command {args[0]!r}; {hint}", 2)
-    command = importlib.import_module(f"fedrecon._src.app.cli.{args[0]}")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            options = command.parse(args[1:])  # without JAX, so that help and refused options are quick
-            from fedrecon._src.simulation.divergence import DivergenceWarning
-
-            warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
-            return command.run(options)
+            return _run_command(*args)
     except SystemExit as leaving:  # how a help text ends, and some errors of use
         return _fail(leaving.code, 1) if isinstance(leaving.code, str) else leaving.code or 0
+
+
+def _run_command(name: str, *argv: str) -> int:
+    """Parse a command's options and run it. Parsing needs no JAX, so that help and refused options are quick."""
+    from fedrecon._src.app.cli.options import parse_common
+
+    command = importlib.import_module(f"fedrecon._src.app.cli.{name}")
+    common, rest = parse_common(argv)
+    try:
+        options = command.parse(rest)
+        from fedrecon._src.simulation.divergence import DivergenceWarning
+
+        warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
+        if common.compilation_cache:
+            cache_compiled_programs()
+        return command.run(options)
+    except Exception:
+        if common.debug:
+            traceback.print_exc()
+        raise
+
+
+def cache_compiled_programs() -> None:
+    """Keep compiled programs for the next command, unless JAX's own settings name a cache or turn it off."""
+    import jax
+
+    from fedrecon._src.data.cache import private_cache
+    from fedrecon._src.data.errors import DataError
+
+    settings: Any = jax.config
+    if settings.jax_compilation_cache_dir is not None or not settings.jax_enable_compilation_cache:
+        return
+    with contextlib.suppress(OSError, DataError):  # a command works without it, if more slowly
+        jax.config.update("jax_compilation_cache_dir", str(private_cache("compiled")))
+        jax.config.update("jax_compilation_cache_max_size", MOST_CACHED)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _drop_output() -> None:
@@ -114,10 +146,11 @@ def _drop_output() -> None:
 def _sentence(problem: Exception) -> tuple[str, int]:
     """Say what went wrong and with which exit code."""
     from fedrecon._src.app.cli import options
-    from fedrecon._src.data.errors import DataError
 
     if isinstance(problem, options.UsageError):
         return str(problem), 2
+    from fedrecon._src.data.errors import DataError
+
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, DataError):

@@ -44,6 +44,19 @@ def reading_flags(message: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Common:
+    """The options that every command has."""
+
+    debug: bool = False
+    compilation_cache: bool = True
+
+
+def parse_common(argv: Sequence[str]) -> tuple[Common, list[str]]:
+    """Parse the options that every command has, and return the other arguments."""
+    return tyro.cli(Common, prog="fedrecon", args=list(argv), return_unknown_args=True, add_help=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Base:
     """The options that decide on the defaults of the others."""
 
