@@ -168,7 +168,11 @@ def test_every_option_named_within_a_sentence_exists(page, help_texts):
     prose = FENCED.sub("", page.read_text(encoding="utf-8"))
     for words in re.findall(r"`(fedrecon [^`]+|--[^`]+)`", prose):
         command = (*words.split(), "")[1]
-        known = help_texts[command] if command in COMMANDS else " ".join([*help_texts.values(), "--version --debug"])
+        known = (
+            help_texts[command]
+            if command in COMMANDS
+            else " ".join([*help_texts.values(), "--version --debug --no-compilation-cache"])
+        )
         for option in re.findall(r"(?<!\S)--[a-z][\w.-]*", words):
             # `--data.*` stands for a group
             assert re.search(rf"(?<!\S){option}" + ("" if option.endswith(".") else r"(?![\w.-])"), known), words
