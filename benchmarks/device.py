@@ -20,12 +20,12 @@ import jax
 import numpy as np
 
 from fedrecon._src.app.cli.demo import SETTINGS
-from fedrecon._src.app.config import Factorization, RatingsConfig, Reconstruct, Scale
-from fedrecon._src.app.presets import DEFAULT
-from fedrecon._src.app.saved import SavedModel
-from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
-from fedrecon._src.app.tasks.ratings import load_ratings
 from fedrecon._src.device.saved import bundle_model
+from fedrecon._src.recommend.config import Factorization, RatingsConfig, Reconstruct, Scale
+from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon.data import unique_labels
 from fedrecon_device import Bundle
 from fedrecon_device.bundle import ITEMS, TABLES

@@ -51,9 +51,9 @@ def train(aggregate, clients, items, rounds=ROUNDS, per_round=PER_ROUND):
 def with_defaults(count, transform="auto", rating=RATING, rated=RATED, rounds=ROUNDS):
     """Run `fedrecon train` without options on a file of 145 users, of whom `count` of those that train are hostile."""
     from fedrecon._src.app.experiment import run_experiment
-    from fedrecon._src.app.presets import DEFAULT
-    from fedrecon._src.app.tasks import task_of
     from fedrecon._src.core.progress import silent
+    from fedrecon._src.recommend.presets import DEFAULT
+    from fedrecon._src.recommend.tasks import task_of
     from fedrecon._src.storage.run_folders import RunFolder
 
     ratings = fr.data.synthetic_ratings(num_users=145, num_items=120, mean_ratings=30, seed=0)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import fedrecon as fr
-from fedrecon._src.app.config import Config, Factorization, Reconstruct, Server, Split, Update
 from fedrecon._src.recommend.baselines import SIMPLE
+from fedrecon._src.recommend.config import Config, Factorization, Reconstruct, Server, Split, Update
 from studies import figures
 from studies.ratings import KIND, Row, Scores, beyond_section, config_for, few_section, paper_section, scores
 from studies.study import Claim, Figure, Grid, Job, Results, Spread, Study

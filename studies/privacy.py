@@ -13,15 +13,15 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.app.budget import Population
-from fedrecon._src.app.build import build_algorithm, build_reconstruction, build_server, build_update
-from fedrecon._src.app.config import Privacy, RatingsConfig, Update
-from fedrecon._src.app.presets import DEFAULT
-from fedrecon._src.app.protection import Protection, protect
-from fedrecon._src.app.tasks.factors import FOUND, Items, prepare_privately, prepare_ratings, ridges_of
-from fedrecon._src.app.tasks.task import Ready, Users
 from fedrecon._src.client.optimizers import keep_constant, with_prior
 from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.recommend.budget import Population
+from fedrecon._src.recommend.config import Privacy, RatingsConfig, Update
+from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.protection import Protection, protect
+from fedrecon._src.recommend.rating_model import FOUND, Items, prepare_privately, prepare_ratings, ridges_of
+from fedrecon._src.recommend.recipe import build_algorithm, build_reconstruction, build_server, build_update
+from fedrecon._src.recommend.task import Ready, Users
 from studies.ratings import MAX_EXAMPLES, RatingsData, load
 from studies.study import Block, Figure, Job, Kind, Result, Results, Section, Study, Table, as_float
 from studies.training import train

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.app.build import build_algorithm
-from fedrecon._src.app.config import ClickData, ClicksConfig
-from fedrecon._src.app.tasks import CLICKS, Users
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.recommend import ranking
+from fedrecon._src.recommend.config import ClickData, ClicksConfig
 from fedrecon._src.recommend.ranking import ItemSets, RankingResult, Scorer
+from fedrecon._src.recommend.recipe import build_algorithm
+from fedrecon._src.recommend.tasks import CLICKS, Users
 from fedrecon.data import Ratings
 from studies.study import (
     Block,

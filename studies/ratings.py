@@ -11,7 +11,9 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.app.build import (
+from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.recommend.config import Config, Data, RatingsConfig
+from fedrecon._src.recommend.recipe import (
     build_algorithm,
     build_model,
     build_reconstruction,
@@ -19,8 +21,6 @@ from fedrecon._src.app.build import (
     build_update,
     load_ratings,
 )
-from fedrecon._src.app.config import Config, Data, RatingsConfig
-from fedrecon._src.core.progress import Progress, silent
 from fedrecon.data import Ratings
 from studies.study import (
     Block,

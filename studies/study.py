@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fedrecon._src.app.config import Config, Update
 from fedrecon._src.core.progress import Progress
+from fedrecon._src.recommend.config import Config, Update
 
 Result = Mapping[str, Any]  # of one job and seed; see `training.train`
 Results = Mapping[str, Sequence[Result]]  # by job, one per seed

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import fedrecon as fr
-from fedrecon._src.app.config import NextWord, Reconstruct, Server, Split, TextConfig, Update
-from fedrecon._src.app.config import TextData as DataConfig
+from fedrecon._src.recommend.config import NextWord, Reconstruct, Server, Split, TextConfig, Update
+from fedrecon._src.recommend.config import TextData as DataConfig
 from studies import figures
 from studies.study import Claim, Figure, Grid, Job, Study
 from studies.text_jobs import KIND, SizeRow, accuracy_section, comes_close, order_by_size, raises, retains_most

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.app import word_baselines
-from fedrecon._src.app.build import build_algorithm, build_server, build_update
-from fedrecon._src.app.config import TextConfig, Update
 from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.recommend import word_baselines
+from fedrecon._src.recommend.config import TextConfig, Update
+from fedrecon._src.recommend.recipe import build_algorithm, build_server, build_update
 from fedrecon.data import Corpus, Sentences, load_text
 from studies.study import Block, Job, Kind, Result, Results, Section, Spread, Table, metric
 from studies.training import baseline_result, train

@@ -11,7 +11,10 @@ import sys
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.app.config import (
+from fedrecon._src.deploy.holding import read_holding
+from fedrecon._src.deploy.memory import Memory
+from fedrecon._src.deploy.settings_plan import make_plan
+from fedrecon._src.recommend.config import (
     Aggregate,
     Data,
     Factorization,
@@ -21,10 +24,7 @@ from fedrecon._src.app.config import (
     Split,
     Update,
 )
-from fedrecon._src.app.tasks import Items
-from fedrecon._src.deploy.holding import read_holding
-from fedrecon._src.deploy.memory import Memory
-from fedrecon._src.deploy.settings_plan import make_plan
+from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon.deploy import InProcess, Node, Pace, Plan, serve
 

@@ -8,12 +8,12 @@ import numpy as np
 import optax
 
 import fedrecon as fr
-from fedrecon._src.app.config import Scale
-from fedrecon._src.app.presets import DEFAULT
-from fedrecon._src.app.saved import SavedModel
-from fedrecon._src.app.settings import Ranking
-from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.device.vectors import made_up_ratings
+from fedrecon._src.recommend.config import Scale
+from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.settings import Ranking
+from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon.device import Legend, bundle
 
 ITEMS, MOST = 200, 12

@@ -29,7 +29,7 @@ import optax
 import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.resuming import read_run
-from fedrecon._src.app.saved import open_model
+from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.storage.replacement import put_aside_in
 from fedrecon._src.storage.storage_errors import StorageError
 

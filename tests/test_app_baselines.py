@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedrecon._src.app.baselines import without_reconstruction
-from fedrecon._src.app.config import Data, RatingsConfig
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.recommend.baseline_rows import without_reconstruction
+from fedrecon._src.recommend.config import Data, RatingsConfig
 from fedrecon._src.simulation.personalization import reconstruct
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,11 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.app.build import build_server, build_update
-from fedrecon._src.app.config import Privacy, RatingsConfig, Server, Split, Update, check_config
-from fedrecon._src.app.presets import DEFAULT
-from fedrecon._src.app.stopping import (
+from fedrecon._src.recommend.config import Privacy, RatingsConfig, Server, Split, Update, check_config
+from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.rating_model import relaxed_prior
+from fedrecon._src.recommend.recipe import build_server, build_update
+from fedrecon._src.recommend.stopping import (
     Divided,
     divided,
     divisions_of,
@@ -20,8 +21,7 @@ from fedrecon._src.app.stopping import (
     say_rounds,
     say_stopped,
 )
-from fedrecon._src.app.tasks import Users
-from fedrecon._src.app.tasks.factors import relaxed_prior
+from fedrecon._src.recommend.tasks import Users
 from toy_models import descend, linear, one_by_one, one_round, xy
 
 

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 import fedrecon as fr
 from fedrecon._src.app.cli import COMMANDS, main
-from fedrecon._src.app.config import Factorization, Scale
-from fedrecon._src.app.tasks.factors import scale_ends
+from fedrecon._src.recommend.config import Factorization, Scale
+from fedrecon._src.recommend.rating_model import scale_ends
 from fedrecon._src.storage.sealed import write_sealed
 
 SMALL = [

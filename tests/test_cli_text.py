@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.app.config import Data, RatingsConfig
-from fedrecon._src.app.saved import save_model
-from fedrecon._src.app.tasks import Items
+from fedrecon._src.recommend.config import Data, RatingsConfig
+from fedrecon._src.recommend.saved_models import save_model
+from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.storage.sealed import write_sealed
 from fedrecon.data import load_text
 

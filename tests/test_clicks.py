@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.app.baselines import beside, verdict, with_coverage
 from fedrecon._src.app.cli import main
-from fedrecon._src.app.config import ClickData, ClicksConfig, Reconstruct, check_config
-from fedrecon._src.app.presets import DEFAULT
-from fedrecon._src.app.tasks import CLICKS
 from fedrecon._src.app.tuning import CLICKS_SPACE
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data.errors import DataError
 from fedrecon._src.recommend import ranking
+from fedrecon._src.recommend.baseline_rows import beside, verdict, with_coverage
+from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
+from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.tasks import CLICKS
 from fedrecon._src.simulation.evaluation import Evaluation
 
 OPTIONS = ["--rounds", "60", "--jax-devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
@@ -268,7 +268,7 @@ def test_few_users_cannot_tell_a_model_from_a_baseline():
 
 
 def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, monkeypatch):
-    monkeypatch.setattr("fedrecon._src.app.baselines.MOST_ITEMS", 3)
+    monkeypatch.setattr("fedrecon._src.recommend.baseline_rows.MOST_ITEMS", 3)
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
     users = CLICKS.divide(config, clicks, silent)
     assert set(beside(config, users, "test", CLICKS.legend(config, clicks))) == {"popularity"}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fedrecon._src.app.completion import Suggestion, suggest
 from fedrecon._src.core.model import Model
+from fedrecon._src.recommend.completer import Suggestion, suggest
 from fedrecon.data import Vocabulary, personal_text
 
 VOCABULARY = Vocabulary(("the", "a"), 2)  # ids: 0 padding, 1 the, 2 a, 3 begins, 4 ends, 5 and 6 buckets

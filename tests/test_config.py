@@ -6,7 +6,7 @@ import pytest
 
 from fedrecon._src.app.cli.options import UsageError
 from fedrecon._src.app.cli.train import parse
-from fedrecon._src.app.config import (
+from fedrecon._src.recommend.config import (
     ConfigError,
     RatingsConfig,
     TextConfig,
@@ -16,7 +16,7 @@ from fedrecon._src.app.config import (
     read_config,
     to_json,
 )
-from fedrecon._src.app.settings import Data, Factorization, NextWord, Reconstruct, Server, Split, TextData
+from fedrecon._src.recommend.settings import Data, Factorization, NextWord, Reconstruct, Server, Split, TextData
 
 CONFIG = RatingsConfig(
     data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="fedyogi")

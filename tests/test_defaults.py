@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.app.baselines import beside_saved, verdict
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
-from fedrecon._src.app.config import (
+from fedrecon._src.recommend.baseline_rows import beside_saved, verdict
+from fedrecon._src.recommend.config import (
     Aggregate,
     Data,
     Factorization,
@@ -20,10 +20,10 @@ from fedrecon._src.app.config import (
     config_from_json,
     to_json,
 )
-from fedrecon._src.app.presets import DEFAULT, PRESETS
-from fedrecon._src.app.recommender import shown_scale
-from fedrecon._src.app.saved import open_model
+from fedrecon._src.recommend.presets import DEFAULT, PRESETS
+from fedrecon._src.recommend.recommender import shown_scale
 from fedrecon._src.recommend.round_zero import estimate_ratings
+from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.simulation.evaluation import Evaluation
 
 pytestmark = pytest.mark.slow

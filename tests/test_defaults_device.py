@@ -20,12 +20,12 @@ import fedrecon as fr
 from device_models import NUMBER, clicks_model, default_model
 from device_page import Page
 from fedrecon._src.app.cli import main
-from fedrecon._src.app.recommender import Recommender
-from fedrecon._src.app.saved import open_model, save_model
-from fedrecon._src.app.tasks import RATINGS
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.device.saved import bundle_model
 from fedrecon._src.device.tables import packed, unpacked
+from fedrecon._src.recommend.recommender import Recommender
+from fedrecon._src.recommend.saved_models import open_model, save_model
+from fedrecon._src.recommend.tasks import RATINGS
 
 pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
 pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from deployed import config_of, deployed, files_of, grid_of, plan_of, simulated
-from fedrecon._src.app.config import (
+from fedrecon._src.deploy.settings_plan import make_plan
+from fedrecon._src.recommend.config import (
     Aggregate,
     Factorization,
     NextWord,
@@ -17,8 +18,7 @@ from fedrecon._src.app.config import (
     TextData,
     Update,
 )
-from fedrecon._src.app.experiment import make_evaluator
-from fedrecon._src.deploy.settings_plan import make_plan
+from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon.data import Vocabulary
 from fedrecon.deploy import Plan
 

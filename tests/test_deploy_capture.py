@@ -9,14 +9,14 @@ import pytest
 
 import fedrecon as fr
 from deployed import Processes, config_of, free_port, write_ratings
-from fedrecon._src.app.config import Data, Reconstruct
-from fedrecon._src.app.tasks import Items
 from fedrecon._src.core.wire import WireError, from_bytes
 from fedrecon._src.deploy import certificates
 from fedrecon._src.deploy.holding import read_holding
 from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
 from fedrecon._src.deploy.messages import MAGIC, largest_message, split_bodies, unpack
 from fedrecon._src.deploy.node_keys import read_registry
+from fedrecon._src.recommend.config import Data, Reconstruct
+from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon.deploy import Pace, Plan, make_plan, serve
 from recorder import Recorder, bodies_of

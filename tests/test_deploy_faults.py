@@ -25,8 +25,6 @@ from deployed import (
     write_ratings,
 )
 from fedrecon._src.algorithms.rounds import total_shapes
-from fedrecon._src.app.config import Aggregate, Data, Reconstruct, Update
-from fedrecon._src.app.saved import open_model
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.deploy.asking import read_tree
@@ -36,6 +34,8 @@ from fedrecon._src.deploy.messages import Envelope, Failure, pack, unpack
 from fedrecon._src.deploy.plan import Plan, digest_of, names
 from fedrecon._src.deploy.secret import from_integers, to_integers
 from fedrecon._src.deploy.secret import grid_of as ring_of
+from fedrecon._src.recommend.config import Aggregate, Data, Reconstruct, Update
+from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon._src.storage.storage_errors import StorageError
 from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, PlanError, Promises, serve, weaker

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployed import config_of, plan_of
-from fedrecon._src.app.config import Data, Reconstruct
 from fedrecon._src.deploy import signatures, tasks
 from fedrecon._src.deploy.http_server import Api, Limits
 from fedrecon._src.deploy.signatures import SignatureError, Verifier, public_bytes, sign_request
 from fedrecon._src.deploy.tasks import TaskBoard
+from fedrecon._src.recommend.config import Data, Reconstruct
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what starlette uses

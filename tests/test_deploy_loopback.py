@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from deployed import ITEMS, Processes, config_of, files_of, free_port, plan_of, simulated
-from fedrecon._src.app.saved import open_model
 from fedrecon._src.deploy import certificates, http_client, http_server
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
 from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
 from fedrecon._src.deploy.node_keys import read_private_key, read_registry
 from fedrecon._src.deploy.plan import Plan
+from fedrecon._src.recommend.saved_models import open_model
 
 ROUNDS, LONGEST = 8, 420
 

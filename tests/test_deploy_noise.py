@@ -10,12 +10,12 @@ import pytest
 
 import fedrecon as fr
 from deployed import Waiting, config_of, deployed, files_of, grid_of, node_of, plan_of
-from fedrecon._src.app.config import Privacy
 from fedrecon._src.core.upload import Total
 from fedrecon._src.deploy import noise as deployed_noise
 from fedrecon._src.deploy.algorithm_plan import plan_for
 from fedrecon._src.deploy.plan import Plan, PlanError, describe, weaker
 from fedrecon._src.privacy.accounting import epsilon_of
+from fedrecon._src.recommend.config import Privacy
 from fedrecon._src.server import fixed_point, gaussian
 from fedrecon.deploy import InProcess, NotEnoughNodes
 from toy_models import descend, linear, xy
@@ -153,7 +153,7 @@ def test_plans_whose_promise_cannot_be_kept_are_refused(privacy, options, says):
 def test_round_zero_without_noise_is_no_part_of_a_plan_with_noise():
     import dataclasses
 
-    from fedrecon._src.app.presets import DEFAULT
+    from fedrecon._src.recommend.presets import DEFAULT
 
     config = dataclasses.replace(
         DEFAULT, privacy=Privacy(epsilon=4.0), data=dataclasses.replace(DEFAULT.data, max_examples=9)

@@ -12,15 +12,7 @@ import pytest
 
 import fedrecon as fr
 from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
-from fedrecon._src.app.build import build_algorithm
 from fedrecon._src.app.cli import main
-from fedrecon._src.app.config import ClickData, ClicksConfig, Data, Reconstruct
-from fedrecon._src.app.experiment import make_evaluator
-from fedrecon._src.app.presets import DEFAULT
-from fedrecon._src.app.saved import open_model
-from fedrecon._src.app.settings import Ranking
-from fedrecon._src.app.tasks import CLICKS, Items
-from fedrecon._src.app.tasks.factors import prepare_ratings
 from fedrecon._src.core.progress import silent
 from fedrecon._src.deploy import node_keys
 from fedrecon._src.deploy.holding import read_holding
@@ -29,6 +21,13 @@ from fedrecon._src.deploy.operating import Operator
 from fedrecon._src.deploy.secret import length_of
 from fedrecon._src.deploy.server import ROUND_ZERO
 from fedrecon._src.privacy import secure_sum
+from fedrecon._src.recommend.config import ClickData, ClicksConfig, Data, Reconstruct
+from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.rating_model import prepare_ratings
+from fedrecon._src.recommend.recipe import build_algorithm, make_evaluator
+from fedrecon._src.recommend.saved_models import open_model
+from fedrecon._src.recommend.settings import Ranking
+from fedrecon._src.recommend.tasks import CLICKS, Items
 from fedrecon.deploy import (
     InProcess,
     Memory,

@@ -123,9 +123,9 @@ def test_a_text_bundle_says_what_it_needs(made, tmp_path):
 def test_a_saved_model_of_text_becomes_a_bundle_that_suggests(tmp_path):
     pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
     from device_models import WORDS, trained
-    from fedrecon._src.app.saved import SavedModel
-    from fedrecon._src.app.tasks import TEXT
     from fedrecon._src.device.saved import bundle_model
+    from fedrecon._src.recommend.saved_models import SavedModel
+    from fedrecon._src.recommend.tasks import TEXT
     from fedrecon_device import Personal, check
 
     sizes = {"embedding": 6, "hidden": 8, "projection": 7, "max_words": 7, "oov_buckets": 5}

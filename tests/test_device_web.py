@@ -17,11 +17,11 @@ import pytest
 
 import device_vectors
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.app.config import Data, Factorization, RatingsConfig
-from fedrecon._src.app.saved import SavedModel, open_model, save_model
-from fedrecon._src.app.tasks import RATINGS, Items
 from fedrecon._src.device.page import page_files, policy, serve
 from fedrecon._src.device.saved import items_legend
+from fedrecon._src.recommend.config import Data, Factorization, RatingsConfig
+from fedrecon._src.recommend.saved_models import SavedModel, open_model, save_model
+from fedrecon._src.recommend.tasks import RATINGS, Items
 from fedrecon._src.storage.locks import hold
 from fedrecon_device import BundleError
 from fedrecon_device.contents import content_of
@@ -291,8 +291,8 @@ def test_a_saved_model_knows_how_often_items_were_rated_and_the_scale(tmp_path):
 
 
 def test_counts_are_of_the_people_who_train_alone():
-    from fedrecon._src.app.config import Data, RatingsConfig
-    from fedrecon._src.app.tasks.ratings import divide_users, load_ratings
+    from fedrecon._src.recommend.config import Data, RatingsConfig
+    from fedrecon._src.recommend.tasks.ratings import divide_users, load_ratings
 
     config = RatingsConfig(data=Data(source="synthetic"))
     ratings = load_ratings(config.data)

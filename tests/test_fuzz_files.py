@@ -15,7 +15,9 @@ import pytest
 
 from fedrecon._src.app.cli.options import UsageError
 from fedrecon._src.app.cli.train import parse
-from fedrecon._src.app.config import (
+from fedrecon._src.app.experiment import users_of_run
+from fedrecon._src.app.resuming import run_to_resume
+from fedrecon._src.recommend.config import (
     ConfigError,
     Data,
     Factorization,
@@ -25,10 +27,8 @@ from fedrecon._src.app.config import (
     TextData,
     to_json,
 )
-from fedrecon._src.app.experiment import users_of_run
-from fedrecon._src.app.resuming import run_to_resume
-from fedrecon._src.app.saved import open_model, save_model
-from fedrecon._src.app.tasks import TASKS, Items
+from fedrecon._src.recommend.saved_models import open_model, save_model
+from fedrecon._src.recommend.tasks import TASKS, Items
 from fedrecon._src.storage.run_folders import RunFolder
 from fedrecon._src.storage.sealed import seal_folder
 from fedrecon._src.storage.storage_errors import StorageError

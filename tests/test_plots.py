@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedrecon._src.app.plots import _draw_evaluations, _draw_loss, _running_mean, learning_curve
-from fedrecon._src.app.tasks import RATINGS, TEXT
+from fedrecon._src.recommend.tasks import RATINGS, TEXT
 
 ROUNDS = [{"kind": "round", "round": r, "loss": 1 + 10 / r} for r in range(1, 101)]
 EVALUATIONS = [{"kind": "evaluation", "round": r, "micro": {"rmse": 1.0, "accuracy": 0.4}} for r in (50, 100)]

@@ -8,8 +8,8 @@ from studies.ranking import DEFAULT, JOBS, STUDY, ClicksData, by_embeddings, cen
 from studies.report import compose, to_markdown
 from studies.study import Job
 
-from fedrecon._src.app.config import ClickData, ClicksConfig, Ranking
 from fedrecon._src.recommend import ranking
+from fedrecon._src.recommend.config import ClickData, ClicksConfig, Ranking
 from fedrecon._src.recommend.ranking import ItemSets
 from fedrecon.data import synthetic_ratings
 

@@ -17,7 +17,7 @@ from studies.runner import Plan, Store, reproduce
 from studies.study import Claim, Figure, Job, Spread, Study, Table, spread
 
 import fedrecon as fr
-from fedrecon._src.app.config import Data, Factorization, RatingsConfig, Reconstruct, Update
+from fedrecon._src.recommend.config import Data, Factorization, RatingsConfig, Reconstruct, Update
 
 pytestmark = pytest.mark.slow
 

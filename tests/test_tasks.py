@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.app.build import build_algorithm
-from fedrecon._src.app.config import NextWord, Reading, TextConfig, TextData
-from fedrecon._src.app.tasks import TASKS, TEXT, Measure
-from fedrecon._src.app.tasks import text as text_task
-from fedrecon._src.app.tasks.text import build_next_word
 from fedrecon._src.core.model import evaluated_names
 from fedrecon._src.core.progress import silent
 from fedrecon._src.core.upload import summand_of
+from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData
+from fedrecon._src.recommend.recipe import build_algorithm
+from fedrecon._src.recommend.tasks import TASKS, TEXT, Measure
+from fedrecon._src.recommend.tasks import text as text_task
+from fedrecon._src.recommend.tasks.text import build_next_word
 from fedrecon.data import Corpus, DataError, Vocabulary, input_ids, load_text, prepare_text
 from stackoverflow_files import write_database
 

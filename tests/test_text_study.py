@@ -9,8 +9,8 @@ from studies.study import Job
 from studies.text_jobs import TextData, comes_close, order_by_size, raises, retains_most, run_job
 
 import fedrecon as fr
-from fedrecon._src.app.config import NextWord, Reconstruct, Update
-from fedrecon._src.app.config import TextData as DataConfig
+from fedrecon._src.recommend.config import NextWord, Reconstruct, Update
+from fedrecon._src.recommend.config import TextData as DataConfig
 
 pytestmark = pytest.mark.slow
 

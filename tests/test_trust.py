@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.app.config import ConfigError, Data, RatingsConfig, TextConfig, config_from_json, read_config
-from fedrecon._src.app.health import Watch, remedy, why_failed
-from fedrecon._src.app.presets import DEFAULT
-from fedrecon._src.app.tasks import RATINGS
 from fedrecon._src.data.cache import cache_folder
+from fedrecon._src.recommend.config import ConfigError, Data, RatingsConfig, TextConfig, config_from_json, read_config
+from fedrecon._src.recommend.health import Watch, remedy, why_failed
+from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.tasks import RATINGS
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.storage.arrays import StorageError, read_json, save_arrays, write_json
 from fedrecon._src.storage.run_folders import RunFolder

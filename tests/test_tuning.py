@@ -9,8 +9,8 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
-from fedrecon._src.app.config import Data, RatingsConfig
 from fedrecon._src.app.tuning import SPACE, Trial, Tuned, seconds_of, what_mattered
+from fedrecon._src.recommend.config import Data, RatingsConfig
 
 pytestmark = pytest.mark.slow
 

@@ -40,12 +40,7 @@ if TYPE_CHECKING:
     from fedrecon._src.algorithms.saving import save as save
     from fedrecon._src.algorithms.scaffold import scaffold as scaffold
     from fedrecon._src.algorithms.validation import decide_lookups as decide_lookups
-    from fedrecon._src.app.completion import Suggestion as Suggestion
-    from fedrecon._src.app.completion import suggest as suggest
     from fedrecon._src.app.logs import log_to as log_to
-    from fedrecon._src.app.recommender import Recommended as Recommended
-    from fedrecon._src.app.recommender import Recommender as Recommender
-    from fedrecon._src.app.recommender import load as load
     from fedrecon._src.app.tuning import Trial as Trial
     from fedrecon._src.app.tuning import Tuned as Tuned
     from fedrecon._src.app.tuning import tune as tune
@@ -73,6 +68,11 @@ if TYPE_CHECKING:
     from fedrecon._src.data.pooling import with_owner as with_owner
     from fedrecon._src.privacy.leakage import Leakage as Leakage
     from fedrecon._src.privacy.leakage import leakage as leakage
+    from fedrecon._src.recommend.completer import Suggestion as Suggestion
+    from fedrecon._src.recommend.completer import suggest as suggest
+    from fedrecon._src.recommend.recommender import Recommended as Recommended
+    from fedrecon._src.recommend.recommender import Recommender as Recommender
+    from fedrecon._src.recommend.recommender import load as load
     from fedrecon._src.simulation.comparison import Comparison as Comparison
     from fedrecon._src.simulation.comparison import compare as compare
     from fedrecon._src.simulation.divergence import DivergenceWarning as DivergenceWarning
@@ -108,9 +108,9 @@ _NAMES = {
     "algorithms.rounds": "client_round client_total client_update server_round server_update",
     "algorithms.saving": "Loaded digest save",
     "algorithms.scaffold": "scaffold",
-    "app.completion": "Suggestion suggest",
+    "recommend.completer": "Suggestion suggest",
     "app.logs": "log_to",
-    "app.recommender": "Recommended Recommender load",
+    "recommend.recommender": "Recommended Recommender load",
     "app.tuning": "Trial Tuned tune",
     "client.gradient_descent": "gradient_descent",
     "client.least_squares": "least_squares",

@@ -17,14 +17,14 @@ from PIL import Image
 
 from device_models import clicks_model, counts_model, default_model, trained
 from fedrecon._src.app.cli.demo import SETTINGS
-from fedrecon._src.app.recommender import Recommender
-from fedrecon._src.app.saved import open_model
-from fedrecon._src.app.tasks import RATINGS
-from fedrecon._src.app.tasks.ratings import load_ratings
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.device.page import serve
 from fedrecon._src.device.saved import bundle_model
 from fedrecon._src.device.tables import packed, unpacked
+from fedrecon._src.recommend.recommender import Recommender
+from fedrecon._src.recommend.saved_models import open_model
+from fedrecon._src.recommend.tasks import RATINGS
+from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon_device import Bundle
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")

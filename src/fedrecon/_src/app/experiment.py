@@ -16,11 +16,6 @@ import numpy as np
 import optax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.app.baselines import Table, beside, beside_saved, with_baselines, with_coverage
-from fedrecon._src.app.build import build_algorithm, build_split
-from fedrecon._src.app.config import Config, RatingsConfig, check_config, to_json
-from fedrecon._src.app.health import Watch, updates_of, why_failed
-from fedrecon._src.app.protection import Protection, protect, say_promise
 from fedrecon._src.app.resuming import (
     Say,
     check_fingerprint,
@@ -30,16 +25,21 @@ from fedrecon._src.app.resuming import (
     same_layout,
     start_same_devices,
 )
-from fedrecon._src.app.saved import SavedModel, save_model
-from fedrecon._src.app.stopping import divided, early_stopping_of, rounds_of, say_stopped
-from fedrecon._src.app.tasks import Task, Users, task_of
-from fedrecon._src.app.tasks.task import Dataset
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.errors import DataError
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.privacy.spending import spending
+from fedrecon._src.recommend.baseline_rows import Table, beside, beside_saved, with_baselines, with_coverage
+from fedrecon._src.recommend.config import Config, RatingsConfig, check_config, to_json
+from fedrecon._src.recommend.health import Watch, updates_of, why_failed
+from fedrecon._src.recommend.protection import Protection, protect, say_promise
+from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.saved_models import SavedModel, save_model
+from fedrecon._src.recommend.stopping import divided, early_stopping_of, rounds_of, say_stopped
+from fedrecon._src.recommend.task import Dataset
+from fedrecon._src.recommend.tasks import Task, Users, task_of
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.simulation.multihost import broadcast, check_same, is_first_process, share_folder
@@ -240,17 +240,6 @@ def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
     return model
 
 
-def make_evaluator(
-    config: Config, algorithm: Algorithm, users: Users, place: Layout | None = None, part: str = "valid"
-) -> Evaluator | None:
-    """Return an evaluator of the users of a part, split according to settings; None if there are none."""
-    chosen = getattr(users, part)
-    if not len(chosen):
-        return None
-    split = build_split(config.split.evaluate, config.split)
-    return Evaluator(algorithm, chosen, split=split, seed=config.seed, layout=place)
-
-
 def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config, Users]:
     """Load the data of a finished run again, divided as it was.
 
@@ -293,28 +282,6 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
             f"single example: nothing is learned from {'it' if alone == 1 else 'them'}, since one example cannot be "
             "both support and query"
         )
-
-
-def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users) -> None:
-    """Check that something can be learned at all: from clients with both support and query.
-
-    Args:
-      config: the settings.
-      task: what is trained.
-      users: divided.
-
-    Raises:
-      DataError: no training client has two examples.
-    """
-    if config.split.train == "none" or (users.train.sizes >= 2).any():
-        return
-    examples = "sentences" if task.name == "text" else task.examples
-    columns = "" if task.name == "text" else f" If they have more, is --data.user the column of {task.people}?"
-    raise DataError(
-        f"{config.data.source} has {how_many(len(users.train), f'training {task.people}')}, none with 2 {examples} or "
-        f"more. Training needs 2 {examples} per {task.people[:-1]}, for at least some {task.people}: one to "
-        f"reconstruct from (support) and one to learn from (query).{columns}"
-    )
 
 
 def _look_like_counts(config: Config, data: Dataset) -> bool:

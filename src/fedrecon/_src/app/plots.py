@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.app.tasks import Measure
+from fedrecon._src.recommend.tasks import Measure
 from fedrecon._src.storage.arrays import write_bytes
 
 EXPLODES = 100  # times the lowest loss: a curve that diverges is drawn in logarithms

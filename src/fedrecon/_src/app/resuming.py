@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.app.build import build_layout
-from fedrecon._src.app.config import Config, ConfigError, config_from_json, differences, to_json
-from fedrecon._src.app.settings import AS_TRAINED, COLUMNS, Data, OtherReading, Reading
+from fedrecon._src.recommend.config import Config, ConfigError, config_from_json, differences, to_json
+from fedrecon._src.recommend.recipe import build_layout
+from fedrecon._src.recommend.settings import AS_TRAINED, COLUMNS, Data, OtherReading, Reading
 from fedrecon._src.simulation.engine import Layout, layout
 from fedrecon._src.simulation.multihost import small_loops, start_jax_devices
 from fedrecon._src.storage.folders import standing

@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedrecon._src.app.baselines import Table, beside
-from fedrecon._src.app.build import build_algorithm, build_layout
-from fedrecon._src.app.config import ClicksConfig, RatingsConfig, check_config, to_json
-from fedrecon._src.app.experiment import check_some_can_learn, make_evaluator
 from fedrecon._src.app.plots import write_figure
-from fedrecon._src.app.presets import DEFAULT, is_default
-from fedrecon._src.app.stopping import divided, early_stopping_of, rounds_of
-from fedrecon._src.app.tasks import Users, task_of
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
+from fedrecon._src.recommend.baseline_rows import Table, beside
+from fedrecon._src.recommend.config import ClicksConfig, RatingsConfig, check_config, to_json
+from fedrecon._src.recommend.presets import DEFAULT, is_default
+from fedrecon._src.recommend.recipe import build_algorithm, build_layout, check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.stopping import divided, early_stopping_of, rounds_of
+from fedrecon._src.recommend.tasks import Users, task_of
 from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import RecordCallback, train
 from fedrecon._src.storage.arrays import write_bytes, write_json

@@ -17,12 +17,12 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
 from fedrecon._src.algorithms.saving import digest, save, with_lookups
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.app.tasks import Measure, Users
 from fedrecon._src.client.lookups.tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.deploy.plan import Plan, PlanError
+from fedrecon._src.recommend.tasks import Measure, Users
 from fedrecon._src.simulation.divergence import find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 

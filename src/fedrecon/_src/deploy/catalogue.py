@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrecon._src.app.tasks import Items
 from fedrecon._src.data import Vocabulary, unique_labels
 from fedrecon._src.data.errors import DataError
+from fedrecon._src.recommend.tasks import Items
 
 
 def read_items(path: Path, item: str = "item", title: str = "title") -> Items:

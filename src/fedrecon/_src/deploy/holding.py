@@ -9,11 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedrecon._src.app.config import Reading
-from fedrecon._src.app.tasks import Users
-from fedrecon._src.app.tasks.clicks import read_clicks
-from fedrecon._src.app.tasks.ratings import read_ratings
-from fedrecon._src.app.tasks.task import Read
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.keys import as_number, mix_hashes, round_key, words_of
 from fedrecon._src.core.progress import Progress, silent
@@ -21,6 +16,11 @@ from fedrecon._src.deploy import noise
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.settings_plan import SettingsPlan
+from fedrecon._src.recommend.config import Reading
+from fedrecon._src.recommend.task import Read
+from fedrecon._src.recommend.tasks import Users
+from fedrecon._src.recommend.tasks.clicks import read_clicks
+from fedrecon._src.recommend.tasks.ratings import read_ratings
 
 TAKES_PART = 0xD6E8FEB86659FD93  # salt, so that who takes part has nothing to do with how splits are redrawn
 

@@ -12,7 +12,6 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import client_total, total_shapes
 from fedrecon._src.algorithms.validation import check_training
-from fedrecon._src.app.tasks import Users
 from fedrecon._src.core.keys import fresh_key, round_key
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
 from fedrecon._src.deploy import measure, node_keys, noise
@@ -36,6 +35,7 @@ from fedrecon._src.deploy.messages import (
 )
 from fedrecon._src.deploy.plan import MOST_BYTES, Plan, PlanError, digest_of, weaker
 from fedrecon._src.deploy.settings_plan import SettingsPlan
+from fedrecon._src.recommend.tasks import Users
 
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
 MOST_REASON = 500  # characters of why a training failed

@@ -21,14 +21,14 @@ import numpy as np
 
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.app.config import ClicksConfig, Config
-from fedrecon._src.app.protection import is_recipe
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA, Total
 from fedrecon._src.privacy.accounting import Release, default_delta, noise_for
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.privacy.noise import system_generator
+from fedrecon._src.recommend.config import ClicksConfig, Config
+from fedrecon._src.recommend.protection import is_recipe
 from fedrecon._src.server.fixed_point import add_noise
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedrecon._src.app.config import Reading
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan, bring
 from fedrecon._src.deploy.holding import Holding, hold, read_holding
 from fedrecon._src.deploy.memory import Memory
@@ -14,6 +13,7 @@ from fedrecon._src.deploy.node import Node
 from fedrecon._src.deploy.node_keys import read_public_keys
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.settings_plan import SettingsPlan
+from fedrecon._src.recommend.config import Reading
 
 
 class Operator(NamedTuple):

@@ -16,13 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage
-from fedrecon._src.app.config import ConfigError
-from fedrecon._src.app.tasks import Users
 from fedrecon._src.core.cohort import Lengths
 from fedrecon._src.deploy import noise
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.ledger import NOT_COVERED
+from fedrecon._src.recommend.config import ConfigError
 from fedrecon._src.recommend.round_zero import RoundZero
+from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.storage.arrays import write_bytes
 from fedrecon._src.storage.parts import check_names

@@ -11,19 +11,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.app.build import build_algorithm
-from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, config_from_json, to_json
-from fedrecon._src.app.experiment import make_evaluator
-from fedrecon._src.app.health import Watch, why_failed
-from fedrecon._src.app.saved import save_model
-from fedrecon._src.app.tasks import Task, Users, task_of
-from fedrecon._src.app.tasks.factors import apply_estimate, build_model, round_zero_of
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import AUTO
 from fedrecon._src.deploy import noise
 from fedrecon._src.deploy.plan import OWN, Plan, PlanError
+from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, config_from_json, to_json
+from fedrecon._src.recommend.health import Watch, why_failed
+from fedrecon._src.recommend.rating_model import apply_estimate, build_model, round_zero_of
+from fedrecon._src.recommend.recipe import build_algorithm, make_evaluator
 from fedrecon._src.recommend.round_zero import Result, RoundZero
+from fedrecon._src.recommend.saved_models import save_model
+from fedrecon._src.recommend.tasks import Task, Users, task_of
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
 

@@ -9,10 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.app.recommender import shown_scale
-from fedrecon._src.app.saved import SavedModel
-from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
-from fedrecon._src.app.tasks.clicks import click_weight
 from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
@@ -23,6 +19,10 @@ from fedrecon._src.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
 from fedrecon._src.device.page import check_vendor, page_files
 from fedrecon._src.device.tables import Quantisation
 from fedrecon._src.device.vectors import made_up_clicks, made_up_ratings
+from fedrecon._src.recommend.recommender import shown_scale
+from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.recommend.tasks.clicks import click_weight
 
 MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
 

@@ -63,10 +63,10 @@ def run(args: Make | Check) -> int:
         from fedrecon_device.__main__ import main
 
         return main(["check", str(args.folder)])
-    from fedrecon._src.app.saved import open_model
     from fedrecon._src.device.making import check_bundle
     from fedrecon._src.device.page import page_lacks
     from fedrecon._src.device.saved import bundle_model
+    from fedrecon._src.recommend.saved_models import open_model
     from fedrecon._src.storage.locks import hold
     from fedrecon_device.files import read_manifest
 

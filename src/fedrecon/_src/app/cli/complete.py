@@ -14,7 +14,7 @@ from annotated_types import Ge
 from fedrecon._src.app.cli import options, show
 
 if TYPE_CHECKING:
-    from fedrecon._src.app.serving import Completion
+    from fedrecon._src.recommend.serving import Completion
 
 OWN = "*"  # marks a person's own words
 
@@ -49,10 +49,10 @@ def parse(argv: Sequence[str]) -> Complete:
 
 def run(args: Complete) -> int:
     """Complete and print."""
-    from fedrecon._src.app.saved import open_for
-    from fedrecon._src.app.serving import complete_text, read_text
-    from fedrecon._src.app.tasks import TEXT
     from fedrecon._src.data import DataError, split_text
+    from fedrecon._src.recommend.saved_models import open_for
+    from fedrecon._src.recommend.serving import complete_text, read_text
+    from fedrecon._src.recommend.tasks import TEXT
 
     if not args.prompt:
         raise options.UsageError('--prompt is missing: give the beginning of a sentence, such as --prompt "i will"')

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.app.presets import DEFAULT
+from fedrecon._src.recommend.presets import DEFAULT
 
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import Outcome
@@ -45,8 +45,8 @@ def run(args: Demo) -> int:
     """Train, compare, recommend."""
     from fedrecon._src.app.experiment import run_experiment
     from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.app.tasks import RATINGS
     from fedrecon._src.core.progress import bars
+    from fedrecon._src.recommend.tasks import RATINGS
     from fedrecon._src.simulation.training import RecordCallback
     from fedrecon._src.storage.run_folders import RunFolder
     from fedrecon._src.storage.storage_errors import StorageError
@@ -95,9 +95,9 @@ def _is_demo(facts: Mapping[str, Any]) -> bool:
 
 def _compare(found: Outcome, test: Evaluation) -> None:
     """Put the model beside the baselines, and beside itself without reconstruction."""
-    from fedrecon._src.app.baselines import verdict, without_reconstruction
-    from fedrecon._src.app.build import build_split
-    from fedrecon._src.app.tasks import RATINGS
+    from fedrecon._src.recommend.baseline_rows import verdict, without_reconstruction
+    from fedrecon._src.recommend.recipe import build_split
+    from fedrecon._src.recommend.tasks import RATINGS
     from fedrecon._src.simulation.evaluation import Evaluator
 
     config, users = found.model.config, found.users
@@ -120,7 +120,7 @@ def _recommend(found: Outcome) -> None:
     """Recommend to a test user with a usual number of ratings."""
     import numpy as np
 
-    from fedrecon._src.app.serving import recommend_items
+    from fedrecon._src.recommend.serving import recommend_items
 
     test, items = found.users.test, found.model.legend
     usual = int(np.argsort(test.sizes, kind="stable")[len(test) // 2])

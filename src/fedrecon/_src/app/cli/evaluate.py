@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.app.settings import OtherReading
+from fedrecon._src.recommend.settings import OtherReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ def parse(argv: Sequence[str]) -> Evaluate:
 
 def run(args: Evaluate) -> int:
     """Evaluate and print."""
-    from fedrecon._src.app.baselines import beside, beside_saved, with_baselines, with_coverage
-    from fedrecon._src.app.build import build_layout
-    from fedrecon._src.app.experiment import make_evaluator, users_of_run
-    from fedrecon._src.app.health import evaluation_failed
+    from fedrecon._src.app.experiment import users_of_run
     from fedrecon._src.app.resuming import with_columns
-    from fedrecon._src.app.saved import open_model
-    from fedrecon._src.app.stopping import say_how_to_test_more
-    from fedrecon._src.app.tasks import Users
     from fedrecon._src.core.progress import bars
+    from fedrecon._src.recommend.baseline_rows import beside, beside_saved, with_baselines, with_coverage
+    from fedrecon._src.recommend.health import evaluation_failed
+    from fedrecon._src.recommend.recipe import build_layout, make_evaluator
+    from fedrecon._src.recommend.saved_models import open_model
+    from fedrecon._src.recommend.stopping import say_how_to_test_more
+    from fedrecon._src.recommend.tasks import Users
     from fedrecon._src.simulation.multihost import start_jax_devices
     from fedrecon._src.storage.arrays import without_nan
 

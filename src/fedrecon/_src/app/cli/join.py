@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.app.config import Reading
 from fedrecon._src.core.checks import MOST_ROUNDS, check_number
+from fedrecon._src.recommend.config import Reading
 
 if TYPE_CHECKING:
     from fedrecon._src.deploy.plan import Plan

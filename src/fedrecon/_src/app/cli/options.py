@@ -11,9 +11,9 @@ from typing import Any
 
 import tyro
 
-from fedrecon._src.app.config import Config, ConfigError, TaskName, check_config, config_from_json, read_config
-from fedrecon._src.app.presets import PRESETS, Preset, preset_of
-from fedrecon._src.app.settings import ClickData, TextData
+from fedrecon._src.recommend.config import Config, ConfigError, TaskName, check_config, config_from_json, read_config
+from fedrecon._src.recommend.presets import PRESETS, Preset, preset_of
+from fedrecon._src.recommend.settings import ClickData, TextData
 
 RUN = "run.json"  # fedrecon._src.storage.parts.RUN, without its imports
 

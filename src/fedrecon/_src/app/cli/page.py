@@ -49,9 +49,9 @@ def run(args: Page) -> int:
     with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as place:
         folder = args.run
         if not (folder / MANIFEST).is_file():
-            from fedrecon._src.app.saved import open_model
-            from fedrecon._src.app.tasks import TEXT
             from fedrecon._src.device.saved import bundle_model
+            from fedrecon._src.recommend.saved_models import open_model
+            from fedrecon._src.recommend.tasks import TEXT
 
             saved = open_model(folder)
             needs_onnx = saved.task is TEXT  # pages of ratings and clicks compute in plain JavaScript

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, TextConfig
-from fedrecon._src.app.presets import Preset
+from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, TextConfig
+from fedrecon._src.recommend.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)

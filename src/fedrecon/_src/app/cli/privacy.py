@@ -13,7 +13,7 @@ import tyro
 from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.app.settings import Positive, Seed
+from fedrecon._src.recommend.settings import Positive, Seed
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -117,11 +117,11 @@ def run(args: PlanNoise | MeasureLeakage | AuditNoise) -> int:
 
 
 def _leakage(args: MeasureLeakage) -> int:
-    from fedrecon._src.app.build import build_algorithm
     from fedrecon._src.app.experiment import users_of_run
-    from fedrecon._src.app.saved import open_model
     from fedrecon._src.core.progress import bars
     from fedrecon._src.privacy.leakage import leakage
+    from fedrecon._src.recommend.recipe import build_algorithm
+    from fedrecon._src.recommend.saved_models import open_model
     from fedrecon._src.simulation.multihost import start_jax_devices
     from fedrecon._src.storage.arrays import without_nan
     from fedrecon._src.storage.parts import check_file

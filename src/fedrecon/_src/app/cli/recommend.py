@@ -13,7 +13,7 @@ import tyro
 from annotated_types import Ge
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.app.settings import OtherReading
+from fedrecon._src.recommend.settings import OtherReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ def parse(argv: Sequence[str]) -> Recommend:
 def run(args: Recommend) -> int:
     """Recommend and print."""
     from fedrecon._src.app.resuming import with_columns
-    from fedrecon._src.app.saved import open_for
-    from fedrecon._src.app.serving import recommend_items
-    from fedrecon._src.app.tasks import CLICKS, RATINGS
-    from fedrecon._src.app.tasks.ratings import with_titles
     from fedrecon._src.core.formatting import how_many
     from fedrecon._src.core.progress import silent
     from fedrecon._src.data import Ratings
+    from fedrecon._src.recommend.saved_models import open_for
+    from fedrecon._src.recommend.serving import recommend_items
+    from fedrecon._src.recommend.tasks import CLICKS, RATINGS
+    from fedrecon._src.recommend.tasks.ratings import with_titles
 
     model = open_for(RATINGS, args.run, CLICKS)
     files = {"ratings": args.ratings, "clicks": args.clicks}

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from fedrecon._src.core.formatting import how_many, listed_counts, plain
 
 if TYPE_CHECKING:
-    from fedrecon._src.app.baselines import Table
-    from fedrecon._src.app.config import Config
-    from fedrecon._src.app.tasks import Measure, Task
+    from fedrecon._src.recommend.baseline_rows import Table
+    from fedrecon._src.recommend.config import Config
+    from fedrecon._src.recommend.tasks import Measure, Task
     from fedrecon._src.simulation.evaluation import Evaluation
 
 
@@ -67,9 +67,9 @@ def evaluation(
       config: the settings of the model, for what to try if it loses.
       advice: what to do if few were measured.
     """
-    from fedrecon._src.app.baselines import verdict
-    from fedrecon._src.app.health import evaluation_failed
-    from fedrecon._src.app.stopping import JUDGES, say_few
+    from fedrecon._src.recommend.baseline_rows import verdict
+    from fedrecon._src.recommend.health import evaluation_failed
+    from fedrecon._src.recommend.stopping import JUDGES, say_few
 
     measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
     if failed:

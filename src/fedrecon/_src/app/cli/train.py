@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, TextConfig, to_json
-from fedrecon._src.app.presets import Preset
+from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, TextConfig, to_json
+from fedrecon._src.recommend.presets import Preset
 
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import Outcome
-    from fedrecon._src.app.tasks import Task
+    from fedrecon._src.recommend.tasks import Task
     from fedrecon._src.storage.run_folders import RunFolder
 
 
@@ -151,7 +151,7 @@ def start_processes(args: Train) -> None:
 def run(args: Train) -> int:
     """Train, evaluate on the test users, and say what to do next."""
     from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.app.tasks import task_of
+    from fedrecon._src.recommend.tasks import task_of
     from fedrecon._src.simulation.multihost import is_first_process
     from fedrecon._src.storage.run_folders import RunFolder
 
@@ -206,10 +206,10 @@ def _say_how_to_continue(args: Train, outcome: Outcome) -> None:
 
 def _report(out: Path, outcome: Outcome, task: Task[Any, Any, Any]) -> None:
     """Print how the model does on the test clients, what it cost, and what to do next."""
-    from fedrecon._src.app.health import say_updates
-    from fedrecon._src.app.stopping import say_how_to_test_more, say_kept
     from fedrecon._src.core.formatting import how_many
     from fedrecon._src.privacy.ledger import NOT_COVERED
+    from fedrecon._src.recommend.health import say_updates
+    from fedrecon._src.recommend.stopping import say_how_to_test_more, say_kept
 
     config, run = outcome.model.config, outcome.run
     advice = say_how_to_test_more(config)

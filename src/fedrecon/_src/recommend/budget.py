@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fedrecon._src.app.config import Config
 from fedrecon._src.privacy.accounting import Release, default_delta, noise_for
+from fedrecon._src.recommend.config import Config
 from fedrecon._src.recommend.round_zero import PURPOSE
 
 SLACK = 1e-4  # a little below the budget, so that the cost of too few places (`Sampling.overflow_delta`) fits too

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from fedrecon._src.app.config import ClicksConfig, Config, ConfigError, RatingsConfig, Sampling, TextConfig
-from fedrecon._src.app.settings import Aggregate, Data, Factorization, Reconstruct, Server, Split, Update
+from fedrecon._src.recommend.config import ClicksConfig, Config, ConfigError, RatingsConfig, Sampling, TextConfig
+from fedrecon._src.recommend.settings import Aggregate, Data, Factorization, Reconstruct, Server, Split, Update
 
 Preset = Literal["default", "quick", "paper"]
 

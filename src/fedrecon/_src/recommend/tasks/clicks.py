@@ -10,19 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon._src.app.config import ClickData, ClicksConfig, Reading
-from fedrecon._src.app.stopping import say_rounds
-from fedrecon._src.app.tasks.factors import Items
-from fedrecon._src.app.tasks.ratings import (
-    describe_items,
-    divide_users,
-    load_ratings,
-    name_items,
-    read_ratings,
-    recall_items,
-    usual_columns,
-)
-from fedrecon._src.app.tasks.task import Measure, Read, Ready, Task, Users
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many, listed_counts
 from fedrecon._src.core.model import Model
@@ -32,6 +19,19 @@ from fedrecon._src.data.errors import DataError
 from fedrecon._src.data.ratings.columns import say_recognised
 from fedrecon._src.models import ranking_factorization
 from fedrecon._src.models.item_ranking import popularity_factors
+from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reading
+from fedrecon._src.recommend.rating_model import Items
+from fedrecon._src.recommend.stopping import say_rounds
+from fedrecon._src.recommend.task import Measure, Read, Ready, Task, Users
+from fedrecon._src.recommend.tasks.ratings import (
+    describe_items,
+    divide_users,
+    load_ratings,
+    name_items,
+    read_ratings,
+    recall_items,
+    usual_columns,
+)
 
 NDCG, RECALL = Measure("ndcg@100", "NDCG@100"), Measure("recall@20", "recall@20")
 MEASURES = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedrecon._src.app.config import Config, RatingsConfig
-from fedrecon._src.app.tasks import Task
+from fedrecon._src.recommend.config import Config, RatingsConfig
+from fedrecon._src.recommend.tasks import Task
 from fedrecon._src.simulation.divergence import find_divergence, find_failures
 from fedrecon._src.simulation.evaluation import Evaluation
 

@@ -11,11 +11,6 @@ from typing import Any
 import numpy as np
 import optax
 
-from fedrecon._src.app.budget import Population, round_zero_noise
-from fedrecon._src.app.config import Factorization, RatingsConfig, Scale
-from fedrecon._src.app.settings import relaxed_rounds
-from fedrecon._src.app.stopping import say_rounds
-from fedrecon._src.app.tasks.task import Ready, Users
 from fedrecon._src.client.least_squares import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
 from fedrecon._src.core.clients import Clients
@@ -24,6 +19,8 @@ from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.ratings.accepted import Accepted
 from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardize
+from fedrecon._src.recommend.budget import Population, round_zero_noise
+from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
 from fedrecon._src.recommend.estimate import Estimate, Transform
 from fedrecon._src.recommend.round_zero import (
     RoundZero,
@@ -31,6 +28,9 @@ from fedrecon._src.recommend.round_zero import (
     add_gaussian_noise,
     estimate_with_noise,
 )
+from fedrecon._src.recommend.settings import relaxed_rounds
+from fedrecon._src.recommend.stopping import say_rounds
+from fedrecon._src.recommend.task import Ready, Users
 
 FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the server leaves it as it is
 SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has

@@ -10,18 +10,17 @@ from typing import Any, cast
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.app import word_baselines
-from fedrecon._src.app.build import build_algorithm, build_model, build_split
-from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig
-from fedrecon._src.app.presets import is_default
-from fedrecon._src.app.saved import SavedModel
-from fedrecon._src.app.stopping import JUDGES
-from fedrecon._src.app.tasks import Users
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.data import Sentences
-from fedrecon._src.recommend import baselines, ranking
+from fedrecon._src.recommend import baselines, ranking, word_baselines
+from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig
 from fedrecon._src.recommend.estimate import Estimate
+from fedrecon._src.recommend.presets import is_default
+from fedrecon._src.recommend.recipe import build_algorithm, build_model, build_split
+from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.stopping import JUDGES
+from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation
 
 Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}

@@ -14,14 +14,14 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.saving import DESCRIPTION as PORTABLE
 from fedrecon._src.algorithms.saving import Loaded
 from fedrecon._src.algorithms.saving import load as load_portable
-from fedrecon._src.app.config import RatingsConfig
-from fedrecon._src.app.people import as_people, known_items
-from fedrecon._src.app.saved import SavedModel, open_for
-from fedrecon._src.app.tasks import CLICKS, RATINGS, Items
-from fedrecon._src.app.tasks.factors import accepted_ratings, scale_ends
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Model, Step, predict_in
+from fedrecon._src.recommend.config import RatingsConfig
+from fedrecon._src.recommend.people import as_people, known_items
 from fedrecon._src.recommend.ranking import Recommendation, top_items
+from fedrecon._src.recommend.rating_model import accepted_ratings, scale_ends
+from fedrecon._src.recommend.saved_models import SavedModel, open_for
+from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.simulation.personalization import reconstruct
 
 LEAST_AT_ONCE = 16

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrecon._src.algorithms.rounds import as_clients
-from fedrecon._src.app.completion import Suggestion, suggest
-from fedrecon._src.app.recommender import Recommender
-from fedrecon._src.app.saved import SavedModel
-from fedrecon._src.app.tasks import Items
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.data import DataError, Vocabulary, personal_text, split_text
 from fedrecon._src.data.sources import is_readable, open_bytes
+from fedrecon._src.recommend.completer import Suggestion, suggest
 from fedrecon._src.recommend.ranking import Recommendation
+from fedrecon._src.recommend.recommender import Recommender
+from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.simulation.personalization import reconstruct
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from fedrecon._src.app.config import Config, Reading
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.privacy.accounting import Release
+from fedrecon._src.recommend.config import Config, Reading
 from fedrecon._src.simulation.training import Score, loss_of
 
 

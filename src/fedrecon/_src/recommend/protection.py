@@ -10,15 +10,15 @@ import jax
 import numpy as np
 
 from fedrecon._src import server as aggregators
-from fedrecon._src.app.budget import Population, budget_sentence, delta_of, rounds_noise, rule
-from fedrecon._src.app.build import build_aggregator, build_split, build_weights
-from fedrecon._src.app.config import Config
-from fedrecon._src.app.tasks.factors import FOUND
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.privacy.accounting import Release, sampling_rate, update_noise_for
 from fedrecon._src.privacy.ledger import NOT_COVERED, Ledger
+from fedrecon._src.recommend.budget import Population, budget_sentence, delta_of, rounds_noise, rule
+from fedrecon._src.recommend.config import Config
+from fedrecon._src.recommend.rating_model import FOUND
+from fedrecon._src.recommend.recipe import build_aggregator, build_split, build_weights
 
 
 class Protection(NamedTuple):

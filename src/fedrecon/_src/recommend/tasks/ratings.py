@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.app.config import COLUMNS, Data, RatingsConfig, Reading, changed
-from fedrecon._src.app.tasks.factors import Items, Liking, accepted_ratings, build_model, prepare_ratings, transformed
-from fedrecon._src.app.tasks.task import ACCURACY, Measure, Read, Task, Users
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Ratings, load, load_titles, unique_labels
@@ -19,6 +16,16 @@ from fedrecon._src.data.errors import DataError
 from fedrecon._src.data.ratings.columns import MissingColumns
 from fedrecon._src.data.ratings.layout import JsonLines
 from fedrecon._src.data.ratings.movielens import NAMES
+from fedrecon._src.recommend.config import COLUMNS, Data, RatingsConfig, Reading, changed
+from fedrecon._src.recommend.rating_model import (
+    Items,
+    Liking,
+    accepted_ratings,
+    build_model,
+    prepare_ratings,
+    transformed,
+)
+from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Task, Users
 
 
 def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:

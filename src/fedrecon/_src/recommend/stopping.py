@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.app.config import Config
-from fedrecon._src.app.settings import relaxed_rounds
-from fedrecon._src.app.tasks.task import Users
 from fedrecon._src.core.formatting import how_many
+from fedrecon._src.recommend.config import Config
+from fedrecon._src.recommend.settings import relaxed_rounds
+from fedrecon._src.recommend.task import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, summarize
 from fedrecon._src.simulation.training import EarlyStopping, Score
 

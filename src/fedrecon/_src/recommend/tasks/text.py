@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedrecon._src.app.config import NextWord, Reading, TextConfig, TextData, changed
-from fedrecon._src.app.tasks.task import ACCURACY, Measure, Read, Ready, Task, Users
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
@@ -20,6 +18,8 @@ from fedrecon._src.data.sources import is_stream, open_bytes
 from fedrecon._src.data.text.files import preparer
 from fedrecon._src.data.text.preparation import KEPT_WORDS
 from fedrecon._src.models import next_word
+from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, changed
+from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Task, Users
 
 IN_MEMORY = 4_000_000  # sentences; of more, the examples are written to the cache and mapped from there
 MOST_VALID = 1_000  # clients that validate where the data itself only says who trains and who tests

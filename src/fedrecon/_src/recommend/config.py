@@ -16,10 +16,12 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import tyro
 from annotated_types import Ge, Le
 
-from fedrecon._src.app.settings import (
+from fedrecon._src.core.checks import MOST_ROUNDS
+from fedrecon._src.core.client_sampling import Sampling as Sampling
+from fedrecon._src.recommend.settings import (
     COLUMNS as COLUMNS,
 )
-from fedrecon._src.app.settings import (
+from fedrecon._src.recommend.settings import (
     MOST,
     NUM_TRAITS,
     Aggregate,
@@ -40,10 +42,8 @@ from fedrecon._src.app.settings import (
     Update,
     relaxed_rounds,
 )
-from fedrecon._src.app.settings import Reading as Reading
-from fedrecon._src.app.settings import Scale as Scale
-from fedrecon._src.core.checks import MOST_ROUNDS
-from fedrecon._src.core.client_sampling import Sampling as Sampling
+from fedrecon._src.recommend.settings import Reading as Reading
+from fedrecon._src.recommend.settings import Scale as Scale
 
 HARMLESS = ("rounds", "evaluate_every", "checkpoint_every")  # may differ between a run and its continuation
 SPLIT = re.compile(r"(redrawn-)?(half|alternate|none|0?\.\d*[1-9]\d*)")

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.app.build import build_algorithm
-from fedrecon._src.app.config import Config, ConfigError, config_from_json, to_json
-from fedrecon._src.app.tasks import TASKS, Task, task_of
+from fedrecon._src.recommend.config import Config, ConfigError, config_from_json, to_json
+from fedrecon._src.recommend.recipe import build_algorithm
+from fedrecon._src.recommend.tasks import TASKS, Task, task_of
 from fedrecon._src.storage.arrays import load_arrays, save_arrays
 from fedrecon._src.storage.folders import standing, whole_folder
 from fedrecon._src.storage.parts import MODEL, check_model, checkpoints_of, standing_part

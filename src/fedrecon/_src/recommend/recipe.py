@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import optax
 
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import federated_ials
 from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
-from fedrecon._src.app.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
-from fedrecon._src.app.settings import relaxed_rounds
-from fedrecon._src.app.tasks.factors import believing, ridges_of
-from fedrecon._src.app.tasks.factors import build_model as build_model
-from fedrecon._src.app.tasks.ratings import load_ratings as load_ratings
 from fedrecon._src.client.gradient_descent import gradient_descent
 from fedrecon._src.client.least_squares import Ridge, least_squares
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.optimizers import fedadagrad, fedyogi, with_prior
 from fedrecon._src.core import split
+from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.model import Model
+from fedrecon._src.data.errors import DataError
+from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
+from fedrecon._src.recommend.rating_model import believing, ridges_of
+from fedrecon._src.recommend.rating_model import build_model as build_model
+from fedrecon._src.recommend.settings import relaxed_rounds
+from fedrecon._src.recommend.task import Task, Users
+from fedrecon._src.recommend.tasks.ratings import load_ratings as load_ratings
 from fedrecon._src.simulation.engine import Layout, layout
+from fedrecon._src.simulation.evaluation import Evaluator
 
 
 def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
@@ -148,3 +154,36 @@ def build_algorithm(
 def build_layout(config: Config, model: Model) -> Layout:
     """Return the layout."""
     return layout(config.block, config.jax_devices, model=model)
+
+
+def make_evaluator(
+    config: Config, algorithm: Algorithm, users: Users, place: Layout | None = None, part: str = "valid"
+) -> Evaluator | None:
+    """Return an evaluator of the users of a part, split according to settings; None if there are none."""
+    chosen = getattr(users, part)
+    if not len(chosen):
+        return None
+    chosen_split = build_split(config.split.evaluate, config.split)
+    return Evaluator(algorithm, chosen, split=chosen_split, seed=config.seed, layout=place)
+
+
+def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users) -> None:
+    """Check that something can be learned at all: from clients with both support and query.
+
+    Args:
+      config: the settings.
+      task: what is trained.
+      users: divided.
+
+    Raises:
+      DataError: no training client has two examples.
+    """
+    if config.split.train == "none" or (users.train.sizes >= 2).any():
+        return
+    examples = "sentences" if task.name == "text" else task.examples
+    columns = "" if task.name == "text" else f" If they have more, is --data.user the column of {task.people}?"
+    raise DataError(
+        f"{config.data.source} has {how_many(len(users.train), f'training {task.people}')}, none with 2 {examples} or "
+        f"more. Training needs 2 {examples} per {task.people[:-1]}, for at least some {task.people}: one to "
+        f"reconstruct from (support) and one to learn from (query).{columns}"
+    )
