@@ -197,14 +197,11 @@ def public_names():
     """Return what users may use, by its public path."""
     names = {}
     for module in (fr, fr.models, fr.data, fr.split, fr.aggregators, fr.recommend):
-        private = "_src" in module.__name__
-        for name, value in vars(module).items():
-            defined = getattr(value, "__module__", None) or ""
-            if name.startswith("_") or not hasattr(value, "__qualname__") or not defined.startswith("fedrecon"):
-                continue
-            if not private or defined == module.__name__:
+        for name in dir(module):
+            value = getattr(module, name)
+            if not name.startswith("_") and (getattr(value, "__module__", None) or "").startswith("fedrecon"):
                 names[f"{module.__name__}.{name}"] = value
-    return names
+    return {path: value for path, value in names.items() if hasattr(value, "__qualname__")}
 
 
 def test_every_public_name_is_in_the_reference_once():

@@ -91,7 +91,7 @@ def client_round(
       message: what the server sent.
       examples: the columns of one client, or `Clients` for several.
       key: the round's key.
-      kept: what the clients kept from their last round, clients first; None before their first, or if they keep
+      client_state: what the clients kept from their last round, clients first; None before their first, or if they keep
         nothing.
       client: the name of the one client.
       lengths: room for support and query examples.
@@ -123,7 +123,7 @@ def client_total(
       message: what the server sent.
       examples: the columns of one client, or `Clients` for several.
       key: the round's key.
-      kept: what the clients kept from their last round; see `client_round`.
+      client_state: what the clients kept from their last round; see `client_round`.
       client: the name of the one client.
       lengths: room for support and query examples.
       secret: a key that the server does not know, for what the aggregator draws on clients (noise, masks). By default
@@ -219,8 +219,8 @@ def _state_of_block(algorithm: Algorithm, client_state: Any, indices: np.ndarray
         return ()
     if client_state is None:
         raise ValueError(
-            "clients of this method keep something from round to round; pass it as `kept`, and before the first round "
-            "pass `init_client_state(algorithm, clients, seed)`"
+            "`client_state` is missing: clients of this method keep state between rounds; before the first round, pass "
+            "`init_client_state(algorithm, clients, seed)`"
         )
     return jax.tree.map(lambda leaf: np.asarray(leaf)[np.maximum(indices, 0)], client_state)
 
