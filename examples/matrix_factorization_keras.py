@@ -37,7 +37,7 @@ def descend(rate: float, epochs: int = 1) -> fr.Solver:
 
 
 def main(rounds: int = 300, clients: int = 671, seed: int = 0) -> fr.Comparison:
-    ratings = fr.data.movielens("movielens-small").shuffle(seed).take(range(clients))
+    ratings = fr.data.load_movielens("movielens-small").shuffle(seed).take(range(clients))
     train, _, test = ratings.split_clients(0.8, 0.1, 0.1, seed=seed)
     network = build(ratings.num_items)
 

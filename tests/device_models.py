@@ -131,7 +131,7 @@ def text_algorithm(most_steps=6):
 
 def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
     """Bundle a small model of text; return its algorithm, parameters and vocabulary."""
-    from fedrecon._src.data.text.sentences import prompt_columns
+    from fedrecon._src.data.sentences import prompt_columns
     from fedrecon._src.device.page import page_files
     from fedrecon.data import Vocabulary, personal_text
 

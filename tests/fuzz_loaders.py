@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedrecon._src.data.text.stackoverflow import read_word_count
+from fedrecon._src.data.stackoverflow import read_word_count
 from fedrecon._src.storage.storage_errors import StorageError
 from fedrecon.data import (
     Corpus,
     DataError,
     Vocabulary,
+    load_movielens,
     load_ratings,
     load_titles,
-    movielens,
     prepare_posts,
     prepare_stackoverflow,
     prepare_text,
@@ -195,9 +195,9 @@ TARGETS = {
     "ratings": Target("a.csv", ratings_text, _ratings),
     "ratings.gz": Target("a.csv.gz", lambda dice: gzip.compress(ratings_text(dice)), _ratings),
     "parquet": Target("a.parquet", parquet_ratings, _ratings),
-    "zip": Target("a.zip", lambda dice: movielens_zip(dice, bytes), _whole(movielens)),
+    "zip": Target("a.zip", lambda dice: movielens_zip(dice, bytes), _whole(load_movielens)),
     "zip content": Target(
-        "a.zip", lambda dice: movielens_zip(dice, lambda good: damaged(good, dice)), _whole(movielens)
+        "a.zip", lambda dice: movielens_zip(dice, lambda good: damaged(good, dice)), _whole(load_movielens)
     ),
     "titles": Target("a.csv", lambda dice: b'item,title\n1,"A, b"\n2,C\n', _whole(load_titles)),
     "jsonl": Target("a.jsonl", posts_lines, _text),

@@ -400,9 +400,7 @@ def test_a_rating_far_outside_of_the_scale_is_a_bad_row(bad, trained, tmp_path, 
     mine.write_text(f"user,item,rating\nme,100,5\nme,101,{bad}\nme,102,5.3\n")
     argv = ["recommend", str(trained[1]), "--ratings", str(mine), "--json"]
     assert main(argv) == 1
-    told = (
-        f"mine.csv line 3: rating {bad} is outside of the scale that the model was trained on, 1 to 5. Correct it, or "
-    )
+    told = f"mine.csv line 3: rating {bad} is outside of the scale that the model was trained on, 1 to 5. Fix it, or "
     message = said(capsys)
     assert told in message
     assert "--data.bad-rows" in message
@@ -537,7 +535,7 @@ def test_all_columns_that_are_missing_are_named_with_their_options(tmp_path, cap
     (tmp_path / "a.csv").write_text("a,b,c\n1,2,3\n")
     assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run")]) == 1
     message = said(capsys)
-    assert "no columns 'user', 'item' and 'rating'; it has: a, b, c." in message
+    assert "no column 'user', 'item', 'rating'; it has: a, b, c." in message
     assert "options: --data.user, --data.item, --data.rating" in message
 
 
@@ -604,7 +602,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "synthetic", "--out", "run", "--data.fractions", "1", "1", "1"], 2, "sum to 1"),
         (["train", "synthetic", "--out", "run", "--config", "none.json"], 1, "none.json"),
         (["train", "synthetic", "--out", "run", "--data.user", "who"], 1, "no use for data.user"),
-        (["train", "nothing.csv", "--out", "run"], 1, "nothing.csv is neither a file nor a known data set"),
+        (["train", "nothing.csv", "--out", "run"], 1, "nothing.csv is neither a file nor the name of a data set"),
         (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' is not a number"),
         (["train", "bad.csv", "--out", "run", "--data.user", "who"], 1, "--data.user"),
         (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv is a file; give a new or empty folder"),

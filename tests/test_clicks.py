@@ -10,7 +10,7 @@ import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.tuning import CLICKS_SPACE
 from fedrecon._src.core.progress import silent
-from fedrecon._src.data.errors import DataError
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.baseline_rows import beside, verdict, with_coverage
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
@@ -190,7 +190,7 @@ def test_columns_of_clicks_are_recognised_and_said(tmp_path, capsys):
 def test_two_columns_of_counts_are_an_error_that_names_the_option(tmp_path, capsys):
     (tmp_path / "plays.csv").write_text("user,item,plays,weight\na,x,1,2\n")
     assert main(["train", str(tmp_path / "plays.csv"), "--task", "clicks", "--out", str(tmp_path / "run")]) == 1
-    assert "'plays' and 'weight' could each be the one for rating; say which with" in (capsys.readouterr().err)
+    assert "'plays' and 'weight' could each be the rating column; name it with" in (capsys.readouterr().err)
 
 
 def test_parquet_files_need_no_counts(tmp_path):

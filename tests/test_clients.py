@@ -137,9 +137,9 @@ def test_a_csv_file_is_grouped_and_its_types_found(tmp_path):
     ("text", "columns", "message"),
     [
         ("user,x\n", None, "has no rows"),
-        ("who,x\n1,2\n", None, "no column 'user'; it has: who, x"),
-        ("user,x\n1,2\n", {"y": int}, "no column 'y'; it has: user, x"),
-        ("user,x\n1,a\n", {"x": float}, "a.csv: could not convert string 'a'"),
+        ("who,x\n1,2\n", None, "no column 'user'"),
+        ("user,x\n1,2\n", {"y": int}, "'y'"),
+        ("user,x\n1,a\n", {"x": float}, "a.csv: .*'a'"),
     ],
 )
 def test_a_csv_file_that_does_not_fit_is_refused(tmp_path, text, columns, message):

@@ -63,7 +63,7 @@ def assert_close(found, expected, tolerance=1e-6):
 def prepared_simulation(files):
     """Train with the default preset as `fedrecon train` does, everybody in every round."""
     plan = plan_of(ROUND_ZERO_CONFIG)
-    ratings = fr.data.load(files[0], item_ids=np.arange(100, 100 + ITEMS))
+    ratings = fr.data.load(files[0], schema=fr.data.RatingsSchema(np.arange(100, 100 + ITEMS)))
     ready = prepare_ratings(plan.config, ratings, read_holding(plan, files[0]).users, plan.legend)
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
     everybody = len(ready.users.train)
@@ -117,7 +117,7 @@ def test_ratings_far_outside_count_as_little_on_nodes_as_in_the_simulation(files
         answers = [zero.answer(zero.from_bytes(zero.to_bytes(state)), clients) for clients in nodes]
         state = zero.advance(state, {name: sum(answer[name] for answer in answers) for name in answers[0]})
     found = plan.prepared(zero.read_result(zero.to_bytes(state))).config.model.scale
-    ratings = fr.data.load(union, item_ids=np.arange(100, 100 + ITEMS))
+    ratings = fr.data.load(union, schema=fr.data.RatingsSchema(np.arange(100, 100 + ITEMS)))
     expected = prepare_ratings(plan.config, ratings, users, plan.legend).config.model.scale
     assert state.estimate.outliers > 0
     assert expected.mean < 10

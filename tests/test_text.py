@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon._src.data.text.preparation import Plan, prepare_corpus
-from fedrecon._src.data.text.runs import Post
-from fedrecon._src.data.text.words import word_hash
+from fedrecon._src.data.corpus_writer import CorpusSettings, Post, prepare_corpus
+from fedrecon._src.data.vocabulary import word_hash
 from fedrecon.data import Corpus, DataError, Sentences, input_ids, load_text, prepare_text, split_text, synthetic_text
 
 POSTS = [
@@ -200,10 +199,10 @@ def test_a_corpus_holds_what_a_plain_program_finds(
     tmp_path_factory, found, words_in_memory, max_sentences, vocab_size, buckets, max_words
 ):
     folder = tmp_path_factory.mktemp("corpus")
-    plan = Plan(
+    settings = CorpusSettings(
         fractions=(1, 0, 0), max_sentences=max_sentences, kept_words=vocab_size, words_in_memory=words_in_memory
     )
-    corpus = prepare_corpus((Post(*post) for post in found), folder / "corpus", plan, "test", {})
+    corpus = prepare_corpus((Post(*post) for post in found), folder / "corpus", settings, "test", {})
     clients = {}
     for name, time, sentences in found:
         clients.setdefault(name, []).extend((time, sentence) for sentence in sentences)
@@ -225,7 +224,7 @@ def test_a_corpus_holds_what_a_plain_program_finds(
 
 
 def test_streamed_examples_are_those_in_memory_for_more_than_one_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedrecon._src.data.text.corpus.SENTENCES_PER_BLOCK", 7)
+    monkeypatch.setattr("fedrecon._src.data.corpus.SENTENCES_PER_BLOCK", 7)
     corpus = synthetic_text(20, sentences=5)
     some = corpus.train.take([3, 0, 7, 7, 1])
     streamed = corpus.next_words(some, 10, 3, folder=tmp_path / "a")
@@ -250,7 +249,7 @@ def test_a_source_is_prepared_once_and_then_opened(write, monkeypatch, tmp_path)
     path = write(POSTS)
     first = load_text(path, fractions=(1, 0, 0))
     folders = list((tmp_path / "cache" / "text").iterdir())
-    monkeypatch.setattr("fedrecon._src.data.text.files.prepare_text", None)
+    monkeypatch.setattr("fedrecon._src.data.text_files.prepare_text", None)
     assert content(load_text(path, fractions=(1, 0, 0))) == content(first)
     assert content(load_text(folders[0])) == content(first)
     monkeypatch.undo()
@@ -313,7 +312,7 @@ def test_truncated_gzip_is_an_error_that_names_the_line_or_ends_the_file(write):
 
 
 def test_a_line_without_end_is_refused_without_reading_it_whole(write, monkeypatch):
-    monkeypatch.setattr("fedrecon._src.data.text.records.LONGEST_LINE", 100)
+    monkeypatch.setattr("fedrecon._src.data.posts.LONGEST_LINE", 100)
     path = write([POSTS[0], b'{"client": "a", "text": "' + b"x" * 1000 + b'"}', POSTS[2]])
     with pytest.raises(DataError, match="line 2: longer than 100 bytes"):
         prepare(path)
@@ -338,11 +337,11 @@ def test_files_with_nothing_to_read_are_refused_and_leave_nothing(tmp_path, cont
 def test_wrong_arguments_are_refused_before_anything_is_read(write):
     path = write([b"bad"])
     for wrong, message in [
-        ({"bad_rows": "ignore"}, "`bad_rows` must be one of error, skip, but is 'ignore'"),
-        ({"fractions": (0.5, 0.5)}, r"`fractions` are \(0.5, 0.5\): give one for each of train, valid, test"),
-        ({"fractions": (0.5, 0.5, 0.5)}, "let them add up to 1"),
-        ({"kept_words": 0}, "`kept_words` is 0; it must be at least 1"),
-        ({"max_sentences": 0}, "`max_sentences` is 0"),
+        ({"bad_rows": "ignore"}, "`bad_rows` must be one of error, skip"),
+        ({"fractions": (0.5, 0.5)}, "`fractions` must be one share for each of train, valid, test"),
+        ({"fractions": (0.5, 0.5, 0.5)}, "sum to 1"),
+        ({"kept_words": 0}, "`kept_words`"),
+        ({"max_sentences": 0}, "`max_sentences`"),
     ]:
         with pytest.raises(ValueError, match=message):
             prepare(path, **wrong)
@@ -420,7 +419,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(stop_halfway(), tmp_path / "corpus", Plan(words_in_memory=1), "test", {})
+        prepare_corpus(stop_halfway(), tmp_path / "corpus", CorpusSettings(words_in_memory=1), "test", {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,9 +11,9 @@ import threading
 import numpy as np
 import pytest
 
+from fedrecon._src.data import corpus as corpus_module
 from fedrecon._src.data import sources as sources_module
-from fedrecon._src.data.text import corpus as corpus_module
-from fedrecon._src.data.text.posts_xml import plain_text
+from fedrecon._src.data.posts import plain_text
 from fedrecon._src.storage.locks import LockedError, hold
 from fedrecon.data import Corpus, DataError, load_text, prepare_posts, prepare_stackoverflow, prepare_text
 from fuzz_loaders import bounded

@@ -32,8 +32,8 @@ def test_items_may_have_another_common_name(tmp_path):
         ("", "is empty"),
         ("item,name\n1,a\n", "no column 'title'; it has: item, name"),
         ("item,title,title\n1,a,b\n", "several columns 'title', at 1 and 2"),
-        ("item,title\n1\n", "row 2: expected 2 fields, but there are 1"),
-        ("item,title\n,a\n", "row 2: item is empty"),
+        ("item,title\n1\n", "line 2: expected at least 2 fields, but there are 1"),
+        ("item,title\n,a\n", "line 2: item is empty"),
         ('item,title\n1,"' + "a" * 200_000, "is a quote left open?"),
     ],
 )

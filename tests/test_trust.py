@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.data.cache import cache_folder
+from fedrecon._src.data.downloads import cache_folder
 from fedrecon._src.recommend.config import ConfigError, Data, RatingsConfig, TextConfig, config_from_json, read_config
 from fedrecon._src.recommend.health import Watch, remedy, why_failed
 from fedrecon._src.recommend.presets import DEFAULT

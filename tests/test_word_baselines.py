@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.data.text.sentences import next_word_columns
+from fedrecon._src.data.sentences import next_word_columns
 from fedrecon._src.recommend import word_baselines
 from fedrecon._src.recommend.baseline_rows import verdict
 from fedrecon._src.recommend.word_baselines import FOLLOWING, MOST_USED, measure

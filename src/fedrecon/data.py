@@ -1,19 +1,22 @@
 """Data sets of clients: MovieLens and ratings files; text and Stack Overflow; synthetic ones of the same shape."""
 
-from fedrecon._src.data import Accepted as Accepted
 from fedrecon._src.data import Corpus as Corpus
+from fedrecon._src.data import CorpusOptions as CorpusOptions
 from fedrecon._src.data import DataError as DataError
 from fedrecon._src.data import PersonalText as PersonalText
+from fedrecon._src.data import RatingLimits as RatingLimits
 from fedrecon._src.data import Ratings as Ratings
+from fedrecon._src.data import RatingsSchema as RatingsSchema
 from fedrecon._src.data import Sentences as Sentences
 from fedrecon._src.data import Summary as Summary
+from fedrecon._src.data import TextOptions as TextOptions
 from fedrecon._src.data import Vocabulary as Vocabulary
 from fedrecon._src.data import input_ids as input_ids
 from fedrecon._src.data import load as load
+from fedrecon._src.data import load_movielens as load_movielens
 from fedrecon._src.data import load_ratings as load_ratings
 from fedrecon._src.data import load_text as load_text
 from fedrecon._src.data import load_titles as load_titles
-from fedrecon._src.data import movielens as movielens
 from fedrecon._src.data import personal_text as personal_text
 from fedrecon._src.data import prepare_posts as prepare_posts
 from fedrecon._src.data import prepare_stackoverflow as prepare_stackoverflow

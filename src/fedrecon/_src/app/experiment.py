@@ -28,7 +28,7 @@ from fedrecon._src.app.resuming import (
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data import Ratings
-from fedrecon._src.data.errors import DataError
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.privacy.spending import spending
 from fedrecon._src.recommend.baseline_rows import Table, beside, beside_saved, with_baselines, with_coverage

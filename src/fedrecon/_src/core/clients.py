@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from fedrecon._src.core.keys import as_number, as_words, mix_hashes, name_hashes
-from fedrecon._src.core.tabular import frame_columns, read_csv_column, read_parquet
+from fedrecon._src.core.tabular import read_csv, read_parquet, to_arrays, to_arrow
 from fedrecon._src.storage.client_files import (
     CLIENTS_PER_BLOCK,
     ArrayFile,
@@ -188,16 +188,8 @@ class Clients:
             whichever fits first.
           delimiter: the character between fields.
         """
-        with open(path, encoding="utf-8-sig") as file:
-            header = [name.strip().strip('"') for name in file.readline().rstrip("\n").split(delimiter)]
-            if not file.readline().strip():
-                raise ValueError(f"{path} has no rows: expected a header line and one line per example.")
-        dtypes = {client: None, **(dict.fromkeys(header) if columns is None else columns)}
-        for name in dtypes:
-            if name not in header:
-                raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(header)}.")
-        read = {name: read_csv_column(path, header.index(name), dtype, delimiter) for name, dtype in dtypes.items()}
-        return cls.from_columns(read, client=client)
+        dtypes = None if columns is None else {client: None, **columns}
+        return cls.from_columns(read_csv(path, delimiter, dtypes), client=client)
 
     @classmethod
     def from_parquet(cls, path: str | Path, client: str = "user", columns: Sequence[str] | None = None) -> Self:
@@ -208,16 +200,8 @@ class Clients:
           client: name of the column with client ids.
           columns: names of the columns wanted; None takes all.
         """
-
-        def choose(available: list[str]) -> list[str]:
-            names_to_read = available if columns is None else list(dict.fromkeys([client, *columns]))
-            for name in (client, *names_to_read):
-                if name not in available:
-                    raise ValueError(f"{path}: no column {name!r}; it has: {', '.join(available)}.")
-            return names_to_read
-
-        arrays, _ = read_parquet(path, choose)
-        return cls.from_columns(arrays, client=client)
+        names = None if columns is None else list(dict.fromkeys([client, *columns]))
+        return cls.from_columns(read_parquet(path, names), client=client)
 
     @classmethod
     def from_dataframe(cls, frame: Any, client: str = "user", columns: Sequence[str] | None = None) -> Self:
@@ -230,7 +214,8 @@ class Clients:
           client: name of the column with client ids.
           columns: names of the columns wanted; None takes all.
         """
-        return cls.from_columns(frame_columns(frame, None if columns is None else [client, *columns]), client=client)
+        names = None if columns is None else list(dict.fromkeys([client, *columns]))
+        return cls.from_columns(to_arrays(to_arrow(frame), "the data frame", names), client=client)
 
     @classmethod
     def from_generator(

@@ -1,48 +1,62 @@
-"""Downloads: fetched once, by one process at a time, up to a size, and checked whenever they are used."""
+"""Downloads and the cache: files are fetched once, by one process at a time, up to a size, and checked at every use."""
 
+import contextlib
+import logging
 import math
 import os
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedrecon._src.data.errors import DataError
-from fedrecon._src.simulation.multihost import is_first_process
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.storage.locks import Holder, hold
 
-PIECE = 1 << 16
-MOST_BYTES = 1 << 33  # if nothing is known about the file
+CHUNK = 1 << 16
+MAX_BYTES = 1 << 33  # if nothing is known about the file
+
+logger = logging.getLogger(__name__)
 
 
-def cached(
+def cache_folder() -> Path:
+    """Return $FEDRECON_CACHE, $XDG_CACHE_HOME/fedrecon or ~/.cache/fedrecon; it need not exist yet."""
+    if folder := os.environ.get("FEDRECON_CACHE"):
+        return Path(folder)
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "fedrecon"
+    try:
+        return Path.home() / ".cache" / "fedrecon"
+    except RuntimeError:  # the system does not know the user
+        raise DataError("there is no home folder to keep prepared data in; set FEDRECON_CACHE to a folder") from None
+
+
+def private_cache(name: str) -> Path:
+    """Return a folder of the cache for personal data, which only the user who runs fedrecon can read."""
+    folder = cache_folder() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # it may be somebody else's, for us to read
+        folder.chmod(0o700)
+    return folder
+
+
+def fetch_once(
     url: str,
     target: Path,
     verify: Callable[[Path], None],
-    most_bytes: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
     opener: Callable[..., Any] = urllib.request.urlopen,
 ) -> Path:
-    """Return the path of a file that is downloaded once and checked every time.
+    """Return the path of a file that is downloaded once and verified at every use.
 
-    A second process that wants the same file waits for the first and uses its download.
-
-    Args:
-      url: where to download it from.
-      target: where it is kept; missing folders are created.
-      verify: called with the path of the file before it is used; raises `DataError` if it is not the right one.
-      most_bytes: the download stops if it becomes larger than this.
-      opener: opens the URL, as `urllib.request.urlopen` does.
-
-    Raises:
-      DataError: it cannot be downloaded, or the file there is not the right one.
+    A second process that wants the same file waits for the first and uses its download. `verify` raises `DataError`
+    if the file is not the right one.
     """
     if not target.exists():
         try:
             lock = target.with_name(f".{target.name}.lock")
-            with hold(lock, f"the download of {target.name}", wait=math.inf, on_wait=say_who):
+            with hold(lock, f"the download of {target.name}", wait=math.inf, on_wait=report_wait):
                 if not target.exists():
-                    download(url, target, verify, most_bytes, opener)
+                    download(url, target, verify, max_bytes, opener)
                     return target
         except OSError as error:
             raise DataError(f"cannot keep {target.name} in {target.parent} ({error}).") from error
@@ -53,28 +67,19 @@ def cached(
     return target
 
 
-def say_who(holder: Holder) -> None:
-    """Say on standard error which process we wait for; with several processes, only the first one says it."""
-    if is_first_process():
-        print(f"waiting for {holder}, which is making the same file", file=sys.stderr, flush=True)
+def report_wait(holder: Holder) -> None:
+    """Log which process we wait for."""
+    logger.warning("waiting for %s, which is making the same file", holder)
 
 
 def download(
     url: str,
     target: Path,
     verify: Callable[[Path], None],
-    most_bytes: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
     opener: Callable[..., Any] = urllib.request.urlopen,
 ) -> None:
-    """Fetch a file with a progress bar; it appears at `target` only when it is complete and verified.
-
-    Args:
-      url: where to download it from.
-      target: where it goes; missing folders are created.
-      verify: as for `cached`.
-      most_bytes: as for `cached`.
-      opener: as for `cached`.
-    """
+    """Fetch a file with a progress bar; it appears at `target` only when it is complete and verified."""
     from rich.console import Console
     from rich.progress import wrap_file
 
@@ -82,13 +87,13 @@ def download(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with opener(url, timeout=30) as response, temporary.open("wb") as file:
-            size, done = _declared(response), 0
-            _check_size(url, size, most_bytes)
+            size, done = _read_length(response), 0
+            _check_size(url, size, max_bytes)
             console = Console(stderr=True)
             with wrap_file(response, size, description=target.name, console=console) as shown:
-                while piece := shown.read(PIECE):
+                while piece := shown.read(CHUNK):
                     done += len(piece)
-                    _check_size(url, done, most_bytes)
+                    _check_size(url, done, max_bytes)
                     file.write(piece)
         verify(temporary)
         temporary.replace(target)
@@ -101,12 +106,12 @@ def download(
         temporary.unlink(missing_ok=True)
 
 
-def _declared(response: Any) -> int:
+def _read_length(response: Any) -> int:
     """Return the size that the server declares, 0 if it declares none."""
-    declared = str(response.headers.get("Content-Length") or "0")
-    return int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 19 else 0
+    length = str(response.headers.get("Content-Length") or "0")
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 19 else 0
 
 
-def _check_size(url: str, size: int, most_bytes: int) -> None:
-    if size > most_bytes:
-        raise DataError(f"{url} has {size:,} bytes or more; the file we want has at most {most_bytes:,}.")
+def _check_size(url: str, size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise DataError(f"{url} has {size:,} bytes or more; the file we want has at most {max_bytes:,}.")

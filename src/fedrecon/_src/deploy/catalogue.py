@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fedrecon._src.data import Vocabulary, unique_labels
-from fedrecon._src.data.errors import DataError
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend.tasks import Items
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.keys import as_number, mix_hashes, round_key, words_of
 from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.data import RatingsSchema
 from fedrecon._src.deploy import noise
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan
 from fedrecon._src.deploy.plan import Plan
@@ -67,7 +68,7 @@ def _read(plan: SettingsPlan, path: Path, reading: Reading, least: int, progress
     """Read the users of a file that have enough examples, in the order of the file."""
     config: Any = plan.config
     if config.task == "ratings":
-        ratings = read_ratings(path, reading, item_ids=plan.legend.ids, min_ratings=least)
+        ratings = read_ratings(path, reading, min_ratings=least, schema=RatingsSchema(plan.legend.ids))
         return Read(ratings, ratings.skipped)
     if config.task == "clicks":
         clicks = read_clicks(config, plan.legend, path, reading)

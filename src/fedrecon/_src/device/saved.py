@@ -12,7 +12,7 @@ import numpy as np
 from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
-from fedrecon._src.data.text.sentences import prompt_columns
+from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.device.export_form import of_counts, of_weighed
 from fedrecon._src.device.exporting import Legend
 from fedrecon._src.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle

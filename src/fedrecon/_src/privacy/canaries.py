@@ -19,7 +19,7 @@ from fedrecon._src.core.keys import round_key
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA, Total, Upload, add, no_total
-from fedrecon._src.data.ratings.synthetic import synthetic_ratings
+from fedrecon._src.data.synthetic import synthetic_ratings
 from fedrecon._src.models.factorization import matrix_factorization
 from fedrecon._src.privacy.accounting import epsilon_of
 from fedrecon._src.privacy.audit import Audit, Canaries, audit

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon._src.core.model import Model
-from fedrecon._src.data.text.sentences import prompt_columns
-from fedrecon._src.data.text.vocabulary import MAX_WORDS, Vocabulary
+from fedrecon._src.data.sentences import prompt_columns
+from fedrecon._src.data.vocabulary import MAX_WORDS, Vocabulary
 from fedrecon._src.simulation.personalization import predict
 
 

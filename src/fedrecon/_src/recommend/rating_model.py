@@ -17,7 +17,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many, readable
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings
-from fedrecon._src.data.ratings.accepted import Accepted
+from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardize
 from fedrecon._src.recommend.budget import Population, round_zero_noise
 from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
@@ -130,7 +130,7 @@ def _settled(end: float, seen: float) -> float:
     return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
 
 
-def accepted_ratings(config: RatingsConfig, items: Items) -> Accepted | None:
+def accepted_ratings(config: RatingsConfig, items: Items) -> RatingLimits | None:
     """Return which ratings of new users a model takes: all that training had, and what is near its scale. Counts have
     no largest one: somebody may well play a song more often than anybody before.
 
@@ -143,11 +143,13 @@ def accepted_ratings(config: RatingsConfig, items: Items) -> Accepted | None:
         return None
     seen, (low, high) = items.scale or ends, ends
     if config.model.scale is not None and config.model.scale.transform == "log1p":
-        return Accepted(0.0, math.inf, 0.0, math.inf)
+        return RatingLimits(0.0, math.inf, 0.0, math.inf)
     noised = config.privacy.on and config.privacy.rating_range is None
     room = (FAR_BESIDE if noised else BESIDE) * (high - low) * (1 + SAME)
     least, most = low - room, high + room
-    return Accepted(float(min(least, seen[0])), float(max(most, seen[1])), min(ends[0], seen[0]), max(ends[1], seen[1]))
+    return RatingLimits(
+        float(min(least, seen[0])), float(max(most, seen[1])), min(ends[0], seen[0]), max(ends[1], seen[1])
+    )
 
 
 # ---- the model ----

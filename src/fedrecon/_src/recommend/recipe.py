@@ -17,7 +17,7 @@ from fedrecon._src.client.optimizers import fedadagrad, fedyogi, with_prior
 from fedrecon._src.core import split
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.model import Model
-from fedrecon._src.data.errors import DataError
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
 from fedrecon._src.recommend.rating_model import believing, ridges_of
 from fedrecon._src.recommend.rating_model import build_model as build_model

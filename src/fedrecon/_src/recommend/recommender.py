@@ -169,8 +169,8 @@ class Recommender:
             raise ValueError("some ratings are not finite numbers")
         config = self.saved.config
         accepted = accepted_ratings(config, self.items) if isinstance(config, RatingsConfig) else None
-        if accepted is not None and len(wrong := rating[~accepted.has(rating)]):
-            raise ValueError(f"{accepted.why_not(float(wrong[0]))}; give ratings on that scale")
+        if accepted is not None and len(wrong := rating[~accepted.contains(rating)]):
+            raise ValueError(f"{accepted.describe_error(float(wrong[0]))}; give ratings on that scale")
 
     def _number(self, item: Any) -> int:
         if str(item) not in self._numbers:

@@ -126,8 +126,8 @@ def cache_compiled_programs() -> None:
     """Keep compiled programs for the next command, unless JAX's own settings name a cache or turn it off."""
     import jax
 
-    from fedrecon._src.data.cache import private_cache
-    from fedrecon._src.data.errors import DataError
+    from fedrecon._src.data.downloads import private_cache
+    from fedrecon._src.data.sources import DataError
 
     settings: Any = jax.config
     if settings.jax_compilation_cache_dir is not None or not settings.jax_enable_compilation_cache:
@@ -149,7 +149,7 @@ def _sentence(problem: Exception) -> tuple[str, int]:
 
     if isinstance(problem, options.UsageError):
         return str(problem), 2
-    from fedrecon._src.data.errors import DataError
+    from fedrecon._src.data.sources import DataError
 
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1

@@ -14,9 +14,9 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many, listed_counts
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
-from fedrecon._src.data import Ratings
-from fedrecon._src.data.errors import DataError
-from fedrecon._src.data.ratings.columns import say_recognised
+from fedrecon._src.data import Ratings, RatingsSchema
+from fedrecon._src.data.columns import describe_columns
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
 from fedrecon._src.models.item_ranking import popularity_factors
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reading
@@ -98,7 +98,7 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
         f"{how_many(clicks.num_items, 'items')}: "
         f"{clicks.num_examples / max(1, len(clicks)):.1f} items per user, {density:.3g} % of all pairs. "
         + (f"Left out: {left_out}. " if left_out else "Nothing was left out. ")
-        + say_recognised(clicks.recognised),
+        + describe_columns(clicks.recognised),
         say_rounds(config, users),
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",
@@ -132,7 +132,7 @@ def read_clicks(
         reading = dataclasses.replace(reading, rating="auto")
     if reading.duplicates == Reading.duplicates:
         reading = dataclasses.replace(reading, duplicates="sum")
-    return read_ratings(path, reading, item_ids=items.ids, at_least=config.model.at_least, usual=usual)
+    return read_ratings(path, reading, at_least=config.model.at_least, schema=RatingsSchema(items.ids, usual or {}))
 
 
 CLICKS: Task[ClicksConfig, Ratings, Items] = Task(

@@ -11,11 +11,11 @@ import numpy as np
 
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.progress import Progress
-from fedrecon._src.data import Ratings, load, load_titles, unique_labels
-from fedrecon._src.data.errors import DataError
-from fedrecon._src.data.ratings.columns import MissingColumns
-from fedrecon._src.data.ratings.layout import JsonLines
-from fedrecon._src.data.ratings.movielens import NAMES
+from fedrecon._src.data import Ratings, RatingsSchema, load, load_titles, unique_labels
+from fedrecon._src.data.columns import MissingColumnsError
+from fedrecon._src.data.movielens import NAMES
+from fedrecon._src.data.sources import DataError
+from fedrecon._src.data.tables import JsonLinesError
 from fedrecon._src.recommend.config import COLUMNS, Data, RatingsConfig, Reading, changed
 from fedrecon._src.recommend.rating_model import (
     Items,
@@ -93,12 +93,12 @@ def _load_file(settings: Data, at_least: float | None) -> Ratings:
     """Load a ratings file; if it is for another task, say so."""
     try:
         return read_ratings(settings.source, settings, min_ratings=settings.min_ratings, at_least=at_least)
-    except MissingColumns as problem:
+    except MissingColumnsError as problem:
         if problem.roles != ("rating",) or settings.rating != Reading.rating:
             raise
         advice = "if it holds clicks, plays or purchases, which have no ratings, give --task clicks"
         raise DataError(f"{problem}; {advice}") from None
-    except JsonLines as problem:
+    except JsonLinesError as problem:
         raise DataError(f"{problem}; if these are posts to learn text from, give --task text") from None
 
 
@@ -143,8 +143,8 @@ def usual_columns(data: Data) -> dict[str, int | str | None]:
 
 def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
     del progress
-    known = {"usual": usual_columns(config.data), "accepted": accepted_ratings(config, items)}
-    ratings = read_ratings(path, reading, item_ids=items.ids, **known)
+    schema = RatingsSchema(items.ids, usual_columns(config.data), accepted_ratings(config, items))
+    ratings = read_ratings(path, reading, schema=schema)
     return Read(ratings, ratings.skipped)
 
 

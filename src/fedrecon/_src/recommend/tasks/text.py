@@ -11,12 +11,11 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
-from fedrecon._src.data.cache import private_cache
-from fedrecon._src.data.errors import DataError
-from fedrecon._src.data.ratings.files import PARQUET
-from fedrecon._src.data.sources import is_stream, open_bytes
-from fedrecon._src.data.text.files import preparer
-from fedrecon._src.data.text.preparation import KEPT_WORDS
+from fedrecon._src.data.corpus_writer import KEPT_WORDS
+from fedrecon._src.data.downloads import private_cache
+from fedrecon._src.data.sources import DataError, is_stream, open_bytes
+from fedrecon._src.data.tables import PARQUET
+from fedrecon._src.data.text_files import choose_preparer
 from fedrecon._src.models import next_word
 from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, changed
 from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Task, Users
@@ -48,7 +47,7 @@ def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
     data, path = config.data, Path(config.data.source)
     if data.source == "":
         raise DataError("the name of the data is empty; give a file of text or a prepared corpus.")
-    database = preparer(path) is prepare_stackoverflow
+    database = choose_preparer(path) is prepare_stackoverflow
     used = {} if path.is_dir() else DATABASE if database else FILE
     given = changed(data, TextData)
     idle = [f"data.{name}" for name in given if name in {*FILE.values(), *DATABASE.values()} - set(used.values())]
@@ -132,7 +131,7 @@ def read_corpus(config: TextConfig, vocabulary: Vocabulary, path: Path, reading:
     options: dict[str, Any] = {}
     if not path.is_dir():
         options["bad_rows"] = reading.bad_rows
-        if preparer(path) is not prepare_stackoverflow:
+        if choose_preparer(path) is not prepare_stackoverflow:
             options["fractions"] = (1.0, 0.0, 0.0)  # everybody counts, so that one client is enough
     corpus = load_text(path, progress=progress, **options)
     return Read(_examples(corpus, corpus.clients, vocabulary, config.model.max_words, progress), corpus.skipped)

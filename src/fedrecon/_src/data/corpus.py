@@ -16,15 +16,14 @@ import numpy as np
 
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.progress import Advance, Progress, silent
-from fedrecon._src.data.errors import DataError, check_choice
-from fedrecon._src.data.text.sentences import Sentences, next_word_columns
-from fedrecon._src.data.text.vocabulary import MAX_WORDS, PAD, Vocabulary
-from fedrecon._src.data.text.words import word_hash
+from fedrecon._src.data.sentences import Sentences, next_word_columns
+from fedrecon._src.data.sources import DataError, check_choice
+from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, word_hash
 from fedrecon._src.storage.client_files import map_array
 from fedrecon._src.storage.digests import describe_files, verify_files
 
 FORMAT = "fedrecon-corpus"
-VERSION = 2
+VERSION = 1
 MANIFEST = "corpus.json"
 ARRAYS = ("tokens", "begins", "times", "offsets", "names", "split", "counts")
 FILES = (*(f"{name}.npy" for name in ARRAYS), "words.txt")
@@ -88,10 +87,9 @@ class Corpus:
         folder = Path(path)
         manifest = _read_manifest(folder)
         try:
-            if manifest["version"] > 1:  # earlier ones had no digests
-                verify_files(folder, manifest["files"], QUICK_BYTES if check == "quick" else None)
-                if missing := set(FILES) - set(manifest["files"]):
-                    raise ValueError(f"its {MANIFEST} does not list {missing.pop()}")
+            verify_files(folder, manifest["files"], QUICK_BYTES if check == "quick" else None)
+            if missing := set(FILES) - set(manifest["files"]):
+                raise ValueError(f"its {MANIFEST} does not list {missing.pop()}")
             tokens, begins, times, offsets, names, split_of, counts = (
                 map_array(folder / f"{name}.npy") if mapped else np.load(folder / f"{name}.npy", allow_pickle=False)
                 for name in ARRAYS
@@ -217,15 +215,15 @@ class Corpus:
         if max_words < 1:
             raise ValueError(f"`max_words` is {max_words}; a sentence needs at least 1.")
         fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
-        coded = _Coder(self.tokens, self.words, vocabulary, max_words)
+        encoder = _Encoder(self.tokens, self.words, vocabulary, max_words)
         if folder is not None:
             with progress("writing examples of clients", len(chosen)) as advance:
-                return Sentences.from_generator(folder, _one_by_one(chosen, coded, advance), **fields)
+                return Sentences.from_generator(folder, _iterate_clients(chosen, encoder, advance), **fields)
         rows = rows_of(chosen.starts, chosen.ends)
         columns: dict[str, np.ndarray] = {}
         for start in range(0, max(1, len(rows)), SENTENCES_PER_BLOCK):
             part = rows[start : start + SENTENCES_PER_BLOCK]
-            for name, values in coded.columns(chosen, part).items():
+            for name, values in encoder.columns(chosen, part).items():
                 if name not in columns:
                     columns[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
                 columns[name][start : start + len(part)] = values
@@ -233,7 +231,7 @@ class Corpus:
         return Sentences(columns, ends - chosen.sizes, ends, chosen.names, **fields)
 
 
-class _Coder:
+class _Encoder:
     """Turns codes into ids of one vocabulary, many sentences at a time."""
 
     def __init__(self, tokens: np.ndarray, words: Sequence[str], vocabulary: Vocabulary, max_words: int) -> None:
@@ -241,23 +239,23 @@ class _Coder:
         # the id of every code that is not negative: padding and the kept words
         self.table = np.array([PAD, *map(vocabulary.id_of, words)], np.int32)
         # words of the vocabulary that are not kept, by hash
-        others = sorted((word_hash(word), vocabulary.id_of(word)) for word in set(vocabulary.words).difference(words))
-        self.hashes, self.ids = np.array(others, np.int64).reshape(-1, 2).T
+        missing = sorted((word_hash(word), vocabulary.id_of(word)) for word in set(vocabulary.words).difference(words))
+        self.hashes, self.ids = np.array(missing, np.int64).reshape(-1, 2).T
 
     def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return the columns of the sentences at these rows."""
         begin, end = (np.asarray(clients.columns[name][rows]) for name in ("begin", "end"))
         lengths = np.minimum(end - begin, self.max_words)
-        place = np.arange(self.max_words)
-        real = place < lengths[:, None]  # (sentences, L)
+        position = np.arange(self.max_words)
+        real = position < lengths[:, None]  # (sentences, L)
         codes = np.zeros(real.shape, np.int32)
-        codes[real] = self.tokens[(begin[:, None] + place)[real]]
-        known = codes >= 0
+        codes[real] = self.tokens[(begin[:, None] + position)[real]]
+        is_kept = codes >= 0
         vocabulary = self.vocabulary
         ids = np.zeros((len(rows), self.max_words + 1), np.int32)
         ids[:, 0] = vocabulary.bos
-        ids[:, 1:] = self.table[np.where(known, codes, 0)]
-        ids[:, 1:][~known] = self._ids_of(-1 - codes[~known])
+        ids[:, 1:] = self.table[np.where(is_kept, codes, 0)]
+        ids[:, 1:][~is_kept] = self._ids_of(-1 - codes[~is_kept])
         short = np.flatnonzero(lengths < self.max_words)
         ids[short, lengths[short] + 1] = vocabulary.eos
         columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
@@ -268,24 +266,26 @@ class _Coder:
         buckets = self.vocabulary.first_oov + hashes % self.vocabulary.buckets
         if not len(self.hashes):
             return buckets
-        place = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        return np.where(self.hashes[place] == hashes, self.ids[place], buckets)
+        index = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        return np.where(self.hashes[index] == hashes, self.ids[index], buckets)
 
 
-def _one_by_one(clients: Clients, coded: _Coder, advance: Advance) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
+def _iterate_clients(
+    clients: Clients, encoder: _Encoder, advance: Advance
+) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
     """Yield the name and the columns of every client, of which many are coded at a time."""
     first = 0
     while first < len(clients):
         sizes = clients.ends[first : first + SENTENCES_PER_BLOCK] - clients.starts[first : first + SENTENCES_PER_BLOCK]
         ends = np.cumsum(sizes)
-        many = max(1, int(np.searchsorted(ends, SENTENCES_PER_BLOCK, "right")))
-        last = first + many
-        block = coded.columns(clients, rows_of(clients.starts[first:last], clients.ends[first:last]))
-        for k in range(many):
+        count = max(1, int(np.searchsorted(ends, SENTENCES_PER_BLOCK, "right")))
+        last = first + count
+        block = encoder.columns(clients, rows_of(clients.starts[first:last], clients.ends[first:last]))
+        for k in range(count):
             rows = slice(int(ends[k] - sizes[k]), int(ends[k]))
             name = first + k if clients.names is None else str(clients.names[first + k])
             yield name, {column: values[rows] for column, values in block.items()}
-        advance(many)
+        advance(count)
         first = last
 
 
@@ -302,11 +302,11 @@ def write_manifest(
         "skipped": dict(skipped),
         "files": describe_files(folder, FILES),
     }
-    content["sha256"] = _own_digest(content)
+    content["sha256"] = _digest_manifest(content)
     (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _own_digest(content: Mapping[str, Any]) -> str:
+def _digest_manifest(content: Mapping[str, Any]) -> str:
     """Return a digest of what a manifest says, besides the digest itself."""
     rest = {name: value for name, value in content.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -318,13 +318,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         kind, version = manifest["format"], manifest["version"]
-        version = int(version)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         kind, version = "unknown", 0
     if kind != FORMAT:
         raise DataError(f"{folder} is not a prepared corpus: its {MANIFEST} is of another kind.")
-    if version > VERSION:
-        raise DataError(f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it.")
-    if version > 1 and manifest.get("sha256") != _own_digest(manifest):
+    if version != VERSION:
+        raise DataError(f"{folder} has format version {version}; this fedrecon reads {VERSION}. Prepare it again.")
+    if manifest.get("sha256") != _digest_manifest(manifest):
         raise DataError(f"{folder} is damaged: its {MANIFEST} is not what was written. Prepare it again.")
     return manifest

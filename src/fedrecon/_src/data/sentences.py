@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.data.text.vocabulary import MAX_WORDS, PAD, Vocabulary
-from fedrecon._src.data.text.words import split_text
+from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, split_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,10 +54,10 @@ def next_word_columns(ids: np.ndarray, vocab_size: int, buckets: int) -> dict[st
       buckets: how many buckets words outside the vocabulary share.
     """
     inputs, last = ids[:, :-1], vocab_size + 2
-    known = inputs <= last
+    is_global = inputs <= last
     return {
-        "word": np.where(known, inputs, PAD).astype(np.int32),
-        "oov": np.where(known, 0, inputs - last).astype(np.int16 if buckets < 2**15 else np.int32),
+        "word": np.where(is_global, inputs, PAD).astype(np.int32),
+        "oov": np.where(is_global, 0, inputs - last).astype(np.int16 if buckets < 2**15 else np.int32),
         "target": ids[:, 1:].astype(np.int32),
     }
 
@@ -98,12 +97,12 @@ def personal_text(text: str, vocabulary: Vocabulary, max_words: int = MAX_WORDS)
     ids = np.zeros((len(sentences), max_words + 1), np.int32)
     for row, sentence in zip(ids, sentences, strict=True):
         row[:] = vocabulary.encode(sentence, max_words)
-    own: dict[int, dict[str, int]] = {}
+    personal: dict[int, dict[str, int]] = {}
     used = Counter(word for sentence in sentences for word in sentence[:max_words])
     for word, count in sorted(used.items(), key=lambda item: (-item[1], item[0])):
         if vocabulary.id_of(word) >= vocabulary.first_oov:
-            own.setdefault(vocabulary.bucket(word), {})[word] = count
-    return PersonalText(next_word_columns(ids, len(vocabulary), vocabulary.buckets), own)
+            personal.setdefault(vocabulary.bucket(word), {})[word] = count
+    return PersonalText(next_word_columns(ids, len(vocabulary), vocabulary.buckets), personal)
 
 
 def prompt_columns(

@@ -7,10 +7,10 @@ import numpy as np
 
 from fedrecon._src.core.clients import rows_of
 from fedrecon._src.core.formatting import how_many, listed_counts, readable
-from fedrecon._src.data.ratings.columns import say_recognised
+from fedrecon._src.data.columns import describe_columns
 
 COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above
-USERS = 1 << 13  # whose ratings are in memory at a time
+USERS_PER_BLOCK = 1 << 13  # whose ratings are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Summary:
             text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
         left_out = listed_counts(self.skipped)
         text += f" Left out: {left_out}." if left_out else " Nothing was left out."
-        return " ".join(filter(None, (text, say_recognised(self.recognised))))
+        return " ".join(filter(None, (text, describe_columns(self.recognised))))
 
 
 def summarize(
@@ -95,14 +95,14 @@ def summarize(
             len(starts), num_items, 0, nan, nan, nan, nan, nan, 0.0, True, dict(skipped), dict(recognised or {})
         )
     least, greatest, total, whole = np.inf, -np.inf, 0.0, True
-    for values in _pieces(rating, starts, ends):
+    for values in _blocks(rating, starts, ends):
         least, greatest = min(least, values.min()), max(greatest, values.max())
         total, whole = total + values.sum(), whole and bool((values == np.rint(values)).all())
     mean = total / count
     second = third = 0.0
-    for values in _pieces(rating, starts, ends):
-        apart = values - mean
-        second, third = second + (apart**2).sum(), third + (apart**3).sum()
+    for values in _blocks(rating, starts, ends):
+        deviation = values - mean
+        second, third = second + (deviation**2).sum(), third + (deviation**3).sum()
     spread = float(np.sqrt(second / count))
     skewness = float(third / count / spread**3) if spread > 0 else 0.0
     density = count / max(1, len(starts) * num_items)
@@ -122,10 +122,10 @@ def summarize(
     )
 
 
-def _pieces(rating: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
+def _blocks(rating: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the ratings of some users at a time."""
-    for first in range(0, len(starts), USERS):
-        users = slice(first, first + USERS)
+    for first in range(0, len(starts), USERS_PER_BLOCK):
+        users = slice(first, first + USERS_PER_BLOCK)
         values = np.asarray(rating[rows_of(starts[users], ends[users])], np.float64)
         if len(values):
             yield values

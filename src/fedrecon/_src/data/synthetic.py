@@ -1,8 +1,14 @@
-"""Synthetic ratings in the shape of MovieLens 1M: long tails, and a low-rank structure to learn."""
+"""Synthetic data: ratings in the shape of MovieLens 1M, and text in which every client has words of its own."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from fedrecon._src.data.ratings.files import Ratings
+from fedrecon._src.data.corpus import Corpus
+from fedrecon._src.data.corpus_writer import FRACTIONS, CorpusSettings, Post, prepare_corpus
+from fedrecon._src.data.ratings import Ratings
 
 MIN_RATINGS = 20  # as in MovieLens 1M, where nobody has fewer
 MEDIAN_TO_MEAN = 96 / 165  # of the number of ratings per user, in MovieLens 1M
@@ -107,3 +113,63 @@ def _times(rng: np.random.Generator, sizes: np.ndarray) -> np.ndarray:
     before = np.concatenate([[0], running])[np.cumsum(sizes) - sizes]
     first = 956_703_600 + rng.integers(0, 365 * 86_400, len(sizes))
     return np.repeat(first - before, sizes) + running
+
+
+# ---- text ----
+
+
+def synthetic_text(
+    num_clients: int = 100,
+    sentences: int = 40,
+    shared_words: int = 20,
+    private_words: int = 3,
+    kinds: int = 5,
+    fractions: Sequence[float] = FRACTIONS,
+    seed: int = 0,
+) -> Corpus:
+    """Draw a corpus of sentences such as "w4 w5 p17-2 k3 w6 w7", in memory.
+
+    Shared words follow one another in a circle: w5 comes after w4. Between two of them is a private word of the client,
+    always followed by the one word that belongs to its kind. Kinds are drawn anew for every client, so nothing about a
+    private word can be learned from other clients. A model that cannot tell a client's private words apart has to guess
+    what follows them; one that can knows it.
+
+    Args:
+      num_clients: number of clients.
+      sentences: how many each client has.
+      shared_words: number of words in the circle.
+      private_words: how many each client has.
+      kinds: number of words that can follow a private word.
+      fractions: the share of clients for training, validation and test.
+      seed: the same seed gives the same corpus.
+
+    Returns:
+      A corpus that keeps the `shared_words + kinds` words that are not private.
+    """
+    sizes = (num_clients, sentences, shared_words, private_words, kinds)
+    if min(sizes) < 1:
+        raise ValueError(
+            "`num_clients`, `sentences`, `shared_words`, `private_words` and `kinds` must be positive, "
+            f"but are {', '.join(map(str, sizes))}."
+        )
+    words = [f"w{k}" for k in range(shared_words)] + [f"k{k}" for k in range(kinds)]
+    settings = CorpusSettings(
+        fractions=fractions, seed=seed, words=words, kept_words=len(words), max_sentences=sentences
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "corpus"
+        prepare_corpus(_posts(np.random.default_rng(seed), *sizes), folder, settings, "synthetic text", {})
+        return Corpus.open(folder, mapped=False)
+
+
+def _posts(
+    rng: np.random.Generator, num_clients: int, sentences: int, shared_words: int, private_words: int, kinds: int
+) -> Iterator[Post]:
+    width = len(str(num_clients - 1))
+    for client in range(num_clients):
+        kind = rng.integers(kinds, size=private_words)
+        starts, private = rng.integers([shared_words, private_words], size=(sentences, 2)).T.tolist()
+        for time, (start, word) in enumerate(zip(starts, private, strict=True)):
+            circle = [f"w{(start + k) % shared_words}" for k in range(4)]
+            sentence = [*circle[:2], f"p{client}-{word}", f"k{kind[word]}", *circle[2:]]
+            yield Post(f"{client:0{width}}", float(time), [sentence])

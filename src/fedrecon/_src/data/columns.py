@@ -1,0 +1,389 @@
+"""Columns: which one holds users, items, ratings or times, and what their values are.
+
+Ids are stored as codes: every row holds a number, and every distinct id is stored once. So one long id among millions
+costs its own length and no more, and whether ids are numbers or text is decided by the distinct ones alone: a single
+`007` does not turn millions of rows into text.
+"""
+
+import contextlib
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from fedrecon._src.data.sources import DataError, whole_seconds
+from fedrecon._src.data.tables import ArrowTable, TextTable, is_text
+
+Column = str | int
+
+MAX_RATING = float(np.finfo(np.float32).max)
+MAX_TIME = 9.2e18  # just within 64 bits
+MAX_WHOLE_FLOAT = 2**53
+FIRST_YEAR = -62_135_596_800  # in seconds: Python knows no dates before
+PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+LONGEST_ID = 200  # characters
+MAX_ID_BYTES = 1 << 31  # of all distinct ids of a column as text of fixed width
+
+AUTO = {"rating": ("rating", "count"), "time": ("time", "timestamp")}  # what "auto" looks for before all else
+_PEOPLE = "user customer member person reader reviewer client account visitor listener viewer subscriber buyer"
+_THINGS = (
+    "item movie film product book artist song track album game article video recipe anime business restaurant joke "
+    "beer wine place venue hotel course podcast app"
+)
+_RATINGS = "rating ratings score scores star stars value overall count counts plays playcount listens weight r"
+
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,400}", re.ASCII)
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+", re.ASCII)
+_DATE_START = re.compile(r"[0-9]+[-/.][0-9]+[-/.]|[0-9]{4}-W?[0-9]", re.ASCII)  # no number begins like this
+
+logger = logging.getLogger(__name__)
+
+
+def _with_ids(nouns: str) -> frozenset[str]:
+    return frozenset(noun + end for noun in nouns.split() for end in ("", "id"))
+
+
+# Common names, as `_normalize` spells them.
+COMMON: dict[str, frozenset[str]] = {
+    "user": _with_ids(_PEOPLE) | {"uid"},
+    "item": _with_ids(_THINGS) | {"iid", "isbn", "asin", "sku"},
+    "rating": frozenset([*_RATINGS.split(), *(noun + "rating" for noun in f"{_PEOPLE} {_THINGS}".split())]),
+    "time": frozenset(AUTO["time"]),
+    "title": frozenset(("title",)),
+}
+
+
+class MissingColumnsError(DataError):
+    """A table without columns that are needed; `roles` says for what."""
+
+    def __init__(self, message: str, roles: Sequence[str]) -> None:
+        super().__init__(message)
+        self.roles = tuple(roles)
+
+
+class ColumnMatch(NamedTuple):
+    """Where columns are.
+
+    Attributes:
+      positions: of each column, by what it is for.
+      recognised: the names of those that nobody gave, and that were recognised.
+      optional: what columns are for that "auto" took.
+    """
+
+    positions: dict[str, int]
+    recognised: dict[str, str]
+    optional: tuple[str, ...]
+
+
+def find_columns(
+    table: TextTable | ArrowTable,
+    columns: Mapping[str, Column | None],
+    usual: Mapping[str, Column | None] | None = None,
+) -> ColumnMatch:
+    """Find each column by its name or position, or recognise it by a common name.
+
+    Args:
+      table: the table.
+      columns: the column by what it is for: a header or a position, "auto" for one if there is one, None for none.
+        A column with the default name, which is what it is for, may have any common name.
+      usual: what columns are called in tables like this one. It counts where `columns` has the default, and the table
+        has such a column.
+
+    Raises:
+      MissingColumnsError: there are no such columns; the message names all.
+      DataError: two columns could be meant, or one occurs twice.
+    """
+    search = _Search(table, columns, usual or {})
+    chosen = {role: search.choose(role, position) for position, role in enumerate(columns)}
+    if table.names is not None:
+        search.take_remaining(chosen)
+        absent = {role: name for role, name in chosen.items() if isinstance(name, str) and name not in table.names}
+        if absent:
+            names = ", ".join(repr(name) for name in absent.values())
+            options = ", ".join(f"{role}=..." for role in absent)
+            header = ", ".join(name[:40] for name in table.names[:20])
+            raise MissingColumnsError(
+                f"{table.source}: no column {names}; it has: {header}. Name it with {options}", list(absent)
+            )
+    positions = {role: search.position(role, column) for role, column in chosen.items() if column is not None}
+    if search.recognised:
+        logger.info("%s: %s", table.source, describe_columns(search.recognised))
+    return ColumnMatch(positions, search.recognised, tuple(role for role in positions if columns[role] == "auto"))
+
+
+class _Search:
+    """Looks for the columns of one table."""
+
+    def __init__(
+        self,
+        table: TextTable | ArrowTable,
+        columns: Mapping[str, Column | None],
+        usual: Mapping[str, Column | None],
+    ) -> None:
+        self.table, self.columns, self.usual = table, columns, usual
+        self.names = table.names or []
+        self.recognised: dict[str, str] = {}
+
+    def choose(self, role: str, position: int) -> Column | None:
+        """Return the name or the position of a column; its role if none fits, None if it is not needed."""
+        column = self.columns[role]
+        if column is None or column not in (role, "auto"):
+            return column
+        usual = self.usual.get(role)
+        has_header = self.table.names is not None
+        if role in self.usual:
+            fits = not has_header and isinstance(usual, int) and usual < self.table.width
+            if usual is None or usual in self.names or fits:
+                return usual
+        optional = column == "auto" and role in AUTO
+        if not has_header:
+            return position if position < self.table.width or not optional else None
+        name: Column | None = self._match(role, AUTO[role] if optional else (role,), column)
+        if name is None and isinstance(usual, int):
+            name = usual
+        return name if name is not None or optional else role
+
+    def _match(self, role: str, exact: Sequence[str], column: Column) -> str | None:
+        for name in exact:
+            if name in self.names:
+                return name
+        if role == "time" and column == role:  # somebody named it: that is not the default
+            return None
+        taken = {other for other_role, other in self.columns.items() if other_role != role}
+        fits = [name for name in dict.fromkeys(self.names) if _normalize(name) in COMMON[role] and name not in taken]
+        if len(fits) > 1:
+            listed = " and ".join(repr(name[:40]) for name in fits[:5])
+            raise DataError(
+                f"{self.table.source}: the columns {listed} could each be the {role} column; name it with {role}=..."
+            )
+        if fits:
+            self.recognised[role] = fits[0]
+        return fits[0] if fits else None
+
+    def take_remaining(self, chosen: dict[str, Column | None]) -> None:
+        """Fill roles that are still open where the columns that are left can only be read in one way."""
+        missing = [role for role in ("user", "item", "rating") if chosen.get(role) == role and role not in self.names]
+        used = {self.names.index(c) if isinstance(c, str) and c in self.names else c for c in chosen.values()}
+        left = [k for k, name in enumerate(self.names) if k not in used and self.names.count(name) == 1]
+        if missing == ["rating"]:
+            left = [k for k in left if self.table.is_numeric(k)]
+        elif "rating" in missing or "title" in chosen:
+            return
+        if len(left) == len(missing):
+            for role, position in zip(missing, left, strict=True):
+                chosen[role] = self.recognised[role] = self.names[position]
+
+    def position(self, role: str, column: Column) -> int:
+        """Return where a column is."""
+        source = self.table.source
+        if isinstance(column, str) and self.table.names is None:
+            raise DataError(f"{source} has no header line to find {column!r} in; give a position, as in {role}=0.")
+        if isinstance(column, str) and self.names.count(column) > 1:
+            positions = " and ".join(str(k) for k, name in enumerate(self.names) if name == column)
+            raise DataError(
+                f"{source} has several columns {column!r}, at {positions}: choose one by its position, as in "
+                f"{role}={self.names.index(column)}."
+            )
+        position = self.names.index(column) if isinstance(column, str) else column
+        if not 0 <= position < self.table.width:
+            raise MissingColumnsError(
+                f"{source}: no column {position} for {role}; its first line has {self.table.width} fields", [role]
+            )
+        return position
+
+
+def _normalize(name: str) -> str:
+    """Return a name in small letters, without spaces, underscores and dashes."""
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def describe_columns(recognised: Mapping[str, str]) -> str:
+    """Say which columns were recognised; "" if there are none."""
+    if not recognised:
+        return ""
+    return f"Columns taken: {', '.join(f'{name[:40]!r} for {role}' for role, name in recognised.items())}."
+
+
+# ---- values one by one: the rule, and the error ----
+
+
+def check_id(role: str, value: Any) -> None:
+    """Raise ValueError if a value cannot be an id."""
+    if value is None or value == "":
+        raise ValueError(f"{role} is empty")
+    if isinstance(value, float) and not (abs(value) < MAX_WHOLE_FLOAT and value == int(value)):
+        raise ValueError(f"{role} {value!r} is not a whole number")
+    if isinstance(value, str) and len(value) > LONGEST_ID:
+        raise ValueError(f"{role} {value[:30] + '...'!r} has {len(value)} characters, more than {LONGEST_ID}")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{role} {value!r} has a zero character")
+
+
+def parse_rating(value: Any) -> float:
+    """Return a rating, or raise ValueError."""
+    rating = _parse_number("rating", value)
+    if abs(rating) > MAX_RATING:
+        raise ValueError(f"rating {str(value)[:50]!r} is beyond {MAX_RATING:.2g}, the largest that can be stored")
+    return rating
+
+
+def parse_time(value: Any) -> int:
+    """Return a time in whole seconds since 1970 from a number or an ISO date, or raise ValueError."""
+    if isinstance(value, str) and _DATE_START.match(value):
+        try:
+            return whole_seconds(value)
+        except ValueError:
+            shown = f"time {value[:50]!r}"
+            raise ValueError(f"{shown} is neither a number of seconds nor a date such as 2024-01-31 10:00") from None
+    whole = isinstance(value, int) or (isinstance(value, str) and _WHOLE.fullmatch(value))
+    time = int(value) if whole else int(_parse_number("time", value))
+    if not -(1 << 63) <= time < 1 << 63:
+        raise ValueError(f"time {str(value)[:50]!r} is beyond the range of 64-bit integers: are these seconds?")
+    return time
+
+
+def _parse_number(role: str, value: Any) -> float:
+    if value is None or value == "":
+        raise ValueError(f"{role} is empty")
+    try:
+        number = float(value.replace("_", "x") if isinstance(value, str) else value)  # only Python reads 1_000
+    except ValueError:
+        advice = ": decimals need a point, not a comma" if _DECIMAL_COMMA.fullmatch(value) else ""
+        raise ValueError(f"{role} {value[:50]!r} is not a number{advice}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{role} {str(value)[:50]!r} is not finite")
+    return number
+
+
+# ---- values column by column ----
+
+
+class Values(NamedTuple):
+    """The values of a column, and which of them are valid; `texts` has the distinct texts that `array` numbers."""
+
+    array: np.ndarray
+    valid: np.ndarray
+    texts: list[str] | None = None
+
+
+def convert_column(role: str, name: object, column: pa.Array, source: str) -> Values:
+    """Convert a column of users, items, ratings or times."""
+    kind = column.type
+    valid = np.asarray(column.is_valid())
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if role == "time" and (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+        column = column.cast(pa.timestamp("s")) if pa.types.is_date(kind) else column
+        array = np.asarray(column.cast(pa.int64()).fill_null(0)) // PER_SECOND[column.type.unit]
+        return Values(array, valid & (array >= FIRST_YEAR))
+    if is_text(kind):
+        return _convert_text(role, column, valid)
+    if not numeric:
+        rule = "must hold whole numbers or text" if role in ("user", "item") else "must hold numbers"
+        raise DataError(f"{source}: the {role} column {name!r} {rule} (got {kind}).")
+    array = np.asarray(column.fill_null(0))
+    if role == "rating":
+        return Values(array.astype(np.float64), valid & (np.abs(array.astype(np.float64)) <= MAX_RATING))
+    if pa.types.is_floating(kind):
+        limit = MAX_TIME if role == "time" else MAX_WHOLE_FLOAT
+        valid = valid & (np.abs(array) < limit) & ((role == "time") | (array == np.rint(array)))
+        return Values(np.where(valid, array, 0).astype(np.int64), valid)
+    return Values(array.astype(np.int64), valid & (array <= np.iinfo(np.int64).max))
+
+
+def _convert_text(role: str, column: pa.Array, valid: np.ndarray) -> Values:
+    encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+    texts = encoded.dictionary.to_pylist()
+    codes = np.asarray(encoded.indices.fill_null(0)).astype(np.int32)
+    if role in ("user", "item"):
+        texts = [text.strip() if text and (text[0].isspace() or text[-1].isspace()) else text for text in texts]
+        good = np.array([bool(text) and len(text) <= LONGEST_ID and "\0" not in text for text in texts], bool)
+        return Values(codes, valid & good[codes] if texts else valid, texts)
+    parse = parse_rating if role == "rating" else parse_time
+    numbers = np.zeros(len(texts) + 1, np.float64 if role == "rating" else np.int64)
+    good = np.zeros(len(numbers), bool)
+    for k, text in enumerate(texts):
+        with contextlib.suppress(ValueError):
+            numbers[k], good[k] = parse(text), True
+    return Values(numbers[codes], valid & good[codes])
+
+
+# ---- ids ----
+
+
+class Codes(NamedTuple):
+    """A column of ids: `values` are the distinct ones in ascending order, `codes` their numbers row by row."""
+
+    codes: np.ndarray
+    values: np.ndarray
+
+
+def encode_ids(ids: np.ndarray) -> Codes:
+    """Number the ids of an array."""
+    values, codes = np.unique(ids, return_inverse=True)
+    return Codes(codes.astype(np.int32), values)
+
+
+class _TextIndex(dict[str, int]):
+    """Numbers texts in the order of their first lookup."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = number = len(self)
+        return number
+
+    def encode(self, texts: Iterable[str], count: int) -> np.ndarray:
+        """Return the numbers of texts."""
+        return np.fromiter(map(self.__getitem__, texts), np.int32, count)
+
+
+class IdColumn:
+    """Collects the ids of a column, batch by batch."""
+
+    def __init__(self, source: str, role: str, integers: bool) -> None:
+        """Start empty; `integers` allows text to become integers if that loses nothing."""
+        self.source, self.role, self.integers = source, role, integers
+        self._index = _TextIndex()
+        self._parts: list[np.ndarray] = []
+        self._is_text = False
+
+    def add(self, values: Values, rows: np.ndarray) -> None:
+        """Add the ids at some rows."""
+        array = values.array[rows]
+        if values.texts is not None:
+            self._is_text = True
+            used = np.flatnonzero(np.bincount(array, minlength=len(values.texts)))
+            numbers = np.zeros(len(values.texts), np.int32)
+            numbers[used] = self._index.encode((values.texts[k] for k in used.tolist()), len(used))
+            array = numbers[array]
+        self._parts.append(array)
+
+    def finish(self) -> Codes:
+        """Return all rows."""
+        parts, self._parts = self._parts, []
+        if not self._is_text:
+            return encode_ids(np.concatenate([np.empty(0, np.int64), *parts]))
+        codes = np.concatenate(parts)
+        values = self._to_array(list(self._index))
+        order = np.argsort(values, kind="stable")
+        rank = np.empty(len(order), np.int32)
+        rank[order] = np.arange(len(order), dtype=np.int32)
+        return Codes(rank[codes], values[order])
+
+    def _to_array(self, texts: list[str]) -> np.ndarray:
+        if self.integers and all(map(_INTEGER.fullmatch, texts)):
+            try:
+                return np.array(list(map(int, texts)), np.int64)
+            except OverflowError:
+                pass
+        longest = max(texts, key=len, default="")
+        size = len(longest) * 4 * len(texts)
+        if size > MAX_ID_BYTES:
+            raise DataError(
+                f"{self.source} has {len(texts):,} different {self.role} ids, the longest of {len(longest)} characters "
+                f"({longest[:30]!r}): {size / 1e9:.1f} GB as text. Shorten the longest."
+            )
+        return np.array(texts, dtype=str)

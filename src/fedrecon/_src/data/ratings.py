@@ -1,0 +1,396 @@
+"""Ratings: clients that rated items, and how they are read from tables of user, item, rating and time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Unpack
+
+import numpy as np
+
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.formatting import listed_counts
+from fedrecon._src.data.columns import (
+    Codes,
+    Column,
+    ColumnMatch,
+    IdColumn,
+    Values,
+    check_id,
+    convert_column,
+    find_columns,
+    parse_rating,
+    parse_time,
+)
+from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_choice
+from fedrecon._src.data.summary import Summary, summarize
+from fedrecon._src.data.tables import ArrowTable, Batch, Kind, TextOptions, TextTable, open_table
+
+Duplicates = Literal["last", "first", "mean", "sum", "error"]
+KINDS: Mapping[str, Kind] = {"user": "id", "item": "id", "rating": "number", "time": "time"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Ratings(Clients):
+    """Clients whose examples are ratings: columns `item` (int32), `rating` (float32), maybe `time` (int64).
+
+    Attributes:
+      item_ids: original id of item k.
+      titles: title of item k, or None.
+      skipped: what loading left out: counts of bad_rows, unknown_items, duplicates, low_ratings, users_below_minimum.
+      recognised: the columns of the table that were recognised, by what they are for; see `load_ratings`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> ratings = fr.data.load_ratings({"user": [7, 7, 9], "item": ["a", "b", "a"], "rating": [1, 2, 3]})
+      >>> ratings.num_items, ratings.title(0), ratings.describe().mean
+      (2, 'a', 2.0)
+    """
+
+    item_ids: np.ndarray = field(kw_only=True)
+    titles: np.ndarray | None = field(default=None, kw_only=True)
+    skipped: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    recognised: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def num_items(self) -> int:
+        """Number of items, rated here or not."""
+        return len(self.item_ids)
+
+    def title(self, k: int) -> str:
+        """Return the title of item `k`, or its original id if it has none."""
+        return str(self.item_ids[k] if self.titles is None else self.titles[k])
+
+    def describe(self) -> Summary:
+        """Return what these ratings look like: how many, on which scale, how dense, what was left out."""
+        return summarize(self.columns["rating"], self.starts, self.ends, self.num_items, self.skipped, self.recognised)
+
+
+class RatingLimits(NamedTuple):
+    """Ratings that a trained model accepts: those of its scale, and a little beyond.
+
+    Attributes:
+      minimum: no rating is below.
+      maximum: no rating is above.
+      low: where the scale begins, for messages.
+      high: where it ends.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> stars = fr.data.RatingLimits(0.5, 5.5, 1, 5)
+      >>> stars.contains([1, 6]).tolist()
+      [True, False]
+      >>> stars.describe_error(6)
+      'rating 6 is outside of the scale that the model was trained on, 1 to 5'
+    """
+
+    minimum: float
+    maximum: float
+    low: float
+    high: float
+
+    def contains(self, rating: Any) -> Any:
+        """Return for every rating whether it is accepted, in single precision, as ratings are stored."""
+        rating = np.asarray(rating, np.float32)
+        return (rating >= self.minimum) & (rating <= self.maximum)
+
+    def describe_error(self, rating: float) -> str:
+        """Say what is wrong with a rating that is not accepted."""
+        ends = f"{self.low:.4g} to {self.high:.4g}" if np.isfinite(self.high) else f"{self.low:.4g} or more"
+        return f"rating {rating:.9g} is outside of the scale that the model was trained on, {ends}"
+
+
+class RatingsSchema(NamedTuple):
+    """What a trained model expects of a table of ratings.
+
+    Attributes:
+      item_ids: number the items as in this list, and leave out those that are not in it; None numbers those that occur.
+      columns: what `user`, `item`, `rating` and `time` are usually called. It counts where the argument of
+        `load_ratings` has its default, and the table has such a column.
+      rating_limits: rows with ratings outside of it are bad rows; None accepts all.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> table = {"user": [1, 1], "item": ["a", "b"], "rating": [3.0, 4.0]}
+      >>> ratings = fr.data.load_ratings(table, schema=fr.data.RatingsSchema(item_ids=["b", "c"]))
+      >>> ratings.columns["item"].tolist(), ratings.skipped["unknown_items"]
+      ([0], 1)
+    """
+
+    item_ids: np.ndarray | Sequence[Any] | None = None
+    columns: Mapping[str, Column | None] = MappingProxyType({})
+    rating_limits: RatingLimits | None = None
+
+
+NO_SCHEMA = RatingsSchema()
+
+
+def load_ratings(
+    source: Any,
+    user: Column = "user",
+    item: Column = "item",
+    rating: Column | None = "rating",
+    time: Column | None = "auto",
+    *,
+    duplicates: Duplicates = "last",
+    bad_rows: BadRows = "error",
+    min_ratings: int = 1,
+    at_least: float | None = None,
+    schema: RatingsSchema = NO_SCHEMA,
+    **text: Unpack[TextOptions],
+) -> Ratings:
+    """Read ratings from a text file (plain or gzip), a Parquet file or a data frame.
+
+    Columns `user`, `item` and `rating` may have other common names, such as `userId`, `Movie ID` or `stars`, in large
+    or small letters, with spaces, underscores or dashes; a column of exactly the name given comes first. If only one
+    column is left for what is missing, it is taken. `Ratings.recognised` says which columns were recognised. If two
+    columns could be meant, that is an error.
+
+    Args:
+      source: the path of a file or a pipe, "-" for standard input, or a data frame (pandas, polars, a pyarrow table or
+        a dict of columns).
+      user: header of the column with user ids, or its position counted from 0. Without a header the columns are user,
+        item, rating and time unless positions are given.
+      item: the same for item ids. Ids may be integers or text.
+      rating: the same for ratings. "auto" takes one if there is one; None takes none, and every row then counts 1.
+      time: the same for timestamps. "auto" takes `time` or `timestamp` if there is one; None takes none.
+      duplicates: which of several ratings of an item by one user counts: the last, the first, their mean or their sum;
+        "error" refuses them.
+      bad_rows: "error" refuses rows that cannot be read and names the first; "skip" counts them.
+      min_ratings: users with fewer ratings are left out.
+      at_least: ratings below this are left out; None keeps all.
+      schema: what a trained model expects.
+      **text: delimiter, header, encoding and skip_lines of a text file; see `TextOptions`.
+
+    Returns:
+      The ratings. Users and items are in ascending order of their ids; `skipped` counts what was left out.
+
+    Raises:
+      DataError: the table is missing, empty or malformed; the message names the line and the column.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> table = {"userId": ["ann", "ann", "bob"], "film": ["Alien", "Brazil", "Alien"], "stars": [5, 3, 4]}
+      >>> ratings = fr.data.load_ratings(table)
+      >>> ratings
+      Ratings(2 clients, 3 examples: item int32, rating float32)
+      >>> ratings.item_ids.tolist(), ratings.recognised["rating"]
+      (['Alien', 'Brazil'], 'stars')
+    """
+    check_choice("duplicates", duplicates, Duplicates)
+    columns = {"user": user, "item": item, "rating": rating, "time": time}
+    errors = RowErrors(bad_rows)
+    with open_table(source, **text) as table:
+        rows = read_rows(table, columns, errors, schema)
+        return collect_ratings(rows, table.source, duplicates, min_ratings, schema.item_ids, at_least=at_least)
+
+
+class RatingRows(NamedTuple):
+    """Ratings row by row, as read."""
+
+    user: Codes
+    item: Codes
+    rating: np.ndarray
+    time: np.ndarray | None = None
+    bad_rows: int = 0
+    recognised: Mapping[str, str] = MappingProxyType({})
+
+
+def read_rows(
+    table: TextTable | ArrowTable,
+    columns: Mapping[str, Column | None],
+    errors: RowErrors,
+    schema: RatingsSchema = NO_SCHEMA,
+) -> RatingRows:
+    """Read the rows of a table, a batch in memory at a time."""
+    match = find_columns(table, columns, schema.columns)
+    user, item = (IdColumn(table.source, role, integers=not table.typed) for role in ("user", "item"))
+    rating, time = [np.empty(0, np.float32)], [np.empty(0, np.int64)]
+    done = 0
+    for batch in table.batches(match.positions, KINDS, errors):
+        values, valid = _check_batch(table, match, batch, schema.rating_limits)
+        if batch.reread is not None and not valid.all():
+            batch = batch.reread()
+            values, valid = _check_batch(table, match, batch, schema.rating_limits)
+        if not valid.all():
+            row = int(np.argmin(valid))
+            problem = _describe_error(table, match, batch, row, schema.rating_limits)
+            errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()))
+        rows = np.flatnonzero(valid)
+        user.add(values["user"], rows)
+        item.add(values["item"], rows)
+        rating.append(
+            values["rating"].array[rows].astype(np.float32) if "rating" in values else np.ones(len(rows), "f4")
+        )
+        if "time" in values:
+            time.append(values["time"].array[rows])
+        done += len(valid)
+    times = _concatenate(time) if "time" in match.positions else None
+    bad_rows = errors.skipped["bad_rows"]
+    return RatingRows(user.finish(), item.finish(), _concatenate(rating), times, bad_rows, match.recognised)
+
+
+def _check_batch(
+    table: TextTable | ArrowTable, match: ColumnMatch, batch: Batch, rating_limits: RatingLimits | None
+) -> tuple[dict[str, Values], np.ndarray]:
+    """Convert the columns of a batch, and tell which rows are valid."""
+    values = {
+        role: convert_column(role, _column_name(table, match, role), column, table.source)
+        for role, column in batch.columns.items()
+    }
+    valid = np.logical_and.reduce([value.valid for value in values.values()])
+    if rating_limits is not None and "rating" in values:
+        with np.errstate(over="ignore"):
+            valid &= rating_limits.contains(values["rating"].array)
+    return values, valid
+
+
+def _column_name(table: TextTable | ArrowTable, match: ColumnMatch, role: str) -> str | int:
+    position = match.positions[role]
+    return position if table.names is None else table.names[position]
+
+
+def _describe_error(
+    table: TextTable | ArrowTable, match: ColumnMatch, batch: Batch, row: int, rating_limits: RatingLimits | None
+) -> str:
+    """Say what is wrong with a row."""
+    for role, column in batch.columns.items():
+        value, name = column[row].as_py(), _column_name(table, match, role)
+        try:
+            if role in ("user", "item"):
+                check_id(role, value)
+            elif role == "time":
+                parse_time(value)
+            else:
+                rating = parse_rating(value)
+                if rating_limits is not None and not rating_limits.contains(rating):
+                    return rating_limits.describe_error(rating)
+        except (ValueError, TypeError) as problem:
+            advice = f"; it was detected as the {role} column: pass {role}=None to ignore it"
+            return f"{problem} (column {name!r}{advice if role in match.optional else ''})"
+    return "the row cannot be read"
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays and drop them, so that not all columns are in memory twice."""
+    whole = np.concatenate(parts)
+    parts.clear()
+    return whole
+
+
+def collect_ratings(
+    rows: RatingRows,
+    source: str,
+    duplicates: Duplicates = "last",
+    min_ratings: int = 1,
+    item_ids: np.ndarray | Sequence[Any] | None = None,
+    titles: Mapping[str, str] | None = None,
+    at_least: float | None = None,
+) -> Ratings:
+    """Group rows by user, number the items, and leave out what the options of `load_ratings` say.
+
+    `titles` has titles by item id, as text; items without one are called by their id.
+    """
+    skipped = {"bad_rows": rows.bad_rows, "unknown_items": 0}
+    if item_ids is not None:
+        is_item = (_find_ids(np.asarray(item_ids), rows.item.values) >= 0)[rows.item.codes]
+        skipped["unknown_items"] = int((~is_item).sum())
+        rows = _take_rows(rows, is_item)
+    before = len(rows.rating)
+    rows = _drop_duplicates(rows, source, duplicates)
+    skipped["duplicates"] = before - len(rows.rating)
+    if at_least is not None:
+        high = rows.rating >= at_least
+        skipped["low_ratings"] = int((~high).sum())
+        rows = _take_rows(rows, high)
+    sizes = np.bincount(rows.user.codes, minlength=len(rows.user.values))
+    skipped["users_below_minimum"] = int(((sizes > 0) & (sizes < min_ratings)).sum())
+    rows = _take_rows(rows, (sizes >= min_ratings)[rows.user.codes])
+    if not len(rows.rating):
+        reasons = listed_counts(skipped)
+        raise DataError(f"{source} has no ratings{f' left after leaving out {reasons}' if reasons else ''}.")
+    if item_ids is None:
+        rows = rows._replace(item=_drop_unused(rows.item))
+        vocabulary, item = rows.item.values, rows.item.codes
+    else:
+        vocabulary = np.asarray(item_ids)
+        item = _find_ids(vocabulary, rows.item.values)[rows.item.codes]
+    columns = {"item": item.astype(np.int32, copy=False), "rating": rows.rating.astype(np.float32, copy=False)}
+    if rows.time is not None:
+        columns["time"] = rows.time.astype(np.int64, copy=False)
+    user, recognised = _drop_unused(rows.user), rows.recognised
+    del rows, item  # so that ordering need not hold all columns twice
+    texts = None if titles is None else np.array([titles.get(str(k), str(k)) for k in vocabulary.tolist()], dtype=str)
+    return _group(columns, user, item_ids=vocabulary, titles=texts, skipped=skipped, recognised=dict(recognised))
+
+
+def _group(columns: dict[str, np.ndarray], user: Codes, **fields: Any) -> Ratings:
+    """Bring each user's rows together, in their order."""
+    if (user.codes[1:] < user.codes[:-1]).any():
+        order = np.argsort(user.codes, kind="stable")
+        for name in columns:
+            columns[name] = columns[name][order]
+    sizes = np.bincount(user.codes, minlength=len(user.values))
+    ends = np.cumsum(sizes)
+    return Ratings(columns=columns, starts=ends - sizes, ends=ends, names=user.values, **fields)
+
+
+def _drop_unused(ids: Codes) -> Codes:
+    """Number only the ids that still occur."""
+    used = np.bincount(ids.codes, minlength=len(ids.values)) > 0
+    if used.all():
+        return ids
+    return Codes((np.cumsum(used, dtype=np.int32) - 1)[ids.codes], ids.values[used])
+
+
+def _take_rows(rows: RatingRows, index: np.ndarray) -> RatingRows:
+    """Return these rows (a mask or indices) of all columns."""
+    if index.dtype == bool and index.all():
+        return rows
+    return rows._replace(
+        user=rows.user._replace(codes=rows.user.codes[index]),
+        item=rows.item._replace(codes=rows.item.codes[index]),
+        rating=rows.rating[index],
+        time=None if rows.time is None else rows.time[index],
+    )
+
+
+def _find_ids(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return where in the vocabulary each id is, -1 if it is not in it."""
+    if (vocabulary.dtype.kind in "SU") != (ids.dtype.kind in "SU"):
+        vocabulary, ids = vocabulary.astype(str), ids.astype(str)
+    order = np.argsort(vocabulary, kind="stable")
+    ordered = vocabulary[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        raise ValueError("`item_ids` lists an item twice: every item needs one number.")
+    if not len(ordered):
+        return np.full(len(ids), -1)
+    index = np.minimum(np.searchsorted(ordered, ids), len(ordered) - 1)
+    return np.where(ordered[index] == ids, order[index], -1)
+
+
+def _drop_duplicates(rows: RatingRows, source: str, duplicates: Duplicates) -> RatingRows:
+    """Keep one row per user and item, in the order of the file."""
+    pair = rows.user.codes * np.int64(len(rows.item.values)) + rows.item.codes
+    pair.sort()  # in place: nearly always there are none, and memory counts
+    if not (pair[1:] == pair[:-1]).any():
+        return rows
+    pair = rows.user.codes * np.int64(len(rows.item.values)) + rows.item.codes
+    order = np.argsort(pair, kind="stable")  # rows of a pair together, in file order
+    first = np.append(True, np.diff(pair[order]) != 0)
+    if duplicates == "error":
+        row = order[~first].min()
+        user, item = (ids.values[ids.codes[row]] for ids in (rows.user, rows.item))
+        raise DataError(
+            f"{source}: user {user} rates item {item} more than once. "
+            "Choose which rating counts with duplicates=...: last, first, mean or sum."
+        )
+    if duplicates in ("mean", "sum"):
+        starts = np.flatnonzero(first)
+        whole = np.add.reduceat(rows.rating[order].astype(np.float64), starts)
+        if duplicates == "mean":
+            whole /= np.diff(starts, append=len(order))
+        rating = np.empty(len(order))
+        rating[order] = whole[np.cumsum(first) - 1]
+        rows = rows._replace(rating=rating)
+    chosen = first if duplicates == "first" else np.append(first[1:], True)
+    return _take_rows(rows, np.sort(order[chosen]))

@@ -1,1 +1,0 @@
-"""Ratings: files, MovieLens, synthetic ones."""

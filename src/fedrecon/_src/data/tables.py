@@ -1,0 +1,395 @@
+"""Tables: CSV and other delimited text, Parquet files and data frames, read in batches of pyarrow arrays.
+
+Text is read in chunks of whole lines, so that only what is wanted stays in memory. pyarrow parses a chunk; where it
+fails, or a value is refused later, the chunk is split row by row with Python's `csv`, which names the line of an error
+and can read what pyarrow cannot: rows of different lengths, and quoted fields with line feeds across chunks.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, TypedDict
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from fedrecon._src.core.tabular import to_arrow
+from fedrecon._src.data.sources import (
+    ALWAYS_ALLOWED,
+    MAX_EXPANSION,
+    DataError,
+    RowErrors,
+    is_readable,
+    is_stream,
+    open_bytes,
+    read_text,
+)
+
+Kind = Literal["id", "number", "time", "text"]
+
+PARQUET = b"PAR1"
+BATCH_ROWS = 1 << 20
+BYTES_PER_VALUE = 8
+SAMPLE_ROWS, SAMPLE_CHARACTERS = 100, 1 << 16  # from which columns of numbers are told
+SEPARATOR = "\x1f"  # replaces delimiters of several characters
+DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")  # how most dates begin
+_SPACES = re.compile(r'("[^"\n]*+")|[^\S\n]++')
+
+
+class TextOptions(TypedDict, total=False):
+    """How a table of text is written.
+
+    Attributes:
+      delimiter: what separates fields; " " stands for any run of white space. None looks for tab, comma, semicolon or
+        `::` in the first line, then for white space.
+      header: whether the first line names the columns; None takes a line without any number for a header.
+      encoding: the encoding of the text.
+      skip_lines: how many lines to skip before the header or the data.
+    """
+
+    delimiter: str | None
+    header: bool | None
+    encoding: str
+    skip_lines: int
+
+
+class JsonLinesError(DataError):
+    """A file of JSON objects, where a table was expected."""
+
+
+class Batch(NamedTuple):
+    """Some rows of a table.
+
+    Attributes:
+      columns: by what each is for.
+      lines: the line of each row in a text file; None if it is not known.
+      reread: reads the same rows with their lines, where that is possible.
+    """
+
+    columns: dict[str, pa.Array]
+    lines: list[int] | None = None
+    reread: Callable[[], "Batch"] | None = None
+
+    def describe_row(self, row: int, before: int) -> str:
+        """Name a row for a message: its line, or its number after so many rows of earlier batches."""
+        return f"row {before + row + 1}" if self.lines is None else f"line {self.lines[row]}"
+
+
+@contextmanager
+def open_table(source: Any, **options: Any) -> Iterator["TextTable | ArrowTable"]:
+    """Open a text file or a Parquet file (a path, a pipe, or "-" for standard input), or a data frame.
+
+    Args:
+      source: the file or the data frame.
+      **options: `TextOptions`.
+    """
+    if not isinstance(source, str | Path):
+        yield ArrowTable(to_arrow(source), "the data frame")
+        return
+    name = "standard input" if str(source) == "-" else str(source)
+    if not is_readable(source):
+        raise DataError(f"{source} is not a file; expected a table of ratings (text or Parquet). Check the path.")
+    with open_bytes(source) as stream:
+        if Path(source).suffix not in (".parquet", ".pq") and stream.peek(4)[:4] != PARQUET:  # type: ignore[attr-defined]
+            yield TextTable(stream, name, **options)
+            return
+        with _arrow_errors(name):
+            table = ArrowTable(pa.BufferReader(stream.read()) if is_stream(source) else str(source), name)
+        yield table
+
+
+@contextmanager
+def _arrow_errors(source: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, KeyError, IndexError, OverflowError, UnicodeError) as problem:
+        raise DataError(f"cannot read {source}: {problem}") from None
+
+
+# ---- Parquet and data frames ----
+
+
+class ArrowTable:
+    """A Parquet file, or a pyarrow table."""
+
+    def __init__(self, content: Any, source: str) -> None:
+        self.content, self.source, self.typed = content, source, True
+        self.schema = content.schema if isinstance(content, pa.Table) else self._read_schema()
+        self.names, self.width = list(self.schema.names), len(self.schema.names)
+
+    def _read_schema(self) -> pa.Schema:
+        size = self.content.size() if isinstance(self.content, pa.BufferReader) else Path(self.content).stat().st_size
+        with pa.parquet.ParquetFile(self.content) as file:
+            rows = file.metadata.num_rows
+            if rows * BYTES_PER_VALUE > max(ALWAYS_ALLOWED, size * MAX_EXPANSION):
+                raise DataError(f"{self.source} declares {rows:,} rows in {size:,} bytes, which no real data has.")
+            return file.schema_arrow
+
+    def is_numeric(self, position: int) -> bool:
+        """Tell whether a column holds numbers."""
+        kind = self.schema.field(position).type
+        return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+    def batches(self, positions: Mapping[str, int], kinds: Mapping[str, Kind], errors: RowErrors) -> Iterator[Batch]:
+        """Yield the columns at these positions, by what they are for."""
+        del kinds, errors
+        names = {role: self.names[position] for role, position in positions.items()}
+        for role, name in names.items():
+            if self.names.count(name) > 1:
+                raise DataError(f"{self.source} has several columns {name!r}; rename all but the one for {role}.")
+        with _arrow_errors(self.source):
+            for batch in self._read(list(dict.fromkeys(names.values()))):
+                yield Batch({role: batch.column(name) for role, name in names.items()})
+
+    def _read(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        if isinstance(self.content, pa.Table):
+            yield from self.content.select(names).to_batches(BATCH_ROWS)
+            return
+        if isinstance(self.content, pa.BufferReader):
+            self.content.seek(0)
+        # Text that is stored once is read as it is stored: unpacked, few bytes could become any number of gigabytes.
+        texts = [name for name in names if is_text(self.schema.field(name).type)]
+        with pa.parquet.ParquetFile(self.content, read_dictionary=texts) as file:
+            yield from file.iter_batches(BATCH_ROWS, columns=names)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether a type is text, stored plainly or once."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+# ---- text ----
+
+
+class _Chunks:
+    """A text in chunks of whole lines, which knows the number of the line that comes next."""
+
+    def __init__(self, chunks: Iterable[str]) -> None:
+        self._chunks, self._first, self.line = iter(chunks), "", 1
+        self.convert: Callable[[str], str] = str
+
+    def take(self) -> str:
+        """Return the next chunk; "" if there is none."""
+        chunk, self._first = self._first or self.convert(next(self._chunks, "")), ""
+        self.line += chunk.count("\n")
+        return chunk
+
+    def give_back(self, chunk: str) -> None:
+        """Return the end of the chunk that was just taken."""
+        self._first = chunk
+        self.line -= chunk.count("\n")
+
+
+class TextTable:
+    """A table of text. Its first line that is not blank tells the delimiter, and whether it is a header."""
+
+    def __init__(
+        self,
+        stream: IO[bytes],
+        source: str,
+        *,
+        delimiter: str | None = None,
+        header: bool | None = None,
+        encoding: str = "utf-8",
+        skip_lines: int = 0,
+        quoting: bool = True,
+    ) -> None:
+        if delimiter is not None and (not delimiter or set(delimiter) & set('\r\n\0"')):
+            raise DataError(
+                f"`delimiter` must be characters that are neither quotes nor line ends (got {delimiter!r})."
+            )
+        if skip_lines < 0:
+            raise DataError(f"`skip_lines` must be at least 0 (got {skip_lines}).")
+        self.source, self.typed = source, False
+        self._chunks = _Chunks(read_text(stream, source, encoding))
+        chunk = self._skip_lines(skip_lines)
+        while chunk and chunk.isspace():
+            chunk = self._chunks.take()
+        if not chunk:
+            raise DataError(f"{source} is empty; expected one row per line.")
+        chunk = chunk[re.match(r"(?:[^\S\n]*\n)*", chunk).end() :]  # type: ignore[union-attr]
+        first = chunk[: chunk.index("\n")]
+        if _is_json_object(first):
+            raise JsonLinesError(
+                f"{source} holds JSON objects; expected rows of user, item and rating, as in a CSV file"
+            )
+        self._set_delimiter(delimiter or _find_delimiter(first, source), quoting)
+        chunk = self._chunks.convert(chunk)
+        fields = self._split(chunk[: chunk.index("\n")])
+        if not any(fields):
+            number = self._chunks.line - chunk.count("\n")
+            raise DataError(f"{source} line {number} has only empty fields; expected the names of columns, or values.")
+        if header is None:
+            header = not any(map(_is_number, fields))
+        self.names, self.width = fields if header else None, len(fields)
+        rest = chunk[chunk.index("\n") + 1 :] if header else chunk
+        self._chunks.give_back(rest)
+        lines = rest[:SAMPLE_CHARACTERS].split("\n")[: SAMPLE_ROWS + 1][:-1]
+        self._sample = [self._split(line) for line in lines if line.strip()]
+
+    def _skip_lines(self, count: int) -> str:
+        """Return what follows the first lines of the text."""
+        chunk = self._chunks.take()
+        while count and chunk:
+            lines = chunk.split("\n", count)
+            count -= len(lines) - 1
+            chunk = lines[-1] or self._chunks.take()
+        return chunk
+
+    def _set_delimiter(self, delimiter: str, quoting: bool) -> None:
+        self.delimiter, self.quoting = delimiter, quoting and (len(delimiter) == 1 or delimiter.isspace())
+        if delimiter.isspace() and delimiter != "\t":
+            self._chunks.convert, self.delimiter = _convert_spaces, SEPARATOR
+        elif len(delimiter) > 1:
+            self._chunks.convert, self.delimiter = partial(_convert_marks, delimiter), SEPARATOR
+        mark = re.escape(self.delimiter)
+        # every line feed ends a row, and quotes surround whole fields
+        self._plain = re.compile(rf'(?:(?:[^"\n{mark}]*+|"(?:[^"\n]++|"")*+")[{mark}\n])*+')
+
+    def _split(self, line: str) -> list[str]:
+        try:
+            fields = next(csv.reader([line], delimiter=self.delimiter, skipinitialspace=True), [])
+            fields = fields if self.quoting else line.split(self.delimiter)
+        except csv.Error:  # a field that is too long
+            fields = line.split(self.delimiter)
+        return [field.strip() for field in fields]
+
+    def is_numeric(self, position: int) -> bool:
+        """Tell whether the first entries of a column are numbers."""
+        return bool(self._sample) and all(len(row) > position and _is_number(row[position]) for row in self._sample)
+
+    def batches(self, positions: Mapping[str, int], kinds: Mapping[str, Kind], errors: RowErrors) -> Iterator[Batch]:
+        """Yield the columns at these positions, by what they are for; report rows that are too short."""
+        while chunk := self._chunks.take():
+            if chunk.isspace():
+                continue
+            columns = self._parse(chunk, positions, kinds)
+            reread = partial(self._parse_rows, chunk, positions, errors)
+            yield reread() if columns is None else Batch(columns, None, reread)
+
+    def _parse(self, chunk: str, positions: Mapping[str, int], kinds: Mapping[str, Kind]) -> dict[str, pa.Array] | None:
+        """Parse a chunk with pyarrow; None if it might read it differently than row by row."""
+        distinct = len(set(positions.values())) == len(positions)
+        hexadecimal = "time" in kinds.values() and ("0x" in chunk or "0X" in chunk)  # a number to pyarrow
+        if "\0" in chunk or hexadecimal or not distinct or not self.delimiter.isascii():
+            return None
+        quoted = self.quoting and '"' in chunk
+        if quoted and not self._plain.fullmatch(chunk):
+            return None
+        fields = self._split(next(line for line in io.StringIO(chunk) if line != "\n"))
+        if max(positions.values()) >= len(fields):
+            return None
+        types = {role: _arrow_type(kinds[role], fields[position]) for role, position in positions.items()}
+        data = chunk.encode()
+        try:
+            table = pa.csv.read_csv(
+                pa.BufferReader(data),
+                pa.csv.ReadOptions(column_names=[str(k) for k in range(len(fields))], block_size=len(data) + 1),
+                pa.csv.ParseOptions(delimiter=self.delimiter, quote_char='"' if quoted else False),
+                pa.csv.ConvertOptions(
+                    column_types={str(position): types[role] for role, position in positions.items()},
+                    include_columns=[str(position) for position in positions.values()],
+                    null_values=[],
+                ),
+            )
+        except pa.ArrowException:
+            return None
+        return {role: table.column(str(position)).combine_chunks() for role, position in positions.items()}
+
+    def _parse_rows(self, chunk: str, positions: Mapping[str, int], errors: RowErrors) -> Batch:
+        """Split a chunk row by row."""
+        rows, lines, last = [], [], max(positions.values())
+        for line, fields in self._records(chunk):
+            if len(fields) <= last:
+                errors.add(
+                    f"{self.source} line {line}", f"expected at least {last + 1} fields, but there are {len(fields)}"
+                )
+            else:
+                rows.append([fields[position] for position in positions.values()])
+                lines.append(line)
+        entries = zip(*rows, strict=True) if rows else [[] for _ in positions]
+        columns = {role: pa.array(column, pa.string()) for role, column in zip(positions, entries, strict=True)}
+        return Batch(columns, lines)
+
+    def _records(self, chunk: str) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number of each line that is not blank, and its fields."""
+        count = chunk.count("\n")
+        first = self._chunks.line - count
+        if not self.quoting:
+            for number, line in enumerate(io.StringIO(chunk), first):
+                if line.strip():
+                    yield number, [field.strip() for field in line.split(self.delimiter)]
+            return
+        lines = self._lines(chunk)
+        reader = csv.reader(lines, delimiter=self.delimiter, skipinitialspace=True)
+        start = first
+        try:
+            while reader.line_num < count:
+                start = first + reader.line_num
+                fields = [field.strip() for field in next(reader)]
+                if any(fields):
+                    yield start, fields
+        except csv.Error as problem:
+            raise DataError(f"{self.source} after line {start - 1}: {problem}; is a quote left open?") from None
+        finally:
+            lines.close()
+
+    def _lines(self, chunk: str) -> Generator[str]:
+        """Yield the lines of a chunk, and of those after it while a quoted field is open; give back the others."""
+        yield from io.StringIO(chunk)
+        while following := self._chunks.take():
+            lines = io.StringIO(following)
+            try:
+                for line in lines:  # noqa: UP028 (`yield from` would close what is left)
+                    yield line
+            finally:
+                self._chunks.give_back(lines.read())
+
+
+def _arrow_type(kind: Kind, example: str) -> pa.DataType:
+    if kind == "time":
+        return pa.timestamp("us") if DATE.match(example) else pa.int64()
+    return {"id": pa.dictionary(pa.int32(), pa.string()), "number": pa.float64(), "text": pa.string()}[kind]
+
+
+def _find_delimiter(line: str, source: str) -> str:
+    delimiter = max(("::", "\t", ",", ";"), key=lambda mark: line.count(mark) * len(mark))
+    if delimiter in line:
+        return delimiter
+    if len(line.split()) > 1:
+        return " "
+    raise DataError(f"{source}: cannot tell what separates fields in {line[:60]!r}; name it with delimiter=...")
+
+
+def _convert_marks(delimiter: str, text: str) -> str:
+    return text.replace(SEPARATOR, " ").replace(delimiter, SEPARATOR)
+
+
+def _convert_spaces(text: str) -> str:
+    """Replace runs of white space outside of quotes, and remove those around lines."""
+    text = _SPACES.sub(lambda match: match[1] or SEPARATOR, text)
+    return re.sub(rf"(?m)^{SEPARATOR}|{SEPARATOR}$", "", text)
+
+
+def _is_json_object(line: str) -> bool:
+    if not (line.lstrip().startswith("{") and line.rstrip().endswith("}")):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

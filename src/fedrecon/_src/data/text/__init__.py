@@ -1,1 +1,0 @@
-"""Text: corpora, vocabularies, sentences."""
