@@ -264,7 +264,7 @@ def test_a_round_without_uploads_is_refused():
 def test_clients_that_keep_something_must_be_given_it():
     algorithm, clients = CASES["averaging with local parts"]
     message = algorithm.message(algorithm.init(jax.random.key(0)))
-    with pytest.raises(ValueError, match="keep something from round to round; pass it as `kept`"):
+    with pytest.raises(ValueError, match="client_state"):
         fr.client_update(algorithm, message, clients, fr.round_key(0, 0))
 
 
