@@ -23,27 +23,45 @@ ENCODING = 3  # folded into a client's key for what the aggregator draws; R and 
 
 
 class TrainState(NamedTuple):
-    """The state of a method whose server has an optimizer: the global parameters and the optimizer's state."""
+    """The state of a method whose server has an optimizer: the global parameters and the optimizer's state.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.TrainState(params={"w": 1.0}, optimizer=()).params
+      {'w': 1.0}
+    """
 
     params: Params
     optimizer: Any
 
 
 class ServerState(NamedTuple):
-    """All that the server keeps from round to round: the method's state (any pytree) and the aggregator's."""
+    """All that the server keeps from round to round: the method's state (any pytree) and the aggregator's.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.ServerState._fields
+      ('method', 'aggregator')
+    """
 
     method: Any
     aggregator: Any
 
 
 class RoundMessage(NamedTuple):
-    """All that the server sends in a round. Every client gets the same message."""
+    """All that the server sends in a round. Every client gets the same message.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.RoundMessage._fields
+      ('method', 'aggregator')
+    """
 
     method: Any
     aggregator: Any
 
 
-# (message, kept or what `Stages.prepare` returned, cohort, key) -> (Upload, kept)
+# (message, client state or what `Stages.prepare` returned, cohort, key) -> (Upload, client state)
 Client = Callable[[Any, Any, Cohort, Array], tuple[Upload, Any]]
 
 
@@ -51,9 +69,15 @@ class Stages(NamedTuple):
     """A client function in two stages. The first can run on larger blocks of clients.
 
     Attributes:
-      prepare: `(message, kept, cohort, key) -> prepared`, clients first: the work for which all clients share the
-        global parameters.
-      finish: `(message, prepared, cohort, key) -> (Upload, kept)`: the work for which each client has its own copy.
+      prepare: `(message, client state, cohort, key) -> prepared`, clients first: the work for which all clients
+        share the global parameters.
+      finish: `(message, prepared, cohort, key) -> (Upload, client state)`: the work for which each client has its
+        own copy.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.Stages._fields
+      ('prepare', 'finish')
     """
 
     prepare: Callable[[Any, Any, Cohort, Array], Any]
@@ -68,18 +92,30 @@ class Method(NamedTuple):
 
     Attributes:
       init: `key -> state`, any pytree.
-      client: `(message, kept, cohort, key) -> (Upload, kept)`; `key` is the round's (see `keys.client_keys`).
+      client: `(message, client state, cohort, key) -> (Upload, client state)`; `key` is the round's, from which
+        `client_keys` derives those of clients.
       server: `(state, mean, report) -> state`; `mean` holds the decoded parts of the uploads, `{part: {path: array}}`.
-      reconstruct: `(global, kept, support, keys) -> local`, for use after training.
+      reconstruct: `(global, client state, support, keys) -> local`, for use after training.
       needs: which parts of a client's data `client` needs.
       message: `state -> message`, any pytree; the global parameters by default.
       params: `state -> global parameters`.
       parts: `state -> parts`, arrays in the shapes that uploads add up to. By default one part, `delta`, in the shapes
         of the global parameters.
-      keep: `keys -> kept`, what clients keep before their first round; None if they keep nothing between rounds.
+      init_client: `keys -> client state`, what clients keep before their first round; None if they keep nothing.
       check: `(global, local, batch, mask)` of one client; raises if the model does not fit the method.
       support_limit: how many support examples `reconstruct` can use; None for no limit.
       stages: `client` as two stages, `prepare` and then `finish`; None if it cannot be divided.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> algorithm = fr.federated_averaging(
+      ...     fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5),
+      ...     update=fr.gradient_descent(optax.sgd(0.1), batch_size=5),
+      ...     server=optax.sgd(1.0),
+      ... )
+      >>> algorithm.method.init_client is None  # clients keep nothing between rounds
+      True
     """
 
     init: Callable[[Array], Any]
@@ -106,6 +142,17 @@ class Algorithm:
       model: what is trained.
       define: `model -> Method`. It is also called with the same model once the model's lookups are decided.
       aggregator: turns uploads into the mean that the method's server takes.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> import optax
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
+      >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> state = algorithm.init(jax.random.key(0))
+      >>> algorithm.params(state)["item_embedding"].shape
+      (10, 2)
     """
 
     model: Model
@@ -205,6 +252,12 @@ def shapes_of(init: Callable[[Array], Params]) -> Any:
 
     Args:
       init: `key -> parameters`, such as a model's `init_global`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> kit.shapes_of(fr.models.matrix_factorization(10, 2).init_global)["item_embedding"].shape
+      (10, 2)
     """
     return jax.eval_shape(lambda: init(jax.random.key(0)))
 
@@ -213,8 +266,16 @@ def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
     """Derive clients' keys for the steps of R and for those of U; None for a model whose steps are not random.
 
     Args:
-      model: only models with a `fit` have random steps.
+      model: only models with a `predict_train` have random steps.
       keys: the clients' keys.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> from fedrecon import kit
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> kit.step_keys(fr.models.matrix_factorization(10), keys)  # nothing in its steps is random
+      (None, None)
     """
     if model.predict_train is None:
         return None, None
@@ -227,6 +288,12 @@ def averaged_paths(model: Model) -> tuple[str, ...]:
 
     Args:
       model: what is trained.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> kit.averaged_paths(fr.models.matrix_factorization(10))
+      ()
     """
     return () if model.state is None else model.state.shared
 
@@ -238,6 +305,15 @@ def init_server(model: Model, server: optax.GradientTransformation, key: Array) 
       model: what is trained.
       server: the optimizer.
       key: for the initial parameters.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> import optax
+      >>> from fedrecon import kit
+      >>> state = kit.init_server(fr.models.matrix_factorization(10, 2), optax.adam(0.1), jax.random.key(0))
+      >>> state.params["item_embedding"].shape
+      (10, 2)
     """
     params = model.init_global(key)
     return TrainState(params, server.init(params))
@@ -254,6 +330,15 @@ def step_server(
       mean: the mean change by path.
       as_is: paths of leaves to which the mean change is added without the optimizer. An optimizer could make a running
         variance negative.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from fedrecon import kit
+      >>> server, params = optax.sgd(1.0), {"w": jnp.array([1.0])}
+      >>> state = kit.TrainState(params, server.init(params))
+      >>> kit.step_server(server, state, {"w": jnp.array([0.5])}).params["w"].tolist()
+      [1.5]
     """
     structure = flatten(state.params)[1]
     gradient = {path: jnp.zeros_like(delta) if path in as_is else -delta for path, delta in mean.items()}

@@ -37,6 +37,13 @@ def ditto(
     Returns:
       An `Algorithm`. Its local parameters are a client's own model. After training, `Run.client_state` has those of all
       clients; unseen clients train theirs on support, starting from the global model.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
+      >>> algorithm = fr.ditto(model, update=descend, personal=descend, strength=0.1, server=optax.sgd(1.0))
     """
     if jax.tree.leaves(kit.shapes_of(model.init_local)):
         raise ValueError("Ditto trains whole models; this one has local parameters: make it with everything global")

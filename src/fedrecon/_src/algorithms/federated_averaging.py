@@ -54,6 +54,18 @@ def federated_averaging(
 
     Returns:
       An `Algorithm`. If the model has local parameters, `Run.client_state` has those of all clients after training.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> algorithm = fr.federated_averaging(
+      ...     fr.models.matrix_factorization(num_items=1000, dim=50),
+      ...     update=fr.gradient_descent(optax.sgd(0.5), batch_size=5),
+      ...     server=fr.optimizers.fedyogi(0.01),
+      ...     reconstruct=fr.least_squares(1.0),
+      ... )
+      >>> algorithm.has_local()  # every client keeps its own, as in FedPer
+      True
     """
     if model.default_local is not None or model.evidence is not None:
         raise ValueError(

@@ -113,6 +113,14 @@ def federated_ials(
 
     Returns:
       An `Algorithm`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> model = fr.models.ranking_factorization(num_items=1000, dim=32)
+      >>> algorithm = fr.federated_ials(model, unobserved=0.1, ridge=1.0, server=optax.adam(0.05))
+      >>> algorithm.has_local()
+      True
     """
     for name, value in (("unobserved", unobserved), ("ridge", ridge)):
         if not (value > 0 and math.isfinite(value)):

@@ -74,6 +74,18 @@ def federated_reconstruction(
 
     References:
       Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(num_items=1000, dim=50),
+      ...     reconstruct=fr.least_squares(1.0),
+      ...     update=fr.gradient_descent(optax.sgd(0.5), batch_size=5),
+      ...     server=optax.sgd(1.0),
+      ... )
+      >>> algorithm.has_local()
+      True
     """
     if joint and second_order:
         raise ValueError(

@@ -39,6 +39,14 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
 
     Returns:
       An `Algorithm` for `evaluate`, `reconstruct` and `predict`; its `model` is the one that predicts.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
+      >>> model = fr.models.matrix_factorization(num_items=10, biases=True)
+      >>> trained = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> finetuned = fr.with_finetuning(trained, descend, which="item_bias")  # for `fr.evaluate`
     """
     model = algorithm.model
     shapes = flatten(shapes_of(model.init_global))[0]

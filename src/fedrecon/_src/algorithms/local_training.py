@@ -19,16 +19,6 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
     There are no rounds to run. Evaluate the algorithm as it is, on any clients, with the empty global parameters that
     `init` returns. A client trains when its local parameters are reconstructed, so dropout is off.
 
-    Example:
-        model = fr.models.from_function(
-            lambda params, x: params["w"] * x + params["b"],
-            {"w": jnp.zeros(()), "b": jnp.zeros(())},
-            local="*", inputs="x", label="y", loss="mse",
-        )
-        alone = fr.local_training(model, train=fr.gradient_descent(optax.sgd(0.1), batch_size=5, epochs=20))
-        nothing = alone.params(alone.init(jax.random.key(0)))  # no global parameters
-        print(fr.evaluate(alone, nothing, clients).micro["loss"])
-
     Args:
       model: one with nothing global, such as `from_flax(module, local="*", ...)`.
       train: how a client trains, from a fresh start.
@@ -38,6 +28,17 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
 
     Raises:
       ValueError: if the model has global parameters.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> model = fr.models.from_function(
+      ...     lambda params, x: params["w"] * x, {"w": jnp.zeros(())}, local="*", inputs="x", label="y", loss="mse"
+      ... )
+      >>> alone = fr.local_training(model, train=fr.gradient_descent(optax.sgd(0.1), batch_size=5, epochs=20))
+      >>> alone.has_local()  # evaluate it as it is, with the empty global parameters that `init` returns
+      True
     """
     shared = flatten(shapes_of(model.init_global))[0]
     if shared:

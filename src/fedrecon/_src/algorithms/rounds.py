@@ -70,6 +70,19 @@ def client_update(
 
     Returns:
       All that leaves the clients, clients first in every leaf.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> import optax
+      >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
+      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> upload.delta["item_embedding"].ids[0, :1].tolist()  # the one item of ann's query
+      [5]
     """
     return client_round(algorithm, message, examples, key, client=client, lengths=lengths).upload
 
@@ -95,6 +108,19 @@ def client_round(
         nothing.
       client: the name of the one client.
       lengths: room for support and query examples.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> import optax
+      >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
+      >>> result = fr.client_round(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> result.client_state  # this method keeps nothing
+      ()
     """
     clients = as_clients(examples, client)
     parts = [
@@ -128,6 +154,19 @@ def client_total(
       lengths: room for support and query examples.
       secret: a key that the server does not know, for what the aggregator draws on clients (noise, masks). By default
         the round's key is used, as in the simulator; the server knows that key too.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> import optax
+      >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
+      >>> result = fr.client_total(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> float(result.total.scalars["clients"])
+      1.0
     """
     clients = as_clients(examples, client)
     total, left = None, []
@@ -151,6 +190,18 @@ def server_update(
 
     Returns:
       The state after the round. If the round is skipped, its parameters are unchanged.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> import optax
+      >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
+      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> state = fr.server_update(algorithm, state, [upload])
     """
     return server_round(algorithm, state, uploads, key)[0]
 
@@ -168,6 +219,20 @@ def server_round(
 
     Returns:
       The state after the round, and a report: counts, sums of metrics, whether the round was `skipped`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> import optax
+      >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
+      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> state, report = fr.server_round(algorithm, state, [upload])
+      >>> float(report["clients"])
+      1.0
     """
     key = fresh_key() if key is None else key
     state = jax.tree.map(jnp.asarray, state)

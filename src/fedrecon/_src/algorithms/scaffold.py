@@ -31,6 +31,12 @@ def scaffold(
       num_clients: the size of the population.
       server: the optimizer that takes the negative mean change as a gradient.
       epochs: how often a client goes through its examples.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
+      >>> algorithm = fr.scaffold(model, learning_rate=0.1, batch_size=5, num_clients=5, server=optax.sgd(1.0))
     """
     if jax.tree.leaves(kit.shapes_of(model.init_local)):
         raise ValueError("SCAFFOLD trains whole models; this one has local parameters: make it with everything global")

@@ -33,6 +33,17 @@ def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
     Args:
       algorithm: any algorithm.
       clients: data with the features that the model will see on every host.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> import optax
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 3]), "rating": np.float32([1, 5])}, client=[0, 1])
+      >>> model = fr.models.matrix_factorization(num_items=10)._replace(lookups="auto")
+      >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
+      >>> fr.decide_lookups(algorithm, clients).model.lookups
+      {'item_embedding': ('item',)}
     """
     if algorithm.model.lookups != AUTO:
         return algorithm

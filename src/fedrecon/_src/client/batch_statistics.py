@@ -27,6 +27,16 @@ def set_local_state(model: Model, params: Params, local: Params, examples: Examp
       params: the global parameters, the same for all clients.
       local: the local parameters, clients first.
       examples: each client's examples.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> state = fr.State((), ("mean",), lambda params, local, batch, mask: ({}, {"mean": batch["x"].mean()}))
+      >>> model = fr.models.matrix_factorization(3)._replace(state=state)
+      >>> examples = kit.Examples({"x": jnp.array([[1.0, 3.0]])}, jnp.array([2]))
+      >>> kit.set_local_state(model, {}, {"mean": jnp.zeros(1)}, examples)["mean"].tolist()
+      [2.0]
     """
     state = model.state
     if state is None or not state.local:

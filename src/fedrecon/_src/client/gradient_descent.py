@@ -76,6 +76,13 @@ def gradient_descent(
       batch_size: examples per step; a client's last batch may be smaller.
       epochs: how often a client goes through its examples.
       steps: at most this many steps; None for no limit. 0 leaves the parameters as they started.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> solver = fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=10)
+      >>> solver.limit  # a client uses at most this many examples
+      50
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1")
@@ -86,7 +93,7 @@ def gradient_descent(
 
     def solve(problem: Problem) -> Solution:
         examples, tables = problem.examples, problem.tables
-        # If the model has a `fit`, padding may enter the statistics of a batch, so it must be real examples.
+        # If the model has a `predict_train`, padding may enter the statistics of a batch, so it must be real examples.
         batches = Batches(examples, batch_size, epochs=epochs, cyclic=problem.objective.predict_train is not None)
         todo = batches.number * epochs if steps is None else jnp.minimum(batches.number * epochs, steps)
         if tables is not None:

@@ -35,6 +35,11 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
         from patterns on paths of what is solved for to values, such as `{"user_bias": 5.0, "*": 1.0}`; the first
         pattern that matches applies. A value may be an array in the parameter's shape.
       limit: use at most this many examples of a client.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.least_squares({"user_bias": 5.0, "*": 1.0}, limit=100).limit
+      100
     """
     for value in ridge.values() if isinstance(ridge, Mapping) else [ridge]:
         if not np.all(np.asarray(value) > 0):

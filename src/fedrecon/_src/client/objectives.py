@@ -1,4 +1,4 @@
-"""What a client solves in R and U: objectives, problems, solutions. `descent` and `least_squares` solve them."""
+"""What a client solves in R and U: objectives, problems, solutions and solvers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class Objective(NamedTuple):
       fit: the same in a training step, `(params, context, batch, step) -> predictions`; None if there is no difference.
       penalty: `(params, context) -> number`, added to the mean loss of every batch, such as a pull towards the server's
         parameters; None for none.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> model = fr.models.matrix_factorization(num_items=3, dim=2)
+      >>> objective = kit.Objective(model, lambda local, params, batch: model.predict(params, local, batch))
     """
 
     model: Model
@@ -62,6 +68,11 @@ class Solution(NamedTuple):
       sums: `(clients, metrics, 2)` over the examples, each measured before the step that used it.
       examples: `(clients,)` how many examples were processed, counting every epoch.
       steps: `(clients,)` how many steps were taken.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.Solution._fields
+      ('params', 'changes', 'sums', 'examples', 'steps')
     """
 
     params: Params
@@ -85,6 +96,17 @@ class Problem(NamedTuple):
       measured: whether to sum the loss and the metrics.
       differentiable: whether gradients must flow back through the solution.
       keys: the clients' keys, for what is random in their steps; None if nothing should be random.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> model = fr.models.from_function(
+      ...     lambda params, x: params["b"] * x, {"b": jnp.zeros(())}, local="*", inputs="x", label="y", loss="mse"
+      ... )
+      >>> objective = kit.Objective(model, lambda local, context, batch: model.predict({}, local, batch))
+      >>> examples = kit.Examples({"x": jnp.ones((1, 2)), "y": jnp.full((1, 2), 3.0)}, jnp.array([2]))
+      >>> problem = kit.Problem(objective, {"b": jnp.zeros(1)}, (), examples)  # for `Solver.solve`
     """
 
     objective: Objective
@@ -107,6 +129,13 @@ class Solver(NamedTuple):
       reach: returns how much of a lookup table it needs (see `lookups.reach`); "whole" if it cannot work on rows.
       check: `(objective, params, context, batch, mask)` of one client; raises if this solver cannot solve it.
       batch_size: how many examples a step uses; None for all.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> solver = fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=20)
+      >>> solver.limit, solver.reach()  # examples per client; plain SGD can work on single rows of a table
+      (100, 'each')
     """
 
     solve: Callable[[Problem], Solution]
@@ -136,6 +165,17 @@ def solve_local(
       support: each client's support examples.
       keys: the clients' keys, for what is random in their steps; None if nothing should be random.
       differentiable: whether gradients must flow back through the solution.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> model = fr.models.matrix_factorization(num_items=2, dim=1)
+      >>> support = kit.Examples({"item": jnp.array([[1]]), "rating": jnp.array([[4.0]])}, jnp.array([1]))
+      >>> params, start = {"item_embedding": jnp.array([[1.0], [2.0]])}, {"user_embedding": jnp.zeros((1, 1))}
+      >>> local = kit.solve_local(model, fr.least_squares(1e-6), params, start, support)
+      >>> print(f"{local['user_embedding'][0, 0]:.3f}")
+      2.000
     """
     free, fixed, merge = split_params(start, model.local_state)
     if not jax.tree.leaves(free):

@@ -48,6 +48,14 @@ def fedadagrad(
 
     References:
       Reddi et al., Adaptive Federated Optimization, ICLR 2021.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> optimizer = fr.optimizers.fedadagrad(0.1, eps=0.0)
+      >>> updates, _ = optimizer.update(jnp.array([4.0]), optimizer.init(jnp.zeros(1)))
+      >>> print(f"{updates[0]:.1f}")  # the first step is as long as the learning rate
+      -0.1
     """
 
     def init(params: optax.Params) -> optax.Updates:
@@ -82,6 +90,14 @@ def fedyogi(
 
     References:
       Reddi et al., Adaptive Federated Optimization, ICLR 2021.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> optimizer = fr.optimizers.fedyogi(0.1)
+      >>> updates, _ = optimizer.update(jnp.array([4.0]), optimizer.init(jnp.zeros(1)))
+      >>> print(f"{updates[0]:.2f}")
+      -0.10
     """
     return optax.chain(
         optax.scale_by_yogi(b1=b1, b2=b2, eps=eps, initial_accumulator_value=initial_accumulator),
@@ -117,6 +133,15 @@ def with_prior(
       prior: one value for all global parameters, or a mapping from patterns on their paths to values; parameters that
         no pattern matches have no prior. A value may be a schedule, a function of the number of steps so far.
       examples: how many examples all clients together would update on, as counted in round zero.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> server = fr.optimizers.with_prior(optax.sgd(1.0), 2.0, examples=10)
+      >>> params = {"w": jnp.array([3.0])}
+      >>> server.update({"w": jnp.array([0.5])}, server.init(params), params)[0]["w"].tolist()
+      [-11.0]
     """
     for value in prior.values() if isinstance(prior, Mapping) else [prior]:
         if not callable(value) and not value >= 0:
@@ -150,6 +175,16 @@ def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> opta
       optimizer: for all other parameters.
       which: the parameters to keep: a glob pattern on the path, several of them, or a predicate
         `(path, leaf) -> bool`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> server = fr.optimizers.keep_constant(optax.sgd(1.0), "bias")
+      >>> params = {"bias": jnp.ones(1), "w": jnp.ones(1)}
+      >>> updates, _ = server.update(params, server.init(params), params)
+      >>> updates["bias"].tolist(), updates["w"].tolist()
+      ([0.0], [-1.0])
     """
 
     def labels(params: Any) -> Any:

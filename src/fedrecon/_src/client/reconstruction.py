@@ -19,10 +19,16 @@ class Reconstruction(NamedTuple):
     """R, its check and its limit.
 
     Attributes:
-      run: `(global, kept, support, keys, keys of its steps) -> local`. Without keys of its steps, nothing in them is
-        random, as outside training.
+      run: `(global, client state, support, keys, keys of its steps) -> local`. Without keys of its steps, nothing in
+        them is random, as outside training.
       check: `(global, local, batch, mask)` of one client; raises if the solver cannot reconstruct this model.
       limit: how many support examples it uses at most; None for no limit.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> kit.reconstruction(fr.models.matrix_factorization(3), fr.least_squares(1.0, limit=20)).limit
+      20
     """
 
     run: Callable[..., Params]
@@ -36,6 +42,18 @@ def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
     Args:
       model: a partially local model.
       solver: how local parameters are reconstructed; None for models without local parameters to solve for.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> model = fr.models.matrix_factorization(num_items=2, dim=1)
+      >>> run = kit.reconstruction(model, fr.least_squares(1.0)).run
+      >>> support = kit.Examples({"item": jnp.array([[1]]), "rating": jnp.array([[4.0]])}, jnp.array([1]))
+      >>> keys = jax.random.split(jax.random.key(0), 1)
+      >>> jax.eval_shape(run, {"item_embedding": jnp.ones((2, 1))}, (), support, keys)["user_embedding"].shape
+      (1, 1)
     """
 
     def run(params: Params, client_state: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:

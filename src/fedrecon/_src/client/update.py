@@ -41,6 +41,11 @@ class UpdateResult(NamedTuple):
       upload: what leaves the clients.
       local: the local parameters, which stay.
       steps: `(clients,)` how many steps were taken.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.UpdateResult._fields
+      ('upload', 'local', 'steps')
     """
 
     upload: Upload
@@ -88,6 +93,15 @@ class Updater:
     How much of a lookup table a client works on depends on the reach of its optimizer (see `lookups.reach`): changes of
     the rows of each batch, a copy of all rows that the client touches, or a copy of the whole table. The results are
     the same.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> from fedrecon import kit
+      >>> model = fr.models.matrix_factorization(num_items=100)
+      >>> updater = kit.Updater(model, fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=10))
+      >>> updater.needs(kit.half(), support_limit=None).query_limit
+      50
     """
 
     def __init__(self, model: Model, update: Solver, *, through_support: bool = False, penalty: Penalty | None = None):
@@ -295,6 +309,11 @@ def first_order_predict(model: Model) -> Predict:
 
     Args:
       model: a partially local model.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> predict = kit.first_order_predict(fr.models.matrix_factorization(num_items=100))  # for `Updater.run`
     """
 
     def predict(
@@ -320,6 +339,11 @@ def second_order_predict(model: Model, reconstruct: Solver) -> Predict:
     Args:
       model: a partially local model.
       reconstruct: the solver of R.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> predict = kit.second_order_predict(fr.models.matrix_factorization(num_items=100), fr.least_squares(1.0))
     """
 
     def predict(

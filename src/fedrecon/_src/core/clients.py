@@ -48,6 +48,18 @@ class Clients:
         for a client, and whether it trains or validates, follows from its name.
       totals: number of examples and size of the largest client, if known. Whoever passes them guarantees that the
         ranges are valid; without them the ranges are checked, which reads `starts` and `ends` once.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> columns = {"item": np.array([7, 8, 9]), "rating": np.float32([1, 5, 3])}
+      >>> clients = fr.Clients.from_columns(columns, client=["bob", "ann", "bob"])
+      >>> clients
+      Clients(2 clients, 3 examples: item int64, rating float32)
+      >>> clients[clients.index_of("bob")]["item"].tolist()
+      [7, 9]
+      >>> clients.at_least(2).names.tolist()
+      ['bob']
     """
 
     columns: Columns
@@ -151,6 +163,12 @@ class Clients:
 
         Returns:
           The clients, named by their ids.
+
+        Example:
+          >>> import fedrecon as fr
+          >>> clients = fr.Clients.from_columns({"x": [1, 2, 3], "user": [4, 2, 4]}, client="user")
+          >>> clients.names.tolist(), clients.sizes.tolist()
+          ([2, 4], [1, 2])
         """
         arrays = {name: _plain(name, values) for name, values in columns.items()}
         if isinstance(client, str):

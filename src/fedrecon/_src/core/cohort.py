@@ -24,7 +24,13 @@ LOOKED_THROUGH = 2**22  # up to this many examples, repeated ids are looked for 
 
 
 class Examples(NamedTuple):
-    """Examples of several clients: features of `(clients, examples, ...)`, and how many of them are a client's own."""
+    """Examples of several clients: features of `(clients, examples, ...)`, and how many of them are a client's own.
+
+    Example:
+      >>> import numpy as np
+      >>> from fedrecon import kit
+      >>> examples = kit.Examples({"x": np.zeros((2, 3))}, count=np.array([3, 1]))  # the second client has one example
+    """
 
     columns: Mapping[str, Any]
     count: Any  # (clients,)
@@ -44,6 +50,11 @@ class Cohort(NamedTuple):
       num_rows: `(clients,)` how many of those rows are in use.
       slots: for every feature that indexes lookup tables, the position in `rows` of each query example's ids.
       support_slots: the same for support examples; empty unless `Needs.support_rows` is set.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.Cohort._fields[:4]
+      ('client', 'identity', 'support', 'query')
     """
 
     client: Any
@@ -88,6 +99,11 @@ class Needs(NamedTuple):
       groups: lookup tables whose rows are listed, as `{group: (number of rows, features)}`.
       support_rows: whether rows that only support examples touch are listed too.
       columns: the features to pack; None for all.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.Needs(kit.half(), support_limit=10, columns=["item", "rating"]).support_limit
+      10
     """
 
     split: Split
@@ -99,7 +115,13 @@ class Needs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """How many support and query examples of a client the arrays have room for."""
+    """How many support and query examples of a client the arrays have room for.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.Lengths(support=10, query=20).query
+      20
+    """
 
     support: int
     query: int

@@ -1,7 +1,7 @@
 """Recipes: which factory made a model, a solver or an algorithm, and with what settings, so that it can be saved.
 
-A factory returns functions, which cannot be written to a file. But a factory marked with `recorded` remembers its
-arguments, and another process with the same version of fedrecon can call it again.
+A factory returns functions, which cannot be written to a file. But a factory marked with `register_factory` remembers
+its arguments, and another process with the same version of fedrecon can call it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ DEEPEST = 32  # how far recipes may be nested
 
 
 class RecipeError(ValueError):
-    """Something was not made by a recorded factory, or a recipe cannot be followed."""
+    """Something was not made by a recorded factory, or a recipe cannot be followed.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> issubclass(fr.RecipeError, ValueError)
+      True
+    """
 
 
 class _Made(NamedTuple):
@@ -44,9 +50,17 @@ def register_factory(factory: Callable[P, T]) -> Callable[P, T]:
 
     Args:
       factory: a function that makes a model, solver, optimizer, split, aggregator or algorithm.
+
+    Example:
+      >>> import optax
+      >>> from fedrecon import kit
+      >>> @kit.register_factory
+      ... def slow_sgd(learning_rate):
+      ...     return optax.sgd(learning_rate / 10)
+      >>> optimizer = slow_sgd(0.1)  # an algorithm with it can be saved
     """
     signature = inspect.signature(factory)
-    name = f"optax.{factory.__name__}" if factory.__module__.startswith("optax.") else factory.__name__
+    name = f"optax.{factory.__name__}" if (factory.__module__ or "").startswith("optax.") else factory.__name__
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> T:

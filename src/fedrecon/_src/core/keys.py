@@ -26,6 +26,11 @@ def run_keys(seed: int) -> RunKeys:
 
     Args:
       seed: the run's seed.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.run_keys(0)._fields
+      ('init', 'sampling', 'clients')
     """
     return RunKeys(*jax.random.split(jax.random.key(seed), 3))
 
@@ -36,6 +41,11 @@ def round_key(seed: int, number: int) -> Array:
     Args:
       seed: the run's seed.
       number: the round's number, from 0.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> bool(fr.round_key(0, 1) == fr.round_key(0, 1)), bool(fr.round_key(0, 1) == fr.round_key(0, 2))
+      (True, False)
     """
     return jax.random.fold_in(run_keys(seed).clients, number)
 
@@ -51,6 +61,13 @@ def client_keys(key: Array, identity: Any) -> Array:
     Args:
       key: the round's key.
       identity: `(clients, 2)` hashes of the clients' names, as two 32-bit words each (`Clients.identities`).
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> clients = fr.Clients.from_columns({"x": [1, 2]}, client=["ann", "bob"])
+      >>> kit.client_keys(fr.round_key(0, 1), clients.identities()).shape
+      (2,)
     """
     return jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(identity)
 

@@ -17,7 +17,17 @@ AUTO: Literal["auto"] = "auto"
 
 
 class Metric(NamedTuple):
-    """A weighted mean over examples: `measure(predictions, batch) -> (values, weights)`, then `finish(mean)`."""
+    """A weighted mean over examples: `measure(predictions, batch) -> (values, weights)`, then `finish(mean)`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> def squared_error(predictions, batch):
+      ...     return (predictions - batch["y"]) ** 2, jnp.ones_like(predictions)
+      >>> rmse = fr.Metric(squared_error, lambda mean: mean**0.5)
+      >>> rmse.finish(4.0)
+      2.0
+    """
 
     measure: Callable[[Any, Batch], Weighted]
     finish: Callable[[Any], Any] = lambda mean: mean
@@ -30,6 +40,14 @@ class ClientMetrics(NamedTuple):
       names: what they are called, in order.
       measure: `(global, local, support, query) -> (names,)` of one client. Both sides are `Examples`: columns of
         `(examples, ...)`, of which the first `count` rows are real. NaN if a client cannot be measured.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> def examples_of(params, local, support, query):
+      ...     return jnp.stack([support.count, query.count]).astype(jnp.float32)
+      >>> fr.ClientMetrics(("support", "query"), examples_of).names
+      ('support', 'query')
     """
 
     names: tuple[str, ...]
@@ -60,6 +78,13 @@ class State(NamedTuple):
       momenta: the momentum, by path, of local leaves that are moving averages: `advance` returns
         `momentum * old + (1 - momentum) * batch` for them. With it, the values set from support do not depend on the
         momentum.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> def advance(params, local, batch, mask):
+      ...     return {"largest": batch["x"].max()}, {}
+      >>> fr.State(shared=("largest",), local=(), advance=advance).shared
+      ('largest',)
     """
 
     shared: tuple[str, ...]
@@ -90,6 +115,18 @@ class Model(NamedTuple):
       client_metrics: metrics of a client as a whole, which evaluation averages over clients; None for none.
       class_label: the feature with class numbers that the loss compares with logits; None if there is none. Before
         training and evaluation the numbers are checked to be classes of the logits.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> model = fr.Model(
+      ...     init_global=lambda key: {"w": jnp.float32(2)},
+      ...     init_local=lambda key: {"b": jnp.float32(1)},
+      ...     predict=lambda params, local, batch: params["w"] * batch["x"] + local["b"],
+      ...     loss=lambda predictions, batch: ((predictions - batch["y"]) ** 2, jnp.ones_like(predictions)),
+      ... )
+      >>> float(model.predict({"w": 2.0}, {"b": 1.0}, {"x": 3.0}))
+      7.0
     """
 
     init_global: Callable[[Array], Params]
@@ -113,7 +150,7 @@ class Model(NamedTuple):
 
 
 def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:
-    """Predict as in a training step if there is one and the model has a `fit`; otherwise as in use.
+    """Predict as in a training step if there is one and the model has a `predict_train`; otherwise as in use.
 
     Args:
       model: what predicts.

@@ -34,6 +34,12 @@ def flatten(params: Params) -> tuple[dict[str, Any], Structure]:
 
     Args:
       params: any pytree.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> leaves, structure = kit.flatten({"encoder": [1.0, 2.0], "head": 3.0})
+      >>> leaves
+      {'encoder/0': 1.0, 'encoder/1': 2.0, 'head': 3.0}
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     by_path = {path_name(path): leaf for path, leaf in leaves}
@@ -48,6 +54,12 @@ def unflatten(structure: Structure, leaves: Mapping[str, Any]) -> Params:
     Args:
       structure: as `flatten` returned it.
       leaves: by path, in any order.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> leaves, structure = kit.flatten({"encoder": [1.0, 2.0], "head": 3.0})
+      >>> kit.unflatten(structure, leaves | {"head": 4.0})
+      {'encoder': [1.0, 2.0], 'head': 4.0}
     """
     return jax.tree_util.tree_unflatten(structure.treedef, [leaves[path] for path in structure.paths])
 
@@ -102,6 +114,14 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
     Raises:
       ValueError: if `local` matches nothing or everything, if a pattern of `frozen` matches nothing, if a leaf is
         both, or if a leaf to be trained is not floating point.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> params = {"user": {"bias": jnp.ones(2)}, "item": {"bias": jnp.zeros(3)}}
+      >>> parts = fr.partition(params, local="user/*")
+      >>> list(parts.shared), list(parts.local)
+      (['item/bias'], ['user/bias'])
     """
     leaves, structure = flatten(params)
     is_local, is_frozen = matcher(local, "local", leaves), matcher(frozen, "frozen", leaves)

@@ -22,6 +22,13 @@ class Split(NamedTuple):
       pattern: `j -> position` from there; None for one after another.
       by: the column to sort examples by before splitting, such as a time; None for stored order.
       redrawn: whether a client's examples are shuffled anew each time it takes part.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.half().counts(np.array([4, 5]))
+      >>> support.tolist(), query.tolist()
+      ([2, 3], [2, 2])
     """
 
     counts: Callable[[Sizes], Pair]
@@ -44,6 +51,13 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
       by: the column to sort by first; None keeps the stored order.
       min_support: the least number of support examples.
       min_query: the least number of query examples.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.fraction(0.8).counts(np.array([10, 3, 1]))
+      >>> support.tolist(), query.tolist()
+      ([8, 2, 1], [2, 1, 0])
     """
     if not 0 <= support <= 1:
         raise ValueError(f"`support` is {support}; a fraction lies between 0 and 1")
@@ -67,6 +81,13 @@ def half(*, by: str | None = None, min_support: int = 1, min_query: int = 1) -> 
       by: the column to sort by first, such as a time; None keeps the stored order.
       min_support: the least number of support examples.
       min_query: the least number of query examples.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.half(by="time").counts(np.array([10, 3]))
+      >>> support.tolist(), query.tolist()
+      ([5, 2], [5, 1])
     """
     return fraction(0.5, by=by, min_support=min_support, min_query=min_query)
 
@@ -78,6 +99,13 @@ def at_most(support: int, split: Split) -> Split:
     Args:
       support: the largest number of support examples; 0 leaves none.
       split: the split to limit.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.at_most(2, fr.split.half()).counts(np.array([10]))
+      >>> support.tolist(), query.tolist()
+      ([2], [5])
     """
     if support < 0:
         raise ValueError(f"`support` is {support}; it cannot be negative")
@@ -98,6 +126,11 @@ def redrawn(split: Split) -> Split:
 
     Args:
       split: how to divide the shuffled examples; it must not sort them itself.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.split.redrawn(fr.split.half()).redrawn
+      True
     """
     if split.by is not None:
         raise ValueError(
@@ -113,6 +146,12 @@ def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
     Args:
       chunk: how many examples in a row go to the same side.
       by: the column to sort by first; None keeps the stored order.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> fr.split.alternate(2).pattern(np.arange(4)).tolist()
+      [0, 1, 4, 5]
     """
     if chunk < 1:
         raise ValueError(f"`chunk` is {chunk}; it must be at least 1")
@@ -134,19 +173,42 @@ def none(*, by: str | None = None) -> Split:
 
     Args:
       by: the column to sort by first; None keeps the stored order.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.none().counts(np.array([4]))
+      >>> support.tolist(), query.tolist()
+      ([4], [4])
     """
     return Split(lambda sizes: (sizes, sizes), _both_from_start, None, by)
 
 
 @register_factory
 def query_only() -> Split:
-    """Use every example as query: for algorithms that reconstruct nothing."""
+    """Use every example as query: for algorithms that reconstruct nothing.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.query_only().counts(np.array([4]))
+      >>> support.tolist(), query.tolist()
+      ([0], [4])
+    """
     return Split(lambda sizes: (np.zeros_like(sizes), sizes), _both_from_start)
 
 
 @register_factory
 def support_only() -> Split:
-    """Use every example as support: to serve a client rather than measure on it."""
+    """Use every example as support: to serve a client rather than measure on it.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.support_only().counts(np.array([4]))
+      >>> support.tolist(), query.tolist()
+      ([4], [0])
+    """
     return Split(lambda sizes: (sizes, np.zeros_like(sizes)), _both_from_start)
 
 
@@ -164,6 +226,13 @@ def named(name: str) -> Split:
     Args:
       name: `half`, `alternate`, `none`, or a number such as `0.8` for `fraction`. The prefix `redrawn-` stands for
         `redrawn`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> support, query = fr.split.named("0.8").counts(np.array([10]))
+      >>> support.tolist(), query.tolist()
+      ([8], [2])
     """
     if name.startswith(REDRAWN):
         return redrawn(named(name.removeprefix(REDRAWN)))

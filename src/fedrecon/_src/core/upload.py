@@ -24,6 +24,13 @@ class RowChanges:
       values: `(clients, rows, ...)` their changes; padded with zeros.
       count: `(clients,)` how many rows of each client are not padding.
       table: how many rows the whole table has.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> changes = fr.RowChanges(ids=jnp.array([[2]]), values=jnp.array([[0.5]]), count=jnp.array([1]), table=4)
+      >>> changes.whole().tolist()
+      [[0.0, 0.0, 0.5, 0.0]]
     """
 
     ids: Array
@@ -49,6 +56,13 @@ class Upload(NamedTuple):
         have more (SCAFFOLD sends the change of its control variates).
       examples: `(clients,)` how many query examples were processed; 0 for a client that contributes nothing.
       sums: `(clients, metrics, 2)` of loss and metrics: totals and weights.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> upload = fr.Upload({"delta": {"w": jnp.array([0.5])}}, examples=jnp.array([3]), sums=jnp.zeros((1, 1, 2)))
+      >>> list(upload.delta)
+      ['w']
     """
 
     parts: Parts
@@ -72,6 +86,15 @@ class Summand(NamedTuple):
       metrics: `(clients, metrics, 2)` of the upload; not added.
       scalars: other sums, by name; zero for a client that is left out.
       flags: counts that include clients that are left out.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedrecon.aggregators import Summand, stateless
+      >>> def halve(summand: Summand) -> Summand:
+      ...     return summand._replace(scale=summand.scale / 2)
+      >>> summand = Summand({"delta": {"w": jnp.ones(1)}}, jnp.ones(1), jnp.ones(1), jnp.zeros((1, 1, 2)), {}, {})
+      >>> halve(summand).scale.tolist()
+      [0.5]
     """
 
     parts: Parts
@@ -83,7 +106,13 @@ class Summand(NamedTuple):
 
 
 class Total(NamedTuple):
-    """A sum over clients: its parts, which are whole arrays, and its scalars (those of summands, and their flags)."""
+    """A sum over clients: its parts, which are whole arrays, and its scalars (those of summands, and their flags).
+
+    Example:
+      >>> from fedrecon.aggregators import Total
+      >>> Total({"delta": {"w": 6.0}}, {"clients": 3.0}).scalars["clients"]
+      3.0
+    """
 
     parts: Parts
     scalars: dict[str, Array]
@@ -182,6 +211,12 @@ def broadcast_clients(flags: Array, values: Array) -> Array:
     Args:
       flags: `(clients,)`.
       values: `(clients, ...)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> kit.broadcast_clients(jnp.array([1, 2]), jnp.zeros((2, 5, 3))).shape
+      (2, 1, 1)
     """
     return flags.reshape(-1, *([1] * (values.ndim - 1)))
 

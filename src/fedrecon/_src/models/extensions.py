@@ -29,6 +29,13 @@ def learned_default(model: Model) -> Model:
 
     Returns:
       The same model with `default_local` set.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> model = fr.models.learned_default(fr.models.matrix_factorization(num_items=10))
+      >>> sorted(model.init_global(jax.random.key(0)))
+      ['default_local', 'shared']
     """
     if model.default_local is not None:
         raise ValueError("the model already has a learned default")
@@ -97,6 +104,13 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", move
 
     References:
       Koren, Factorization Meets the Neighborhood, KDD 2008.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> model = fr.models.implicit_feedback(fr.models.matrix_factorization(num_items=10, dim=2), num_ids=10)
+      >>> model.init_global(jax.random.key(0))["evidence"]["user_embedding"].shape
+      (10, 2)
     """
     if model.evidence is not None:
         raise ValueError("the model already takes evidence from support")
@@ -146,6 +160,13 @@ def client_table(model: Model, num_clients: int, *, feature: str = "client") -> 
       model: a partially local model.
       num_clients: rows of the tables.
       feature: the feature with the row of each example's client.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> model = fr.models.client_table(fr.models.matrix_factorization(num_items=10, dim=2), num_clients=5)
+      >>> model.init_global(jax.random.key(0))["locals"]["user_embedding"].shape
+      (5, 2)
     """
 
     def init_global(key: Array) -> Params:
@@ -214,6 +235,14 @@ def standardize(
       low: the lowest prediction.
       high: the highest prediction.
       feature: the feature that holds the ratings.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> model = fr.models.standardize(fr.models.matrix_factorization(num_items=1, dim=1), mean=3.5, deviation=0.5)
+      >>> params, local = {"item_embedding": jnp.ones((1, 1))}, {"user_embedding": jnp.ones(1)}
+      >>> model.predict(params, local, {"item": jnp.array([0])}).tolist()
+      [4.0]
     """
     if not (deviation > 0 and math.isfinite(deviation) and math.isfinite(mean)):
         raise ValueError(f"`mean` is {mean}, `deviation` is {deviation}; they must be finite, the deviation above 0")

@@ -43,6 +43,14 @@ def matrix_factorization(
 
     References:
       Koren, Bell, Volinsky, Matrix Factorization Techniques for Recommender Systems, 2009.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> model = fr.models.matrix_factorization(num_items=2, dim=1)
+      >>> params, local = {"item_embedding": jnp.array([[1.0], [2.0]])}, {"user_embedding": jnp.array([1.5])}
+      >>> model.predict(params, local, {"item": jnp.array([1])}).tolist()
+      [3.0]
     """
     if num_items < 1 or dim < 1:
         raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")

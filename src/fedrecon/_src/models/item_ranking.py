@@ -34,6 +34,12 @@ def ranking_factorization(
       dim: length of the embeddings.
       init_scale: item embeddings start normal, with lengths of about this.
       weight: the feature with the weight of each example, for example computed from counts; by default all weigh 1.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> model = fr.models.ranking_factorization(num_items=1000, dim=32)
+      >>> model.client_metrics.names
+      ('recall@20', 'recall@50', 'ndcg@100', 'hit@20')
     """
     if num_items < 1 or dim < 1:
         raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")
@@ -74,6 +80,12 @@ def popularity_factors(counts: np.ndarray, dim: int) -> Params:
     Args:
       counts: `(items,)` how many people have each item.
       dim: length of the embeddings.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> fr.models.popularity_factors(np.array([4, 1]), dim=2)["item_embedding"].tolist()
+      [[1.0, 0.0], [0.25, 0.0]]
     """
     items = np.zeros((len(counts), dim), np.float32)
     items[:, 0] = counts / max(np.max(counts, initial=0), 1)
@@ -94,6 +106,12 @@ def ranking_metrics(
       recall_at: values of k for recall.
       ndcg_at: the same for NDCG.
       hit_at: the same for the hit rate.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> metrics = fr.models.ranking_metrics(lambda params, local: params["item"] @ local["user"], hit_at=(1, 10))
+      >>> metrics.names
+      ('recall@20', 'recall@50', 'ndcg@100', 'hit@1', 'hit@10')
     """
     names = [f"recall@{k}" for k in recall_at] + [f"ndcg@{k}" for k in ndcg_at] + [f"hit@{k}" for k in hit_at]
 

@@ -53,6 +53,11 @@ def adaptive_clip(
 
     References: Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2021 (there with noise,
     and in steps, which find the quantile more slowly).
+
+    Example:
+      >>> from fedrecon import aggregators
+      >>> median = aggregators.adaptive_clip(0.5, times=3.0)
+      >>> aggregate = aggregators.chain(aggregators.finite(), median, aggregators.by_weight())
     """
     if not 0 < quantile < 1:
         raise ValueError(f"`quantile` is {quantile}; it must be a share of the clients, above 0 and below 1")

@@ -29,6 +29,12 @@ class Aggregator(NamedTuple):
         it; None for an aggregator that promises nothing.
       share: `parts -> ShareOfNoise`, noise in integers that a host of clients adds to what it sends, from entropy of
         its own; None for an aggregator whose hosts add nothing.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> aggregator = fr.aggregators.mean("uniform", clip_norm=1.0)
+      >>> aggregator.release is None  # it promises no privacy
+      True
     """
 
     init: Callable[[Parts], Any]
@@ -48,6 +54,11 @@ def stateless(
     Args:
       encode: what a client does to its summand.
       decode: what the server does to the total; also returns what to report.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> halved = fr.aggregators.stateless(lambda summand: summand._replace(scale=summand.scale / 2))
+      >>> aggregate = fr.aggregators.chain(halved, fr.aggregators.by_weight())
     """
 
     def encode_one(message: Any, summand: Summand, keys: Array) -> Summand:
@@ -69,6 +80,10 @@ def chain(*stages: Aggregator) -> Aggregator:
     Args:
       *stages: what is done to an upload, in order. `chain(clip(1.0), weigh())` clips, then weighs; the server
         divides by the weight.
+
+    Example:
+      >>> from fedrecon import aggregators
+      >>> aggregate = aggregators.chain(aggregators.finite(), aggregators.clip(1.0), aggregators.by_weight("uniform"))
     """
 
     def init(parts: Parts) -> Any:

@@ -33,6 +33,10 @@ def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm
 
     Returns:
       An `Aggregator`, to be given to an algorithm as `aggregate`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> aggregate = fr.aggregators.mean("uniform", clip_norm=1.0)
     """
     stages = [finite()]
     stages += [] if zero_norm is None else [zero(zero_norm)]
@@ -42,7 +46,12 @@ def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm
 
 @register_factory
 def finite() -> Aggregator:
-    """Exclude clients whose upload has any non-finite entry, and report them as `non_finite`."""
+    """Exclude clients whose upload has any non-finite entry, and report them as `non_finite`.
+
+    Example:
+      >>> from fedrecon import aggregators
+      >>> aggregate = aggregators.chain(aggregators.finite(), aggregators.by_weight())
+    """
 
     def encode(summand: Summand) -> Summand:
         taint = jnp.zeros(summand.examples.shape)
@@ -62,6 +71,10 @@ def clip(norm: float) -> Aggregator:
 
     Args:
       norm: above 0.
+
+    Example:
+      >>> from fedrecon import aggregators
+      >>> aggregate = aggregators.chain(aggregators.clip(1.0), aggregators.by_weight())
     """
     _check_norm("clip_norm", norm)
 
@@ -77,6 +90,10 @@ def zero(norm: float) -> Aggregator:
 
     Args:
       norm: above 0.
+
+    Example:
+      >>> from fedrecon import aggregators
+      >>> aggregate = aggregators.chain(aggregators.zero(10.0), aggregators.by_weight())
     """
     _check_norm("zero_norm", norm)
     return stateless(lambda summand: leave_out(summand, norms(summand) > norm, "zeroed"))
@@ -88,6 +105,11 @@ def by_weight(weigh: Weigh = "examples") -> Aggregator:
 
     Args:
       weigh: as for `mean`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> by_root = fr.aggregators.by_weight(lambda examples, sums: jnp.sqrt(examples))
     """
     check_weigh(weigh)
 
@@ -118,6 +140,11 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
 
     Returns:
       A function for `mean(weigh=...)`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> model = fr.models.next_word(vocabulary=100)
+      >>> by_tokens = fr.aggregators.mean(fr.aggregators.weight_of(model, "perplexity"))
     """
     names = metric_names(model)
     if metric not in names:

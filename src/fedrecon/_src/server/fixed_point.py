@@ -62,12 +62,16 @@ def secure(
       per_round: with noise: how many take part on average; the sum is divided by this.
       least: with noise: this many trusted clients together add all of it. Fewer add less than was promised, so a
         round with fewer must not be unmasked.
-      scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescaled`.
+      scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescale`.
       simulated_noise: with noise: add it here. False where hosts of clients add it, as many as `least` or more
         (`Aggregator.share`), which nodes of a deployment do.
 
     Returns:
       An `Aggregator`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> aggregate = fr.aggregators.secure(clip_norm=1.0, clients=100)
     """
     if clients < 2:
         raise ValueError(f"`clients` is {clients}; a sum of one hides nobody, so it takes two or more")

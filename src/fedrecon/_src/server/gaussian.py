@@ -85,6 +85,12 @@ def private(
 
     Returns:
       An `Aggregator`. Its reports have no loss and no counts; with `quantile` they have `clip_norm`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> aggregate = fr.aggregators.private(clip=0.4, noise_multiplier=1.0, per_round=100)
+      >>> aggregate.release({}).noise_multiplier  # what a round gives away, for a ledger
+      1.0
     """
     check_clip(clip)
     check_weigh(weigh)

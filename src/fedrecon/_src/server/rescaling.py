@@ -28,6 +28,11 @@ def rescale(scales: Scales) -> Aggregator:
       scales: from patterns on the parameters' paths to what they are multiplied by: a number, or one for every row of
         a table. They must not depend on anything that is not public, such as counts without noise. What no pattern
         matches is left as it is.
+
+    Example:
+      >>> from fedrecon import aggregators
+      >>> halved = aggregators.rescale({"item_embedding": 0.5})
+      >>> aggregate = aggregators.chain(aggregators.finite(), halved, aggregators.clip(1.0), aggregators.by_weight())
     """
     for pattern, scale in scales.items():
         values = np.asarray(scale)

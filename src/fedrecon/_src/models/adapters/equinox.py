@@ -37,6 +37,16 @@ def from_equinox(
       axis_name: the name of the mapped axis, as given to BatchNorm.
       **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `local` may be a
         module inside this one. `state` decides how BatchNorm's statistics are treated.
+
+    Example:
+      >>> import equinox as eqx
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> model = fr.models.from_equinox(
+      ...     lambda key: eqx.nn.Linear(3, 2, key=key), local="bias", inputs="x", loss="cross_entropy"
+      ... )
+      >>> model.init_local(jax.random.key(0))["bias"].shape
+      (2,)
     """
     eqx = need("equinox", "equinox")
     original = module[0] if isinstance(module, tuple) else module

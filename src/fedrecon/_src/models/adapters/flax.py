@@ -52,6 +52,16 @@ def from_flax(
       **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`. `local` may be a
         module inside an NNX module, or a Linen module with a name. `state` decides how BatchNorm's statistics are
         treated; variables of other kinds keep their values.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> from flax import nnx
+      >>> model = fr.models.from_flax(
+      ...     lambda rngs: nnx.Linear(3, 2, rngs=rngs), local="bias", inputs="x", loss="cross_entropy"
+      ... )
+      >>> model.init_local(jax.random.key(0))["bias"].shape
+      (2,)
     """
     check_options(options)
     linen = need("flax.linen", "flax")

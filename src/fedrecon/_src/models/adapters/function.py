@@ -35,6 +35,20 @@ def from_function(
       momentum: for state that is a moving average, `momentum * old + (1 - momentum) * batch`: one number for all of it,
         or one for each path. Other state is set to the mean of its values after each single batch.
       **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> model = fr.models.from_function(
+      ...     lambda params, x: params["w"] * x + params["b"],
+      ...     {"w": jnp.float32(2), "b": jnp.float32(1)},
+      ...     local="b",
+      ...     inputs="x",
+      ...     label="y",
+      ...     loss="mse",
+      ... )
+      >>> model.predict({"w": 2.0}, {"b": 1.0}, {"x": jnp.array([3.0])}).tolist()
+      [7.0]
     """
     make = init if callable(init) else lambda key: init
     names = inspect.signature(apply).parameters

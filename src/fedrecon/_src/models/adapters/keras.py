@@ -52,6 +52,15 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
         functional model are by default the features that its inputs are named after. `local` may be a layer of the
         model. Paths are Keras's without the model's own name: "items/embeddings". `loss` may also be a `keras.losses`
         object. `state` decides how statistics and other non-trainable weights are treated.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> import keras
+      >>> network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")])
+      >>> model = fr.models.from_keras(network, local="head/bias", inputs="x", loss="cross_entropy")
+      >>> model.init_local(jax.random.key(0))["head/bias"].shape
+      (2,)
     """
     keras = need("keras", "keras")
     if "inputs" not in options and (names := _input_names(keras, model)):

@@ -33,6 +33,20 @@ def rows(pattern: str, ids: slice | Sequence[int] | np.ndarray) -> LocalRows:
     Args:
       pattern: the path of the table, or a pattern that matches it.
       ids: the rows, as a slice (`slice(100, None)`: all from row 100 on) or as row numbers.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> model = fr.models.from_function(
+      ...     lambda params, word: params["table"][word].sum(-1),
+      ...     {"table": jnp.zeros((100, 4))},
+      ...     local=fr.models.rows("table", slice(90, None)),  # the last ten rows
+      ...     inputs="word",
+      ...     loss="mse",
+      ... )
+      >>> model.init_local(jax.random.key(0))["table"].shape
+      (10, 4)
     """
     return LocalRows(pattern, ids)
 

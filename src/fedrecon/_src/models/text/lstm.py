@@ -53,9 +53,9 @@ def lstm(
 #   than half the time if the narrow side has the batch last as input (forward) or as output (backward), with the large
 #   one as it is stored. Hence the transposes in `_advance` and `_retreat`, each of a narrow matrix.
 # - A step has as few operations as possible: one nonlinearity for all gates, and none in the backward pass.
-# - Clients with the same weights form one batch (see `merging`). It is divided into tiles of sentences of similar
-#   length, and a tile takes as many steps as its longest sentence. In the backward pass, a sentence is as long as the
-#   last of its outputs that has a gradient.
+# - Clients with the same weights form one batch (see `shared_weights`). It is divided into tiles of sentences of
+#   similar length, and a tile takes as many steps as its longest sentence. In the backward pass, a sentence is as
+#   long as the last of its outputs that has a gradient.
 # - In reconstruction only the client's own words are differentiated. Sentences without one are computed separately,
 #   and the compiler drops them if the loss is not used.
 

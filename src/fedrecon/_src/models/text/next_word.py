@@ -62,6 +62,13 @@ def next_word(
     References:
       Hard et al., Federated Learning for Mobile Keyboard Prediction, 2018; Reddi et al., Adaptive Federated
       Optimization, ICLR 2021.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> model = fr.models.next_word(vocabulary=100, oov_buckets=5, embedding=8, hidden=16, projection=8)
+      >>> model.init_local(jax.random.key(0))["oov_embedding"].shape
+      (5, 8)
     """
     sizes = {"vocabulary": vocabulary, "oov_buckets": oov_buckets}
     sizes |= {"embedding": embedding, "hidden": hidden, "projection": projection}
