@@ -256,7 +256,7 @@ def test_ctrl_c_saves_what_was_learned_and_says_how_to_go_on(trained, tmp_path, 
     ratings, run = trained
     from fedrecon._src.app.cli import show
 
-    def stop(record, measures):
+    def stop(record, *_):
         if record["round"] == 4:
             raise KeyboardInterrupt
 

@@ -133,7 +133,7 @@ def test_a_model_folder_holds_words_and_tells_nothing_of_who_wrote_them(trained)
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(trained, tmp_path, monkeypatch, capsys):
     posts, run = trained
 
-    def stop(record, measures):
+    def stop(record, *_):
         if record["round"] == 34:
             raise KeyboardInterrupt
 

@@ -34,7 +34,7 @@ def test_what_a_file_leaves_out_takes_its_default():
 
 def test_settings_of_text_have_the_defaults_of_text():
     default = TextConfig(data=TextData(source="x"))
-    assert (default.rounds, default.sampling.clients_per_round, default.split.by_time) == (400, 5, True)
+    assert (default.rounds, default.sampling.clients_per_round, default.split.by_time) == (400, None, True)
     assert (default.server.optimizer, default.server.learning_rate, default.update.learning_rate) == (
         "fedyogi",
         0.02,

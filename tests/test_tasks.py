@@ -10,7 +10,7 @@ import fedrecon as fr
 from fedrecon._src.core.model import evaluated_names
 from fedrecon._src.core.progress import silent
 from fedrecon._src.core.upload import summand_of
-from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData
+from fedrecon._src.recommend.config import Factorization, NextWord, RatingsConfig, Reading, Scale, TextConfig, TextData
 from fedrecon._src.recommend.recipe import build_algorithm
 from fedrecon._src.recommend.tasks import TASKS, TEXT, Measure
 from fedrecon._src.recommend.tasks import text as text_task
@@ -279,3 +279,15 @@ def test_a_task_fits_together(task):
     assert {measure.name for measure in (*task.measures, *task.curve)} <= {*evaluated_names(model), "coverage@20"}
     again = task.recall(json.loads(json.dumps(task.describe(legend))))
     assert len(again) == len(legend)
+
+
+@pytest.mark.parametrize(("low", "high", "shown"), [(1, 5, True), (0.5, 5, True), (1, 100, False), (-10, 10, False)])
+def test_accuracy_is_for_scales_of_stars(low, high, shown):
+    model = Factorization(scale=Scale(low=low, high=high))
+    omitted = TASKS["ratings"].omit(RatingsConfig(model=model))
+    assert ("accuracy" not in omitted) == shown
+
+
+@pytest.mark.parametrize(("train", "cohort"), [(20, 5), (1267, 39), (100_000, 100)])
+def test_the_cohort_of_text_follows_from_the_number_of_clients(train, cohort):
+    assert text_task.cohort_size(train) == cohort

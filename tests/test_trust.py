@@ -100,7 +100,7 @@ def test_a_run_that_is_overwritten_is_gone_when_the_new_one_is_complete(trained,
 def test_the_old_run_is_there_until_an_interrupted_new_one_is_complete(trained, run, monkeypatch, capsys):
     from fedrecon._src.app.cli import show
 
-    def stop(record, measures):
+    def stop(record, *_):
         if record["round"] == 1:
             raise KeyboardInterrupt
 

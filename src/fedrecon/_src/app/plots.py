@@ -19,7 +19,7 @@ SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
 def learning_curve(
     records: Sequence[Mapping[str, Any]],
     path: Path,
-    measures: tuple[Measure, Measure],
+    measures: Sequence[Measure],
     *,
     title: str = "Learning curve",
 ) -> None:
@@ -28,7 +28,7 @@ def learning_curve(
     Args:
       records: a run's history, as in `metrics.jsonl`.
       path: the file; its folder is created.
-      measures: the metrics, such as those of a task.
+      measures: the metrics, at most two.
       title: goes above the picture.
     """
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measures: tuple[Measure, Measure]) -> None:
+def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measures: Sequence[Measure]) -> None:
     axes.set(title="Validation clients, never trained on", xlabel="round")
     axes.grid(alpha=0.25)
     if not evaluations:
@@ -113,7 +113,7 @@ def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measu
     _mark(axes, rounds[np.nan_to_num(_column(evaluations, "diverged")) > 0], "clients diverged")
     micro = [record.get("micro") or {} for record in evaluations]
     looks = ((axes, "o-", "tab:red"), (axes.twinx(), "s--", "tab:green"))
-    for measure, (side, marks, color) in zip(measures, looks, strict=True):
+    for measure, (side, marks, color) in zip(measures, looks, strict=False):
         values = _column(micro, measure.name)
         side.plot(rounds, 100 * values if measure.percent else values, marks, color=color, markersize=4)
         side.set_ylabel(f"{measure.title} (%)" if measure.percent else measure.title, color=color)

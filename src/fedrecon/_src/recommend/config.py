@@ -251,7 +251,7 @@ class TextConfig(Config):
     update: Update = field(default_factory=lambda: Update(learning_rate=3.0, steps=8, batch_size=16, clip_norm=1.0))
     server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.02))
     aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="tokens"))
-    sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=5))
+    sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
     rounds: Rounds = 400
 
     def rules(self) -> Iterator[Rule]:

@@ -91,12 +91,12 @@ def judgements_of(config: Config) -> range:
     return range(config.rounds, config.most_rounds + 1, max(1, relaxed_rounds(config.rounds, 1)))
 
 
-def say_rounds(config: Config, users: Users) -> str:
+def say_rounds(config: Config, users: Users, people: str = "users") -> str:
     """Say who does what, when training ends, and whether there are enough to measure the model on."""
     train, test = len(users.train), len(users.test)
     part = min(config.sampling.wanted(train), train)
     said = (
-        f"{how_many(train, 'users')} {'trains' if train == 1 else 'train'}, "
+        f"{how_many(train, people)} {'trains' if train == 1 else 'train'}, "
         f"{_are(len(users.valid))} for choosing settings, {_are(test)} for testing; "
         f"{part:,} {'takes' if part == 1 else 'take'} part in each of {how_many(config.rounds, 'rounds')}."
     )
@@ -107,7 +107,7 @@ def say_rounds(config: Config, users: Users) -> str:
             said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
         simple = "popularity" if falls_back_on_popularity(config) else "the one before the first round"
         said += f" The best model for validation users is kept, even if it is {simple}."
-    return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test))
+    return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test, people))
 
 
 def _are(number: int) -> str:

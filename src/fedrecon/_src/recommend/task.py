@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -103,8 +103,9 @@ class Task(Generic[C, D, L]):
       config: the type of its settings.
       people: what its clients are called.
       examples: what metrics are means over.
-      measures: what tables show.
+      measures: what tables show; progress shows the first.
       curve: the two of them that pictures show.
+      omit: `config -> names of measures that mean nothing for these settings`.
       untrained: settings for what training alone needs, where nothing is trained.
       load: `(config, progress) -> data`.
       legend: `(config, data) -> legend`.
@@ -140,4 +141,5 @@ class Task(Generic[C, D, L]):
     recall: Callable[[Mapping[str, Any]], L]
     serve: str
     by_client: bool = False
+    omit: Callable[[C], Container[str]] = lambda config: ()
     score: Score = loss_of

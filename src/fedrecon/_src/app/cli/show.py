@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fedrecon._src.simulation.evaluation import Evaluation
 
 
+FIRST = (1, 10, 50)  # rounds whose loss is shown before the first evaluation
+
+
 def remark(text: str) -> None:
     """Say something that is not a result."""
     print(plain(text), file=sys.stderr, flush=True)
@@ -77,7 +80,9 @@ def evaluation(
         rest = f": figures of the other {measured} would say nothing about the model" if found.clients else ""
         alarm(f"{failed}{rest}")
         return
-    table(title, ("", *(measure.title for measure in task.measures)), _rows(found, task, baselines, measured >= JUDGES))
+    measures = [measure for measure in task.measures if config is None or measure.name not in task.omit(config)]
+    rows = _rows(found, task, measures, baselines, measured >= JUDGES)
+    table(title, ("", *(measure.title for measure in measures)), rows)
     print(_whom(found, task))
     if measured < JUDGES:
         print(f"{say_few(measured, task.people)} {advice}".strip())
@@ -85,11 +90,13 @@ def evaluation(
         print(loses)
 
 
-def _rows(found: Evaluation, task: Task[Any, Any, Any], baselines: Table, quantiles: bool) -> list[tuple[str, ...]]:
+def _rows(
+    found: Evaluation, task: Task[Any, Any, Any], measures: Sequence[Measure], baselines: Table, quantiles: bool
+) -> list[tuple[str, ...]]:
     """Return the rows of an evaluation's table."""
 
     def figures(metrics: Mapping[str, float]) -> list[str]:
-        return [measure.text(metrics) for measure in task.measures]
+        return [measure.text(metrics) for measure in measures]
 
     rows = [
         (f"mean over {task.people}" if task.by_client else f"over all {task.examples} (micro)", *figures(found.micro)),
@@ -116,15 +123,16 @@ def _whom(found: Evaluation, task: Task[Any, Any, Any]) -> str:
     return f"{people}, {how_many(found.examples, f'query {task.examples}')}, {'; '.join(told)}"
 
 
-def progress_of(record: dict[str, Any], measures: Sequence[Measure]) -> None:
-    """Remark on an evaluation during training; rounds are on the progress bar."""
+def progress_of(record: dict[str, Any], measures: Sequence[Measure], first_evaluation: int = 0) -> None:
+    """Remark on an evaluation during training, and on the loss of a few rounds before the first evaluation."""
     from fedrecon._src.simulation.divergence import find_divergence
 
+    if record["kind"] == "round" and record["round"] in FIRST and record["round"] < first_evaluation:
+        remark(f"round {record['round']}: training loss {record['loss']:.4f}")
     if record["kind"] != "evaluation":
         return
     clients, diverged = record["clients"], record["diverged"]
-    there = [measure for measure in measures if measure.name in record["micro"]]
-    figures = ", ".join(f"{measure.title} {measure.text(record['micro'])}" for measure in there)
+    figures = f"{measures[0].title} {measures[0].text(record['micro'])}"
     problem = find_divergence(record)
     if problem is not None and problem.kind == "diverged" and problem.failed:
         figures = f"failed: {diverged} of {clients} diverged"

@@ -164,7 +164,8 @@ def run(args: Train) -> int:
     if is_first_process():
         if not outcome.described:
             show.left_out(outcome.left_out)
-        learning_curve(outcome.run.history, folder.plots_path / "learning_curve.png", task.curve)
+        curve = [measure for measure in task.curve if measure.name not in task.omit(outcome.model.config)]
+        learning_curve(outcome.run.history, folder.plots_path / "learning_curve.png", curve)
         if outcome.failed is not None:
             show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {outcome.failed}")
         if outcome.run.interrupted:
@@ -189,8 +190,12 @@ def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Outcome
     if args.log is not None:
         logging = log_to(args.log, folder.path, to_json(args.settings))
     with logging as log:
-        callbacks = [RecordCallback(lambda record: show.progress_of(record, task.measures)), *([log] if log else [])]
-        return run_experiment(args.settings, folder, **modes, progress=bars, callbacks=callbacks, say=show.remark)
+        config = args.settings
+        # With patience, validation clients are evaluated before the first round.
+        first = 0 if config.patience is not None else config.evaluate_every or config.rounds
+        display = RecordCallback(lambda record: show.progress_of(record, task.measures, first))
+        callbacks = [display, *([log] if log else [])]
+        return run_experiment(config, folder, **modes, progress=bars, callbacks=callbacks, say=show.remark)
 
 
 def _say_how_to_continue(args: Train, outcome: Outcome) -> None:

@@ -175,6 +175,14 @@ def recall_items(description: Mapping[str, Any]) -> Items:
 
 
 RMSE = Measure("rmse", "RMSE")
+STARS = 5.0  # the widest scale on which predictions within half a star of the rating are called accurate
+
+
+def _omit(config: RatingsConfig) -> tuple[str, ...]:
+    scale = config.model.scale
+    stars = scale is None or (scale.transform == "none" and scale.high - scale.low <= STARS)
+    return () if stars else (ACCURACY.name,)
+
 
 RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     name="ratings",
@@ -195,4 +203,5 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     describe=describe_items,
     recall=recall_items,
     serve="recommend {run} --ratings FILE",
+    omit=_omit,
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.formatting import how_many, listed_counts
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
@@ -18,10 +20,12 @@ from fedrecon._src.data.tables import PARQUET
 from fedrecon._src.data.text_files import choose_preparer
 from fedrecon._src.models import next_word
 from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, changed
+from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Task, Users
 
 IN_MEMORY = 4_000_000  # sentences; of more, the examples are written to the cache and mapped from there
 MOST_VALID = 1_000  # clients that validate where the data itself only says who trains and who tests
+CLIENTS_PER_PLACE, LEAST_COHORT, MOST_COHORT = 32, 5, 100  # of the clients that take part in a round
 HELD_OUT = "heldout"  # the split of federated Stack Overflow whose users do not train
 
 # Which settings have a use when a corpus is prepared, by the option of `load_text`.
@@ -159,6 +163,26 @@ def _recall(description: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(tuple(words), buckets)
 
 
+def cohort_size(num_clients: int) -> int:
+    """Return how many of the training clients take part in a round by default: with fewer, training learns little."""
+    return min(max(num_clients // CLIENTS_PER_PLACE, LEAST_COHORT), MOST_COHORT)
+
+
+def _prepare(config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary) -> Ready:
+    """Choose how many clients a round takes, if settings leave that open, and describe the data."""
+    if config.sampling.clients_per_round is None:
+        sampling = dataclasses.replace(config.sampling, clients_per_round=cohort_size(len(users.train)))
+        config = dataclasses.replace(config, sampling=sampling)
+    left_out = listed_counts(corpus.skipped)
+    data = (
+        f"{how_many(len(corpus.clients), 'clients')} wrote {how_many(corpus.clients.num_examples, 'sentences')} of "
+        f"{len(corpus.tokens):,} words. The vocabulary of {len(words):,} covers {corpus.coverage(len(words)):.1%} of "
+        f"them. {f'Left out: {left_out}.' if left_out else 'Nothing was left out.'}"
+    )
+    model = build_next_word(config.model, words)
+    return Ready(config, users, words, model, (data, say_rounds(config, users, "clients")))
+
+
 LOSS = Measure("loss", "loss")
 
 TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
@@ -174,7 +198,7 @@ TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
     divide=divide_corpus,
     facts=_facts,
     build_model=lambda config, vocabulary: build_next_word(config.model, vocabulary),
-    prepare=lambda config, corpus, users, words: Ready(config, users, words, build_next_word(config.model, words)),
+    prepare=_prepare,
     view=lambda config, clients: clients,
     read=read_corpus,
     describe=_describe,
