@@ -26,7 +26,7 @@ from fedrecon._src.app.experiment import run_experiment
 from fedrecon._src.core.progress import silent
 from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.tasks import Users, task_of
-from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.run_folder import RunFolder
 
 DAMPING = (0.3, 1, 3, 10, 30)
 RANKS = (1, 2, 4, 8, 16)

@@ -54,7 +54,7 @@ def with_defaults(count, transform="auto", rating=RATING, rated=RATED, rounds=RO
     from fedrecon._src.core.progress import silent
     from fedrecon._src.recommend.presets import DEFAULT
     from fedrecon._src.recommend.tasks import task_of
-    from fedrecon._src.storage.run_folders import RunFolder
+    from fedrecon._src.storage.run_folder import RunFolder
 
     ratings = fr.data.synthetic_ratings(num_users=145, num_items=120, mean_ratings=30, seed=0)
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ from fedrecon._src.recommend.config import (
     Update,
 )
 from fedrecon._src.recommend.tasks import Items
-from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon.deploy import InProcess, Node, Pace, Plan, serve
 
 ITEMS, NODES = 12, 3

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedrecon._src.data.stackoverflow import read_word_count
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
 from fedrecon.data import (
     Corpus,
     DataError,

@@ -30,8 +30,8 @@ import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.resuming import read_run
 from fedrecon._src.recommend.saved_models import open_model
-from fedrecon._src.storage.replacement import put_aside_in
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.run_folder import list_stashes
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 OPTIONS = ["--rounds", "24", "--checkpoint-every", "3", "--evaluate-every", "5", "--model.dim", "2"]
@@ -128,7 +128,7 @@ class Command:
         except StorageError as problem:
             if "has no model yet" not in str(problem):
                 raise
-            assert put_aside_in(self.folder), "the old run is gone before the new one is complete"
+            assert list_stashes(self.folder), "the old run is gone before the new one is complete"
             assert seed == self.seed
         else:
             whole = open_model(self.work / f"whole-{seed}")
@@ -143,7 +143,7 @@ class Command:
             assert (self.folder / name).read_bytes() == (whole / name).read_bytes(), name
         mine, other = (json.loads((folder / "run.json").read_text()) for folder in (self.folder, whole))
         assert mine["test"] == other["test"]
-        assert not put_aside_in(self.folder)
+        assert not list_stashes(self.folder)
         self.seed = 1 - self.seed
 
 

@@ -17,7 +17,7 @@ import fedrecon as fr
 from fedrecon._src.app.cli import COMMANDS, main
 from fedrecon._src.recommend.config import Factorization, Scale
 from fedrecon._src.recommend.rating_model import scale_ends
-from fedrecon._src.storage.sealed import write_sealed
+from fedrecon._src.storage.manifest import write_manifest
 
 SMALL = [
     "--preset",
@@ -193,9 +193,9 @@ def test_a_run_of_the_version_before_serves_but_does_not_go_on(trained, tmp_path
 def test_a_model_of_a_version_to_come_is_refused(trained, tmp_path, capsys):
     model = shutil.copytree(trained[1] / "model", tmp_path / "model")
     values = json.loads((model / "model.json").read_text())
-    write_sealed(model / "model.json", {**values, "version": 3})
+    write_manifest(model / "model.json", FORMAT, {**values, "version": 3})
     assert main(["evaluate", str(model), "--ratings", str(trained[0])]) == 1
-    assert "is of format fedrecon-model 3; this version of fedrecon reads fedrecon-model up to 2" in said(capsys)
+    assert "'fedrecon-model' 3" in said(capsys)
 
 
 def test_resuming_nothing_begins(trained, tmp_path):

@@ -16,8 +16,8 @@ from fedrecon._src.app.cli import FAILED, join, main, serve
 from fedrecon._src.deploy.certificates import KeyExists, make_node
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
 from fedrecon._src.deploy.plan import Plan, names
-from fedrecon._src.storage.locks import hold
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.lock import file_lock
 from fedrecon.deploy import Memory
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "deploy"
@@ -166,7 +166,7 @@ def test_an_item_with_two_titles_is_refused(tmp_path, capsys):
 def test_one_node_at_a_time_uses_a_memory(tmp_path, capsys):
     _, parts = files_of(tmp_path)
     state = tmp_path / f"{parts[0].name}.node"
-    with hold(state / ".lock"):
+    with file_lock(state / ".lock"):
         assert main(["join", str(parts[0]), "--server", "127.0.0.1:1", "--insecure"]) == 1
     assert f"what this node remembers in {state} is in use by process" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from fedrecon._src.app.cli import main, show
 from fedrecon._src.recommend.config import Data, RatingsConfig
 from fedrecon._src.recommend.saved_models import save_model
 from fedrecon._src.recommend.tasks import Items
-from fedrecon._src.storage.sealed import write_sealed
+from fedrecon._src.storage.manifest import write_manifest
 from fedrecon.data import load_text
 
 pytestmark = pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_run_on_ratings_is_not_resumed_on_text(trained, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     facts = json.loads((run / "run.json").read_text())
     facts["config"] = {"data": {"source": "ratings.csv"}}
-    write_sealed(tmp_path / "run" / "run.json", facts)
+    write_manifest(tmp_path / "run" / "run.json", RUN_FORMAT, facts)
     assert main(["train", str(posts), "--resume", str(tmp_path / "run"), *SMALL, *ROUNDS]) == 2
     assert "--task" in said(capsys)
 
@@ -306,6 +306,6 @@ def test_a_damaged_model_is_one_sentence(change, message, trained, tmp_path, cap
     model = tmp_path / "model"
     shutil.copytree(trained[1] / "model", model)
     file = model / "model.json"
-    write_sealed(file, {**json.loads(file.read_text()), **change})
+    write_manifest(file, FORMAT, {**json.loads(file.read_text()), **change})
     assert main(["evaluate", str(model), "--text", "x"]) == 1
     assert message in said(capsys)

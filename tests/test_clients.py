@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrecon._src.core.clients import Clients, Totals
+from fedrecon._src.storage.client_files import FORMAT
+from fedrecon._src.storage.manifest import write_manifest
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -345,23 +347,23 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
 
 def break_manifest(folder, **changes):
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+    write_manifest(folder / "manifest.json", FORMAT, {**manifest, **changes})
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is of another kind"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is of another kind"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json"),
         (
             lambda folder: break_manifest(folder, version=99),
-            "has format version 99; this fedrecon reads up to 1",
+            "'fedrecon-clients' 99",
         ),
         (lambda folder: break_manifest(folder, num_examples=4), "lengths that manifest.json records"),
         (lambda folder: break_manifest(folder, num_clients=4), "lengths that manifest.json records"),
-        (lambda folder: (folder / "column-x.npy").unlink(), "is damaged or incomplete"),
-        (lambda folder: (folder / "column-x.npy").write_bytes(b"\x93NUMPY"), "is damaged or incomplete"),
+        (lambda folder: (folder / "column-x.npy").unlink(), "column-x.npy"),
+        (lambda folder: (folder / "column-x.npy").write_bytes(b"\x93NUMPY"), "column-x.npy"),
     ],
 )
 def test_a_damaged_or_foreign_folder_is_refused(tmp_path, damage, message):

@@ -17,7 +17,7 @@ from fedrecon._src.deploy.messages import MAGIC, largest_message, split_bodies, 
 from fedrecon._src.deploy.node_keys import read_registry
 from fedrecon._src.recommend.config import Data, Reconstruct
 from fedrecon._src.recommend.tasks import Items
-from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon.deploy import Pace, Plan, make_plan, serve
 from recorder import Recorder, bodies_of
 

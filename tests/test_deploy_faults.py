@@ -36,8 +36,8 @@ from fedrecon._src.deploy.secret import from_integers, to_integers
 from fedrecon._src.deploy.secret import grid_of as ring_of
 from fedrecon._src.recommend.config import Aggregate, Data, Reconstruct, Update
 from fedrecon._src.recommend.saved_models import open_model
-from fedrecon._src.storage.run_folders import RunFolder
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, PlanError, Promises, serve, weaker
 
 # Least squares, and nobody to evaluate on: quick to compile.

@@ -22,7 +22,7 @@ from fedrecon._src.device.saved import items_legend
 from fedrecon._src.recommend.config import Data, Factorization, RatingsConfig
 from fedrecon._src.recommend.saved_models import SavedModel, open_model, save_model
 from fedrecon._src.recommend.tasks import RATINGS, Items
-from fedrecon._src.storage.locks import hold
+from fedrecon._src.storage.lock import file_lock
 from fedrecon_device import BundleError
 from fedrecon_device.contents import content_of
 from fedrecon_device.files import FORMAT, VERSION, manifest_bytes
@@ -218,7 +218,7 @@ def test_bundle_check_says_what_is_wrong(tmp_path, capsys):
 
 
 def test_one_process_at_a_time_writes_a_bundle(tmp_path, capsys):
-    with hold(tmp_path / ".there.lock"):
+    with file_lock(tmp_path / ".there.lock"):
         assert main(["bundle", str(tmp_path / "run"), "--out", str(tmp_path / "there")]) == 1
     assert f"the bundle in {tmp_path / 'there'} is in use by process" in capsys.readouterr().err
 

@@ -29,9 +29,9 @@ from fedrecon._src.recommend.config import (
 )
 from fedrecon._src.recommend.saved_models import open_model, save_model
 from fedrecon._src.recommend.tasks import TASKS, Items
-from fedrecon._src.storage.run_folders import RunFolder
-from fedrecon._src.storage.sealed import seal_folder
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.manifest import write_folder_manifest
+from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon.data import DataError, Vocabulary
 from toy_models import assert_same_bits
 
@@ -182,11 +182,41 @@ def test_a_hostile_model_whose_seal_is_right_is_refused_or_fits_together(task, t
         facts = mutate_json({name: value for name, value in good.items() if name not in ("files", "sha256")}, rng)
         (bad / "model.json").unlink()
         try:
-            seal_folder(bad, "model.json", facts)
+            write_folder_manifest(bad / "model.json", FORMAT, facts)
         except UnicodeEncodeError:
             continue  # nothing that could be in a file
         with contextlib.suppress(StorageError):
             assert open_model(bad).algorithm is not None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_parameters_that_serve_nobody_are_refused_unless_the_model_says_so(value, tmp_path):
+    saved = save_ratings(tmp_path / "model")
+    saved.params["item_embedding"][0, 0] = value
+    save_model(tmp_path / "model", saved.config, saved.params, saved.legend)
+    with pytest.raises(StorageError, match="item_embedding"):
+        open_model(tmp_path / "model")
+    save_model(tmp_path / "model", saved.config, saved.params, saved.legend, failed="it diverged")
+    assert open_model(tmp_path / "model").failed == "it diverged"
+
+
+@pytest.mark.parametrize(("field", "value"), [("counts", [3, -1, 0, 0, 0]), ("scale", [5.0, 1.0])])
+def test_what_no_training_finds_is_refused(field, value, tmp_path):
+    save_ratings(tmp_path / "model")
+    facts = json.loads((tmp_path / "model" / "model.json").read_text())
+    write_manifest(tmp_path / "model" / "model.json", FORMAT, {**facts, field: value})
+    with pytest.raises(StorageError, match=field):
+        open_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["model.json", "global.safetensors"])
+@pytest.mark.parametrize("replace", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "device"])
+def test_a_model_is_read_from_regular_files_only(name, replace, tmp_path):
+    save_ratings(tmp_path / "model")
+    (tmp_path / "model" / name).unlink()
+    replace(tmp_path / "model" / name)
+    with pytest.raises(StorageError, match=name):
+        open_model(tmp_path / "model")
 
 
 # ---- run folders ----

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from fedrecon._src.storage.locks import LockedError, held_by, hold
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.lock import LockedError, file_lock, read_holder
 
 HOLD_FOREVER = """
 import sys, time
-from fedrecon._src.storage.locks import hold
-with hold(sys.argv[1]):
+from fedrecon._src.storage.lock import file_lock
+with file_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -29,17 +29,17 @@ def held_by_another_process(path):
 
 def test_a_lock_says_who_holds_it_and_goes_with_its_block(tmp_path):
     path = tmp_path / "deep" / "run.lock"
-    with hold(path):
-        assert held_by(path)[:2] == (os.getpid(), socket.gethostname())
+    with file_lock(path):
+        assert read_holder(path)[:2] == (os.getpid(), socket.gethostname())
         with (
             pytest.raises(LockedError, match=f"my run is in use by process {os.getpid()} on ") as error,
-            hold(path, "my run"),
+            file_lock(path, "my run"),
         ):
             pass
         assert error.value.holder.pid == os.getpid()
         assert isinstance(error.value, StorageError)
     assert not path.exists()
-    with hold(path):
+    with file_lock(path):
         pass
 
 
@@ -47,15 +47,15 @@ def test_another_process_is_refused_until_the_holder_is_killed(tmp_path):
     path = tmp_path / "run.lock"
     process = held_by_another_process(path)
     try:
-        with pytest.raises(LockedError, match=f"process {process.pid} on "), hold(path):
+        with pytest.raises(LockedError, match=f"process {process.pid} on "), file_lock(path):
             pass
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
     assert path.exists()  # nobody could remove it, and it locks nothing
-    with hold(path):
-        assert held_by(path).pid == os.getpid()
+    with file_lock(path):
+        assert read_holder(path).pid == os.getpid()
 
 
 def test_waiting_takes_over_when_the_holder_ends_and_tells_once_for_whom_it_waits(tmp_path):
@@ -63,7 +63,7 @@ def test_waiting_takes_over_when_the_holder_ends_and_tells_once_for_whom_it_wait
     begun, may_end = threading.Event(), threading.Event()
 
     def first():
-        with hold(path):
+        with file_lock(path):
             begun.set()
             may_end.wait(30)
             order.append("first")
@@ -76,7 +76,7 @@ def test_waiting_takes_over_when_the_holder_ends_and_tells_once_for_whom_it_wait
         told.append(holder.pid)
         may_end.set()
 
-    with hold(path, wait=math.inf, on_wait=on_wait):
+    with file_lock(path, wait=math.inf, on_wait=on_wait):
         order.append("second")
     thread.join()
     assert order == ["first", "second"]
@@ -84,7 +84,7 @@ def test_waiting_takes_over_when_the_holder_ends_and_tells_once_for_whom_it_wait
 
 
 def test_waiting_ends_when_its_time_is_over(tmp_path):
-    with hold(tmp_path / "a"), pytest.raises(LockedError), hold(tmp_path / "a", wait=0.05):
+    with file_lock(tmp_path / "a"), pytest.raises(LockedError), file_lock(tmp_path / "a", wait=0.05):
         pass
 
 
@@ -92,15 +92,15 @@ def test_waiting_ends_when_its_time_is_over(tmp_path):
 def test_a_lock_file_with_anything_in_it_locks_nothing_and_names_nobody(tmp_path, content):
     path = tmp_path / "a"
     path.write_text(content)
-    assert str(held_by(path)) == "another process"
-    with hold(path):
+    assert str(read_holder(path)) == "another process"
+    with file_lock(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_a_failing_block_releases_its_lock(tmp_path):
-    with pytest.raises(ZeroDivisionError), hold(tmp_path / "a"):
+    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "a"):
         raise ZeroDivisionError
-    with hold(tmp_path / "a"):
+    with file_lock(tmp_path / "a"):
         pass
 
 
@@ -110,7 +110,7 @@ def test_only_one_of_many_threads_holds_a_lock_at_a_time(tmp_path):
     def work():
         nonlocal inside, most, done
         for _ in range(5):
-            with hold(tmp_path / "a", wait=math.inf):
+            with file_lock(tmp_path / "a", wait=math.inf):
                 inside += 1
                 most = max(most, inside)
                 done += 1

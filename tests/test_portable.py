@@ -1,8 +1,10 @@
 """Models and algorithms that travel: the same digest and the same results at the other end; damage is noticed."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.core.factories import follow, recipe_of
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
 from toy_models import assert_same_bits, descend, lookup_model, one_round
 
 RATED = fr.data.synthetic_ratings(num_users=8, num_items=9, mean_ratings=6, seed=0)
@@ -74,8 +76,8 @@ def test_digests_tell_algorithms_apart():
 def test_a_saved_algorithm_trains_to_the_same_bits(tmp_path):
     made = algorithm()
     start = one_round(made, RATED, rounds=1).params
-    digest = fr.save(tmp_path / "it", made, start)
-    there, params = fr.load(tmp_path / "it")
+    digest = fr.save_algorithm(tmp_path / "it", made, start)
+    there, params = fr.load_algorithm(tmp_path / "it")
     assert fr.digest(there) == digest
     assert_same_bits(params, start)
     assert_same_bits(one_round(there, RATED, rounds=2).params, one_round(made, RATED, rounds=2).params)
@@ -83,12 +85,26 @@ def test_a_saved_algorithm_trains_to_the_same_bits(tmp_path):
 
 def test_another_process_builds_the_same_algorithm(tmp_path):
     made = algorithm()
-    digest = fr.save(tmp_path / "it", made, made.model.init_global(jax.random.key(0)))
-    script = "import sys, fedrecon as fr; print(fr.digest(fr.load(sys.argv[1]).made))"
+    digest = fr.save_algorithm(tmp_path / "it", made, made.model.init_global(jax.random.key(0)))
+    script = "import sys, fedrecon as fr; print(fr.digest(fr.load_algorithm(sys.argv[1]).algorithm))"
     found = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "it"], capture_output=True, text=True, check=True, timeout=120
     )
     assert found.stdout.strip() == digest
+
+
+def test_every_factory_is_known_to_a_process_that_loads():
+    from fedrecon._src.algorithms.saving import _FACTORY_MODULES
+
+    source = Path(fr.__file__).parent
+    names = {
+        ".".join(p.relative_to(source.parent).with_suffix("").parts)
+        for p in source.rglob("*.py")
+        if re.search(r"^@register_factory|= register_factory\(", p.read_text(), re.M)
+    }
+    script = f"import sys, importlib; [importlib.import_module(m) for m in {_FACTORY_MODULES}]; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert names <= set(found.stdout.split())
 
 
 def test_decided_lookups_travel_with_a_model_of_ones_own(tmp_path):
@@ -107,10 +123,10 @@ def test_decided_lookups_travel_with_a_model_of_ones_own(tmp_path):
     with pytest.raises(ValueError, match="lookups are not decided"):
         fr.digest(own)
     decided = fr.decide_lookups(own, clients)
-    fr.save(tmp_path / "it", decided, own.model.init_global(jax.random.key(0)))
-    with pytest.raises(StorageError, match="does not say how to make its"):
-        fr.load(tmp_path / "it")
-    there = fr.load(tmp_path / "it", own).made
+    fr.save_algorithm(tmp_path / "it", decided, own.model.init_global(jax.random.key(0)))
+    with pytest.raises(StorageError, match="`algorithm`"):
+        fr.load_algorithm(tmp_path / "it")
+    there = fr.load_algorithm(tmp_path / "it", own).algorithm
     assert there.method.needs.groups == decided.method.needs.groups != {}
     assert fr.digest(there) == fr.digest(decided)
 
@@ -129,27 +145,27 @@ def test_what_was_changed_by_hand_is_not_passed_off_as_made(tmp_path):
 def test_damage_and_foreign_folders_are_named(tmp_path):
     made = algorithm()
     params = made.model.init_global(jax.random.key(0))
-    fr.save(tmp_path / "it", made, params)
+    fr.save_algorithm(tmp_path / "it", made, params)
     arrays = tmp_path / "it" / "params.safetensors"
     good = arrays.read_bytes()
     arrays.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(StorageError, match=r"params\.safetensors"):
-        fr.load(tmp_path / "it")
+        fr.load_algorithm(tmp_path / "it")
     arrays.write_bytes(good)
     with pytest.raises(StorageError, match="other shapes"):
-        fr.load(
+        fr.load_algorithm(
             tmp_path / "it",
             algorithm(fr.models.learned_default(fr.models.matrix_factorization(9, dim=3)), update=descend(0.1)),
         )
     with pytest.raises(ValueError, match="not those of the model"):
-        fr.save(tmp_path / "other", made, {"w": np.zeros(1)})
+        fr.save_algorithm(tmp_path / "other", made, {"w": np.zeros(1)})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    fr.save(tmp_path / "saved", made, params)
+    fr.save_algorithm(tmp_path / "saved", made, params)
     (tmp_path / "saved" / "notes.txt").write_text("mine")
     for folder, file in (("mine", "thesis.tex"), ("saved", "notes.txt")):
         with pytest.raises(StorageError, match=rf"holds {file}, and fedrecon did not make it"):
-            fr.save(tmp_path / folder, made, params, replace=True)
+            fr.save_algorithm(tmp_path / folder, made, params, replace=True)
         assert (tmp_path / folder / file).read_text() == "mine"
 
 

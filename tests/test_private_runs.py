@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 
 import numpy as np
 import optax
@@ -213,6 +214,38 @@ def test_nothing_of_the_training_users_gets_into_a_private_model_without_noise(t
     assert not np.allclose(one.legend.liking.bias, plain.legend.liking.bias)
     assert one.legend.scale != plain.legend.scale
     assert one.config.model.scale.mean != plain.config.model.scale.mean
+
+
+def test_a_rating_cannot_be_guessed_from_the_run_json_of_a_private_run(tmp_path):
+    """Whoever knows all ratings but one hashes every possible value of that one."""
+    ratings = [f"u{user},i{item},{(user * item) % 5 + 1}" for user in range(40) for item in range(6)]
+
+    def configure(name, *lines):
+        (tmp_path / name).write_text("\n".join(["user,item,rating", *lines]) + "\n")
+        data = {**RECIPE["data"], "source": str(tmp_path / name), "user": "user", "item": "item", "rating": "rating"}
+        return recipe(data=data, rounds=1, privacy={"epsilon": 8.0, "rating_range": [1.0, 5.0]})
+
+    def run(name):
+        run_experiment(config, fr.RunFolder(tmp_path / name))
+        return json.loads((tmp_path / name / "run.json").read_text())["data"]
+
+    config = configure("true.csv", *ratings)
+    facts = run("run")
+    guesses = []
+    for rating in range(1, 6):
+        guessed = configure("guess.csv", f"u0,i0,{rating}", *ratings[1:])
+        guesses.append(RATINGS.load(guessed, silent).fingerprint())
+    assert RATINGS.load(config, silent).fingerprint() in guesses, "without a key the rating would be found"
+    assert facts["fingerprint"] not in guesses
+    assert facts["ratings"] == 200  # of 240
+    assert run("other")["fingerprint"] != facts["fingerprint"], "every run has its own key"
+    key = tmp_path / "run.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert not any(key.read_bytes().strip() in file.read_bytes() for file in (tmp_path / "run").rglob("*.*"))
+    assert len(users_of_run(tmp_path / "run")[1].train)  # its owner still knows whether the data is the same
+    key.unlink()
+    with pytest.raises(ValueError, match=r"run\.key"):
+        users_of_run(tmp_path / "run")
 
 
 def test_baselines_beside_a_private_run_know_what_it_released_and_no_more(tmp_path):

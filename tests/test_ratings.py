@@ -1,5 +1,4 @@
 import gzip
-import json
 import re
 
 import numpy as np
@@ -328,14 +327,9 @@ def test_ratings_survive_disk(write, tmp_path):
     assert (opened.skipped, opened.titles, opened.title(0)) == (ratings.skipped, None, "5")
 
 
-def test_what_was_recognised_survives_disk_and_folders_from_before_are_read(write, tmp_path):
+def test_what_was_recognised_survives_disk(write, tmp_path):
     load_ratings(write(CSV.replace("user", "userId"))).save(tmp_path / "saved")
     assert Ratings.open(tmp_path / "saved").recognised == {"user": "userId"}
-    manifest = tmp_path / "saved" / "manifest.json"
-    values = json.loads(manifest.read_text())
-    del values["fields"]["recognised"]
-    manifest.write_text(json.dumps(values))
-    assert Ratings.open(tmp_path / "saved").recognised == {}
 
 
 @pytest.fixture

@@ -5,13 +5,11 @@ import stat
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from fedrecon._src.storage.metrics import StorageWarning
-from fedrecon._src.storage.parts import read_description, standing_part
-from fedrecon._src.storage.replacement import put_aside_in
-from fedrecon._src.storage.run_folders import RunFolder
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.metrics_log import StorageWarning
+from fedrecon._src.storage.run_folder import RunFolder, find_part, list_stashes, read_description
 from toy_models import assert_same_bits
 
 
@@ -103,7 +101,7 @@ def test_a_run_that_is_replaced_comes_back_unless_the_new_one_has_begun(folder):
     folder.replace()  # nothing comes after it
     assert folder.restore(state(0))[0] == 1
     assert folder.description()["seed"] == 1
-    with folder.held():
+    with folder.lock():
         folder.replace()
         assert not folder.has_checkpoint()
         assert folder.records() == []
@@ -111,9 +109,9 @@ def test_a_run_that_is_replaced_comes_back_unless_the_new_one_has_begun(folder):
         write(folder, 1, 2)
         folder.checkpoint(2, state(2))
     assert folder.restore(state(0))[0] == 2
-    assert len(put_aside_in(folder.path)) == 1
+    assert len(list_stashes(folder.path)) == 1
     folder.complete()
-    assert put_aside_in(folder.path) == []
+    assert list_stashes(folder.path) == []
     assert folder.description()["seed"] == 2
 
 
@@ -121,15 +119,15 @@ def test_whoever_reads_during_a_replacement_reads_one_run(folder):
     folder.describe({"seed": 1})
     folder.checkpoint(1, state(1))
     (folder.model_path).mkdir()
-    with folder.held():
+    with folder.lock():
         folder.replace()
-        assert standing_part(folder.path, "model").is_dir()
+        assert find_part(folder.path, "model").is_dir()
         assert read_description(folder.path)["seed"] == 1
         folder.describe({"seed": 2})
         assert read_description(folder.path)["seed"] == 1
         folder.checkpoint(1, state(2))
         assert read_description(folder.path)["seed"] == 2
-        assert not standing_part(folder.path, "model").exists()
+        assert not find_part(folder.path, "model").exists()
 
 
 @pytest.mark.parametrize("moved", [("model",), ("model", "checkpoint"), ("model", "checkpoint", "run.json")])
@@ -141,7 +139,7 @@ def test_a_replacement_that_was_killed_half_way_is_undone(folder, moved):
     partial.mkdir()
     for name in moved:
         (folder.path / name).rename(partial / name)
-    assert all(standing_part(folder.path, name).exists() for name in ("model", "checkpoint", "run.json"))
+    assert all(find_part(folder.path, name).exists() for name in ("model", "checkpoint", "run.json"))
     assert folder.restore(state(0))[0] == 1
     assert folder.model_path.is_dir()
     assert not partial.exists()
@@ -183,7 +181,7 @@ def test_other_files_beside_a_run_stay(folder):
 
 
 def test_a_second_writer_is_told_who_the_first_is(folder):
-    with folder.held(), folder.held():
+    with folder.lock(), folder.lock():
         with pytest.raises(StorageError, match=rf"in use by process {os.getpid()} on .* \(since "):
             RunFolder(folder.path).restore(state(0))
         folder.restore(state(0))
@@ -191,7 +189,7 @@ def test_a_second_writer_is_told_who_the_first_is(folder):
 
 
 def test_a_folder_that_nothing_was_written_to_is_not_left_behind(tmp_path):
-    with RunFolder(tmp_path / "run").held():
+    with RunFolder(tmp_path / "run").lock():
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -275,22 +273,6 @@ def test_what_clients_keep_is_readable_by_its_owner_alone(folder):
     assert "do not pass it on" in (private / "README").read_text()
     assert set(load_file(private.parent / "arrays.safetensors")) == {"server/w"}
     assert_same_bits(folder.restore(with_kept(0))[1], with_kept(2))
-
-
-# ---- the version before ----
-
-
-def test_a_checkpoint_of_the_version_before_is_refused_with_a_sentence(tmp_path):
-    old = tmp_path / "checkpoint" / "round-000000004"
-    old.mkdir(parents=True)
-    save_file({"server/w": np.zeros(3, np.float32)}, old / "arrays.safetensors")
-    (old / "manifest.json").write_text('{"format": 1, "rounds": 4}\n')
-    folder = RunFolder(tmp_path)
-    assert folder.has_checkpoint()
-    with pytest.raises(
-        StorageError, match="was written by another version of fedrecon, and this one cannot continue it"
-    ):
-        folder.restore(state(0))
 
 
 def test_settings_are_read_back(folder):

@@ -5,7 +5,7 @@ import pytest
 
 from fedrecon._src.data.sentences import next_word_columns
 from fedrecon._src.data.vocabulary import word_hash
-from fedrecon._src.storage.arrays import StorageError
+from fedrecon._src.storage.atomic import StorageError
 from fedrecon.data import Sentences, Vocabulary, input_ids, personal_text, prompt_columns
 
 # V = 3: ids 1 to 3, 4 begins, 5 ends, 6 and 7 are buckets

@@ -1,4 +1,6 @@
+import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -7,14 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from fedrecon._src.storage.arrays import (
-    StorageError,
-    load_arrays,
-    read_json,
-    save_arrays,
-    without_nan,
-    write_json,
-)
+from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
+from fedrecon._src.storage.atomic import StorageError, read_bytes, read_json, without_nan, write_json
+from fedrecon._src.storage.client_files import map_array
+from fedrecon._src.storage.manifest import file_digest
 from toy_models import assert_same_bits
 
 
@@ -55,8 +53,8 @@ SAVED = {"a": np.zeros((2, 3), np.float32)}
     [
         ({"a": np.zeros((2, 4), np.float32)}, "'a' is float32(2, 3); expected float32(2, 4)"),
         ({"a": np.zeros((2, 3), np.int32)}, "'a' is float32(2, 3); expected int32(2, 3)"),
-        ({"b": SAVED["a"]}, "it holds ['a']; expected ['b']"),
-        ({**SAVED, "b": SAVED["a"]}, "it holds ['a']; expected ['a', 'b']"),
+        ({"b": SAVED["a"]}, "holds ['a']; expected ['b']"),
+        ({**SAVED, "b": SAVED["a"]}, "holds ['a']; expected ['a', 'b']"),
     ],
     ids=["shape", "type", "name", "missing"],
 )
@@ -102,3 +100,45 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
     write_json(tmp_path / "it.json", value)
     expected = {"a": [None, 1.5, [None, "x"]], "b": {"c": None, "d": None, "e": True}}
     assert read_json(tmp_path / "it.json") == without_nan(value) == expected
+
+
+# ---- what is not a file ----
+
+
+@pytest.fixture(params=["fifo", "device", "folder"])
+def special(request, tmp_path):
+    """Return a path that is no regular file."""
+    path = tmp_path / "it"
+    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}[request.param](path)
+    return path
+
+
+@pytest.mark.parametrize("read", [read_json, lambda path: load_arrays(path, SAVED), file_digest, map_array])
+def test_only_regular_files_are_read(special, read):
+    with pytest.raises(StorageError, match="regular file"):
+        read(special)
+
+
+def test_a_link_to_a_file_is_read(tmp_path):
+    write_json(tmp_path / "there", {"a": 1})
+    (tmp_path / "it").symlink_to(tmp_path / "there")
+    assert read_json(tmp_path / "it") == {"a": 1}
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    (tmp_path / "it").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "it", 5) == b"12345"
+    with pytest.raises(StorageError, match="at most 4"):
+        read_bytes(tmp_path / "it", 4)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**40)  # a hole; it takes no space
+    for read in (read_json, lambda path: load_arrays(path, SAVED)):
+        with pytest.raises(StorageError, match="at most"):
+            read(tmp_path / "large")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_parameters_that_nothing_can_be_computed_with_are_refused(tmp_path, value):
+    check_parameters(tmp_path, SAVED)
+    with pytest.raises(StorageError, match="'a'"):
+        check_parameters(tmp_path, {"a": np.array([1.0, value], np.float32)})

@@ -14,7 +14,7 @@ import pytest
 from fedrecon._src.data import corpus as corpus_module
 from fedrecon._src.data import sources as sources_module
 from fedrecon._src.data.posts import plain_text
-from fedrecon._src.storage.locks import LockedError, hold
+from fedrecon._src.storage.lock import LockedError, file_lock
 from fedrecon.data import Corpus, DataError, load_text, prepare_posts, prepare_stackoverflow, prepare_text
 from fuzz_loaders import bounded
 from stackoverflow_files import write_database
@@ -164,7 +164,7 @@ def test_of_two_who_want_one_corpus_one_prepares_it(posts, tmp_path, monkeypatch
 
 def test_a_folder_that_somebody_prepares_is_refused_with_a_name(posts, tmp_path):
     with (
-        hold(tmp_path / ".corpus.lock"),
+        file_lock(tmp_path / ".corpus.lock"),
         pytest.raises(LockedError, match=rf"corpus is in use by process {os.getpid()} on "),
     ):
         prepare_text(posts, tmp_path / "corpus")

@@ -19,9 +19,10 @@ from fedrecon._src.recommend.health import Watch, remedy, why_failed
 from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.tasks import RATINGS
 from fedrecon._src.simulation.evaluation import Evaluation
-from fedrecon._src.storage.arrays import StorageError, read_json, save_arrays, write_json
-from fedrecon._src.storage.run_folders import RunFolder
-from fedrecon._src.storage.sealed import write_sealed
+from fedrecon._src.storage.arrays import save_arrays
+from fedrecon._src.storage.atomic import StorageError, read_json, write_json
+from fedrecon._src.storage.manifest import write_manifest
+from fedrecon._src.storage.run_folder import RUN_FORMAT, RunFolder
 from fedrecon.data import DataError, load_text
 from test_cli import SMALL, said, write_ratings
 
@@ -127,7 +128,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(trained,
     whole = contents(run / "model")
     shutil.rmtree(run / "checkpoint")
     shutil.rmtree(run / "model")
-    write_sealed(run / "run.json", {**facts_of(run), "ended": None})
+    write_manifest(run / "run.json", RUN_FORMAT, {**facts_of(run), "ended": None})
     command = ["train", str(trained[0]), "--out", str(run), "--rounds", "3", *SMALL]
     assert main(command) == 1
     assert "holds a run" in said(capsys)
@@ -167,7 +168,7 @@ def test_a_run_a_study_and_a_tuning_do_not_share_a_folder(trained, run, tmp_path
 
 def test_a_second_process_is_told_who_holds_the_folder(trained, run, capsys):
     before = contents(run)
-    with RunFolder(run).held():
+    with RunFolder(run).lock():
         assert main(["train", str(trained[0]), "--out", str(run), *SMALL, "--overwrite"]) == 1
         assert "in use by process" in said(capsys)
         assert main(["evaluate", str(run)]) == 0  # readers may
@@ -201,14 +202,14 @@ def test_a_run_goes_on_laid_out_as_it_began(trained, run, capsys):
     """This process has four devices; the settings of the run, which say one, are taken out of it."""
     facts = facts_of(run)
     facts["config"]["jax_devices"] = None
-    write_sealed(run / "run.json", facts)
+    write_manifest(run / "run.json", RUN_FORMAT, facts)
     options = [word for word in SMALL if word not in ("--jax-devices", "1")]
     command = ["train", str(trained[0]), "--resume", str(run), *options, "--rounds", "4"]
     assert main(command) == 0
     assert "continues with 1 devices, as it began, although this machine has" in capsys.readouterr().err
     assert facts_of(run)["layout"] == facts["layout"]
     for other in ({"jax_devices": 60}, {"platform": "tpu"}):
-        write_sealed(run / "run.json", {**facts_of(run), "layout": {**facts["layout"], **other}})
+        write_manifest(run / "run.json", RUN_FORMAT, {**facts_of(run), "layout": {**facts["layout"], **other}})
         assert main(command) == 1
         assert "began on" in capsys.readouterr().err
 

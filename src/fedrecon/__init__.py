@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from fedrecon._src.algorithms.rounds import client_update as client_update
     from fedrecon._src.algorithms.rounds import server_round as server_round
     from fedrecon._src.algorithms.rounds import server_update as server_update
-    from fedrecon._src.algorithms.saving import Loaded as Loaded
+    from fedrecon._src.algorithms.saving import SavedAlgorithm as SavedAlgorithm
     from fedrecon._src.algorithms.saving import digest as digest
-    from fedrecon._src.algorithms.saving import save as save
+    from fedrecon._src.algorithms.saving import load_algorithm as load_algorithm
+    from fedrecon._src.algorithms.saving import save_algorithm as save_algorithm
     from fedrecon._src.algorithms.scaffold import scaffold as scaffold
     from fedrecon._src.algorithms.validation import decide_lookups as decide_lookups
     from fedrecon._src.app.logs import log_to as log_to
@@ -93,7 +94,7 @@ if TYPE_CHECKING:
     from fedrecon._src.simulation.training import EarlyStopping as EarlyStopping
     from fedrecon._src.simulation.training import Run as Run
     from fedrecon._src.simulation.training import train as train
-    from fedrecon._src.storage.run_folders import RunFolder as RunFolder
+    from fedrecon._src.storage.run_folder import RunFolder as RunFolder
 
 # Names by the module of fedrecon._src that defines them.
 _NAMES = {
@@ -106,7 +107,7 @@ _NAMES = {
     "algorithms.validation": "decide_lookups",
     "algorithms.local_training": "local_training",
     "algorithms.rounds": "client_round client_total client_update server_round server_update",
-    "algorithms.saving": "Loaded digest save",
+    "algorithms.saving": "SavedAlgorithm digest load_algorithm save_algorithm",
     "algorithms.scaffold": "scaffold",
     "recommend.completer": "Suggestion suggest",
     "app.logs": "log_to",

@@ -1,8 +1,9 @@
-"""Save and load models and algorithms: a folder with the parameters, the recipe and the decided lookups."""
+"""Save and load algorithms: a folder with the parameters, the recipe and the decided lookups."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,133 +14,169 @@ from fedrecon._src.algorithms.algorithm import Algorithm, shapes_of
 from fedrecon._src.client.lookups.tables import lookup_groups
 from fedrecon._src.client.lookups.tracing import by_rows
 from fedrecon._src.core.factories import RecipeError, digest_of, follow, recipe_of
-from fedrecon._src.core.model import AUTO, Model
+from fedrecon._src.core.model import AUTO
 from fedrecon._src.core.pytrees import Params, flatten
-from fedrecon._src.storage.arrays import load_arrays, save_arrays
-from fedrecon._src.storage.folders import whole_folder
-from fedrecon._src.storage.parts import check_replaced
-from fedrecon._src.storage.sealed import check_files, read_sealed, seal_folder
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
+from fedrecon._src.storage.atomic import StorageError, atomic_folder
+from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
+from fedrecon._src.storage.ownership import check_replaceable
 
-FORMAT, VERSION = "fedrecon-portable", 1
-DESCRIPTION, ARRAYS = "portable.json", "params.safetensors"
+FORMAT = Format("fedrecon-algorithm", 1)
+DESCRIPTION, ARRAYS = "algorithm.json", "params.safetensors"
+_FACTORY_MODULES = (
+    "fedrecon.aggregators",
+    "fedrecon.models",
+    "fedrecon.optimizers",
+    "fedrecon.split",
+    "fedrecon._src.client.gradient_descent",
+    "fedrecon._src.client.least_squares",
+    *(f"fedrecon._src.algorithms.{name}" for name in ("ditto", "federated_averaging", "federated_ials")),
+    *(f"fedrecon._src.algorithms.{name}" for name in ("federated_reconstruction", "finetuning", "local_training")),
+    "fedrecon._src.algorithms.scaffold",
+)
 
 
-class Loaded(NamedTuple):
-    """What `load` returns: a model or an algorithm, and the global parameters."""
+class SavedAlgorithm(NamedTuple):
+    """What `load_algorithm` returns.
 
-    made: Any
+    Attributes:
+      algorithm: as it was saved, with decided lookups.
+      params: the global parameters.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.SavedAlgorithm._fields
+      ('algorithm', 'params')
+    """
+
+    algorithm: Algorithm
     params: Params
 
 
-def save(folder: str | Path, made: Model | Algorithm, params: Params, *, replace: bool = False) -> str:
-    """Save a model or an algorithm with its global parameters, so that others can build the same one.
+def save_algorithm(folder: str | Path, algorithm: Algorithm, params: Params, *, replace: bool = False) -> str:
+    """Save an algorithm with its global parameters, so that others can build the same one.
 
     A model made by your own code, or an optimizer made by optax itself, cannot be saved as a recipe. Its parameters
-    and lookups are saved all the same; pass the model or algorithm to `load` again.
+    and lookups are saved all the same; pass the algorithm to `load_algorithm` again.
 
     Args:
       folder: where to save. It appears under this name only when it is complete.
-      made: what to save. If its lookups are "auto", decide them first (`fr.decide_lookups`).
+      algorithm: what to save. If its lookups are "auto", decide them first (`fr.decide_lookups`).
       params: the global parameters.
-      replace: whether to replace a folder that `save` made there before. A folder with other files is never replaced.
+      replace: whether to replace a folder that `save_algorithm` wrote before. One with other files is never replaced.
 
     Returns:
-      The digest of what was saved, parameters aside. Hosts with the same digest run the same algorithm.
+      The digest of what was saved, parameters aside (`fr.digest`).
+
+    Example:
+      >>> import tempfile, jax, fedrecon as fr
+      >>> model = fr.models.matrix_factorization(num_items=9, dim=2)
+      >>> sgd = fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=2)
+      >>> algorithm = fr.federated_averaging(model, update=sgd, server=fr.optimizers.sgd(1.0))
+      >>> folder = tempfile.mkdtemp() + "/saved"
+      >>> digest = fr.save_algorithm(folder, algorithm, model.init_global(jax.random.key(0)))
+      >>> fr.digest(fr.load_algorithm(folder).algorithm) == digest
+      True
     """
-    folder, about = Path(folder), describe(made)
+    folder, facts = Path(folder), _describe(algorithm)
     if replace:
-        check_replaced(folder, (DESCRIPTION, ARRAYS))
-    _check_params(folder, _model_of(made), params)
-    with whole_folder(folder, replace=replace) as temporary:
+        check_replaceable(folder, (DESCRIPTION, ARRAYS))
+    _check_shapes(folder, algorithm, params)
+    with atomic_folder(folder, replace=replace) as temporary:
         save_arrays(temporary / ARRAYS, jax.tree.map(np.asarray, params))
-        seal_folder(temporary, DESCRIPTION, about)
-    return about["digest"]
+        write_folder_manifest(temporary / DESCRIPTION, FORMAT, facts)
+    return facts["digest"]
 
 
-def load(folder: str | Path, made: Model | Algorithm | None = None) -> Loaded:
-    """Load what `save` wrote.
+def load_algorithm(folder: str | Path, algorithm: Algorithm | None = None) -> SavedAlgorithm:
+    """Load what `save_algorithm` wrote.
 
     Args:
-      folder: a folder that `save` made.
-      made: the model or algorithm, if its recipe could not be saved. It gets the saved lookups.
+      folder: a folder that `save_algorithm` made.
+      algorithm: needed only if its recipe could not be saved. It gets the saved lookups.
 
     Raises:
-      StorageError: the folder is missing, damaged or of another kind, or `made` is not what was saved.
+      StorageError: the folder is missing, damaged or of another kind, or `algorithm` is not what was saved.
+
+    Example:
+      >>> import tempfile, fedrecon as fr
+      >>> fr.load_algorithm(tempfile.mkdtemp())  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      fedrecon...StorageError: ...algorithm.json is missing
     """
     path = Path(folder) / DESCRIPTION
-    about = read_sealed(path)
-    if about.get("format") != FORMAT or about.get("version") != VERSION:
-        raise StorageError(f"{path} is of format {about.get('format')!r} {about.get('version')!r}; expected {FORMAT}")
-    check_files(path, about, ARRAYS)
-    if made is None:
-        if about["recipe"] is None:
-            raise StorageError(
-                f"{folder} does not say how to make its {about['kind']}; pass it to `load` as `made`: {about['why']}"
-            )
+    facts = read_folder_manifest(path, FORMAT, ARRAYS)
+    if algorithm is None:
+        if facts["recipe"] is None:
+            raise StorageError(f"{folder} has no recipe ({facts['why']}); pass the `algorithm` to `load_algorithm`")
+        for module in _FACTORY_MODULES:  # factories are known once their modules are imported
+            importlib.import_module(module)
         try:
-            made = follow(about["recipe"])
+            algorithm = follow(facts["recipe"])
         except RecipeError as problem:
             raise StorageError(f"{path}: {problem}") from None
-    made = with_lookups(made, {name: tuple(features) for name, features in about["lookups"].items()})
-    found = describe(made)
-    if about["recipe"] is not None and found["digest"] != about["digest"] and found["recipe"] is not None:
-        raise StorageError(f"{folder} was saved from another {about['kind']} (digest {about['digest'][:12]})")
-    if found["parameters"] != about["parameters"]:
-        raise StorageError(f"{folder} holds parameters of other shapes than the {about['kind']} has")
-    return Loaded(made, load_arrays(Path(folder) / ARRAYS, shapes_of(_model_of(made).init_global)))
+    algorithm = with_lookups(algorithm, {name: tuple(features) for name, features in facts["lookups"].items()})
+    actual = _describe(algorithm)
+    if facts["recipe"] is not None and actual["digest"] != facts["digest"] and actual["recipe"] is not None:
+        raise StorageError(f"{folder} was saved from another algorithm (digest {facts['digest'][:12]})")
+    if actual["parameters"] != facts["parameters"]:
+        raise StorageError(f"{folder} holds parameters of other shapes than the `algorithm` has")
+    params = load_arrays(Path(folder) / ARRAYS, shapes_of(algorithm.model.init_global))
+    check_parameters(Path(folder) / ARRAYS, params)
+    return SavedAlgorithm(algorithm, params)
 
 
-def digest(made: Model | Algorithm) -> str:
-    """Return a digest of a model or algorithm: of its recipe, its lookups and the shapes of its parameters.
+def digest(algorithm: Algorithm) -> str:
+    """Return a digest of an algorithm: of its recipe, its lookups and the shapes of its parameters.
 
-    Args:
-      made: a model or an algorithm whose lookups are decided.
-    """
-    return describe(made)["digest"]
-
-
-def describe(made: Model | Algorithm) -> dict[str, Any]:
-    """Return what is saved of a model or algorithm besides its parameters, as a JSON value.
+    Hosts with the same digest run the same algorithm.
 
     Args:
-      made: a model or an algorithm whose lookups are decided.
+      algorithm: whose lookups are decided.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> model = fr.models.matrix_factorization(num_items=9, dim=2)
+      >>> sgd = fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=2)
+      >>> fr.digest(fr.federated_averaging(model, update=sgd, server=fr.optimizers.sgd(1.0)))[:8]
+      '31f59b81'
     """
-    model = _model_of(made)
-    if model.lookups == AUTO:
-        raise ValueError("the model's lookups are not decided: use fr.decide_lookups(algorithm, clients) first")
-    why = None
-    try:
-        recipe = recipe_of(made, "the algorithm" if isinstance(made, Algorithm) else "the model")
-    except RecipeError as problem:
-        recipe, why = None, str(problem)
-    shapes = flatten(shapes_of(model.init_global))[0]
-    core = {
-        "kind": "algorithm" if isinstance(made, Algorithm) else "model",
-        "recipe": recipe,
-        "lookups": {path: list(features) for path, features in lookup_groups(model).items()},
-        "parameters": {path: [str(leaf.dtype), *map(int, leaf.shape)] for path, leaf in shapes.items()},
-    }
-    return {"format": FORMAT, "version": VERSION, **core, "why": why, "digest": digest_of(core)}
+    return _describe(algorithm)["digest"]
 
 
-def _model_of(made: Model | Algorithm) -> Model:
-    return made.model if isinstance(made, Algorithm) else made
-
-
-def with_lookups(made: Any, lookups: dict[str, tuple[str, ...]]) -> Any:
-    """Return a model or an algorithm with lookups that were decided elsewhere."""
-    model = _model_of(made)
+def with_lookups(algorithm: Algorithm, lookups: dict[str, tuple[str, ...]]) -> Algorithm:
+    """Return an algorithm with lookups that were decided elsewhere."""
+    model = algorithm.model
     if model.lookups == AUTO:
         model = by_rows(model, lookups)
     elif lookup_groups(model) != lookups:
         model = model._replace(lookups=lookups)
-    return dataclasses.replace(made, model=model) if isinstance(made, Algorithm) else model
+    return dataclasses.replace(algorithm, model=model)
 
 
-def _check_params(folder: Path, model: Model, params: Params) -> None:
-    expected, given = (flatten(tree)[0] for tree in (shapes_of(model.init_global), params))
-    wrong = sorted(set(expected) ^ set(given))
-    wrong += [path for path in expected if path in given and expected[path].shape != np.shape(given[path])]
+def _describe(algorithm: Algorithm) -> dict[str, Any]:
+    """Return what is saved of an algorithm besides its parameters, as a JSON value."""
+    model = algorithm.model
+    if model.lookups == AUTO:
+        raise ValueError("the model's lookups are not decided: use fr.decide_lookups(algorithm, clients) first")
+    why = None
+    try:
+        recipe = recipe_of(algorithm, "the algorithm")
+    except RecipeError as problem:
+        recipe, why = None, str(problem)
+    shapes = flatten(shapes_of(model.init_global))[0]
+    identity = {
+        "recipe": recipe,
+        "lookups": {path: list(features) for path, features in lookup_groups(model).items()},
+        "parameters": {path: [str(leaf.dtype), *map(int, leaf.shape)] for path, leaf in shapes.items()},
+    }
+    return {**identity, "why": why, "digest": digest_of(identity)}
+
+
+def _check_shapes(folder: Path, algorithm: Algorithm, params: Params) -> None:
+    expected, actual = (flatten(tree)[0] for tree in (shapes_of(algorithm.model.init_global), params))
+    wrong = sorted(set(expected) ^ set(actual))
+    wrong += [path for path in expected if path in actual and expected[path].shape != np.shape(actual[path])]
     if wrong:
-        raise ValueError(f"the parameters to save in {folder} are not those of the model: look at {wrong[0]!r}")
+        raise ValueError(f"the `params` to save in {folder} are not those of the model: look at {wrong[0]!r}")

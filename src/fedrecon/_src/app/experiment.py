@@ -19,8 +19,10 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.app.resuming import (
     Say,
     check_fingerprint,
+    fingerprint_of,
     layout_facts,
     read_run,
+    rounded_counts,
     run_to_resume,
     same_layout,
     start_same_devices,
@@ -44,7 +46,7 @@ from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.simulation.multihost import broadcast, check_same, is_first_process, share_folder
 from fedrecon._src.simulation.training import Callback, RecordCallback, Run, train
-from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon._version import __version__
 
 
@@ -114,14 +116,15 @@ def run_experiment(
         raise ValueError("`resume` and `overwrite` cannot be combined: one keeps what the other removes")
     check_config(config)
     folder = share_folder(folder)
-    with folder.held():
+    with folder.lock():
         earlier = broadcast(lambda: None if overwrite else run_to_resume(config, folder, resume))
         check_same(_settings(config) | _versions())
         start_same_devices(config, folder, earlier, say)
         task = task_of(config)
         data = task.load(config, progress)
-        facts = _facts(config, data.fingerprint(), earlier, made_by)
-        check_same({"the data's fingerprint": facts["data"]["fingerprint"]})
+        check_same({"the data's fingerprint": data.fingerprint()})
+        fingerprint = broadcast(lambda: fingerprint_of(config, folder.path, data.fingerprint(), create=earlier is None))
+        facts = _facts(config, fingerprint, earlier, made_by)
         check_fingerprint(folder, facts, earlier)
         users = task.divide(config, data, progress)
         check_some_can_learn(config, task, users)
@@ -131,8 +134,8 @@ def run_experiment(
         examples = users.train.num_examples if protection.examples is None else protection.examples
         algorithm = build_algorithm(protection.config, prepared.model, examples, protection.aggregator)
         place = same_layout(config, algorithm, folder, earlier)
-        facts["data"] |= {"users": [len(part) for part in users], **task.facts(config, data)}
-        facts["data"] |= {"left_out": {**data.skipped}}
+        facts["data"] |= {"users": [len(part) for part in users], **rounded_counts(config, task.facts(config, data))}
+        facts["data"] |= {"left_out": rounded_counts(config, data.skipped)}
         facts["layout"] = layout_facts(place)
         facts["privacy"] = _promise(protection, algorithm, protection.config, len(users.train))
         for remark in (*prepared.remarks, *say_promise(protection)):
@@ -265,7 +268,7 @@ def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config,
             f"the data of the run in {path} cannot be loaded again: {problem} "
             f"To evaluate on other {task.people}, give their data with --{task.name} FILE."
         ) from None
-    found = data.fingerprint()
+    found = fingerprint_of(config, Path(path), data.fingerprint())
     if found != facts["data"]["fingerprint"]:
         raise DataError(
             f"{config.data.source} is no longer what the run in {path} was trained on "

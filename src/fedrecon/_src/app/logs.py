@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fedrecon._src.simulation.training import Callback, RecordCallback
-from fedrecon._src.storage.parts import LOGS
+from fedrecon._src.storage.run_folder import LOGS
 
 Log = Literal["tensorboard", "mlflow", "wandb"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedrecon._src.recommend.tasks import Measure
-from fedrecon._src.storage.arrays import write_bytes
+from fedrecon._src.storage.atomic import write_bytes
 
 EXPLODES = 100  # times the lowest loss: a curve that diverges is drawn in logarithms
 SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ from fedrecon._src.recommend.recipe import build_layout
 from fedrecon._src.recommend.settings import AS_TRAINED, COLUMNS, Data, OtherReading, Reading
 from fedrecon._src.simulation.engine import Layout, layout
 from fedrecon._src.simulation.multihost import small_loops, start_jax_devices
-from fedrecon._src.storage.folders import standing
-from fedrecon._src.storage.parts import FORMAT, RUN, VERSION, read_description
-from fedrecon._src.storage.run_folders import RunFolder
-from fedrecon._src.storage.storage_errors import StorageError
-from fedrecon._version import __version__
+from fedrecon._src.storage.atomic import StorageError, find_complete
+from fedrecon._src.storage.ownership import RUN
+from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint, read_description
 
 Say = Callable[[str], None]
 
@@ -32,8 +30,6 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
         raise StorageError(f"{path} is not a folder; expected the folder of a run")
     file = Path(path) / RUN
     facts = read_description(Path(path))
-    if facts.get("format", FORMAT) != FORMAT or facts.get("version", 1) not in range(1, VERSION + 1):
-        raise StorageError(f"{file} was written by a newer version of fedrecon than this one ({__version__})")
     try:
         config = config_from_json(facts["config"], str(file))
         facts["data"]["fingerprint"]
@@ -65,7 +61,7 @@ def with_columns(config: Config, run: str | Path, reading: OtherReading) -> tupl
 
 def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, Any] | None:
     """Return the `run.json` of the run to resume; None if there is none yet."""
-    if not folder.holds_run():
+    if not folder.has_run():
         return None
     if not resume:
         raise StorageError(
@@ -73,7 +69,7 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         )
     done = folder.rounds_done()
     settings, facts = read_run(folder.path)
-    if done is None and (facts.get("ended") or standing(folder.model_path).exists()):
+    if done is None and (facts.get("ended") or find_complete(folder.model_path).exists()):
         raise StorageError(
             f"the run in {folder.path} has no checkpoint any more, so it cannot be resumed; its model is still there. "
             "Begin anew in another folder, or with --overwrite."
@@ -94,16 +90,23 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         )
     if done is not None and done > config.most_rounds:
         raise StorageError(f"the run in {folder.path} is past round {config.most_rounds}: it has done {done}")
-    if facts.get("version") != VERSION:
-        raise StorageError(
-            f"the run in {folder.path} was begun by another version of fedrecon, and this one cannot resume it: "
-            "resume it with that version, or begin anew with --overwrite"
-        )
     place = facts.get("layout")
     numbers = [place.get(name) for name in ("jax_devices", "block", "sharing")] if isinstance(place, dict) else [None]
     if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
         raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot be resumed")
     return facts
+
+
+def fingerprint_of(config: Config, run: Path, fingerprint: str, *, create: bool = False) -> str:
+    """Return the fingerprint of the data for `run.json`; in a private run, under a key that stays with its owner."""
+    return keyed_fingerprint(run, fingerprint, create=create) if config.privacy.on else fingerprint
+
+
+def rounded_counts(config: Config, counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts for `run.json`; in a private run to one significant digit and to tens, since one example counts."""
+    if not config.privacy.on:
+        return dict(counts)
+    return {name: round(count, -max(1, len(str(abs(count))) - 1)) for name, count in counts.items()}
 
 
 def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[str, Any] | None) -> None:

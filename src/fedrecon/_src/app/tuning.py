@@ -29,9 +29,8 @@ from fedrecon._src.recommend.stopping import divided, early_stopping_of, rounds_
 from fedrecon._src.recommend.tasks import Users, task_of
 from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import RecordCallback, train
-from fedrecon._src.storage.arrays import write_bytes, write_json
-from fedrecon._src.storage.parts import held_study
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError, write_bytes, write_json
+from fedrecon._src.storage.ownership import lock_study
 
 Say = Callable[[str], None]
 TRIALS = "trials.json"
@@ -198,7 +197,7 @@ def _held(folder: str | Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    with held_study(Path(folder), "tuning"):
+    with lock_study(Path(folder), "tuning"):
         if (Path(folder) / TRIALS).exists():
             raise StorageError(f"{folder} holds the results of an earlier tuning; give another folder")
         yield

@@ -28,10 +28,9 @@ from fedrecon._src.storage.client_files import (
     Totals,
     column_path,
     map_array,
-    read_manifest,
-    write_manifest,
+    read_clients_manifest,
+    write_clients_manifest,
 )
-from fedrecon._src.storage.folders import whole_folder
 
 FINGERPRINT_EXAMPLES = 1 << 20  # up to this size all data is hashed, beyond it a sample of about this size
 
@@ -248,13 +247,13 @@ class Clients:
           iterable: yields (name, columns) for each client. Names are all integers or all text.
           **fields: further fields of a subclass.
         """
-        with whole_folder(path) as folder:
+        with atomic_folder(path) as folder:
             with ClientStream(folder) as stream:
                 for name, client in iterable:
                     stream.add(name, {column: _plain(column, values) for column, values in client.items()})
             if not stream.columns:
                 raise ValueError("`iterable` yielded no clients: expected (name, columns) pairs.")
-            write_manifest(folder, cls.__name__, stream.columns, stream.totals, fields)
+            write_clients_manifest(folder, cls.__name__, stream.columns, stream.totals, fields)
         return cls.open(path)
 
     # ---- on disk ----
@@ -265,7 +264,7 @@ class Clients:
         Args:
           path: the folder; must not exist yet. It appears under this name only when it is complete.
         """
-        with whole_folder(path) as folder:
+        with atomic_folder(path) as folder:
             columns = {}
             for name, values in self.columns.items():
                 with ArrayFile(column_path(folder, name), values.dtype, values.shape[1:]) as columns[name]:
@@ -276,7 +275,9 @@ class Clients:
             if self.names is not None:
                 np.save(folder / "names.npy", self.names, allow_pickle=False)
             fields = {name: getattr(self, name) for name in _extra_fields(type(self))}
-            write_manifest(folder, type(self).__name__, columns, Totals(self.num_examples, self.max_size), fields)
+            write_clients_manifest(
+                folder, type(self).__name__, columns, Totals(self.num_examples, self.max_size), fields
+            )
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -289,7 +290,7 @@ class Clients:
           ValueError: the folder is missing, incomplete, of another kind, or of a newer version.
         """
         folder = Path(path)
-        manifest = read_manifest(folder)
+        manifest = read_clients_manifest(folder)
         try:
             columns = {name: map_array(column_path(folder, name)) for name in manifest["columns"]}
             offsets = map_array(folder / "offsets.npy")

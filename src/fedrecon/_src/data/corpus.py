@@ -6,7 +6,6 @@ offsets.npy (where each client's sentences begin), names.npy, split.npy, words.t
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from fedrecon._src.data.sentences import Sentences, next_word_columns
 from fedrecon._src.data.sources import DataError, check_choice
 from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, word_hash
 from fedrecon._src.storage.client_files import map_array
-from fedrecon._src.storage.digests import describe_files, verify_files
+from fedrecon._src.storage.manifest import describe_files
 
 FORMAT = "fedrecon-corpus"
 VERSION = 1
@@ -85,7 +84,8 @@ class Corpus:
         """
         check_choice("check", check, Check)
         folder = Path(path)
-        manifest = _read_manifest(folder)
+        if not (folder / MANIFEST).is_file():
+            raise DataError(f"{folder} is not a prepared corpus: it has no {MANIFEST}.")
         try:
             verify_files(folder, manifest["files"], QUICK_BYTES if check == "quick" else None)
             if missing := set(FILES) - set(manifest["files"]):
@@ -289,13 +289,11 @@ def _iterate_clients(
         first = last
 
 
-def write_manifest(
+def write_corpus_manifest(
     folder: Path, splits: Sequence[str], source: str, train_tokens: int, skipped: Mapping[str, int]
 ) -> None:
     """Write what makes a folder a corpus."""
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
+    facts = {
         "source": source,
         "splits": list(splits),
         "train_tokens": train_tokens,

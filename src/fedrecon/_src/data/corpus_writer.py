@@ -25,9 +25,9 @@ from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.corpus import Corpus, write_manifest
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.data.vocabulary import word_hash
+from fedrecon._src.storage.atomic import atomic_folder
 from fedrecon._src.storage.client_files import ArrayFile, map_array
-from fedrecon._src.storage.folders import whole_folder
-from fedrecon._src.storage.locks import hold
+from fedrecon._src.storage.lock import file_lock
 
 KEPT_WORDS = 50_000
 MAX_SENTENCES = 1_000
@@ -262,7 +262,7 @@ def prepare_corpus(
     and may grow while `posts` is read.
     """
     lock = Path(folder).with_name(f".{Path(folder).name}.lock")
-    with hold(lock, str(folder)), whole_folder(folder) as temporary:
+    with file_lock(lock, str(folder)), atomic_folder(folder) as temporary:
         writer = TokenRunWriter(temporary, settings.max_sentences, settings.words_in_memory)
         for post in posts:
             if post.sentences:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.storage.locks import Holder, hold
+from fedrecon._src.storage.lock import Holder, file_lock
 
 CHUNK = 1 << 16
 MAX_BYTES = 1 << 33  # if nothing is known about the file
@@ -54,7 +54,7 @@ def fetch_once(
     if not target.exists():
         try:
             lock = target.with_name(f".{target.name}.lock")
-            with hold(lock, f"the download of {target.name}", wait=math.inf, on_wait=report_wait):
+            with file_lock(lock, f"the download of {target.name}", wait=math.inf, on_wait=report_wait):
                 if not target.exists():
                     download(url, target, verify, max_bytes, opener)
                     return target

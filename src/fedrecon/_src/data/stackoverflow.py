@@ -24,7 +24,7 @@ from fedrecon._src.data.corpus_writer import KEPT_WORDS, CorpusOptions, CorpusSe
 from fedrecon._src.data.downloads import report_wait
 from fedrecon._src.data.posts import check_client_name
 from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_expansion, seconds
-from fedrecon._src.storage.locks import hold
+from fedrecon._src.storage.lock import file_lock
 
 SPLITS = ("train", "heldout", "test")
 SQLITE = b"SQLite format 3\x00"
@@ -140,7 +140,7 @@ def _unpack_once(path: Path, unpack: bool, progress: Progress) -> Path:
             f"{path} is compressed. Unpack it to {target.name} first (xz --decompress --keep --format=auto), or "
             "give unpack=True; the database takes several times the space."
         )
-    with hold(target.with_name(f".{target.name}.lock"), str(target), wait=math.inf, on_wait=report_wait):
+    with file_lock(target.with_name(f".{target.name}.lock"), str(target), wait=math.inf, on_wait=report_wait):
         if not target.is_file():
             _unpack(path, target, progress)
     return target

@@ -15,8 +15,8 @@ from fedrecon._src.data.downloads import private_cache, report_wait
 from fedrecon._src.data.posts import prepare_posts, prepare_text
 from fedrecon._src.data.sources import DataError, is_stream, open_bytes
 from fedrecon._src.data.stackoverflow import COMPRESSED, prepare_stackoverflow
-from fedrecon._src.storage.digests import file_digest
-from fedrecon._src.storage.locks import hold
+from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.storage.manifest import file_digest
 
 
 def load_text(source: str | Path, *, progress: Progress = silent, **options: Any) -> Corpus:
@@ -75,7 +75,7 @@ def _prepare_once(path: Path, folder: Path, progress: Progress, options: dict[st
     """Open a corpus, or prepare it; of several processes that want it, one prepares and the others wait."""
     if not folder.is_dir():
         lock = folder.with_name(f".{folder.name}.waiting.lock")
-        with hold(lock, f"the corpus of {path}", wait=math.inf, on_wait=report_wait):
+        with file_lock(lock, f"the corpus of {path}", wait=math.inf, on_wait=report_wait):
             if not folder.is_dir():
                 return choose_preparer(path)(path, folder, progress=progress, **options)
     return Corpus.open(folder)

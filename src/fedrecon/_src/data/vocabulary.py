@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrecon._src.storage.arrays import StorageError, read_json, write_json
+from fedrecon._src.storage.atomic import StorageError, read_json, write_json
 
 PAD = 0
 MAX_WORDS = 20  # of a sentence

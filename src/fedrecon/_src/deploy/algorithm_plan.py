@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
-from fedrecon._src.algorithms.saving import digest, save, with_lookups
+from fedrecon._src.algorithms.saving import digest, save_algorithm, with_lookups
 from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.client.lookups.tables import lookup_groups
 from fedrecon._src.core.clients import Clients
@@ -140,7 +140,7 @@ class AlgorithmPlan(Plan):
     def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
         """Save the algorithm with its parameters, as `fr.save` does."""
         del failed  # the run's own description says it
-        save(folder, self.given, params, replace=True)
+        save_algorithm(folder, self.given, params, replace=True)
 
     def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record and warns when a round was lost."""

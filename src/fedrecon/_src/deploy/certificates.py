@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedrecon._src.storage.arrays import writing
+from fedrecon._src.storage.atomic import write_errors
 
 VALID_DAYS = 730
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -156,7 +156,7 @@ def _write_pair(key: Path, private: bytes, public: Path, content: bytes) -> Path
     _check_new(key, public)
     key.parent.mkdir(parents=True, exist_ok=True)
     for path, data, mode in ((key, private, 0o600), (public, content, 0o644)):
-        with writing(path):
+        with write_errors(path):
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             try:
                 with open(handle, "wb") as file:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon._src.deploy.plan import Promises
-from fedrecon._src.storage.parts import LOCK, check_names
-from fedrecon._src.storage.sealed import read_sealed, write_sealed
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
+from fedrecon._src.storage.ownership import LOCK, check_names
 
-FILE, VERSION = "node.json", 2  # version 1 had no seal
+FILE, FORMAT = "node.json", Format("fedrecon-node", 2)
 _FILES = re.compile(rf"{re.escape(FILE)}|{re.escape(LOCK)}|model|compiled|\..*\.(partial|old)")
 MOST_TRIES = 20  # how often a node takes part in the same round: a server may be restarted
 
@@ -69,7 +69,6 @@ class Memory:
         if self.folder is None:
             return
         values = {
-            "version": VERSION,
             "accepted": self.accepted,
             "promises": None if self.promises is None else self.promises._asdict(),
             "run": self.run,
@@ -80,18 +79,16 @@ class Memory:
             "answers": self.answers,
         }
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_sealed(self.folder / FILE, values, mode=0o600)
+        write_manifest(self.folder / FILE, FORMAT, values, mode=0o600)
 
     def _read(self, file: Path) -> None:
         try:
-            values: dict[str, Any] = read_sealed(file, unsealed={"version": 1})
-            if values["version"] not in (1, VERSION):
-                raise ValueError(f"version {values['version']}")
+            values: dict[str, Any] = read_manifest(file, FORMAT)
             self.accepted, self.run, self.ended = values["accepted"], values["run"], list(values["ended"])
             self.promises = None if values["promises"] is None else Promises(**values["promises"])
             self.round, self.tries = int(values["round"]), int(values["tries"])
-            self.asked = int(values.get("asked", 0))
-            self.answers = {str(plan): int(count) for plan, count in values.get("answers", {}).items()}
+            self.asked = int(values["asked"])
+            self.answers = {str(plan): int(count) for plan, count in values["answers"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise StorageError(
                 f"{problem}. This file says which plan the node accepted; check it, and remove it to "

@@ -24,9 +24,8 @@ from fedrecon._src.recommend.config import ConfigError
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
-from fedrecon._src.storage.arrays import write_bytes
-from fedrecon._src.storage.parts import check_names
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError, read_bytes, write_bytes
+from fedrecon._src.storage.ownership import check_names
 from fedrecon._version import __version__
 
 FORMAT, VERSION, FILE = "fedrecon-plan", 3, "plan.json"
@@ -293,7 +292,7 @@ class Plan(abc.ABC):
           StorageError: the folder holds another plan, or something else.
         """
         check_names(Path(path), _FILES)
-        if (Path(path) / FILE).exists() and (Path(path) / FILE).read_bytes() != self.content:
+        if (Path(path) / FILE).exists() and read_bytes(Path(path) / FILE, MOST_BYTES) != self.content:
             raise StorageError(f"{path} holds another plan; use another folder")
         Path(path).mkdir(parents=True, exist_ok=True)
         write_bytes(Path(path) / FILE, self.content)
@@ -314,7 +313,7 @@ class Plan(abc.ABC):
         if not file.is_file():
             raise StorageError(f"{path} holds no plan; make one with fedrecon plan --out {path}")
         try:
-            return Plan.from_bytes(file.read_bytes(), algorithm)
+            return Plan.from_bytes(read_bytes(file, MOST_BYTES), algorithm)
         except PlanError as problem:
             raise PlanError(f"{file}: {problem}") from None
 
@@ -339,10 +338,10 @@ def _read(values: Any, algorithm: Algorithm | None) -> Plan:
 
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
         raise PlanError(f"this is not a plan; expected {FORMAT} {VERSION}")
-    if values["version"] != VERSION or values["fedrecon"] != __version__:
+    if values["version"] != VERSION:
         raise PlanError(
-            f"the plan was made by fedrecon {values['fedrecon']} (format {values['version']}), and this is "
-            f"{__version__} (format {VERSION}): server and nodes need the same version"
+            f"`version` of the plan must be {VERSION}, the protocol of this fedrecon ({__version__}); it is "
+            f"{values['version']}, of fedrecon {values['fedrecon']}"
         )
     kinds = {"share": float, "limit": float, "secure": bool}
     for name in OWN:

@@ -27,13 +27,13 @@ from fedrecon._src.deploy.settings_plan import SettingsPlan
 from fedrecon._src.deploy.sums import Question, Summed, open_sum, secure_sum_of
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.simulation.evaluation import Evaluation
-from fedrecon._src.storage.run_folders import RunFolder
-from fedrecon._src.storage.sealed import read_sealed, write_sealed
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
+from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon._version import __version__
 
 MOST_PAUSE = 60.0  # the most seconds between two tries of a round; they grow from one
-ROUND_ZERO = "round-zero.json"  # in the run's folder
+ROUND_ZERO, ROUND_ZERO_FORMAT = "round-zero.json", Format("fedrecon-round-zero", 1)  # in the run's folder
 
 
 class Outcome(NamedTuple):
@@ -91,7 +91,7 @@ def serve(
       NotEnoughNodes: too few nodes for too long. What was learned until then is in the folder.
       StorageError: the folder holds another run.
     """
-    with folder.held():
+    with folder.lock():
         facts = _facts(plan, folder, resume)
         folder.describe(facts)
         training = _Training(plan, grid, folder, pace or Pace(), facts["deployment"]["run"], clock, say)
@@ -165,8 +165,8 @@ class _Training(Members):
                 summed = self._gather(Question(self.run_id, 0, of, zero.to_bytes(state)), everybody=True).summed
                 total = {name: sum(part[name] for part in summed.parts) for name in summed.parts[0]}
                 state = zero.advance(state, total)
-            write_sealed(file, {"result": base64.b64encode(zero.to_bytes(state)).decode()})
-        result = zero.read_result(base64.b64decode(read_sealed(file)["result"]))
+            write_manifest(file, ROUND_ZERO_FORMAT, {"result": base64.b64encode(zero.to_bytes(state)).decode()})
+        result = zero.read_result(base64.b64decode(read_manifest(file, ROUND_ZERO_FORMAT)["result"]))
         ready, self.found = plan.prepared(result), result.data
         self.say(zero.describe(result))
         return ready
@@ -330,7 +330,7 @@ def _number(value: Any) -> float | int:
 
 def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
     """Return what `run.json` says from the beginning; for a resumed run, what it says already."""
-    if folder.holds_run():
+    if folder.has_run():
         if not resume:
             raise StorageError(f"{folder.path} holds a run; continue it with --resume, or use another folder")
         earlier = folder.description()

@@ -20,8 +20,8 @@ from fedrecon._src.device.exporting import Exporter, Legend, wide
 from fedrecon._src.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon._src.device.tables import Quantisation, packed, tables_file, unpacked
 from fedrecon._src.device.vectors import numbers
-from fedrecon._src.storage.folders import whole_folder
-from fedrecon._src.storage.parts import check_replaced
+from fedrecon._src.storage.atomic import atomic_folder
+from fedrecon._src.storage.ownership import check_replaceable
 from fedrecon._version import __version__
 from fedrecon_device.bundle import ITEMS, TABLES, WORDS
 from fedrecon_device.check import VECTORS, check
@@ -117,7 +117,7 @@ def bundle(
     }
     if web is not None:
         files |= web({**manifest, "files": _entries(files)})
-    with whole_folder(out, replace=replace) as folder:
+    with atomic_folder(out, replace=replace) as folder:
         _write(folder, manifest, files)
         wrong = None if problems or not onnx else _disproved(folder)
         if wrong is not None:  # graphs that disagree with the model are not delivered
@@ -143,7 +143,7 @@ def check_bundle(folder: Path) -> None:
         ours = {MANIFEST, *manifest["files"]} if manifest["format"] == FORMAT else set()
     except (OSError, ValueError, TypeError, KeyError):
         ours = set()
-    check_replaced(folder, ours)
+    check_replaceable(folder, ours)
 
 
 def _write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:

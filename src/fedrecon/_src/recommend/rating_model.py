@@ -94,6 +94,12 @@ class Items:
             raise ValueError("items and titles do not match")
         if self.liking is not None and self.liking.bias.shape != self.ids.shape:
             raise ValueError("items and their biases do not match")
+        if self.counts is not None and self.counts.min(initial=0) < 0:
+            raise ValueError(f"`counts` must not be negative (got {self.counts.min()})")
+        if self.scale is not None and not -np.inf < self.scale[0] <= self.scale[1] < np.inf:
+            raise ValueError(f"`scale` must be finite, with the lowest rating first (got {self.scale})")
+        if self.liking is not None and not np.isfinite(self.liking.bias).all():
+            raise ValueError("`liking.bias` must be finite")
 
     def __len__(self) -> int:
         """Return the number of items."""

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.saving import DESCRIPTION as PORTABLE
-from fedrecon._src.algorithms.saving import Loaded
-from fedrecon._src.algorithms.saving import load as load_portable
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.model import Model, Step, predict_in
+from fedrecon._src.core.model import Step, predict_in
 from fedrecon._src.recommend.config import RatingsConfig
 from fedrecon._src.recommend.people import as_people, known_items
 from fedrecon._src.recommend.ranking import Recommendation, top_items
@@ -209,21 +205,14 @@ def shown_scale(saved: SavedModel[Items]) -> tuple[float, float] | None:
     return scale_ends(saved.config.model, saved.legend)
 
 
-@overload
-def load(folder: str | Path) -> Any: ...
-@overload
-def load(folder: str | Path, made: Model | Algorithm) -> Loaded: ...
-def load(folder: str | Path, made: Model | Algorithm | None = None) -> Any:
-    """Load what was trained: from a run, a `Recommender` ready to serve; from what `fr.save` wrote, a `Loaded`.
+def load(folder: str | Path) -> Recommender:
+    """Load a trained recommender, ready to serve.
 
     Args:
-      folder: a run of ratings or clicks, its saved model, or what `fr.save` wrote.
-      made: for what `fr.save` wrote: the model or algorithm, if its code could not be saved. It gets the saved lookups.
+      folder: a run of ratings or clicks, or its saved model.
 
     Raises:
-      StorageError: the folder holds none of these, it is damaged, its training failed, or it is of text; the
+      StorageError: the folder holds no such model, it is damaged, its training failed, or it is of text; the
         message says what to do.
     """
-    if made is not None or (Path(folder) / PORTABLE).exists():
-        return load_portable(folder, made)
     return Recommender(open_for(RATINGS, folder, CLICKS))

@@ -13,13 +13,12 @@ from fedrecon._src.recommend.config import Config, ConfigError, config_from_json
 from fedrecon._src.recommend.recipe import build_algorithm
 from fedrecon._src.recommend.tasks import TASKS, Task, task_of
 from fedrecon._src.storage.arrays import load_arrays, save_arrays
-from fedrecon._src.storage.folders import standing, whole_folder
-from fedrecon._src.storage.parts import MODEL, check_model, checkpoints_of, standing_part
-from fedrecon._src.storage.sealed import check_files, read_sealed, seal_folder
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError, atomic_folder, find_complete
+from fedrecon._src.storage.manifest import write_folder_manifest
+from fedrecon._src.storage.ownership import MODEL, check_model_folder
+from fedrecon._src.storage.run_folder import find_part, list_checkpoints
 
-FORMAT = "fedrecon-model"
-VERSION = 2  # version 1 had no digests; it is read
+FORMAT = Format("fedrecon-model", 2)
 ARRAYS, DESCRIPTION = "global.safetensors", "model.json"
 SETTINGS = ("model", "reconstruct", "split", "seed")  # of a run's config: what inference needs
 
@@ -65,17 +64,15 @@ def save_model(path: Path, config: Config, params: Any, legend: L, failed: str |
     """
     settings = to_json(config)
     description = {
-        "format": FORMAT,
-        "version": VERSION,
         "task": config.task,
         "failed": failed,
         "settings": {name: settings[name] for name in SETTINGS},
         **task_of(config).describe(legend),
     }
-    check_model(path)
-    with whole_folder(path, replace=True) as folder:
+    check_model_folder(path)
+    with atomic_folder(path, replace=True) as folder:
         save_arrays(folder / ARRAYS, params)
-        seal_folder(folder, DESCRIPTION, description)
+        write_folder_manifest(folder / DESCRIPTION, FORMAT, description)
     return SavedModel(config, params, legend, failed)
 
 
@@ -85,39 +82,35 @@ def open_model(path: str | Path) -> SavedModel[Any]:
     Raises:
       StorageError: there is no model, or it is damaged.
     """
-    folder = standing(Path(path))
+    folder = find_complete(Path(path))
     if not folder.is_dir():
         raise StorageError(f"{path} is not a folder; expected the folder of a run or of a saved model")
     if not (folder / DESCRIPTION).exists():
-        folder = standing_part(folder, MODEL)
+        folder = find_part(folder, MODEL)
     if not folder.is_dir():
         raise StorageError(_no_model(Path(path)))
-    saved, sealed = _read_description(folder / DESCRIPTION)
-    if sealed is not None:
-        check_files(folder / DESCRIPTION, sealed, ARRAYS)
+    saved = _read_description(folder / DESCRIPTION)
     try:
         like = jax.eval_shape(saved.algorithm.model.init_global, jax.random.key(0))
     except (ValueError, TypeError, OverflowError, MemoryError) as problem:
         raise StorageError(f"{folder / DESCRIPTION} describes no model that can be built: {problem}") from None
-    return dataclasses.replace(saved, params=load_arrays(folder / ARRAYS, like))
+    params = load_arrays(folder / ARRAYS, like)
+    if saved.failed is None:  # that of a failed training can be measured, though it serves nobody
+        check_parameters(folder / ARRAYS, params)
+    return dataclasses.replace(saved, params=params)
 
 
-def _read_description(file: Path) -> tuple[SavedModel[Any], dict[str, Any] | None]:
-    """Read all of a model except its parameters, and the manifest if it has one."""
-    description = read_sealed(file, unsealed={"format": FORMAT, "version": 1})
+def _read_description(file: Path) -> SavedModel[Any]:
+    """Read all of a model except its parameters."""
+    description = read_folder_manifest(file, FORMAT, ARRAYS)
     try:
-        if description["format"] != FORMAT or description["version"] not in range(1, VERSION + 1):
-            raise StorageError(
-                f"{file} is of format {description['format']} {description['version']}; "
-                f"this version of fedrecon reads {FORMAT} up to {VERSION}"
-            )
-        name = description.get("task", "ratings")  # once the only task
+        name = description["task"]
         if name not in TASKS:
             raise StorageError(f"{file} is of task {name!r}; this version of fedrecon knows {', '.join(TASKS)}")
         settings = {**to_json(TASKS[name].untrained), **{part: description["settings"][part] for part in SETTINGS}}
         config = config_from_json(settings, str(file))
         legend = TASKS[name].recall(description)
-        failed = description.get("failed")
+        failed = description["failed"]
     except ConfigError as problem:
         raise StorageError(str(problem)) from None
     except StorageError:
@@ -126,12 +119,11 @@ def _read_description(file: Path) -> tuple[SavedModel[Any], dict[str, Any] | Non
         raise StorageError(f"{file} is damaged: {problem!r}") from None
     except ValueError as problem:
         raise StorageError(f"{file} is damaged: {problem}") from None
-    failed = None if failed is None else str(failed)
-    return SavedModel(config, None, legend, failed), None if description["version"] == 1 else description
+    return SavedModel(config, None, legend, None if failed is None else str(failed))
 
 
 def _no_model(path: Path) -> str:
-    if checkpoints_of(path):
+    if list_checkpoints(path):
         return (
             f"the run in {path} has no model yet: if nothing is training it, continue with the same command "
             "and --resume"

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fedrecon._src.storage.run_folders import RunFolder
+from fedrecon._src.storage.run_folder import RunFolder
 
 AXIS = "clients"
 TIMEOUT = 100  # seconds that processes wait for each other
@@ -226,8 +226,8 @@ class _FirstProcessFolder(RunFolder):
             self._alone = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        lock = super().held()
+    def lock(self) -> Iterator[None]:
+        lock = super().lock()
         with contextlib.ExitStack() as stack:
             if self._alone:
                 stack.enter_context(lock)

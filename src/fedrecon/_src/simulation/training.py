@@ -30,7 +30,7 @@ from fedrecon._src.simulation.engine import layout as choose_layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, init_client_state
 from fedrecon._src.simulation.multihost import check_same, interruptible, share_folder
 from fedrecon._src.simulation.sampling import Cohorts, PackedRounds
-from fedrecon._src.storage.run_folders import KEPT, RunFolder
+from fedrecon._src.storage.run_folder import KEPT, RunFolder
 
 ROUNDS_AT_ONCE = 10  # rounds of one compiled call: enough that the cost of starting it does not matter
 Score = Callable[[Mapping[str, float]], float]  # metrics over all examples -> lower is better
@@ -253,7 +253,7 @@ def train(
     log = _Log(folder, callbacks)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(valid, evaluate_every, affordable, spent, log)
-    lock = folder.held() if folder else contextlib.nullcontext()
+    lock = folder.lock() if folder else contextlib.nullcontext()
     with lock, progress("training", affordable) as advance, interruptible() as stop_requested:
         advance(done, "compiling" if done < affordable else "")
         interrupted = _run_rounds(loop, affordable, evaluations, checkpoint_every, log, advance, stop_requested)

@@ -3,7 +3,6 @@
 The folder holds offsets.npy, names.npy, column-<name>.npy, field-<name>.npy, and manifest.json, written last.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.lib import format as npy
 
-from fedrecon._src.storage.digests import DamagedError, describe_files, verify_files
+from fedrecon._src.storage.atomic import StorageError, open_regular
+from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
 
 Columns = Mapping[str, np.ndarray]
 
-FORMAT = "fedrecon-clients"
-VERSION = 1
+FORMAT, MANIFEST = Format("fedrecon-clients", 1), "manifest.json"
 CLIENTS_PER_BLOCK = 16_384
 QUICK_BYTES = 1 << 24  # files up to this size are checked whenever a folder is opened
 
@@ -35,13 +34,7 @@ class ArrayFile:
     """A `.npy` file that grows along its first axis, so that a column need not fit into memory."""
 
     def __init__(self, path: Path, dtype: Any, shape: tuple[int, ...] = ()) -> None:
-        """Start a file.
-
-        Args:
-          path: the file.
-          dtype: of the entries.
-          shape: of each entry.
-        """
+        """Start a file whose entries have this type and shape."""
         self.dtype, self.shape, self.length = np.dtype(dtype), shape, 0
         self.file = path.open("wb")
         self._write_header()
@@ -52,11 +45,7 @@ class ArrayFile:
         npy.write_array_header_1_0(self.file, {**header, "shape": (self.length, *self.shape)})
 
     def append(self, values: np.ndarray) -> None:
-        """Append entries.
-
-        Args:
-          values: `(entries, ...)`.
-        """
+        """Append entries, `(entries, ...)`."""
         self.file.write(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data)
         self.length += len(values)
 
@@ -75,11 +64,7 @@ class ClientStream:
     """Writes clients one by one into a folder; its memory use does not grow with the number of clients."""
 
     def __init__(self, folder: Path) -> None:
-        """Start writing.
-
-        Args:
-          folder: an empty folder.
-        """
+        """Start writing to an empty folder."""
         self.folder, self.files = folder, ExitStack()
         self.columns: dict[str, ArrayFile] = {}
         self.offsets = self.files.enter_context(ArrayFile(folder / "offsets.npy", np.int64))
@@ -88,12 +73,7 @@ class ClientStream:
         self.kind, self.width, self.totals = "", 1, Totals(0, 0)
 
     def add(self, name: object, client: Columns) -> None:
-        """Append one client.
-
-        Args:
-          name: its id, an integer or text.
-          client: its columns.
-        """
+        """Append the columns of one client, whose name is an integer or text."""
         if not self.columns:
             for column, values in client.items():
                 file = ArrayFile(column_path(self.folder, column), values.dtype, values.shape[1:])
@@ -143,18 +123,13 @@ def _shapes(columns: Columns) -> str:
 
 
 def column_path(folder: Path, name: str) -> Path:
-    """Return the path of a column's file; raises if the name cannot be part of a file name.
-
-    Args:
-      folder: of the clients.
-      name: of the column.
-    """
+    """Return the path of a column's file; raises if the name cannot be part of a file name."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ValueError(f"column name {name!r} cannot be a file name: use letters, digits, '_', '-' and '.'.")
     return folder / f"column-{name}.npy"
 
 
-def write_manifest(
+def write_clients_manifest(
     folder: Path,
     kind: str,
     columns: Mapping[str, ArrayFile],
@@ -173,9 +148,7 @@ def write_manifest(
     arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
     for name, value in arrays.items():
         np.save(folder / f"field-{name}.npy", value, allow_pickle=False)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
+    facts = {
         "kind": kind,
         "num_clients": len(np.load(folder / "offsets.npy", mmap_mode="r")) - 1,
         "num_examples": totals.num_examples,
@@ -183,45 +156,22 @@ def write_manifest(
         "columns": {name: {"dtype": file.dtype.str, "shape": list(file.shape)} for name, file in columns.items()},
         "array_fields": sorted(arrays),
         "fields": {name: value for name, value in fields.items() if name not in arrays},
-        "files": describe_files(folder, sorted(file.name for file in folder.glob("*.npy"))),
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    write_folder_manifest(folder / MANIFEST, FORMAT, facts)
 
 
-def read_manifest(folder: Path, most_bytes: int | None = QUICK_BYTES) -> dict[str, Any]:
-    """Read the manifest of a folder; raises if it is not a folder of clients, or is damaged.
+def read_clients_manifest(folder: Path, max_hashed: int | None = QUICK_BYTES) -> dict[str, Any]:
+    """Read the manifest of a folder; raises `StorageError` if it is not a folder of clients, or is damaged.
 
-    Files up to 16 MB are read and compared with their digests. For larger files only the size is compared, so that
-    millions of clients open in milliseconds. Folders of earlier versions have no digests.
-
-    Args:
-      folder: the folder.
-      most_bytes: the largest file that is read; None reads all.
+    Files up to `max_hashed` bytes are read and compared with their digests. For larger files only the size is compared,
+    so that millions of clients open in milliseconds.
     """
-    if not (folder / "manifest.json").is_file():
-        raise ValueError(f"{folder} is not a saved Clients folder: it has no manifest.json.")
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        kind, version = manifest["format"], manifest["version"]
-        version = int(version)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        kind, version = "unknown", 0
-    if kind != FORMAT:
-        raise ValueError(f"{folder} is not a saved Clients folder: its manifest.json is of another kind.")
-    if version > VERSION:
-        raise ValueError(f"{folder} has format version {version}; this fedrecon reads up to {VERSION}: update it.")
-    if "files" in manifest:
-        try:
-            verify_files(folder, manifest["files"], most_bytes)
-        except DamagedError as problem:
-            raise DamagedError(f"{folder} is damaged or incomplete: {problem}") from None
-    return manifest
+    if not (folder / MANIFEST).is_file():
+        raise StorageError(f"{folder} is not a saved Clients folder: it has no {MANIFEST}.")
+    return read_folder_manifest(folder / MANIFEST, FORMAT, max_hashed=max_hashed)
 
 
 def map_array(path: Path) -> np.ndarray:
-    """Memory-map an array without reading it.
-
-    Args:
-      path: a `.npy` file.
-    """
+    """Memory-map a `.npy` file without reading it."""
+    open_regular(path).close()
     return np.load(path, mmap_mode="r", allow_pickle=False)

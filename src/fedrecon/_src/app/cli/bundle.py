@@ -67,11 +67,11 @@ def run(args: Make | Check) -> int:
     from fedrecon._src.device.page import page_lacks
     from fedrecon._src.device.saved import bundle_model
     from fedrecon._src.recommend.saved_models import open_model
-    from fedrecon._src.storage.locks import hold
+    from fedrecon._src.storage.lock import file_lock
     from fedrecon_device.files import read_manifest
 
     lock = args.out.absolute().with_name(f".{args.out.absolute().name}.lock")
-    with hold(lock, f"the bundle in {args.out}"):
+    with file_lock(lock, f"the bundle in {args.out}"):
         check_bundle(args.out)
         if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
             raise options.UsageError(f"{args.out} holds a bundle: replace it with --overwrite, or give another --out")

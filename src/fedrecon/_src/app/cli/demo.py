@@ -48,15 +48,15 @@ def run(args: Demo) -> int:
     from fedrecon._src.core.progress import bars
     from fedrecon._src.recommend.tasks import RATINGS
     from fedrecon._src.simulation.training import RecordCallback
-    from fedrecon._src.storage.run_folders import RunFolder
-    from fedrecon._src.storage.storage_errors import StorageError
+    from fedrecon._src.storage.atomic import StorageError
+    from fedrecon._src.storage.run_folder import RunFolder
 
     config = dataclasses.replace(
         SETTINGS, rounds=args.rounds, data=dataclasses.replace(SETTINGS.data, source=args.data)
     )
     folder = RunFolder(args.out)
-    with folder.held():
-        if folder.holds_run() and not _is_demo(folder.description()):
+    with folder.lock():
+        if folder.has_run() and not _is_demo(folder.description()):
             raise StorageError(f"{args.out} holds a run that is not a demo; give another folder with --out")
     found = run_experiment(
         config,

@@ -56,7 +56,7 @@ def run(args: Evaluate) -> int:
     from fedrecon._src.recommend.stopping import say_how_to_test_more
     from fedrecon._src.recommend.tasks import Users
     from fedrecon._src.simulation.multihost import start_jax_devices
-    from fedrecon._src.storage.arrays import without_nan
+    from fedrecon._src.storage.atomic import without_nan
 
     start_jax_devices(None)
     model = open_model(args.run)

@@ -85,8 +85,8 @@ def run(args: Join) -> int:
     from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
     from fedrecon._src.deploy.node_keys import read_private_key
     from fedrecon._src.deploy.operating import Operator
-    from fedrecon._src.storage.locks import hold
-    from fedrecon._src.storage.parts import LOCK
+    from fedrecon._src.storage.lock import file_lock
+    from fedrecon._src.storage.ownership import LOCK
 
     server = parse_server(args.server, args.insecure)
     for file in (args.source, args.ca, args.key, args.nodes):
@@ -107,7 +107,7 @@ def run(args: Join) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     say(f"looking for the server at {server}")
     with (
-        hold(operator.folder / LOCK, f"what this node remembers in {operator.folder}"),
+        file_lock(operator.folder / LOCK, f"what this node remembers in {operator.folder}"),
         contextlib.closing(Connection(server, key or Ed25519PrivateKey.generate(), args.ca)) as connection,
     ):
         run_node(

@@ -123,11 +123,11 @@ def _leakage(args: MeasureLeakage) -> int:
     from fedrecon._src.recommend.recipe import build_algorithm
     from fedrecon._src.recommend.saved_models import open_model
     from fedrecon._src.simulation.multihost import start_jax_devices
-    from fedrecon._src.storage.arrays import without_nan
-    from fedrecon._src.storage.parts import check_file
+    from fedrecon._src.storage.atomic import without_nan
+    from fedrecon._src.storage.ownership import check_overwritable
 
     if args.picture is not None:  # before all the work
-        check_file(args.picture, PNG, "a PNG picture")
+        check_overwritable(args.picture, PNG, "a PNG picture")
     start_jax_devices(None)
     model = open_model(args.run)
     config, users = users_of_run(args.run, bars)

@@ -96,7 +96,7 @@ def run(args: Serve) -> int:
     from fedrecon._src.deploy.messages import largest_message
     from fedrecon._src.deploy.plan import Plan
     from fedrecon._src.deploy.server import NotEnoughNodes, Pace, serve
-    from fedrecon._src.storage.run_folders import RunFolder
+    from fedrecon._src.storage.run_folder import RunFolder
 
     plan = Plan.open(args.plan, None if args.algorithm is None else bring(args.algorithm, None).algorithm)
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
@@ -119,7 +119,7 @@ def run(args: Serve) -> int:
 
     try:
         with (
-            folder.held(),  # a folder that cannot be written to is noticed before a port is opened
+            folder.lock(),  # a folder that cannot be written to is noticed before a port is opened
             serve_tasks(plan, address, tls, keys, limits) as (board, api),
         ):
             outcome = serve(
@@ -136,7 +136,7 @@ def run(args: Serve) -> int:
 
 def _show_outcome(args: Serve, plan: Plan, outcome: Outcome) -> int:
     from fedrecon._src.deploy.settings_plan import SettingsPlan
-    from fedrecon._src.storage.arrays import without_nan
+    from fedrecon._src.storage.atomic import without_nan
 
     task = plan.task
     if outcome.failed is not None:
@@ -185,7 +185,7 @@ class _Table:
         self._json, self._begun = as_json, False
 
     def row(self, record: dict[str, Any]) -> None:
-        from fedrecon._src.storage.arrays import without_nan
+        from fedrecon._src.storage.atomic import without_nan
 
         if self._json:
             print(json.dumps(without_nan(record)), flush=True)

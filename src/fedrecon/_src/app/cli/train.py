@@ -20,7 +20,7 @@ from fedrecon._src.recommend.presets import Preset
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import Outcome
     from fedrecon._src.recommend.tasks import Task
-    from fedrecon._src.storage.run_folders import RunFolder
+    from fedrecon._src.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def run(args: Train) -> int:
     from fedrecon._src.app.plots import learning_curve
     from fedrecon._src.recommend.tasks import task_of
     from fedrecon._src.simulation.multihost import is_first_process
-    from fedrecon._src.storage.run_folders import RunFolder
+    from fedrecon._src.storage.run_folder import RunFolder
 
     assert args.out is not None
     if not args.settings.data.source:
@@ -199,13 +199,13 @@ def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Outcome
 
 
 def _say_how_to_continue(args: Train, outcome: Outcome) -> None:
-    from fedrecon._src.storage.replacement import put_aside_in
+    from fedrecon._src.storage.run_folder import list_stashes
 
     assert args.out is not None
     done = f"{outcome.run.rounds} of {outcome.most_rounds} rounds"
     show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
     show.remark(f"to continue: fedrecon train --resume {shlex.quote(str(args.out))}")
-    if args.overwrite and (aside := put_aside_in(args.out)):
+    if args.overwrite and (aside := list_stashes(args.out)):
         show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
 
 

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from fedrecon._src.storage.storage_errors import StorageError
+from fedrecon._src.storage.atomic import StorageError, read_bytes
 
 SECONDS_BETWEEN_TRIES = 0.1
+MAX_LOCK_BYTES = 2**16
 
 
 class Holder(NamedTuple):
@@ -40,29 +41,24 @@ class LockedError(StorageError):
     """
 
     def __init__(self, message: str, holder: Holder) -> None:
-        """Make an error.
-
-        Args:
-          message: for the user.
-          holder: the process that holds the lock.
-        """
+        """Make an error."""
         super().__init__(message)
         self.holder = holder
 
 
 @contextmanager
-def hold(
+def file_lock(
     path: str | Path,
     what: str | None = None,
     *,
     wait: float = 0.0,
     on_wait: Callable[[Holder], None] | None = None,
 ) -> Iterator[Path]:
-    """Hold a lock while a block runs.
+    """Lock a file while a block runs.
 
     The operating system holds the lock (`flock`). It is released when the process ends, however that happens, and a
     lock file that a killed process leaves behind locks nothing. A forked child shares the lock of its parent. A second
-    `hold` of the same file in one process is refused like any other.
+    lock of the same file in one process is refused like any other.
 
     Args:
       path: the lock file, which names the holder. Missing folders are made; the file is removed at the end.
@@ -76,8 +72,8 @@ def hold(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + wait
-    while (file := _try_to_lock(path)) is None:
-        holder = held_by(path)
+    while (file := _try_lock(path)) is None:
+        holder = read_holder(path)
         if time.monotonic() >= until:
             raise LockedError(
                 f"{what or path} is in use by {holder}. Wait until it ends, or choose another folder.", holder
@@ -93,20 +89,16 @@ def hold(
             path.unlink(missing_ok=True)  # before releasing the lock: others that opened this file see that it is gone
 
 
-def held_by(path: str | Path) -> Holder:
-    """Return the process that last wrote a lock file, whether or not it still runs.
-
-    Args:
-      path: the lock file.
-    """
+def read_holder(path: str | Path) -> Holder:
+    """Return the process that last wrote a lock file, whether or not it still runs."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(read_bytes(Path(path), MAX_LOCK_BYTES))
         return Holder(int(content["pid"]), str(content["host"])[:100], str(content["since"])[:40])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):  # StorageError is a ValueError
         return Holder()
 
 
-def _try_to_lock(path: Path) -> IO[str] | None:
+def _try_lock(path: Path) -> IO[str] | None:
     """Return the lock file, open, locked and naming this process; None if another process holds the lock."""
     while True:
         file = path.open("a+", encoding="utf-8")
@@ -119,7 +111,7 @@ def _try_to_lock(path: Path) -> IO[str] | None:
             warnings.warn(
                 f"cannot lock {path} ({problem.strerror}): make sure that no other process writes here.", stacklevel=4
             )
-        if _is_still_there(path, file):
+        if _is_current(path, file):
             break
         file.close()  # its last holder removed it in the meantime
     file.truncate(0)
@@ -129,7 +121,7 @@ def _try_to_lock(path: Path) -> IO[str] | None:
     return file
 
 
-def _is_still_there(path: Path, file: IO[str]) -> bool:
+def _is_current(path: Path, file: IO[str]) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

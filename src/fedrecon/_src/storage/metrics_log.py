@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedrecon._src.storage.arrays import without_nan, write_bytes, writing
+from fedrecon._src.storage.atomic import read_bytes, without_nan, write_bytes, write_errors
+
+MAX_METRICS_BYTES = 2**32
 
 
 class StorageWarning(UserWarning):
@@ -22,28 +24,20 @@ class _Content(NamedTuple):
     bad: list[int]  # numbers of the lines that are not records
 
 
-class Metrics:
+class MetricsLog:
     """A file with one JSON object per round or evaluation."""
 
     def __init__(self, path: Path):
-        """Use a file.
-
-        Args:
-          path: the file; it need not exist.
-        """
+        """Use a file, which need not exist."""
         self.path = path
         self._digest: Any = None  # of the lines so far, kept up to date so that sealing costs the same in every round
         self._lines = 0
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Append one line.
-
-        Args:
-          entry: of the round or evaluation.
-        """
+        """Append the line of a round or evaluation."""
         self._catch_up()
         line = (json.dumps(without_nan(entry)) + "\n").encode()
-        with writing(self.path), self.path.open("ab") as file:
+        with write_errors(self.path), self.path.open("ab") as file:
             file.write(line)
         self._digest.update(line)
         self._lines += 1
@@ -83,16 +77,16 @@ class Metrics:
         if not good or any(number <= lines for number in content.bad):
             aside = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
             if self.path.exists() and not aside.exists():
-                write_bytes(aside, self.path.read_bytes())
+                write_bytes(aside, read_bytes(self.path, MAX_METRICS_BYTES))
             self._warn(f"it is not what was written. The run continues; the damaged file is kept as {aside}")
-        kept = [(line, record) for line, record in content.records if record["round"] <= done]
-        if self.path.exists() or kept:
-            write_bytes(self.path, b"".join(line for line, _ in kept))
+        records = [(line, record) for line, record in content.records if record["round"] <= done]
+        if self.path.exists() or records:
+            write_bytes(self.path, b"".join(line for line, _ in records))
         self._digest = None
-        return [record for _, record in kept]
+        return [record for _, record in records]
 
     def _read(self) -> _Content:
-        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+        lines = read_bytes(self.path, MAX_METRICS_BYTES).split(b"\n")[:-1] if self.path.exists() else []
         records, bad = [], []
         for number, line in enumerate(lines, 1):
             record = _record(line)
@@ -116,8 +110,8 @@ _NOTHING = hashlib.sha256(b"").hexdigest()
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    usable = isinstance(found, dict) and found.get("kind") in ("round", "evaluation")
-    return found if usable and type(found.get("round")) is int else None
+    usable = isinstance(record, dict) and record.get("kind") in ("round", "evaluation")
+    return record if usable and type(record.get("round")) is int else None

@@ -1,0 +1,340 @@
+"""The folder of a run: its settings, its metrics, its newest checkpoint, its model.
+
+A run can be replaced: its parts move to `.replaced.partial` one by one. When all have moved, that is renamed to
+`.replaced.N`, and only then is anything new written, so that old and new can be told apart at whatever point a process
+is killed. The old run is restored if the new one never reaches its first checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedrecon._src.storage.arrays import load_arrays, save_arrays
+from fedrecon._src.storage.atomic import StorageError, atomic_folder, find_complete, read_bytes, sync, write_bytes
+from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.storage.manifest import (
+    DamagedError,
+    Format,
+    read_folder_manifest,
+    read_manifest,
+    write_folder_manifest,
+    write_manifest,
+)
+from fedrecon._src.storage.metrics_log import MetricsLog
+from fedrecon._src.storage.ownership import CHECKPOINTS, LOCK, METRICS, MODEL, RUN, check_run_folder, mark_folder
+
+PLOTS, LOGS = "plots", "tensorboard"  # LOGS: event files of --log tensorboard
+PARTS = (MODEL, f".{MODEL}.old", CHECKPOINTS, METRICS, RUN, LOGS)  # what is set aside when a run is replaced
+RUN_FORMAT, CHECKPOINT_FORMAT = Format("fedrecon-run", 2), Format("fedrecon-checkpoint", 2)
+ARRAYS, MANIFEST = "arrays.safetensors", "manifest.json"
+PRIVATE, KEPT = "private", "kept"  # what clients keep is in a folder that other users cannot read
+KEY_BYTES = 32
+
+_ROUND = re.compile(r"round-(\d+)")
+_STASH, _PARTIAL_STASH = re.compile(r"\.replaced\.(\d+)"), ".replaced.partial"
+_PRIVATE_README = (
+    b"What single clients keep between rounds. Whoever reads it learns something about them: do not pass it on.\n"
+)
+
+
+class RunFolder:
+    """The folder of one run.
+
+    A checkpoint is a folder named after its round, and appears under that name when it is complete. Metrics are lines,
+    which are cut back to the checkpoint's round when a run is resumed. Only one process can write at a time.
+
+    Args:
+      path: the folder; it is made when something is first written.
+
+    Example:
+      >>> import tempfile
+      >>> import fedrecon as fr
+      >>> folder = fr.RunFolder(tempfile.mkdtemp() + "/run")
+      >>> folder.record({"kind": "round", "round": 1, "loss": 0.5})
+      >>> folder.records()
+      [{'kind': 'round', 'round': 1, 'loss': 0.5}]
+      >>> folder.has_checkpoint()
+      False
+    """
+
+    def __init__(self, path: str | Path):
+        """Use a folder."""
+        self.path = Path(path)
+        self.metrics = MetricsLog(self.path / METRICS)
+        self._locked = self._marked = False
+
+    @property
+    def metrics_path(self) -> Path:
+        """The file with one JSON object per round or evaluation."""
+        return self.path / METRICS
+
+    @property
+    def model_path(self) -> Path:
+        """The folder with everything that inference needs."""
+        return self.path / MODEL
+
+    @property
+    def plots_path(self) -> Path:
+        """The folder for plots."""
+        return self.path / PLOTS
+
+    # ---- locking and replacing ----
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from writing here while a block runs. Blocks may be nested.
+
+        Raises:
+          StorageError: another process writes here (the message says which), or fedrecon did not make this folder.
+        """
+        if self._locked:
+            yield
+            return
+        check_run_folder(self.path)
+        is_new = not self.path.exists()
+        try:
+            with file_lock(self.path / LOCK, f"the run in {self.path}"):
+                check_run_folder(self.path)
+                _restore_stash(self.path)
+                self._locked = True
+                try:
+                    yield
+                finally:
+                    self._locked = False
+                    _restore_stash(self.path)  # if a new run failed to start
+        finally:
+            if is_new:  # leave no empty folder behind for a run that could not start
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+
+    def replace(self) -> None:
+        """Set the run that is here aside; it is restored if the new one is killed before its first checkpoint."""
+        with self.lock():
+            _stash(self.path)
+
+    def complete(self) -> None:
+        """Remove the run that was set aside, once the new one is complete."""
+        with self.lock():
+            for stash in list_stashes(self.path):
+                shutil.rmtree(stash)
+
+    def has_run(self) -> bool:
+        """Return whether the folder has any part of a run."""
+        return any((self.path / name).exists() for name in PARTS)
+
+    def _mark(self) -> None:
+        if not self._marked:
+            mark_folder(self.path)
+        self._marked = True
+
+    # ---- contents ----
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Write `run.json`.
+
+        Args:
+          facts: settings, seed, versions, data, times.
+        """
+        self._mark()
+        write_manifest(self.path / RUN, RUN_FORMAT, facts)
+
+    def description(self) -> dict[str, Any]:
+        """Read `run.json`."""
+        return read_description(self.path)
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Append one line of metrics.
+
+        Args:
+          entry: of a round or an evaluation.
+        """
+        self._mark()
+        self.metrics.append(entry)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Read all complete lines of metrics. A last line that was cut off is ignored."""
+        return self.metrics.read()
+
+    def checkpoint(self, done: int, tree: Any) -> None:
+        """Save the state after `done` rounds, then remove older checkpoints.
+
+        Args:
+          done: how many rounds.
+          tree: the state, by name. The entry `kept`, what clients keep, is written to a private folder.
+        """
+        folder = self.path / CHECKPOINTS / f"round-{done:09d}"
+        if folder.exists():
+            return
+        self._mark()
+        server_state, client_state = _split_state(tree)
+        with atomic_folder(folder) as temporary:
+            save_arrays(temporary / ARRAYS, server_state)
+            if jax.tree.leaves(client_state):
+                (temporary / PRIVATE).mkdir(mode=0o700)
+                write_bytes(temporary / PRIVATE / "README", _PRIVATE_README, mode=0o600)
+                save_arrays(temporary / PRIVATE / f"{KEPT}.safetensors", client_state, mode=0o600)
+            facts = {"rounds": done, "metrics": self.metrics.seal()}
+            write_folder_manifest(temporary / MANIFEST, CHECKPOINT_FORMAT, facts)
+        for old in list_checkpoints(self.path)[:-1]:
+            shutil.rmtree(old)
+
+    def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
+        """Load the newest complete checkpoint: its round, its state, and the metrics up to it; None if there is none.
+
+        Args:
+          like: a state with the expected structure, shapes and types.
+
+        Raises:
+          StorageError: it is damaged, or of another version; the message says which file.
+        """
+        with self.lock():
+            if not self.has_checkpoint():
+                self.metrics.cut(0, {})
+                return None
+            folder = list_checkpoints(self.path)[-1]
+            server_state, client_state = _split_state(like)
+            private = [f"{PRIVATE}/{KEPT}.safetensors"] if jax.tree.leaves(client_state) else []
+            manifest = _read_checkpoint(folder, *private)
+            tree = load_arrays(folder / ARRAYS, server_state)
+            if private:
+                client_state = load_arrays(folder / private[0], client_state)
+            if isinstance(like, Mapping) and KEPT in like:
+                tree = {name: client_state if name == KEPT else tree[name] for name in like}
+            done = manifest["rounds"]
+            return done, tree, self.metrics.cut(done, manifest.get("metrics"))
+
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint to resume from."""
+        return bool(list_checkpoints(self.path))
+
+    def rounds_done(self) -> int | None:
+        """Return the number of rounds of the newest complete checkpoint; None if there is none.
+
+        Raises:
+          StorageError: it is damaged, or of another version; the message says which file.
+        """
+        checkpoints = list_checkpoints(self.path)
+        return _read_checkpoint(checkpoints[-1])["rounds"] if checkpoints else None
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Read the `run.json` of a run's folder; raises `StorageError` if it is missing or damaged."""
+    return read_manifest(find_part(path, RUN), RUN_FORMAT)
+
+
+def list_checkpoints(path: Path) -> list[Path]:
+    """List the complete checkpoints of a run, the newest last."""
+    folder = path / CHECKPOINTS
+    entries = [(_ROUND.fullmatch(entry.name), entry) for entry in folder.iterdir()] if folder.is_dir() else []
+    return [entry for _, entry in sorted((int(name[1]), entry) for name, entry in entries if name)]
+
+
+def find_part(path: Path, name: str) -> Path:
+    """Return where to read a part of a run, also during a replacement or after a killed one."""
+    part, stashes = path / name, list_stashes(path)
+    if (path / _PARTIAL_STASH).is_dir():
+        part = part if part.exists() else path / _PARTIAL_STASH / name
+    elif stashes and not _has_begun(path):
+        part = stashes[-1] / name
+    return find_complete(part)
+
+
+def keyed_fingerprint(run: Path, fingerprint: str, *, create: bool = False) -> str:
+    """Return the fingerprint of private data under the secret key of a run (HMAC-SHA256).
+
+    A plain fingerprint would let whoever knows all data but one rating find that rating by hashing guesses. The key is
+    in `RUN.key`, next to the run's folder rather than in it, so that it is not passed on with the run.
+
+    Args:
+      run: the run's folder.
+      fingerprint: of the data.
+      create: make a new key if there is none.
+
+    Raises:
+      StorageError: there is no key, or it cannot be written.
+    """
+    path = run.absolute().with_name(f"{run.absolute().name}.key")
+    if create and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, secrets.token_hex(KEY_BYTES).encode() + b"\n", mode=0o600)
+    try:
+        key = bytes.fromhex(read_bytes(path, 2**10).decode("ascii"))
+    except StorageError as problem:
+        raise StorageError(f"{problem}; without this key nobody can check that the data is that of {run}") from None
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise DamagedError(f"{path} is damaged: it is not a key of {KEY_BYTES} bytes in hexadecimal")
+    return hmac.digest(key, fingerprint.encode(), "sha256").hex()
+
+
+# ---- replacing a run ----
+
+
+def list_stashes(folder: Path) -> list[Path]:
+    """List the runs that were set aside in a folder, the oldest first."""
+    return sorted((path for path in folder.iterdir() if _STASH.fullmatch(path.name)), key=_stash_number)
+
+
+def _stash(folder: Path) -> None:
+    parts = [folder / name for name in PARTS if (folder / name).exists()]
+    if not parts:
+        return
+    (folder / _PARTIAL_STASH).mkdir()
+    for path in parts:
+        path.rename(folder / _PARTIAL_STASH / path.name)
+    sync(folder / _PARTIAL_STASH)
+    number = max((_stash_number(old) for old in list_stashes(folder)), default=0) + 1
+    (folder / _PARTIAL_STASH).rename(folder / f".replaced.{number}")
+    sync(folder)
+
+
+def _restore_stash(folder: Path) -> None:
+    """Undo a replacement that was killed, unless the new run is worth keeping."""
+    stashes, partial = list_stashes(folder), folder / _PARTIAL_STASH
+    if stashes and not _has_begun(folder) and not partial.exists():
+        for path in (folder / name for name in PARTS):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        stashes[-1].rename(partial)
+    if partial.exists():
+        for path in partial.iterdir():
+            path.rename(folder / path.name)
+        partial.rmdir()
+        sync(folder)
+
+
+def _stash_number(path: Path) -> int:
+    match = _STASH.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+def _has_begun(path: Path) -> bool:
+    """Return whether a run has saved anything worth keeping: a checkpoint or a model."""
+    return bool(list_checkpoints(path)) or find_complete(path / MODEL).exists()
+
+
+def _split_state(tree: Any) -> tuple[Any, Any]:
+    """Split a state into what the server keeps and what clients keep."""
+    if not isinstance(tree, Mapping):
+        return tree, ()
+    return {name: part for name, part in tree.items() if name != KEPT}, tree.get(KEPT, ())
+
+
+def _read_checkpoint(folder: Path, *private: str) -> dict[str, Any]:
+    manifest = read_folder_manifest(folder / MANIFEST, CHECKPOINT_FORMAT, ARRAYS, *private)
+    match = _ROUND.fullmatch(folder.name)
+    if match is None or manifest.get("rounds") != int(match[1]):
+        raise DamagedError(f"{folder / MANIFEST} is damaged: it is of round {manifest.get('rounds')!r}")
+    return manifest
