@@ -17,6 +17,7 @@ import fedrecon as fr
 from fedrecon._src.app.cli import COMMANDS, main
 from fedrecon._src.recommend.config import Factorization, Scale
 from fedrecon._src.recommend.rating_model import scale_ends
+from fedrecon._src.recommend.saved_models import FORMAT
 from fedrecon._src.storage.manifest import write_manifest
 
 SMALL = [

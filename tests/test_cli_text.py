@@ -10,9 +10,10 @@ from safetensors.numpy import load_file
 
 from fedrecon._src.app.cli import main, show
 from fedrecon._src.recommend.config import Data, RatingsConfig
-from fedrecon._src.recommend.saved_models import save_model
+from fedrecon._src.recommend.saved_models import FORMAT, save_model
 from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.storage.manifest import write_manifest
+from fedrecon._src.storage.run_folder import RUN_FORMAT
 from fedrecon.data import load_text
 
 pytestmark = pytest.mark.slow

@@ -27,10 +27,10 @@ from fedrecon._src.recommend.config import (
     TextData,
     to_json,
 )
-from fedrecon._src.recommend.saved_models import open_model, save_model
+from fedrecon._src.recommend.saved_models import FORMAT, open_model, save_model
 from fedrecon._src.recommend.tasks import TASKS, Items
 from fedrecon._src.storage.atomic import StorageError
-from fedrecon._src.storage.manifest import write_folder_manifest
+from fedrecon._src.storage.manifest import write_folder_manifest, write_manifest
 from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon.data import DataError, Vocabulary
 from toy_models import assert_same_bits

@@ -10,7 +10,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.app.cli import main
-from fedrecon._src.app.experiment import run_experiment
+from fedrecon._src.app.experiment import run_experiment, users_of_run
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.progress import silent
 from fedrecon._src.privacy.accounting import Release, epsilon_of
@@ -18,7 +18,7 @@ from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.baseline_rows import beside
 from fedrecon._src.recommend.config import config_from_json
 from fedrecon._src.recommend.presets import DEFAULT
-from fedrecon._src.recommend.tasks import CLICKS
+from fedrecon._src.recommend.tasks import CLICKS, RATINGS
 from fedrecon._src.simulation.training import RecordCallback
 from toy_models import descend, linear, one_by_one, xy
 

@@ -136,7 +136,7 @@ _NAMES = {
     "simulation.personalization": "predict reconstruct",
     "core.client_sampling": "Sampling",
     "simulation.training": "Callback EarlyStopping Run train",
-    "storage.run_folders": "RunFolder",
+    "storage.run_folder": "RunFolder",
 }
 _MODULES = {
     "aggregators": "fedrecon.aggregators",

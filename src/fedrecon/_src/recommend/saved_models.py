@@ -12,9 +12,9 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.recommend.config import Config, ConfigError, config_from_json, to_json
 from fedrecon._src.recommend.recipe import build_algorithm
 from fedrecon._src.recommend.tasks import TASKS, Task, task_of
-from fedrecon._src.storage.arrays import load_arrays, save_arrays
+from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
 from fedrecon._src.storage.atomic import StorageError, atomic_folder, find_complete
-from fedrecon._src.storage.manifest import write_folder_manifest
+from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
 from fedrecon._src.storage.ownership import MODEL, check_model_folder
 from fedrecon._src.storage.run_folder import find_part, list_checkpoints
 

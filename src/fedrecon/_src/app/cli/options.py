@@ -15,7 +15,7 @@ from fedrecon._src.recommend.config import Config, ConfigError, TaskName, check_
 from fedrecon._src.recommend.presets import PRESETS, Preset, preset_of
 from fedrecon._src.recommend.settings import ClickData, TextData
 
-RUN = "run.json"  # fedrecon._src.storage.parts.RUN, without its imports
+RUN = "run.json"  # fedrecon._src.storage.ownership.RUN, without its imports
 
 
 class UsageError(ValueError):
