@@ -19,11 +19,9 @@ from fedrecon._src.data.sentences import Sentences, next_word_columns
 from fedrecon._src.data.sources import DataError, check_choice
 from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, word_hash
 from fedrecon._src.storage.client_files import map_array
-from fedrecon._src.storage.manifest import describe_files
+from fedrecon._src.storage.manifest import Format, describe_files, read_folder_manifest, write_manifest
 
-FORMAT = "fedrecon-corpus"
-VERSION = 1
-MANIFEST = "corpus.json"
+FORMAT, MANIFEST = Format("fedrecon-corpus", 1), "corpus.json"
 ARRAYS = ("tokens", "begins", "times", "offsets", "names", "split", "counts")
 FILES = (*(f"{name}.npy" for name in ARRAYS), "words.txt")
 QUICK_BYTES = 1 << 28  # of a file that is read whenever a corpus is opened
@@ -87,9 +85,8 @@ class Corpus:
         if not (folder / MANIFEST).is_file():
             raise DataError(f"{folder} is not a prepared corpus: it has no {MANIFEST}.")
         try:
-            verify_files(folder, manifest["files"], QUICK_BYTES if check == "quick" else None)
-            if missing := set(FILES) - set(manifest["files"]):
-                raise ValueError(f"its {MANIFEST} does not list {missing.pop()}")
+            max_hashed = QUICK_BYTES if check == "quick" else None
+            manifest = read_folder_manifest(folder / MANIFEST, FORMAT, *FILES, max_hashed=max_hashed)
             tokens, begins, times, offsets, names, split_of, counts = (
                 map_array(folder / f"{name}.npy") if mapped else np.load(folder / f"{name}.npy", allow_pickle=False)
                 for name in ARRAYS
@@ -300,28 +297,4 @@ def write_corpus_manifest(
         "skipped": dict(skipped),
         "files": describe_files(folder, FILES),
     }
-    content["sha256"] = _digest_manifest(content)
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
-
-
-def _digest_manifest(content: Mapping[str, Any]) -> str:
-    """Return a digest of what a manifest says, besides the digest itself."""
-    rest = {name: value for name, value in content.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not (folder / MANIFEST).is_file():
-        raise DataError(f"{folder} is not a prepared corpus: it has no {MANIFEST}.")
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-        kind, version = manifest["format"], manifest["version"]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        kind, version = "unknown", 0
-    if kind != FORMAT:
-        raise DataError(f"{folder} is not a prepared corpus: its {MANIFEST} is of another kind.")
-    if version != VERSION:
-        raise DataError(f"{folder} has format version {version}; this fedrecon reads {VERSION}. Prepare it again.")
-    if manifest.get("sha256") != _digest_manifest(manifest):
-        raise DataError(f"{folder} is damaged: its {MANIFEST} is not what was written. Prepare it again.")
-    return manifest
+    write_manifest(folder / MANIFEST, FORMAT, facts)

@@ -22,7 +22,7 @@ import numpy as np
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.formatting import listed_counts
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.data.corpus import Corpus, write_manifest
+from fedrecon._src.data.corpus import Corpus, write_corpus_manifest
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.data.vocabulary import word_hash
 from fedrecon._src.storage.atomic import atomic_folder
@@ -291,7 +291,7 @@ def prepare_corpus(
         for run in writer.runs:
             shutil.rmtree(run.folder)
         skipped["sentences_over_maximum"] = skipped.get("sentences_over_maximum", 0) + writer.over + tally.over
-        write_manifest(temporary, settings.splits, source, tally.train_words, skipped)
+        write_corpus_manifest(temporary, settings.splits, source, tally.train_words, skipped)
     return Corpus.open(folder)
 
 

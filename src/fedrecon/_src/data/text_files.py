@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.data.corpus import VERSION, Corpus
+from fedrecon._src.data.corpus import FORMAT, Corpus
 from fedrecon._src.data.downloads import private_cache, report_wait
 from fedrecon._src.data.posts import prepare_posts, prepare_text
 from fedrecon._src.data.sources import DataError, is_stream, open_bytes
@@ -67,7 +67,7 @@ def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]
 
 def _cache_folder(name: str, state: Any, options: dict[str, Any]) -> Path:
     """Return where the corpus of a file in this state goes."""
-    content = json.dumps([VERSION, state, sorted(options.items())], default=str)
+    content = json.dumps([FORMAT.version, state, sorted(options.items())], default=str)
     return private_cache("text") / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
 
 
