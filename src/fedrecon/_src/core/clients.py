@@ -20,6 +20,7 @@ import numpy as np
 
 from fedrecon._src.core.keys import as_number, as_words, mix_hashes, name_hashes
 from fedrecon._src.core.tabular import read_csv, read_parquet, to_arrays, to_arrow
+from fedrecon._src.storage.atomic import atomic_folder
 from fedrecon._src.storage.client_files import (
     CLIENTS_PER_BLOCK,
     ArrayFile,
