@@ -32,7 +32,7 @@ jax.config.update("jax_compilation_cache_dir", compiled)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-LONG = ["next_word", "from_keras", "train", "lookups", "engine", "cli", "cli_text", "trust", "device", "hosts"]
+LONG = ["next_word", "from_keras", "train", "lookups", "engine", "cli", "cli_text", "trust", "device", "rounds"]
 
 
 def pytest_collection_modifyitems(items):

@@ -215,5 +215,5 @@ def test_impossible_evaluations_are_refused(options, message):
 
 
 def test_no_clients_are_refused():
-    with pytest.raises(ValueError, match="there are no clients to evaluate on"):
+    with pytest.raises(ValueError, match="`clients`"):
         evaluate(a_and_b().take(np.array([], int)))

@@ -90,7 +90,7 @@ def test_the_share_that_drops_out_is_as_asked_for():
     "settings", [{"clients_per_round": 0}, {"oversample": 0.5}, {"drop_out": 1.0}, {"drop_out": -0.1}]
 )
 def test_impossible_sampling_is_refused(settings):
-    with pytest.raises(ValueError, match="sampling needs clients_per_round >= 1"):
+    with pytest.raises(ValueError, match="`clients_per_round`"):
         fr.Sampling(**settings)
 
 
@@ -102,5 +102,5 @@ def test_a_tenth_of_the_population_takes_part_but_no_fewer_than_asked_for():
 
 
 def test_a_least_number_of_no_clients_is_refused():
-    with pytest.raises(ValueError, match=r"`least` 0; a round takes 1 client or more"):
+    with pytest.raises(ValueError, match="`least`"):
         fr.Sampling(None, least=0)

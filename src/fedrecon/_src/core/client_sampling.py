@@ -28,6 +28,12 @@ class Sampling:
         round draws from one group. Correlated noise relies on this. None draws from all clients in every round.
       least: if the population decides, no round takes fewer clients than this, as their steps would be noisy; those of
         a smaller population all take part.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> sampling = fr.Sampling(clients_per_round=100, oversample=1.1, drop_out=0.08)
+      >>> sampling.capacity(5000)
+      100
     """
 
     clients_per_round: int | None = 100
@@ -43,20 +49,19 @@ class Sampling:
         number = 1 if self.clients_per_round is None else self.clients_per_round
         if number < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
             raise ValueError(
-                "sampling needs clients_per_round >= 1, oversample >= 1 and 0 <= drop_out < 1, not "
-                f"{self.clients_per_round}, {self.oversample} and {self.drop_out}"
+                "`clients_per_round` and `oversample` must be at least 1, and `drop_out` at least 0 and below 1 "
+                f"(got {self.clients_per_round}, {self.oversample} and {self.drop_out})"
             )
         if self.least < 1:
-            raise ValueError(f"sampling has `least` {self.least}; a round takes 1 client or more")
+            raise ValueError(f"`least` must be at least 1 (got {self.least})")
         if self.apart is not None and (self.apart < 1 or self.poisson):
             raise ValueError(
-                f"sampling has apart {self.apart} and poisson {self.poisson}; rounds apart are 1 or more, and who is "
-                "drawn by chance alone may be drawn twice in a row"
+                "`apart` must be at least 1 and cannot be combined with `poisson` "
+                f"(got apart={self.apart}, poisson={self.poisson})"
             )
         if self.poisson and self.oversample != 1:
             raise ValueError(
-                f"`oversample` is {self.oversample}; with `poisson` it must be 1, so that answering first does not "
-                "decide who takes part"
+                f"`oversample` must be 1 with `poisson`, so that fast clients are not favoured (got {self.oversample})"
             )
 
     def wanted(self, population: int) -> int:

@@ -37,7 +37,7 @@ class ComparisonRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Algorithms side by side; `print` it for a table.
+    """Algorithms side by side; `print` it for a table. See `compare`.
 
     Attributes:
       rows: the result of each algorithm, by name.
@@ -104,6 +104,19 @@ def compare(
       ValueError: if an unseen client also trains. This is only noticed if both are views of the same data, such
         as those that `split_clients` returns.
       KeyboardInterrupt: on Ctrl-C, while any of the algorithms trains.
+
+    Example:
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> ratings = fr.Clients.from_columns({"item": [0, 1, 0, 1], "rating": [5.0, 3.0, 4.0, 2.0]}, client=[0, 0, 1, 1])
+      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=2, steps=2)
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(2, 3), reconstruct=steps, update=steps, server=optax.sgd(1.0)
+      ... )
+      >>> train, test = ratings.take([0]), ratings.take([1])
+      >>> results = fr.compare({"reconstruction": algorithm}, train, test, rounds=1)
+      >>> results.rows["reconstruction"].sent
+      24
     """
     if not algorithms:
         raise ValueError("`algorithms` is empty; give at least one, by name")

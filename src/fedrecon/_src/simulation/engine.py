@@ -114,6 +114,12 @@ def layout(
       model: its size decides the defaults.
       alone: of several processes (`start_hosts`), use the devices of this one only, so that it need not wait for the
         others. Reconstruction for serving does.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> layout = fr.layout(block=2, jax_devices=1)
+      >>> layout.block, layout.jax_devices
+      (2, 1)
     """
     mesh = _mesh(jax_devices, alone)
     chosen = _default_blocks(model) if block is None and model is not None else (block, block)

@@ -46,6 +46,12 @@ class Evaluation:
       macro: metrics of each client, averaged over clients.
       quantiles: quantiles of each metric over clients, as `{metric: {quantile: value}}`.
       per_client: each metric of each client, NaN for clients that were not measured or that diverged.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> evaluation = fr.Evaluation("recon", 2, 0, 9, {"loss": 0.5}, {"loss": 0.6}, {}, {})
+      >>> evaluation.summary()["micro"]
+      {'loss': 0.5}
     """
 
     protocol: str
@@ -65,7 +71,21 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates one algorithm on one set of clients, as often as needed, compiled once."""
+    """Evaluates one algorithm on one set of clients, as often as needed, compiled once.
+
+    Example:
+      >>> import jax
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> ratings = fr.Clients.from_columns({"item": [0, 1, 0, 1], "rating": [5.0, 3.0, 4.0, 2.0]}, client=[0, 0, 1, 1])
+      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=2, steps=2)
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(2, 3), reconstruct=steps, update=steps, server=optax.sgd(1.0)
+      ... )
+      >>> evaluator = fr.Evaluator(algorithm, ratings, split=fr.split.half())
+      >>> params = algorithm.params(algorithm.init(jax.random.key(0)))
+      >>> evaluation = evaluator(params)  # again and again, without compiling again
+    """
 
     def __init__(
         self,
@@ -93,7 +113,7 @@ class Evaluator:
             raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
         check_clients(clients)
         if len(clients) == 0:
-            raise ValueError("there are no clients to evaluate on")
+            raise ValueError("`clients` must not be empty: there is nobody to evaluate on")
         if protocol == "recon":
             check_reconstruction(algorithm, clients)
         check_values(algorithm, clients)
@@ -116,7 +136,7 @@ class Evaluator:
           clients: the clients to measure.
         """
         if len(clients) == 0:
-            raise ValueError("there are no clients to evaluate on")
+            raise ValueError("`clients` must not be empty: there is nobody to evaluate on")
         other = copy.copy(self)
         other.clients = clients
         other._packer = Packer(clients, self._needs)
@@ -225,6 +245,20 @@ def evaluate(
     Returns:
       An `Evaluation`: means over examples and over clients, quantiles over clients, and the metrics of each client. A
       `DivergenceWarning` says if more than half of the clients diverged.
+
+    Example:
+      >>> import jax
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> ratings = fr.Clients.from_columns({"item": [0, 1, 0, 1], "rating": [5.0, 3.0, 4.0, 2.0]}, client=[0, 0, 1, 1])
+      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=2, steps=2)
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(2, 3), reconstruct=steps, update=steps, server=optax.sgd(1.0)
+      ... )
+      >>> params = algorithm.params(algorithm.init(jax.random.key(0)))
+      >>> evaluation = fr.evaluate(algorithm, params, ratings)
+      >>> evaluation.clients, evaluation.examples, sorted(evaluation.micro)
+      (2, 2, ['accuracy', 'loss', 'rmse'])
     """
     evaluator = Evaluator(algorithm, clients, protocol=protocol, split=split, seed=seed, layout=layout)
     return evaluator(params, client_state, progress=progress)
@@ -280,6 +314,17 @@ def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
       algorithm: what is trained.
       clients: the population.
       seed: the run's seed.
+
+    Example:
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": [0, 1], "rating": [5.0, 3.0]}, client=["ada", "bob"])
+      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=1)
+      >>> algorithm = fr.federated_averaging(
+      ...     fr.models.matrix_factorization(2, 3), update=steps, server=optax.sgd(1.0)
+      ... )
+      >>> fr.init_client_state(algorithm, clients, seed=0)["user_embedding"].shape
+      (2, 3)
     """
     if algorithm.method.init_client is None:
         return ()

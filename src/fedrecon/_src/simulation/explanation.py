@@ -76,11 +76,11 @@ class Explanation:
             read = f"by rows at {', '.join(part.features)}" if part.features else part.note
             rows.append((part.path, part.kind, str(part.shape), _size(part.nbytes), read))
         lines = lay_out(rows)
-        own = sum(part.nbytes for part in self.parts if part.kind.startswith("local"))
+        local = sum(part.nbytes for part in self.parts if part.kind.startswith("local"))
         lines += [
             "",
             f"A client receives {_size(self.receives)} a round, sends {_size(self.sends)}, "
-            f"and keeps {_size(own)} to itself.",
+            f"and keeps {_size(local)} to itself.",
         ]
         if self.receives_by_rows is not None and self.sends_by_rows is not None:
             lines.append(
@@ -106,6 +106,14 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
 
     Returns:
       An `Explanation`: `print` it for a table, or look at its `parts`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> report = fr.explain(fr.models.matrix_factorization(num_items=100, dim=8))
+      >>> [(part.path, part.kind, part.shape) for part in report.parts]
+      [('item_embedding', 'global', (100, 8)), ('user_embedding', 'local', (8,))]
+      >>> report.sends
+      3200
     """
     algorithm = model if isinstance(model, Algorithm) else None
     model = model.model if isinstance(model, Algorithm) else model
@@ -150,12 +158,12 @@ def _reads(model: Model, examples: Clients | Batch | None) -> dict[str, Reads]:
     if model.lookups == AUTO and isinstance(examples, Clients):
         return known_lookups(model, examples)
     batch = probe(examples) if isinstance(examples, Clients) else examples
-    found = find_reads(model, {name: jnp.asarray(column) for name, column in batch.items()})
+    reads = find_reads(model, {name: jnp.asarray(column) for name, column in batch.items()})
     if model.lookups == AUTO:
-        return found
+        return reads
     declarable = {
         path: Reads((), f"whole; declare it in `lookups`, read by rows at {', '.join(r.features)}") if r.features else r
-        for path, r in found.items()
+        for path, r in reads.items()
     }
     return {path: Reads(declared[path]) if path in declared else declarable[path] for path in paths}
 
@@ -170,11 +178,11 @@ def _note(path: str, state: Sequence[str], starts: Mapping[str, str]) -> str:
 
 def _starts(model: Model) -> dict[str, str]:
     """Describe where each local parameter starts: drawn for every client, the same for all, or learned."""
-    one, other = (flatten(model.init_local(jax.random.key(n)))[0] for n in (0, 1))
+    first, second = (flatten(model.init_local(jax.random.key(n)))[0] for n in (0, 1))
     if model.default_local is not None:
-        return dict.fromkeys(one, "starts at a learned default")
-    same = {path: bool(jnp.array_equal(one[path], other[path])) for path in one}
-    return {path: "starts the same for every client" if same[path] else "drawn for every client" for path in one}
+        return dict.fromkeys(first, "starts at a learned default")
+    same = {path: bool(jnp.array_equal(first[path], second[path])) for path in first}
+    return {path: "starts the same for every client" if same[path] else "drawn for every client" for path in first}
 
 
 def _by_rows(sparse: Mapping[str, Part], clients: Clients, algorithm: Algorithm | None) -> tuple[float, float, int]:

@@ -21,7 +21,7 @@ from fedrecon._src.core.split import support_only
 from fedrecon._src.simulation.engine import compile_each, layout, put_on_devices
 
 SHORTEST = 16  # the least number of support examples that arrays have room for
-MOST_AT_ONCE = 4096  # clients that are packed together
+PART = 4096  # clients that are packed and run together
 
 
 def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[str, Any], *, seed: int = 0) -> Any:
@@ -37,45 +37,62 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
 
     Returns:
       The client's local parameters; for `Clients`, with the clients first in every leaf.
+
+    Example:
+      >>> import jax
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> ratings = fr.Clients.from_columns({"item": [0, 1, 0, 1], "rating": [5.0, 3.0, 4.0, 2.0]}, client=[0, 0, 1, 1])
+      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=2, steps=2)
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(2, 3), reconstruct=steps, update=steps, server=optax.sgd(1.0)
+      ... )
+      >>> params = algorithm.params(algorithm.init(jax.random.key(0)))
+      >>> fr.reconstruct(algorithm, params, {"item": [0, 1], "rating": [5.0, 3.0]})["user_embedding"].shape
+      (3,)
+      >>> fr.reconstruct(algorithm, params, ratings)["user_embedding"].shape
+      (2, 3)
     """
     if not isinstance(examples, Clients):
-        alone = as_clients(examples)
-        return jax.tree.map(lambda leaf: leaf[0], reconstruct(algorithm, params, alone, seed=seed))
-    ready = _ready(algorithm)
+        local = reconstruct(algorithm, params, as_clients(examples), seed=seed)
+        return jax.tree.map(lambda leaf: leaf[0], local)
+    compiled = _compile(algorithm)
     check_reconstruction(algorithm, examples)
     needs = Needs(support_only(), algorithm.method.support_limit, columns=features_of(algorithm, examples))
     lengths = lengths_for(examples.max_size, needs)
     if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding
-        lengths = lengths._replace(support=_rounded_up(lengths.support, needs.support_limit))
+        lengths = lengths._replace(support=_round_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
-    shared = put_on_devices((params, jax.random.key(seed)), ready.layout)
+    shared = put_on_devices((params, jax.random.key(seed)), compiled.layout)
     parts = [
-        _some(ready, packer, examples, np.arange(begin, min(begin + MOST_AT_ONCE, len(examples))), shared)
-        for begin in range(0, max(1, len(examples)), MOST_AT_ONCE)
+        _reconstruct_part(compiled, packer, examples, np.arange(begin, min(begin + PART, len(examples))), shared)
+        for begin in range(0, max(1, len(examples)), PART)
     ]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
-def _rounded_up(number: int, most: int | None = None) -> int:
+def _round_up(number: int, most: int | None = None) -> int:
     """Return the next power of two, at least 16 and at most `most`, so that few lengths are compiled."""
     rounded = max(SHORTEST, 1 << max(0, number - 1).bit_length())
     return rounded if most is None else max(number, min(rounded, most))
 
 
-def _some(ready: _Ready, packer: Packer, examples: Clients, who: np.ndarray, shared: Any) -> Any:
-    """Reconstruct the local parameters of the clients `who`, in that order."""
-    indices = np.full(_rounded_up(len(who)), ABSENT)
-    indices[: len(who)] = who
+def _reconstruct_part(
+    compiled: _Reconstruction, packer: Packer, examples: Clients, chosen: np.ndarray, shared: Any
+) -> Any:
+    """Reconstruct the local parameters of the chosen clients, in that order."""
+    indices = np.full(_round_up(len(chosen)), ABSENT)
+    indices[: len(chosen)] = chosen
     sizes = np.zeros(len(indices), np.int64)
-    sizes[: len(who)] = examples.sizes[who]
-    order = ready.layout.arrange(indices, sizes)
-    local = ready.run(shared, packer.pack(order))
-    back = np.empty(len(who), np.int64)
-    back[order[order >= 0] - (who[0] if len(who) else 0)] = np.flatnonzero(order >= 0)
+    sizes[: len(chosen)] = examples.sizes[chosen]
+    order = compiled.layout.arrange(indices, sizes)
+    local = compiled.run(shared, packer.pack(order))
+    back = np.empty(len(chosen), np.int64)
+    back[order[order >= 0] - (chosen[0] if len(chosen) else 0)] = np.flatnonzero(order >= 0)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[back], local)
 
 
-class _Ready:
+class _Reconstruction:
     """An algorithm's reconstruction, compiled once for every shape."""
 
     def __init__(self, algorithm: Algorithm):
@@ -88,20 +105,28 @@ class _Ready:
         self.run = compile_each(block, self.layout)
 
 
-_ready = functools.lru_cache(maxsize=8)(_Ready)
+_compile = functools.lru_cache(maxsize=8)(_Reconstruction)
 
 
 def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> np.ndarray:
     """Predict for one client, with its local parameters.
 
     Args:
-      model: what predicts; after `then_finetune`, the `model` of the algorithm that it returned.
+      model: what predicts; after `with_finetuning`, the `model` of the algorithm that it returned.
       params: global parameters.
       local: the client's local parameters, as `reconstruct` returns them.
       batch: columns of examples; only those that the model's predictions read are needed.
 
     Returns:
       The predictions, as an array.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> model = fr.models.matrix_factorization(num_items=2, dim=2)
+      >>> params = {"item_embedding": np.array([[1.0, 0.0], [0.5, 2.0]])}
+      >>> fr.predict(model, params, {"user_embedding": np.array([4.0, 1.0])}, {"item": [0, 1]}).tolist()
+      [4.0, 4.0]
     """
     columns = {name: jnp.asarray(column) for name, column in batch.items()}
     return np.asarray(model.predict(jax.tree.map(jnp.asarray, params), local, columns))

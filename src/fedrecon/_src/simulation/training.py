@@ -158,6 +158,11 @@ class Run:
       stopped: why training ended before the last round by itself; None if it did not.
       best: with `early_stopping`, the round whose parameters these are, if not the last; None if they are the last. 0
         is before the first round: the initial parameters, or the `fallback`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.Run(params={}, history=[{"kind": "round", "round": 1, "loss": 0.25}], rounds=1)
+      Run(1 rounds, 0 global parameters, last training loss 0.25)
     """
 
     params: Any

@@ -230,7 +230,7 @@ def test_nothing_local_is_in_what_leaves():
             assert not np.any(np.isclose(leaf, mark))
 
 
-def test_hosts_run_one_program_whatever_their_clients(monkeypatch):
+def test_nodes_run_one_program_whatever_their_clients(monkeypatch):
     algorithm, clients = recon(), CLIENTS
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     fr.client_update(algorithm, message, clients[0], fr.round_key(0, 0), lengths=fr.Lengths(8, 8))
