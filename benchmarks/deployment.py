@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedrecon._src.deploy.plan import Plan
 from fedrecon.data import synthetic_ratings
+from fedrecon.deploy import Plan
 
 NODES, USERS, ITEMS = 4, 200, 2000
 KINDS = {"open sums": 30, "secure sums": 10}  # rounds
@@ -226,8 +226,8 @@ def shares_of_an_empty_application(checkins=2000, reports=300, size=150_000):
 def memory_of_a_user(users=40_000, ratings=30):
     """Return the bytes by which a node grows with a user of so many ratings."""
     program = (
-        "import sys, pathlib; from fedrecon.deploy import Plan, read_holding; "
-        "held = read_holding(Plan.open(sys.argv[1]), sys.argv[2]); "
+        "import sys, pathlib; from fedrecon.deploy import Plan; "
+        "data = Plan.open(sys.argv[1]).read_file(sys.argv[2]); "
         "print(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1])"
     )
     with tempfile.TemporaryDirectory() as name:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from deployment import NODES, fedrecon, free_port, launch, memory_of, rounds_done, stop, write_files
-from fedrecon._src.deploy.plan import Plan
+from fedrecon.deploy import Plan
 
 SETTLED = 20  # rounds after which nothing may grow any more
 MEMORY, LEAST, FILES = 1.1, 16, 0.05  # times, MB, MB: what may be between two looks

@@ -9,11 +9,10 @@ import subprocess
 import sys
 
 import numpy as np
+from fedrecon._src.deploy.settings_plan import make_plan
 
 import fedrecon as fr
-from fedrecon._src.deploy.holding import read_holding
 from fedrecon._src.deploy.memory import Memory
-from fedrecon._src.deploy.settings_plan import make_plan
 from fedrecon._src.recommend.config import (
     Aggregate,
     Data,
@@ -93,7 +92,7 @@ def plan_of(config=None, **options):
 
 
 def node_of(file, folder=None, accept=lambda plan: True):
-    return Node(lambda plan: read_holding(plan, file), accept, Memory(folder))
+    return Node(lambda plan: plan.read_file(file), accept, Memory(folder))
 
 
 def grid_of(parts):
@@ -106,7 +105,7 @@ def deployed(plan, grid, folder, *, clock=None, resume=False, **pace):
 
 
 def simulated(plan, union):
-    users = read_holding(plan, union).users
+    users = plan.read_file(union).users
     run = fr.train(
         plan.algorithm,
         users.train,

@@ -15,10 +15,10 @@ from deployed import Waiting, files_of, grid_of, node_of
 from fedrecon._src.app.cli import FAILED, join, main, serve
 from fedrecon._src.deploy.certificates import KeyExists, make_node
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
-from fedrecon._src.deploy.plan import Plan, names
-from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.deploy.plan import is_prefix
 from fedrecon._src.storage.lock import file_lock
-from fedrecon.deploy import Memory
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon.deploy import Memory, Plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "deploy"
 
@@ -53,8 +53,8 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
         (["plan", "--items", "none.csv", "--out", "p"], "none.csv: No such file"),
         (["plan", "data.csv", "--items", "items.csv", "--out", "p"], "a plan names no data"),
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
-        (["plan", "--items", "items.csv", "--out", "p", "--secure"], "a secure sum of one node hides nothing"),
-        (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "share of users in a round is 2"),
+        (["plan", "--items", "items.csv", "--out", "p", "--secure"], "`least_nodes`"),
+        (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "`share`"),
         (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "deployment has no noise"),
         (["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"], "use --share, the share of"),
         (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "a deployment trains all --rounds"),
@@ -242,11 +242,11 @@ def test_a_node_in_a_script_accepts_the_named_plan_only(tmp_path, capsys):
     (tmp_path / "items.csv").write_text("item\n" + "\n".join(map(str, range(100, 112))) + "\n")
     main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
     plan = Plan.open(tmp_path / "plan")
-    assert names(plan.digest, plan.digest[:16].upper())
+    assert is_prefix(plan.digest, plan.digest[:16].upper())
     offer = pack(Envelope("join", plan.digest, "run", 0, {}, plan.content))
     for accept, kind in ((plan.digest[:20], "ok"), ("0" * 64, "refused"), (None, "refused")):
         words = [str(parts[0]), "--server", "a:1", "--insecure", *(["--accept", accept] if accept else [])]
-        asking = join._asking(join.parse(words), print)
+        asking = join.acceptance(join.parse(words), print)
         assert unpack(node_of(parts[0], accept=asking).handle(offer), 2**20).kind == kind
     assert f"--accept {plan.digest[:16]}" in capsys.readouterr().out
 

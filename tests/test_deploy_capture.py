@@ -11,9 +11,8 @@ import fedrecon as fr
 from deployed import Processes, config_of, free_port, write_ratings
 from fedrecon._src.core.wire import WireError, from_bytes
 from fedrecon._src.deploy import certificates
-from fedrecon._src.deploy.holding import read_holding
 from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
-from fedrecon._src.deploy.messages import MAGIC, largest_message, split_bodies, unpack
+from fedrecon._src.deploy.messages import MAGIC, largest_message, unpack, unpack_pair
 from fedrecon._src.deploy.node_keys import read_registry
 from fedrecon._src.recommend.config import Data, Reconstruct
 from fedrecon._src.recommend.tasks import Items
@@ -112,7 +111,7 @@ def params_of(plan, seen):
     for data, _ in seen:
         message = unpack(data, 2**30)
         if message.kind in ("train", "mask"):
-            body = message.body if message.kind == "train" else split_bodies(message.body)[1]
+            body = message.body if message.kind == "train" else unpack_pair(message.body)[1]
             with contextlib.suppress(WireError):  # masked sums of evaluations have other arrays
                 found[message.round] = from_bytes(body, plan.message_shapes).method
     return [found[number] for number in sorted(found)]
@@ -120,7 +119,7 @@ def params_of(plan, seen):
 
 def supports_of(plan, union):
     """Return the users that train, and the halves of their ratings that training takes as support."""
-    users = read_holding(plan, union).users.train
+    users = plan.read_file(union).users.train
     return users, dataclasses.replace(users, ends=users.starts + users.sizes // 2).at_least(2)
 
 
@@ -213,5 +212,5 @@ def test_with_tls_nothing_can_be_read(tmp_path):
     known |= {f"plan at {k}": plan.content[k : k + 40] for k in range(0, len(plan.content) - 40, 40)}
     known |= {f"reply {k}": reply[8:72] for k, (_, reply) in enumerate(seen)}
     known |= {f"message {k}": data[8:72] for k, (data, _) in enumerate(seen)}
-    known |= {name: name.encode() for name in read_holding(plan, union).users.train.names.tolist()}
+    known |= {name: name.encode() for name in plan.read_file(union).users.train.names.tolist()}
     assert_not_in(known, raw.everything())

@@ -27,18 +27,16 @@ from deployed import (
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.wire import to_bytes
-from fedrecon._src.deploy.asking import read_tree
-from fedrecon._src.deploy.holding import read_holding, taking_part
-from fedrecon._src.deploy.measure import evaluation_of, measured
+from fedrecon._src.deploy.evaluation_sums import sum_users, to_evaluation
 from fedrecon._src.deploy.messages import Envelope, Failure, pack, unpack
-from fedrecon._src.deploy.plan import Plan, digest_of, names
-from fedrecon._src.deploy.secret import from_integers, to_integers
-from fedrecon._src.deploy.secret import grid_of as ring_of
+from fedrecon._src.deploy.plan import digest_of, is_prefix
+from fedrecon._src.deploy.sums import from_integers, ring_grid, to_integers
+from fedrecon._src.deploy.transport import read_arrays
 from fedrecon._src.recommend.config import Aggregate, Data, Reconstruct, Update
 from fedrecon._src.recommend.saved_models import open_model
-from fedrecon._src.storage.atomic import StorageError
 from fedrecon._src.storage.run_folder import RunFolder
-from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, PlanError, Promises, serve, weaker
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, Plan, PlanError, Promises, serve, weaker
 
 # Least squares, and nobody to evaluate on: quick to compile.
 CONFIG = config_of(
@@ -338,7 +336,7 @@ def test_integers_add_up_to_the_sum_within_the_stated_error(values, nodes):
     total = sum(to_integers(SECURE, tree) for _ in range(nodes))
     found = from_integers(SECURE, total, tree)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
-        assert np.all(np.abs(a - nodes * b) <= nodes * ring_of(SECURE).error + 1e-9)
+        assert np.all(np.abs(a - nodes * b) <= nodes * ring_grid(SECURE).error + 1e-9)
 
 
 @given(st.lists(st.floats(-1e17, 1e17), min_size=1, max_size=4), st.integers(1, 5))
@@ -376,7 +374,7 @@ def test_no_message_makes_a_node_or_the_server_fail(joined, data):
     kind = data.draw(st.sampled_from(kinds.split()))
     for whole, read in (
         (pack(message_of(PLAN, kind)), lambda raw: unpack(node.handle(raw), 2**30)),
-        (good, lambda raw: read_tree(raw, message_of(PLAN), total_shapes(PLAN.algorithm))),
+        (good, lambda raw: read_arrays(raw, message_of(PLAN), total_shapes(PLAN.algorithm))),
     ):
         raw = bytearray(whole)
         for _ in range(data.draw(st.integers(1, 4))):
@@ -407,7 +405,7 @@ def test_nothing_private_leaves_a_node(files, tmp_path):
     assert sum(kind_of(data) == "train" for _, data, _ in grid.seen) == 9
     last = next(message for _, data, _ in reversed(grid.seen) if (message := unpack(data, 2**30)).kind == "train")
     params = fr.from_bytes(last.body, PLAN.message_shapes).method
-    users = read_holding(PLAN, union).users.train
+    users = PLAN.read_file(union).users.train
     halves = dataclasses.replace(users, ends=users.starts + users.sizes // 2)  # what training takes as support
     halves = halves.at_least(2)
     local = fr.reconstruct(PLAN.algorithm, params, halves)
@@ -430,11 +428,11 @@ def test_who_trains_in_a_round_follows_from_names_alone(files):
     union, parts = files
     plan = plan_of(CONFIG, share=0.5)
     for number in range(3):
-        everywhere = taking_part(plan, read_holding(plan, union).users.train, number).names.tolist()
-        apart = [taking_part(plan, read_holding(plan, part).users.train, number).names.tolist() for part in parts]
+        everywhere = plan.participants(plan.read_file(union).users.train, number).names.tolist()
+        apart = [plan.participants(plan.read_file(part).users.train, number).names.tolist() for part in parts]
         assert sorted(everywhere) == sorted(name for one in apart for name in one)
-    drawn = [len(taking_part(plan, read_holding(plan, union).users.train, number)) for number in range(40)]
-    people = len(read_holding(plan, union).users.train)
+    drawn = [len(plan.participants(plan.read_file(union).users.train, number)) for number in range(40)]
+    people = len(plan.read_file(union).users.train)
     assert 0.35 * people < np.mean(drawn) < 0.65 * people
     assert len(set(drawn)) > 1
 
@@ -444,7 +442,7 @@ def test_a_node_with_too_few_users_sends_zeros(files):
     plan = plan_of(CONFIG, least_users=1000)
     node = node_of(files[1][0])
     answer(node, message_of(plan, "join"))
-    total = read_tree(node.handle(pack(message_of(plan))), message_of(plan), total_shapes(plan.algorithm))
+    total = read_arrays(node.handle(pack(message_of(plan))), message_of(plan), total_shapes(plan.algorithm))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(total))
 
 
@@ -453,7 +451,7 @@ def test_quantiles_of_histograms_are_near_the_true_ones(values):
     model = PLAN.algorithm.model
     count = len(metric_names(model))
     sums = np.stack([np.stack([np.full(count, value), np.ones(count)], -1) for value in values])
-    found = evaluation_of(model, measured(model, sums))
+    found = to_evaluation(model, sum_users(model, sums))
     kept = found.clients - found.diverged
     assert kept + found.diverged == len(values)
     if kept == len(values):
@@ -466,8 +464,8 @@ def test_a_plan_is_its_bytes(tmp_path):
     PLAN.save(tmp_path)
     again = Plan.open(tmp_path)
     assert again.digest == PLAN.digest == digest_of((tmp_path / "plan.json").read_bytes())
-    assert names(PLAN.digest, PLAN.digest[:16])
-    assert not names(PLAN.digest, PLAN.digest[:8])
+    assert is_prefix(PLAN.digest, PLAN.digest[:16])
+    assert not is_prefix(PLAN.digest, PLAN.digest[:8])
     assert plan_of(dataclasses.replace(CONFIG, seed=6)).digest != PLAN.digest
     assert len(PLAN.legend) == ITEMS
     with pytest.raises(StorageError, match="holds no plan"):

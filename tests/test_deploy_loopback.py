@@ -18,8 +18,8 @@ from fedrecon._src.deploy import certificates, http_client, http_server
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
 from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
 from fedrecon._src.deploy.node_keys import read_private_key, read_registry
-from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.recommend.saved_models import open_model
+from fedrecon.deploy import Plan
 
 ROUNDS, LONGEST = 8, 420
 

@@ -12,14 +12,12 @@ import pytest
 
 import fedrecon as fr
 from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
-from fedrecon._src.app.cli import main
+from fedrecon._src.app.cli import join, main
 from fedrecon._src.core.progress import silent
 from fedrecon._src.deploy import node_keys
-from fedrecon._src.deploy.holding import read_holding
+from fedrecon._src.deploy.coordinator import ROUND_ZERO
 from fedrecon._src.deploy.messages import Envelope, largest_message, pack, shapes_of, unpack
-from fedrecon._src.deploy.operating import Operator
-from fedrecon._src.deploy.secret import length_of
-from fedrecon._src.deploy.server import ROUND_ZERO
+from fedrecon._src.deploy.sums import length_of
 from fedrecon._src.privacy import secure_sum
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Data, Reconstruct
 from fedrecon._src.recommend.presets import DEFAULT
@@ -34,7 +32,6 @@ from fedrecon.deploy import (
     Node,
     Plan,
     PlanError,
-    hold,
     make_plan,
     plan_for,
     weaker,
@@ -64,7 +61,7 @@ def prepared_simulation(files):
     """Train with the default preset as `fedrecon train` does, everybody in every round."""
     plan = plan_of(ROUND_ZERO_CONFIG)
     ratings = fr.data.load(files[0], schema=fr.data.RatingsSchema(np.arange(100, 100 + ITEMS)))
-    ready = prepare_ratings(plan.config, ratings, read_holding(plan, files[0]).users, plan.legend)
+    ready = prepare_ratings(plan.config, ratings, plan.read_file(files[0]).users, plan.legend)
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
     everybody = len(ready.users.train)
     run = fr.train(algorithm, ready.users.train, rounds=3, clients_per_round=everybody, seed=ready.config.seed)
@@ -75,7 +72,7 @@ def test_a_node_recognises_common_names_of_columns(files, tmp_path):
     plan, text = plan_of(ROUND_ZERO_CONFIG), files[0].read_text()
     assert text.startswith("user,item,rating")
     (tmp_path / "own.csv").write_text(text.replace("user,item,rating", "Member ID,film,Score", 1))
-    found, expected = (read_holding(plan, path).users.train for path in (tmp_path / "own.csv", files[0]))
+    found, expected = (plan.read_file(path).users.train for path in (tmp_path / "own.csv", files[0]))
     assert found.fingerprint() == expected.fingerprint()
 
 
@@ -85,7 +82,7 @@ def test_the_default_preset_on_nodes_gives_what_the_simulation_gives(
     secure, tolerance, files, prepared_simulation, tmp_path
 ):
     plan = plan_of(ROUND_ZERO_CONFIG, secure=secure, least_nodes=2)
-    names = read_holding(plan, files[0]).users.train.names.tolist()
+    names = plan.read_file(files[0]).users.train.names.tolist()
     grid = grid_of(files[1])
     outcome = deployed(plan, grid, tmp_path)
     assert not any(name.encode() in reply for _, _, reply in grid.seen for name in names)
@@ -110,10 +107,10 @@ def test_ratings_far_outside_count_as_little_on_nodes_as_in_the_simulation(files
         ROUND_ZERO_CONFIG, data=dataclasses.replace(ROUND_ZERO_CONFIG.data, fractions=(1.0, 0.0, 0.0)), rounds=1
     )
     plan = plan_of(config)
-    zero, users = plan.zero, read_holding(plan, union).users
+    zero, users = plan.zero, plan.read_file(union).users
     state = zero.start()
     while not state.done:
-        nodes = [read_holding(plan, part).users.train for part in parts]
+        nodes = [plan.read_file(part).users.train for part in parts]
         answers = [zero.answer(zero.from_bytes(zero.to_bytes(state)), clients) for clients in nodes]
         state = zero.advance(state, {name: sum(answer[name] for answer in answers) for name in answers[0]})
     found = plan.prepared(zero.read_result(zero.to_bytes(state))).config.model.scale
@@ -193,11 +190,11 @@ def test_a_keras_model_on_nodes_gives_what_the_simulation_gives(tmp_path):
     plan = plan_for(algorithm, everybody, rounds=3, fractions=(0.8, 0.0, 0.2), max_examples=12, seed=4)
     parts = [population(range(k, 18, 3)) for k in range(3)]
     nodes = [
-        Node(lambda plan, own=own: hold(plan, own), lambda plan: True, algorithm=algorithm, memory=Memory(None))
+        Node(lambda plan, own=own: plan.split_clients(own), lambda plan: True, algorithm=algorithm, memory=Memory(None))
         for own in parts
     ]
     outcome = deployed(plan, InProcess({k: node.handle for k, node in enumerate(nodes)}), tmp_path)
-    users = plan.divided(everybody)
+    users = plan.split_clients(everybody).users
     everyone = len(users.train)
     run = fr.train(plan.algorithm, users.train, rounds=3, clients_per_round=everyone, seed=4)
     assert_close(outcome.params, run.params)
@@ -225,12 +222,16 @@ def test_an_operator_names_the_function_that_brings_the_algorithm(tmp_path, monk
         "import test_deploy_plans as t\ndef make(path):\n    return t.keras_algorithm(), t.population(range(6))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    node = Operator(tmp_path / "unused.csv", algorithm="mine:make").node(lambda plan: True)
     plan = plan_for(keras_algorithm(), population(), rounds=1, max_examples=12)
-    reply = node.handle(pack(Envelope("join", plan.digest, "run", 0, {}, plan.content)))
+
+    def operated(name):
+        words = [str(tmp_path / "unused.csv"), "--server", "a:1", "--insecure", "--accept", plan.digest]
+        return join.make_node(join.parse([*words, "--algorithm", name]), tmp_path / "state", None, print)
+
+    reply = operated("mine:make").handle(pack(Envelope("join", plan.digest, "run", 0, {}, plan.content)))
     assert unpack(reply, 2**20).kind == "ok"
-    with pytest.raises(PlanError, match="cannot be imported"):
-        Operator(tmp_path / "unused.csv", algorithm="mine:nothing").node(lambda plan: True)
+    with pytest.raises(PlanError, match="--algorithm is 'mine:nothing'"):
+        operated("mine:nothing")
 
 
 # ---- signed keys ----
@@ -247,7 +248,7 @@ def lines_of(keys):
 
 
 def signing_node(plan, file, key, known=None):
-    return Node(lambda plan: read_holding(plan, file), lambda plan: True, key=key, known=known)
+    return Node(lambda plan: plan.read_file(file), lambda plan: True, key=key, trusted=known)
 
 
 SIGNED = dataclasses.replace(
@@ -282,7 +283,7 @@ def test_a_server_cannot_invent_a_node(files, signing_keys, tmp_path):
         invented._key = signing_keys[2]
         for message in (
             Envelope("join", plan.digest, "run", 0, {}, plan.content),
-            Envelope("advertise", plan.digest, "run", 0, {"of": "train", "me": k}, terms.to_bytes()),
+            Envelope("advertise", plan.digest, "run", 0, {"purpose": "train", "me": k}, terms.to_bytes()),
         ):
             reply = unpack(grid.handlers[k](pack(message)), 2**20)
             assert reply.kind == "ok"

@@ -18,7 +18,7 @@ PLACES = """
 _version core.pytrees core.factories core.formatting core.progress core.keys storage core client
 privacy server algorithms.algorithm kit algorithms
 simulation.multihost simulation.engine simulation.sampling privacy.spending simulation models data recommend
-privacy.attacks privacy.leakage privacy.canaries app deploy device app.cli facade __main__
+privacy.attacks privacy.leakage privacy.canaries deploy app device app.cli facade __main__
 """
 ORDER = PLACES.split()
 
@@ -107,9 +107,7 @@ def test_names_that_editors_see_are_those_that_python_imports():
 REPOSITORY = ROOT.parents[1]
 SOURCES = [path for folder in ("src", "src-device", "studies") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
 PRIVATE = re.compile(r"(^|\.)_(?!_)|^(keras\.src|jaxlib)|^flwr\.(?!(app|clientapp|serverapp)$)")
-# Those of deployment go when it gets a protocol of its own.
-EXCEPTIONS = {f"src/fedrecon/_src/deploy/{name}.py" for name in ("flower", "flower_server", "superlink_process")}
-EXCEPTIONS |= {"src/fedrecon/_src/app/cli/options.py"}
+EXCEPTIONS = {"src/fedrecon/_src/app/cli/options.py"}
 
 
 def is_ours(module):

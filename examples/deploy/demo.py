@@ -65,17 +65,17 @@ def compile_once(plan: Path, file: Path) -> str:
 
     from fedrecon._src.algorithms.rounds import client_total
     from fedrecon._src.core.keys import round_key
-    from fedrecon._src.deploy import Plan, SettingsPlan, read_holding
+    from fedrecon.deploy import Plan, SettingsPlan
 
     for name, value in CACHE.items():
         jax.config.update(name.lower(), float(value) if "SECS" in name else int(value))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    found = Plan.open(plan)
-    assert isinstance(found, SettingsPlan)
-    message = found.algorithm.message(found.algorithm.init(jax.random.key(0)))
-    users = read_holding(found, file).users.train
-    client_total(found.algorithm, message, users, round_key(found.seed, 0), lengths=found.lengths)
-    return found.digest
+    opened = Plan.open(plan)
+    assert isinstance(opened, SettingsPlan)
+    message = opened.algorithm.message(opened.algorithm.init(jax.random.key(0)))
+    users = opened.read_file(file).users.train
+    client_total(opened.algorithm, message, users, round_key(opened.seed, 0), lengths=opened.lengths)
+    return opened.digest
 
 
 def make_keys(folder: Path, names: list[str]) -> None:

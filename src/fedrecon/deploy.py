@@ -1,23 +1,36 @@
-"""Deployment: a server and nodes on a network, with the client function that the simulator runs."""
+"""Deployment: a coordinator and nodes on a network, with the client function that the simulator runs."""
 
-from fedrecon._src.deploy import AlgorithmPlan as AlgorithmPlan
-from fedrecon._src.deploy import Clock as Clock
-from fedrecon._src.deploy import Grid as Grid
-from fedrecon._src.deploy import Holding as Holding
-from fedrecon._src.deploy import InProcess as InProcess
-from fedrecon._src.deploy import Memory as Memory
-from fedrecon._src.deploy import Node as Node
-from fedrecon._src.deploy import NotEnoughNodes as NotEnoughNodes
-from fedrecon._src.deploy import Outcome as Outcome
-from fedrecon._src.deploy import Pace as Pace
-from fedrecon._src.deploy import Plan as Plan
-from fedrecon._src.deploy import PlanError as PlanError
-from fedrecon._src.deploy import Promises as Promises
-from fedrecon._src.deploy import Reply as Reply
-from fedrecon._src.deploy import SettingsPlan as SettingsPlan
-from fedrecon._src.deploy import hold as hold
-from fedrecon._src.deploy import make_plan as make_plan
-from fedrecon._src.deploy import plan_for as plan_for
-from fedrecon._src.deploy import read_holding as read_holding
-from fedrecon._src.deploy import serve as serve
-from fedrecon._src.deploy import weaker as weaker
+from typing import Any
+
+from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan as AlgorithmPlan
+from fedrecon._src.deploy.algorithm_plan import plan_for as plan_for
+from fedrecon._src.deploy.coordinator import Outcome as Outcome
+from fedrecon._src.deploy.coordinator import serve as serve
+from fedrecon._src.deploy.memory import Memory as Memory
+from fedrecon._src.deploy.node import Node as Node
+from fedrecon._src.deploy.plan import NodeData as NodeData
+from fedrecon._src.deploy.plan import Plan as Plan
+from fedrecon._src.deploy.plan import PlanError as PlanError
+from fedrecon._src.deploy.plan import Promises as Promises
+from fedrecon._src.deploy.plan import weaker as weaker
+from fedrecon._src.deploy.registry import NotEnoughNodes as NotEnoughNodes
+from fedrecon._src.deploy.registry import Pace as Pace
+from fedrecon._src.deploy.settings_plan import SettingsPlan as SettingsPlan
+from fedrecon._src.deploy.settings_plan import make_plan as make_plan
+from fedrecon._src.deploy.transport import Clock as Clock
+from fedrecon._src.deploy.transport import Grid as Grid
+from fedrecon._src.deploy.transport import InProcess as InProcess
+from fedrecon._src.deploy.transport import Reply as Reply
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs the extra `deploy` when it is used."""
+    if name in ("Connection", "run_node"):
+        from fedrecon._src.deploy import http_client
+
+        return getattr(http_client, name)
+    if name in ("Limits", "Tls", "serve_tasks"):
+        from fedrecon._src.deploy import http_server
+
+        return getattr(http_server, name)
+    raise AttributeError(name)

@@ -20,34 +20,17 @@ from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.client.lookups.tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
-from fedrecon._src.core.model import metric_names
-from fedrecon._src.deploy.plan import Plan, PlanError
-from fedrecon._src.recommend.tasks import Measure, Users
+from fedrecon._src.deploy.plan import NodeData, Plan, PlanError
+from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.divergence import find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
 
-class Given(NamedTuple):
-    """What a node's operator imports from code of their own.
-
-    Attributes:
-      algorithm: what is trained.
-      clients: the node's clients. The plan and their names decide who trains, validates and tests. None at the
-        server, which has no clients.
-    """
+class OperatorCode(NamedTuple):
+    """What a node's operator imports from code of their own: the algorithm, and the node's clients, if it has any."""
 
     algorithm: Algorithm
     clients: Clients | None
-
-
-class Words(NamedTuple):
-    """What people and examples are called, and which metrics are shown: the part of a task that commands need."""
-
-    name: str
-    people: str
-    examples: str
-    measures: tuple[Measure, ...]
-    curve: tuple[Measure, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,7 +38,7 @@ class AlgorithmPlan(Plan):
     """A plan of an algorithm that was made in Python.
 
     Attributes:
-      given: the algorithm, with its lookups decided.
+      trained: the algorithm, with its lookups decided.
       columns: `{name: [type, *shape]}` of the columns that clients have.
       rounds: how many rounds are trained.
       seed: the seed of everything random.
@@ -68,7 +51,7 @@ class AlgorithmPlan(Plan):
 
     kind: ClassVar[str] = "algorithm"
 
-    given: Algorithm
+    trained: Algorithm
     columns: Mapping[str, Sequence[Any]]
     rounds: int = 100
     seed: int = 0
@@ -92,13 +75,7 @@ class AlgorithmPlan(Plan):
     @property
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
-        return self.given
-
-    @property
-    def task(self) -> Words:
-        """What clients and examples are called."""
-        measures = tuple(Measure(name, name) for name in metric_names(self.given.model))
-        return Words("algorithm", "clients", "examples", measures, (*measures, *measures)[:2])
+        return self.trained
 
     @property
     def least_examples(self) -> int:
@@ -118,7 +95,7 @@ class AlgorithmPlan(Plan):
     def subject(self) -> dict[str, Any]:
         """Return the digest of the algorithm, and how it is trained."""
         return {
-            "algorithm": digest(self.given),
+            "algorithm": digest(self.trained),
             "columns": {name: list(kind) for name, kind in self.columns.items()},
             "fractions": list(self.fractions),
             **{name: getattr(self, name) for name in NUMBERS},
@@ -126,21 +103,21 @@ class AlgorithmPlan(Plan):
 
     def settings(self) -> dict[str, Any]:
         """Return what `run.json` says about the settings."""
-        return {"config": None, "algorithm": digest(self.given)}
+        return {"config": None, "algorithm": digest(self.trained)}
 
     def about(self) -> str:
         """Say what is trained."""
-        return f"an algorithm from this node's operator, with digest {digest(self.given)[:16]}"
+        return f"an algorithm from this node's operator, with digest {digest(self.trained)[:16]}"
 
     def evaluator(self, users: Users, part: str) -> Evaluator | None:
         """Return an evaluator of a part of the clients."""
         chosen = getattr(users, part)
-        return Evaluator(self.given, chosen, seed=self.seed) if len(chosen) else None
+        return Evaluator(self.trained, chosen, seed=self.seed) if len(chosen) else None
 
     def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
         """Save the algorithm with its parameters, as `fr.save` does."""
         del failed  # the run's own description says it
-        save_algorithm(folder, self.given, params, replace=True)
+        save_algorithm(folder, self.trained, params, replace=True)
 
     def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record and warns when a round was lost."""
@@ -156,17 +133,18 @@ class AlgorithmPlan(Plan):
         failures = find_failures([record for record in history if record["kind"] == "round"], test)
         return "; ".join(problem.describe("test clients") for problem in failures.values()) or None
 
-    def divided(self, clients: Clients) -> Users:
+    def split_clients(self, clients: Clients) -> NodeData:
         """Return a node's clients as the plan wants them, divided by their names.
 
         Raises:
           PlanError: their columns are not those of the plan.
         """
-        found = columns_of(clients)
-        if any(found.get(name) != list(kind) for name, kind in self.columns.items()):
-            raise PlanError(f"the clients have the columns {found}; the plan expects {dict(self.columns)}")
-        everyone = clients.cap(self.max_examples).at_least(self.min_examples)
-        return Users(*everyone.split_clients(*self.fractions, seed=self.split_seed))
+        columns = columns_of(clients)
+        if any(columns.get(name) != list(kind) for name, kind in self.columns.items()):
+            raise PlanError(f"the clients have the columns {columns}; the plan expects {dict(self.columns)}")
+        enough = clients.cap(self.max_examples).at_least(self.min_examples)
+        users = Users(*enough.split_clients(*self.fractions, seed=self.split_seed))
+        return NodeData(users, {"clients_below_minimum": len(clients) - sum(map(len, users))})
 
     @classmethod
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> AlgorithmPlan:
@@ -189,7 +167,7 @@ class AlgorithmPlan(Plan):
         fractions = tuple(map(float, values["fractions"]))
         lengths = lengths_for(numbers["max_examples"], made.method.needs)
         columns = {str(name): list(kind) for name, kind in values["columns"].items()}
-        return cls(given=made, columns=columns, fractions=fractions, lengths=lengths, **numbers, **options)  # type: ignore[arg-type]
+        return cls(trained=made, columns=columns, fractions=fractions, lengths=lengths, **numbers, **options)  # type: ignore[arg-type]
 
 
 NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "min_examples")
@@ -208,7 +186,7 @@ def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **opti
     made = with_lookups(made, lookup_groups(made.model)) if made.model.lookups else made
     largest = options.get("max_examples", AlgorithmPlan.max_examples)
     lengths = lengths_for(largest, made.method.needs)
-    return AlgorithmPlan(given=made, columns=columns_of(clients), lengths=lengths, **options)
+    return AlgorithmPlan(trained=made, columns=columns_of(clients), lengths=lengths, **options)
 
 
 def columns_of(clients: Clients) -> dict[str, list[Any]]:
@@ -217,7 +195,7 @@ def columns_of(clients: Clients) -> dict[str, list[Any]]:
 
 
 @functools.lru_cache(maxsize=8)
-def bring(name: str, source: Path | None) -> Given:
+def import_algorithm(name: str, source: Path | None) -> OperatorCode:
     """Call the function that an operator names, `package.module:function`, with the node's own file.
 
     The server calls it with None, and uses only the algorithm.
@@ -228,14 +206,12 @@ def bring(name: str, source: Path | None) -> Given:
     module, _, function = name.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise PlanError(
-            f"--algorithm is {name!r}, which cannot be imported ({problem}); give package.module:function"
-        ) from None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"--algorithm is {name!r}, and must be package.module:function ({error})") from None
     try:
-        found = make(source)
-    except Exception as problem:  # the function is not ours
-        raise PlanError(f"{name}({source}) fails with {type(problem).__name__}: {problem}") from problem
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Algorithm):
-        raise PlanError(f"{name} returns {type(found).__name__}; it should return (algorithm, clients)")
-    return Given(*found)
+        code = make(source)
+    except Exception as error:  # the function is not ours
+        raise PlanError(f"{name}({source}) fails with {type(error).__name__}: {error}") from error
+    if not isinstance(code, tuple) or len(code) != 2 or not isinstance(code[0], Algorithm):
+        raise PlanError(f"{name} returns {type(code).__name__}; it should return (algorithm, clients)")
+    return OperatorCode(*code)

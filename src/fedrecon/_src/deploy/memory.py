@@ -32,7 +32,7 @@ class Memory:
         self.promises: Promises | None = None
         self.run: str | None = None
         self.ended: list[str] = []  # runs before this one
-        self.round, self.tries, self.asked = -1, 0, 0
+        self.round, self.tries, self.questions = -1, 0, 0
         self.answers: dict[str, int] = {}  # of plans with noise, by digest, over all their runs
         if folder is not None and (folder / FILE).exists():
             self._read(folder / FILE)
@@ -46,7 +46,7 @@ class Memory:
         """Remember that a run has begun."""
         if self.run is not None:
             self.ended = [*self.ended, self.run][-1000:]
-        self.run, self.round, self.tries, self.asked = run, -1, 0, 0
+        self.run, self.round, self.tries, self.questions = run, -1, 0, 0
         self._write()
 
     def see(self, number: int) -> None:
@@ -60,9 +60,9 @@ class Memory:
         self.answers = {**self.answers, digest: self.answers.get(digest, 0) + 1}
         self._write()
 
-    def ask(self) -> None:
+    def note_question(self) -> None:
         """Remember a question of round zero before it is answered."""
-        self.asked += 1
+        self.questions += 1
         self._write()
 
     def _write(self) -> None:
@@ -75,7 +75,7 @@ class Memory:
             "ended": self.ended,
             "round": self.round,
             "tries": self.tries,
-            "asked": self.asked,
+            "questions": self.questions,
             "answers": self.answers,
         }
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,7 +87,7 @@ class Memory:
             self.accepted, self.run, self.ended = values["accepted"], values["run"], list(values["ended"])
             self.promises = None if values["promises"] is None else Promises(**values["promises"])
             self.round, self.tries = int(values["round"]), int(values["tries"])
-            self.asked = int(values["asked"])
+            self.questions = int(values["questions"])
             self.answers = {str(plan): int(count) for plan, count in values["answers"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise StorageError(

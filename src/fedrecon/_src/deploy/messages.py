@@ -12,15 +12,15 @@ import jax
 
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.wire import nbytes
-from fedrecon._src.deploy import measure
+from fedrecon._src.deploy import evaluation_sums
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.settings_plan import SettingsPlan
 
 MAGIC = b"FRD1"
 MOST_HEADER = 2**14
 _START = struct.Struct(">4sI")
 OK, REFUSED = "ok", "refused"
-TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"  # the last is followed by the number of a question
+# What a sum is for; the last is followed by the number of a question of round zero.
+TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"
 _LENGTH = struct.Struct(">I")
 
 
@@ -106,25 +106,25 @@ def refusal(message: Envelope | None, failure: Failure) -> bytes:
     return pack(Envelope(REFUSED, plan, run, number, {"reason": failure.reason, "why": failure.why[:2000]}))
 
 
-def question_number(of: str) -> int | None:
+def question_number(purpose: str) -> int | None:
     """Return which question of round zero a sum answers, by its number; None for any other sum."""
-    number = of.removeprefix(PREPARE)
-    return int(number) if of.startswith(PREPARE) and number.isdecimal() and len(number) < 4 else None
+    number = purpose.removeprefix(PREPARE)
+    return int(number) if purpose.startswith(PREPARE) and number.isdecimal() and len(number) < 4 else None
 
 
-def shapes_of(plan: Plan, of: str) -> Any:
+def shapes_of(plan: Plan, purpose: str) -> Any:
     """Return what a node sends, as shapes or zeros: for training, an evaluation, or a question of round zero."""
-    if of == TRAIN:
+    if purpose == TRAIN:
         return total_shapes(plan.algorithm)
-    number = question_number(of)
+    number = question_number(purpose)
     if number is None:
-        return measure.nothing(plan.algorithm.model)
+        return evaluation_sums.no_users(plan.algorithm.model)
     if plan.zero is None or not plan.unprepared:
         raise Failure("garbage", "this plan has no round zero, or it is over")
     try:
         return plan.zero.zeros(number)
-    except ValueError as problem:
-        raise Failure("garbage", str(problem)) from None
+    except ValueError as error:
+        raise Failure("garbage", str(error)) from None
 
 
 @functools.lru_cache(maxsize=16)
@@ -133,16 +133,16 @@ def largest_message(plan: Plan) -> int:
     total = total_shapes(plan.algorithm)
     integers = 8 * sum(leaf.size for leaf in jax.tree.leaves(total))
     arrays = max(nbytes(plan.message_shapes), nbytes(plan.params_shapes), nbytes(total), integers)
-    first = 16 * 3 * len(plan.legend) if isinstance(plan, SettingsPlan) else 0  # for round zero: three numbers per item
+    first = 0 if plan.zero is None else 16 * 3 * plan.zero.num_items  # for round zero: three numbers per item
     return 2 * max(arrays, first, len(plan.content)) + 2**24
 
 
-def join_bodies(first: bytes, second: bytes) -> bytes:
+def pack_pair(first: bytes, second: bytes) -> bytes:
     """Write two bodies as one."""
     return _LENGTH.pack(len(first)) + first + second
 
 
-def split_bodies(body: bytes) -> tuple[bytes, bytes]:
+def unpack_pair(body: bytes) -> tuple[bytes, bytes]:
     """Read two bodies from one."""
     if len(body) < _LENGTH.size or (size := _LENGTH.unpack_from(body)[0]) > len(body) - _LENGTH.size:
         raise Failure("garbage", "the message should have two parts")

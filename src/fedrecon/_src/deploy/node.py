@@ -14,8 +14,7 @@ from fedrecon._src.algorithms.rounds import client_total, total_shapes
 from fedrecon._src.algorithms.validation import check_training
 from fedrecon._src.core.keys import fresh_key, round_key
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
-from fedrecon._src.deploy import measure, node_keys, noise
-from fedrecon._src.deploy.holding import Holding, taking_part
+from fedrecon._src.deploy import evaluation_sums, node_keys, plan_privacy
 from fedrecon._src.deploy.memory import MOST_TRIES, Memory
 from fedrecon._src.deploy.messages import (
     MOST_HEADER,
@@ -30,11 +29,11 @@ from fedrecon._src.deploy.messages import (
     question_number,
     refusal,
     shapes_of,
-    split_bodies,
     unpack,
+    unpack_pair,
 )
-from fedrecon._src.deploy.plan import MOST_BYTES, Plan, PlanError, digest_of, weaker
-from fedrecon._src.deploy.settings_plan import SettingsPlan
+from fedrecon._src.deploy.plan import MOST_BYTES, NodeData, Plan, PlanError, digest_of, weaker
+from fedrecon._src.deploy.sums import bits_of, length_of, to_integers
 from fedrecon._src.recommend.tasks import Users
 
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
@@ -47,14 +46,14 @@ class Node:
 
     def __init__(
         self,
-        read: Callable[[Plan], Holding],
+        read: Callable[[Plan], NodeData],
         accept: Callable[[Plan], bool],
         memory: Memory | None = None,
         say: Callable[[str], None] = lambda text: None,
         *,
         algorithm: Algorithm | None = None,
         key: Any = None,
-        known: Collection[str] | None = None,
+        trusted: Collection[str] | None = None,
     ):
         """Prepare.
 
@@ -65,22 +64,21 @@ class Node:
           say: called with a line about every round.
           algorithm: what is trained, for plans of an algorithm made in Python.
           key: the node's own private key, with which it signs its part in secure sums.
-          known: public keys of the nodes that the owner knows; a plan that lists others is refused. By default the
+          trusted: public keys of the nodes that the owner knows; a plan that lists others is refused. By default the
             plan's list is trusted.
         """
         self._read, self._accept, self._say = read, accept, say
-        self._algorithm, self._key, self._known = algorithm, key, known
+        self._algorithm, self._key, self._trusted = algorithm, key, trusted
         self.memory = memory or Memory()
         self.plan: Plan | None = None
-        self.holding: Holding | None = None
+        self.data: NodeData | None = None
         self.refusal: str | None = None  # why it will never take part in the plan that it was offered
         self.finished = False  # whether the run that it joined last is over
-        self._agreed: Plan | None = None  # the plan without what round zero found
-        self._found = b""  # by round zero
+        self._agreed: Plan | None = None  # the plan without the result of round zero
         self._users: Users | None = None  # as the model sees them
         self._number: int | None = None  # of this node in the plan's list
         self._evaluators: dict[str, Any] = {}
-        self._sum: Any = None  # a secure sum that is under way: (what of, round, state of the client)
+        self._sum: Any = None  # a secure sum that is under way: (purpose, round, state of the client)
         self._stages = {
             "train": lambda message: self._open(message, TRAIN),
             "prepare": lambda message: self._open(message, self._question(message)),
@@ -98,7 +96,7 @@ class Node:
         try:
             message = unpack(data, self.max_message_bytes())
             if message.kind == "join":
-                return self._reply(message, *self._join(message))
+                return self._reply(message, *self._enroll(message))
             if message.kind not in self._stages:
                 raise Failure("garbage", f"a message of the unknown kind {message.kind[:40]!r}")
             self._check(message)
@@ -108,10 +106,10 @@ class Node:
             if message is not None and message.kind == "join" and failure.reason in LASTING:
                 self.refusal = failure.why
             return refusal(message, failure)
-        except Exception as problem:
+        except Exception as error:
             # The server learns the kind of error and nothing else: a message may have parts of the data in it.
-            self._say(f"failed: {type(problem).__name__}: {problem}")
-            return refusal(message, Failure("error", f"the node failed with {type(problem).__name__}"))
+            self._say(f"failed: {type(error).__name__}: {error}")
+            return refusal(message, Failure("error", f"the node failed with {type(error).__name__}"))
 
     def max_message_bytes(self) -> int:
         """Return the size of the largest message that is read."""
@@ -124,11 +122,11 @@ class Node:
 
     # ---- joining ----
 
-    def _join(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
-        size = message.facts.get("found", 0)
+    def _enroll(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+        size = message.facts.get("result_bytes", 0)
         if type(size) is not int or not 0 <= size <= len(message.body):
             raise Failure("garbage", "the server does not say where its plan ends")
-        content, found = message.body[: len(message.body) - size], message.body[len(message.body) - size :]
+        content, result = message.body[: len(message.body) - size], message.body[len(message.body) - size :]
         if digest_of(content) != message.plan:
             raise Failure("wrong_plan", "the server sent a plan that is not the one it names")
         if self._agreed is None or self._agreed.digest != message.plan:
@@ -138,7 +136,7 @@ class Node:
         if message.run != self.memory.run:
             self.memory.begin(message.run)
             self._say(f"joined run {message.run} of plan {message.plan[:16]}")
-        self._prepare(found)
+        self._prepare(result)
         self.finished, self.refusal = False, None
         return {}, b"" if self._number is None else str(self._number).encode()
 
@@ -146,15 +144,15 @@ class Node:
         """Take a new plan, if it promises enough and the owner agrees."""
         try:
             plan = Plan.from_bytes(data, self._algorithm)
-        except PlanError as problem:
-            raise Failure("wrong_plan", str(problem)) from None
+        except PlanError as error:
+            raise Failure("wrong_plan", str(error)) from None
         if plan.digest != self.memory.accepted:
             less = [] if self.memory.promises is None else weaker(self.memory.promises, plan.promises)
             if less:
                 raise Failure("weaker_plan", f"this plan promises less than the one accepted: {', '.join(less)}")
             if not self._accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
-        number = node_keys.number_in_plan(plan, self._key, self._known)
+        number = node_keys.number_in_plan(plan, self._key, self._trusted)
         holding = self._read(plan)
         users = plan.view(holding.users)
         for part in users:
@@ -162,24 +160,24 @@ class Node:
                 check_training(plan.algorithm, part)
         self.memory.accept(plan.digest, plan.promises)
         self.plan = self._agreed = plan
-        self.holding, self._users, self._number = holding, users, number
-        self._found, self._evaluators, self._sum = b"", {}, None
+        self.data, self._users, self._number = holding, users, number
+        self._evaluators, self._sum = {}, None
 
     def _prepare(self, data: bytes) -> None:
         """Take what round zero found, if the plan has one and the server says that it is over."""
         agreed = self._agreed
-        if not data or not isinstance(agreed, SettingsPlan) or agreed.zero is None:
+        if not data or agreed is None or agreed.zero is None:
             return
         try:
-            found = agreed.zero.read_result(data)
-        except ValueError as problem:
-            raise Failure("garbage", str(problem)) from None
-        plan = agreed.prepared(found)
+            result = agreed.zero.read_result(data)
+        except ValueError as error:
+            raise Failure("garbage", str(error)) from None
+        plan = agreed.prepared(result)
         if plan is self.plan:
             return
-        assert self.holding is not None
-        self._users = plan.view(self.holding.users)
-        self.plan, self._found, self._evaluators, self._sum = plan, data, {}, None
+        assert self.data is not None
+        self._users = plan.view(self.data.users)
+        self.plan, self._evaluators, self._sum = plan, {}, None
 
     def _check(self, message: Envelope) -> None:
         """Fail unless a message belongs to this node's plan and run, and to its round or a later one."""
@@ -208,80 +206,81 @@ class Node:
             raise Failure("garbage", "a question of round zero without a number")
         return f"{PREPARE}{number}"
 
-    def _open(self, message: Envelope, of: str) -> tuple[dict[str, Any], bytes]:
+    def _open(self, message: Envelope, purpose: str) -> tuple[dict[str, Any], bytes]:
         assert self.plan is not None
         if self.plan.secure:
             raise Failure("weaker_plan", "the plan says that sums are secure; this message asks for an open one")
-        return {}, to_bytes(self._compute(of, message.round, message.body))
+        return {}, to_bytes(self._compute(purpose, message.round, message.body))
 
-    def _compute(self, of: str, number: int, body: bytes) -> Any:
+    def _compute(self, purpose: str, number: int, body: bytes) -> Any:
         assert self.plan is not None
-        if of.startswith(PREPARE):
-            return self._answer(of, body)
+        if purpose.startswith(PREPARE):
+            return self._answer(purpose, body)
         if self.plan.unprepared:
-            raise Failure("not_joined", "this node does not know what round zero found; ask it to join again")
-        if of == TRAIN:
+            raise Failure("not_joined", "this node does not have the result of round zero; ask it to join again")
+        if purpose == TRAIN:
             if number == self.memory.round and self.memory.tries >= MOST_TRIES:
                 raise Failure("old_round", f"this node took part in round {number} {MOST_TRIES} times already")
             if self.plan.release is not None:
                 self._spend(self.plan)
             self.memory.see(number)
-        like = self.plan.message_shapes if of == TRAIN else self.plan.params_shapes
+        like = self.plan.message_shapes if purpose == TRAIN else self.plan.params_shapes
         try:
             value = from_bytes(body, like, most=nbytes(like) + SLACK)
-        except WireError as problem:
-            raise Failure("garbage", str(problem)) from None
+        except WireError as error:
+            raise Failure("garbage", str(error)) from None
         if not _finite(value):
             raise Failure("not_finite", "the server sent numbers that are not finite")
-        return self._train(number, value) if of == TRAIN else self._evaluate(of, value)
+        return self._train(number, value) if purpose == TRAIN else self._evaluate(purpose, value)
 
-    def _answer(self, of: str, body: bytes) -> Any:
+    def _answer(self, purpose: str, body: bytes) -> Any:
         """Answer a question of round zero, before the first round."""
         plan = self._agreed
-        assert self.holding is not None
+        assert self.data is not None
         assert plan is not None
         zero = plan.zero
         if zero is None:
             raise Failure("garbage", "this plan has no round zero")
-        if self.memory.round >= 0 or self.memory.asked >= MOST_ASKED:
+        if self.memory.round >= 0 or self.memory.questions >= MOST_ASKED:
             raise Failure("old_round", "round zero is over for this node, or was asked for too often")
         try:
             state = zero.from_bytes(body)
-        except ValueError as problem:
-            raise Failure("garbage", str(problem)) from None
-        if of != f"{PREPARE}{state.asked}" or state.done:
-            raise Failure("garbage", f"the question has number {state.asked}, but the message asks for {of}")
-        self.memory.ask()
-        users = self.holding.users.train
+        except ValueError as error:
+            raise Failure("garbage", str(error)) from None
+        if purpose != f"{PREPARE}{state.asked}" or state.done:
+            raise Failure("garbage", f"the question has number {state.asked}, but the message asks for {purpose}")
+        self.memory.note_question()
+        users = self.data.users.train
         if len(users) < plan.least_users:
             return zero.zeros(state.asked)
         if state.asked == 0:
-            self._say(f"round zero: sums over {len(users)} {plan.task.people}")
+            self._say(f"round zero: sums over {len(users)} {plan.people}")
         return zero.answer(state, users)
 
     def _train(self, number: int, message: Any) -> Any:
         assert self.plan is not None
         assert self._users is not None
         plan = self.plan
-        users = taking_part(plan, self._users.train, number)
+        users = plan.participants(self._users.train, number)
         if len(users) < plan.least_users:
-            self._say(f"round {number + 1}: {len(users)} {plan.task.people} would take part, too few: sending zeros")
+            self._say(f"round {number + 1}: {len(users)} {plan.people} would take part, too few: sending zeros")
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
-            return noise.noised(plan.algorithm, zeros)
+            return plan_privacy.add_node_noise(plan.algorithm, zeros)
         began, key = time.monotonic(), round_key(plan.seed, number)
         secret = key if plan.release is None else fresh_key()
         total = client_total(plan.algorithm, message, users, key, lengths=plan.lengths, secret=secret).total
-        total = noise.noised(plan.algorithm, total)
+        total = plan_privacy.add_node_noise(plan.algorithm, total)
         seconds = time.monotonic() - began
-        self._say(f"round {number + 1}: {len(users)} {plan.task.people} trained in {seconds:.3f} s")
+        self._say(f"round {number + 1}: {len(users)} {plan.people} trained in {seconds:.3f} s")
         return total
 
     def _spend(self, plan: Plan) -> None:
         """Count an answer of a plan with noise before anything of it is sent, or refuse it."""
-        most = noise.answers_of(plan.rounds)
-        if self.memory.answers.get(plan.digest, 0) >= most:
+        max_answers = plan_privacy.max_answers(plan.rounds)
+        if self.memory.answers.get(plan.digest, 0) >= max_answers:
             raise Failure(
-                "budget", f"this node answered {most} times, which is all that the plan's promise of privacy allows"
+                "budget",
+                f"this node answered {max_answers} times, which is all that the plan's promise of privacy allows",
             )
         self.memory.answer(plan.digest)
 
@@ -289,21 +288,21 @@ class Node:
         assert self.plan is not None
         assert self._users is not None
         plan, users = self.plan, self._users
-        there = len(getattr(users, part))
-        if there < plan.least_users:
-            return measure.nothing(plan.algorithm.model)
+        count = len(getattr(users, part))
+        if count < plan.least_users:
+            return evaluation_sums.no_users(plan.algorithm.model)
         if part not in self._evaluators:
             self._evaluators[part] = plan.evaluator(users, part)
-        self._say(f"evaluated {there} {part} {plan.task.people}")
-        return measure.measured(plan.algorithm.model, self._evaluators[part].sums(params))
+        self._say(f"evaluated {count} {part} {plan.people}")
+        return evaluation_sums.sum_users(plan.algorithm.model, self._evaluators[part].sums(params))
 
     def _finish(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
         """Keep the trained model for the owner."""
         assert self.plan is not None
         try:
             params = from_bytes(message.body, self.plan.params_shapes)
-        except WireError as problem:
-            raise Failure("garbage", str(problem)) from None
+        except WireError as error:
+            raise Failure("garbage", str(error)) from None
         if self.memory.folder is not None:
             failed = message.facts.get("failed")
             failed = None if failed is None else str(failed)[:MOST_REASON]
@@ -316,28 +315,29 @@ class Node:
     # ---- secure sums ----
 
     def _advertise(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
-        from fedrecon._src.deploy.secret import bits_of, length_of
         from fedrecon._src.privacy import secure_sum
 
         assert self.plan is not None
-        of, me = message.facts.get("of"), message.facts.get("me")
-        if type(me) is not int or (self._number is not None and me != self._number):
-            raise Failure("garbage", f"a secure sum for node {me}, but this is another node")
-        if not isinstance(of, str) or not (of in (TRAIN, *PARTS) or question_number(of) is not None):
+        purpose, node_number = message.facts.get("purpose"), message.facts.get("me")
+        if type(node_number) is not int or (self._number is not None and node_number != self._number):
+            raise Failure("garbage", f"a secure sum for node {node_number}, but this is another node")
+        if not isinstance(purpose, str) or not (purpose in (TRAIN, *PARTS) or question_number(purpose) is not None):
             raise Failure("garbage", "a secure sum of something unknown")
-        plan = self._agreed if of.startswith(PREPARE) else self.plan
+        plan = self._agreed if purpose.startswith(PREPARE) else self.plan
         assert plan is not None
         try:
             terms = secure_sum.Terms.from_bytes(message.body)
-            like = shapes_of(plan, of)
-            length = length_of(like, wide=question_number(of) is not None)
+            like = shapes_of(plan, purpose)
+            length = length_of(like, wide=question_number(purpose) is not None)
             if terms.bits != bits_of(like) or terms.length != length or terms.circle > self.plan.most_nodes:
                 raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
-            own = self._key if self._number is not None else None
-            state, hello = secure_sum.advertise(terms, me, least=self.plan.least_nodes, signing_key=own)
-        except secure_sum.SecureSumError as problem:
-            raise Failure("secure_sum", str(problem)) from None
-        self._sum = (of, message.round, state)
+            signing_key = self._key if self._number is not None else None
+            state, hello = secure_sum.advertise(
+                terms, node_number, least=self.plan.least_nodes, signing_key=signing_key
+            )
+        except secure_sum.SecureSumError as error:
+            raise Failure("secure_sum", str(error)) from None
+        self._sum = (purpose, message.round, state)
         return {}, hello
 
     def _step(self, message: Envelope, take: Callable[[Any], tuple[Any, bytes]]) -> tuple[dict[str, Any], bytes]:
@@ -345,13 +345,13 @@ class Node:
 
         if self._sum is None or self._sum[1] != message.round:
             raise Failure("secure_sum", "there is no secure sum of this round under way")
-        of, number, state = self._sum
+        purpose, number, state = self._sum
         self._sum = None  # a state is for one step, even if that fails
         try:
             state, reply = take(state)
-        except secure_sum.SecureSumError as problem:
-            raise Failure("secure_sum", str(problem)) from None
-        self._sum = (of, number, state)
+        except secure_sum.SecureSumError as error:
+            raise Failure("secure_sum", str(error)) from None
+        self._sum = (purpose, number, state)
         return {}, reply
 
     def _share(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
@@ -362,17 +362,16 @@ class Node:
         return self._step(message, lambda state: secure_sum.share(state, message.body, verify_keys=verify))
 
     def _mask(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
-        from fedrecon._src.deploy.secret import to_integers
         from fedrecon._src.privacy import secure_sum
 
-        delivery, body = split_bodies(message.body)
-        of = None if self._sum is None else self._sum[0]
+        delivery, body = unpack_pair(message.body)
+        purpose = None if self._sum is None else self._sum[0]
 
         def take(state: Any) -> tuple[Any, bytes]:
             assert self.plan is not None
-            assert of is not None
-            value = self._compute(of, message.round, body)
-            vector = to_integers(self.plan, value, wide=question_number(of) is not None)
+            assert purpose is not None
+            value = self._compute(purpose, message.round, body)
+            vector = to_integers(self.plan, value, wide=question_number(purpose) is not None)
             return secure_sum.mask(state, delivery, vector)
 
         return self._step(message, take)

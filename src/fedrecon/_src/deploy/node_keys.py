@@ -56,23 +56,23 @@ def read_registry(folder: Path) -> dict[bytes, str]:
     return {_load(_without_comment(line)).public_bytes_raw(): line.split()[2] for line in lines}
 
 
-def number_in_plan(plan: Plan, key: Any, known: Collection[str] | None) -> int | None:
+def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int | None:
     """Return a node's number among the nodes that a plan lists; None if keys are not signed.
 
     Args:
       plan: the plan of the secure sums.
       key: the node's private key.
-      known: public keys of nodes that the node's owner knows; None to trust the plan's list.
+      trusted: public keys of nodes that the node's owner knows; None to trust the plan's list.
 
     Raises:
       Failure: the node is not in the list, or its owner does not know a node that is.
     """
     if not plan.promises.signed:
-        if known is not None and plan.secure:
+        if trusted is not None and plan.secure:
             raise Failure("not_accepted", "this node's owner listed nodes, but in this plan keys are not signed")
         return None
     listed = [_without_comment(line) for line in plan.nodes]
-    if known is not None and (strangers := set(listed) - set(map(_without_comment, known))):
+    if trusted is not None and (strangers := set(listed) - set(map(_without_comment, trusted))):
         raise Failure("not_accepted", f"the plan lists {len(strangers)} nodes that this node's owner does not know")
     public = None if key is None else _public_line(key)
     if public not in listed:

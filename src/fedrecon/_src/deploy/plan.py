@@ -14,31 +14,50 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage
+from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Lengths
-from fedrecon._src.deploy import noise
+from fedrecon._src.core.keys import as_number, mix_hashes, round_key, words_of
+from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.deploy import plan_privacy
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.ledger import NOT_COVERED
-from fedrecon._src.recommend.config import ConfigError
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
-from fedrecon._src.storage.atomic import StorageError, read_bytes, write_bytes
+from fedrecon._src.storage.atomic import read_bytes, write_bytes
 from fedrecon._src.storage.ownership import check_names
-from fedrecon._version import __version__
+from fedrecon._src.storage.atomic import StorageError
 
-FORMAT, VERSION, FILE = "fedrecon-plan", 3, "plan.json"
+FORMAT, VERSION, FILE = "fedrecon-plan", 4, "plan.json"
 _FILES = re.compile(r"plan\.json|\.plan\.json\.partial")
 MOST_BYTES = 2**28  # of a plan: a catalogue of some millions of items
 MOST_USERS, MOST_NODES = 2**31 - 1, 2**15
 SHORTEST = 16  # the fewest characters that may name a digest
+PARTICIPATION_SALT = 0xD6E8FEB86659FD93  # so that who takes part has nothing to do with how splits are redrawn
 LIMIT = 2.0**20  # of any number in a node's sum, if sums are secure
-OWN = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes", "users")  # written under their own names
+OPTIONS = {
+    "share": float,
+    "least_users": int,
+    "least_nodes": int,
+    "secure": bool,
+    "limit": float,
+    "most_nodes": int,
+    "users": int,
+}
 
 
 class PlanError(ValueError):
     """A plan that cannot be used; the message says why."""
+
+
+class NodeData(NamedTuple):
+    """The users of a node, and counts of what was left out of its file."""
+
+    users: Users
+    skipped: Mapping[str, int]
 
 
 class Promises(NamedTuple):
@@ -67,6 +86,9 @@ class Promises(NamedTuple):
     delta: float | None = None
 
 
+KINDS: dict[str, type[Plan]] = {}
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Plan(abc.ABC):
     """What server and nodes agree on. Both get the same algorithm from it.
@@ -82,10 +104,11 @@ class Plan(abc.ABC):
       nodes: public keys of the nodes, in OpenSSH's format. With secure sums a node accepts only keys that these have
         signed. Without a list, the server is trusted not to invent nodes.
       users: with noise, roughly how many users all nodes have together; sums are divided by `share` of this number.
-      version: of fedrecon.
     """
 
     kind: ClassVar[str]
+    people: ClassVar[str] = "clients"  # what commands call them
+    examples: ClassVar[str] = "examples"
 
     lengths: Lengths
     share: float = 1.0
@@ -96,30 +119,34 @@ class Plan(abc.ABC):
     most_nodes: int = 128
     nodes: tuple[str, ...] = ()
     users: int = 0
-    version: str = __version__
 
     def __post_init__(self) -> None:
         """Check what the settings' own types do not."""
-        if not 0 < self.share <= 1:
-            raise PlanError(f"the share of users in a round is {self.share}; it must be above 0, and at most 1")
-        if not 1 <= self.least_users <= MOST_USERS:
-            raise PlanError(f"the least number of users is {self.least_users}; it must be from 1 to {MOST_USERS}")
-        if not 1 <= self.least_nodes <= MOST_NODES or not 1 <= self.most_nodes <= MOST_NODES:
-            raise PlanError(
-                f"the least number of nodes is {self.least_nodes} and the most in a secure sum {self.most_nodes}; both "
-                f"must be from 1 to {MOST_NODES}"
-            )
-        if self.secure and self.least_nodes < 2:
-            raise PlanError("a secure sum of one node hides nothing: set `least_nodes` to 2 or more")
-        if not (self.limit > 0 and math.isfinite(self.limit)):
-            raise PlanError(f"the limit of secure sums is {self.limit}; it must be a number above 0")
-        if self.nodes and (len(set(self.nodes)) < len(self.nodes) or len(self.nodes) < self.least_nodes):
-            raise PlanError(
-                f"the plan lists {len(set(self.nodes))} different nodes in {len(self.nodes)} lines, and a round needs "
-                f"{self.least_nodes}: list every node once"
-            )
-        if (problem := noise.problem_of(self)) is not None:
+        rules = {
+            "`share` must be above 0 and at most 1": 0 < self.share <= 1,
+            f"`least_users` must be from 1 to {MOST_USERS}": 1 <= self.least_users <= MOST_USERS,
+            f"`least_nodes` must be from 1 to {MOST_NODES}": 1 <= self.least_nodes <= MOST_NODES,
+            f"`most_nodes` must be from 1 to {MOST_NODES}": 1 <= self.most_nodes <= MOST_NODES,
+            "`least_nodes` must be at least 2 with `secure`: a secure sum of one node hides nothing": (
+                not self.secure or self.least_nodes >= 2
+            ),
+            "`limit` must be a number above 0": self.limit > 0 and math.isfinite(self.limit),
+            "`nodes` must list every node once, and at least `least_nodes` of them": (
+                not self.nodes or (len(set(self.nodes)) == len(self.nodes) >= self.least_nodes)
+            ),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                name = rule.split("`")[1]
+                value = len(self.nodes) if name == "nodes" else getattr(self, name)
+                raise PlanError(f"{rule} (got {value})")
+        if (problem := plan_privacy.noise_problem(self)) is not None:
             raise PlanError(problem)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make `Plan.from_bytes` read plans of this kind."""
+        super().__init_subclass__(**options)
+        KINDS[cls.kind] = cls
 
     # ---- what is trained ----
 
@@ -127,11 +154,6 @@ class Plan(abc.ABC):
     @abc.abstractmethod
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
-
-    @property
-    @abc.abstractmethod
-    def task(self) -> Any:
-        """What people and examples are called, and which metrics are shown; a `Task` or similar."""
 
     @property
     @abc.abstractmethod
@@ -173,6 +195,24 @@ class Plan(abc.ABC):
         """Whether round zero comes first."""
         return False
 
+    def prepared(self, result: Any) -> Plan:
+        """Return the plan with the result of round zero; its digest stays."""
+        raise PlanError("this plan has no round zero")
+
+    def participants(self, users: Clients, number: int) -> Clients:
+        """Return the users that train in a round. Each is drawn with the plan's share, from its name and the round.
+
+        In plans with noise nobody else may know who they are, so they are drawn from the system's entropy.
+        """
+        if self.release is not None:
+            return plan_privacy.draw_participants(users, self.share)
+        if self.share == 1 or not len(users):
+            return users
+        salt = as_number(words_of(round_key(self.seed, number))) ^ np.uint64(PARTICIPATION_SALT)
+        with np.errstate(over="ignore"):
+            drawn = mix_hashes(as_number(users.identities()), salt)
+        return users.take(drawn.astype(np.float64) < self.share * 2.0**64)
+
     def view(self, users: Users) -> Users:
         """Return users as the model sees them.
 
@@ -209,6 +249,11 @@ class Plan(abc.ABC):
     def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
         """Say why a run has failed; None if it has not."""
 
+    @classmethod
+    @abc.abstractmethod
+    def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> Plan:
+        """Undo `subject`."""
+
     # ---- what follows from it ----
 
     @functools.cached_property
@@ -224,7 +269,7 @@ class Plan(abc.ABC):
     @functools.cached_property
     def release(self) -> Release | None:
         """What a round releases; None without noise."""
-        return noise.release_of(self)
+        return plan_privacy.release_of(self)
 
     @property
     def delta(self) -> float | None:
@@ -234,7 +279,7 @@ class Plan(abc.ABC):
     @functools.cached_property
     def promises(self) -> Promises:
         """What it promises the owners of data."""
-        spent = noise.spent(self, noise.answers_of(self.rounds))
+        spent = plan_privacy.ledger_of(self, plan_privacy.max_answers(self.rounds))
         return Promises(
             self.secure,
             self.least_nodes,
@@ -255,13 +300,12 @@ class Plan(abc.ABC):
         values = {
             "format": FORMAT,
             "version": VERSION,
-            "fedrecon": self.version,
             "kind": self.kind,
             "lookups": {path: [f] if isinstance(f, str) else list(f) for path, f in lookups.items()},  # type: ignore[union-attr]
             "lengths": list(self.lengths),
             "nodes": list(self.nodes),
             **self.subject(),
-            **{name: getattr(self, name) for name in OWN},
+            **{name: getattr(self, name) for name in OPTIONS},
         }
         return (json.dumps(values, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
@@ -314,8 +358,8 @@ class Plan(abc.ABC):
             raise StorageError(f"{path} holds no plan; make one with fedrecon plan --out {path}")
         try:
             return Plan.from_bytes(read_bytes(file, MOST_BYTES), algorithm)
-        except PlanError as problem:
-            raise PlanError(f"{file}: {problem}") from None
+        except PlanError as error:
+            raise PlanError(f"{file}: {error}") from None
 
 
 @functools.lru_cache(maxsize=4)
@@ -323,39 +367,27 @@ def _from_bytes(data: bytes, algorithm: Algorithm | None) -> Plan:
     """Read a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
     try:
         plan = _read(json.loads(data), algorithm)
-    except (ConfigError, PlanError) as problem:
-        raise PlanError(str(problem)) from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
-        raise PlanError(f"this is not a plan: {problem!r}") from None
+    except PlanError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise PlanError(f"this is not a plan: {error!r}") from None
     if plan.content != data:
         raise PlanError("the plan is not written as this version of fedrecon writes it; make it with this version")
     return plan
 
 
 def _read(values: Any, algorithm: Algorithm | None) -> Plan:
-    from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan
-    from fedrecon._src.deploy.settings_plan import SettingsPlan
-
-    if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-        raise PlanError(f"this is not a plan; expected {FORMAT} {VERSION}")
-    if values["version"] != VERSION:
-        raise PlanError(
-            f"`version` of the plan must be {VERSION}, the protocol of this fedrecon ({__version__}); it is "
-            f"{values['version']}, of fedrecon {values['fedrecon']}"
-        )
-    kinds = {"share": float, "limit": float, "secure": bool}
-    for name in OWN:
-        if type(values[name]) is not kinds.get(name, int):
-            raise PlanError(f"the plan's {name} is {values[name]!r}, which is not {kinds.get(name, int).__name__}")
-    options = {name: values[name] for name in OWN} | {"nodes": tuple(map(str, values["nodes"]))}
-    if values["kind"] == AlgorithmPlan.kind:
-        plan: Plan = AlgorithmPlan.read(values, algorithm, options)
-    elif values["kind"] == SettingsPlan.kind:
-        plan = SettingsPlan.read(values, options)
-    else:
-        raise PlanError(f"a plan of the unknown kind {str(values['kind'])[:40]!r}")
+    if not isinstance(values, Mapping) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
+        raise PlanError(f"this is not a plan of format {FORMAT} {VERSION}: server and nodes need the same format")
+    for name, kind in OPTIONS.items():
+        if type(values[name]) is not kind:
+            raise PlanError(f"`{name}` must be a {kind.__name__} (got {str(values[name])[:40]})")
+    if values["kind"] not in KINDS:
+        raise PlanError(f"`kind` must be one of {', '.join(sorted(KINDS))} (got {str(values['kind'])[:40]!r})")
+    options = {name: values[name] for name in OPTIONS} | {"nodes": tuple(map(str, values["nodes"]))}
+    plan = KINDS[values["kind"]].read(values, algorithm, options)
     if list(plan.lengths) != values["lengths"]:
-        raise PlanError(f"the plan's arrays have lengths {values['lengths']}; its settings lead to {plan.lengths}")
+        raise PlanError(f"`lengths` must be {list(plan.lengths)} for these settings (got {values['lengths']})")
     return plan
 
 
@@ -364,7 +396,7 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def names(digest: str, name: str) -> bool:
+def is_prefix(digest: str, name: str) -> bool:
     """Say whether a name is the beginning of a digest, and long enough."""
     return len(name) >= SHORTEST and digest.startswith(name.lower())
 
@@ -376,35 +408,37 @@ def weaker(before: Promises, now: Promises) -> list[str]:
       before: what the plan that was accepted promises.
       now: what the other one promises.
     """
-    found = []
+    losses = []
     if before.secure and not now.secure:
-        found.append("sums are no longer secure")
+        losses.append("sums are no longer secure")
     if before.signed and not now.signed:
-        found.append("the keys of secure sums are no longer signed")
+        losses.append("the keys of secure sums are no longer signed")
     for name in ("least_nodes", "least_users", "least_examples"):
         if getattr(now, name) < getattr(before, name):
-            found.append(f"{name} falls from {getattr(before, name)} to {getattr(now, name)}")
+            losses.append(f"{name} falls from {getattr(before, name)} to {getattr(now, name)}")
     if before.clip_norm is not None and (now.clip_norm is None or now.clip_norm > before.clip_norm):
-        found.append(f"clip_norm rises from {before.clip_norm} to {now.clip_norm}")
+        losses.append(f"clip_norm rises from {before.clip_norm} to {now.clip_norm}")
     if now.share > before.share:
-        found.append(f"share rises from {before.share} to {now.share}")
+        losses.append(f"share rises from {before.share} to {now.share}")
     for name in ("epsilon", "delta"):
         was, now_is = getattr(before, name), getattr(now, name)
         if was is not None and (now_is is None or now_is > was):
-            found.append(f"{name} rises from {was:.4g} to {'no promise' if now_is is None else f'{now_is:.4g}'}")
-    return found
+            losses.append(f"{name} rises from {was:.4g} to {'no promise' if now_is is None else f'{now_is:.4g}'}")
+    return losses
 
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
     """Say in words what a node takes part in if it accepts a plan."""
-    task, promises = plan.task, plan.promises
-    sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in _leaves(plan.params_shapes))
+    people, examples, promises = plan.people, plan.examples, plan.promises
+    leaves = flatten(plan.params_shapes)[0]
+    sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in leaves.items())
     privacy = "no noise: no differential privacy is promised"
     if promises.epsilon is not None:
         by = "every node" if plan.secure else "the server, which sees sums without it"
         privacy = (
             f"epsilon {promises.epsilon:.3g} at delta {promises.delta:.2g} for every user, with noise that {by} adds; "
-            f"a node answers {noise.answers_of(plan.rounds)} times at most. {NOT_COVERED[0].upper()}{NOT_COVERED[1:]}"
+            f"a node answers {plan_privacy.max_answers(plan.rounds)} times at most. "
+            f"{NOT_COVERED[0].upper()}{NOT_COVERED[1:]}"
         )
     if promises.clip_norm is not None:
         privacy = f"a user's change has norm {promises.clip_norm:g} at most; {privacy}"
@@ -419,17 +453,17 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("plan", plan.digest),
         ("task", plan.about()),
-        ("training", f"{plan.rounds} rounds with {promises.share:.0%} of the {task.people}, seed {plan.seed}"),
+        ("training", f"{plan.rounds} rounds with {promises.share:.0%} of the {people}, seed {plan.seed}"),
         (
             "who",
-            f"{task.people} with {promises.least_examples} {task.examples} or more, at most {plan.most_examples} each",
+            f"{people} with {promises.least_examples} {examples} or more, at most {plan.most_examples} each",
         ),
         (
             "sent",
-            f"{first}the sum over {promises.least_users} {task.people} or more of changes of: {sent}"
+            f"{first}the sum over {promises.least_users} {people} or more of changes of: {sent}"
             + ("; counts, loss" if promises.epsilon is None else ""),
         ),
-        ("stays", f"{task.examples}, ids of {task.people}, and local parameters"),
+        ("stays", f"{examples}, ids of {people}, and local parameters"),
         ("sums", sums),
         ("privacy", privacy),
     ]
@@ -439,9 +473,3 @@ def name_of(key: str) -> str:
     """Return the name of a public key: its comment, or its last characters."""
     words = key.split()
     return words[2] if len(words) > 2 else words[-1][-12:]
-
-
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    from fedrecon._src.core.pytrees import flatten
-
-    return list(flatten(tree)[0].items())

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fedrecon._src.deploy.grid import Reply
+from fedrecon._src.deploy.transport import Reply
 
 NAME_BYTES, MAC_BYTES = 12, 16
 PRESENCE_SECONDS = 5.0  # how long a node counts as connected after its last request
 _TICKET = re.compile(f"[0-9a-f]{{{2 * (NAME_BYTES + MAC_BYTES)}}}")
 
 
-class Task(NamedTuple):
+class NodeTask(NamedTuple):
     """What a node is asked to do: fetch a broadcast, answer it, report before the deadline."""
 
     round: int
@@ -144,7 +144,7 @@ class TaskBoard:
             if lost:
                 del self._last_seen[node]
 
-    def next_task(self, node: int) -> Task | None:
+    def next_task(self, node: int) -> NodeTask | None:
         """Return the oldest task that a node has not reported; again, if it fetched it before and was restarted."""
         now = time.monotonic()
         with self._changed:
@@ -152,14 +152,14 @@ class TaskBoard:
                 if entry.node == node and entry.reply is None and entry.deadline > now:
                     entry.fetched = True
                     ticket, size = self._ticket(name, entry.round, node), len(self._messages[entry.digest])
-                    return Task(entry.round, entry.digest, size, ticket, round(entry.deadline - now, 3))
+                    return NodeTask(entry.round, entry.digest, size, ticket, round(entry.deadline - now, 3))
         return None
 
     def message(self, node: int, digest: str) -> bytes | None:
         """Return a message that a node has a task for."""
         with self._changed:
-            wanted = any(e.node == node and e.digest == digest and e.reply is None for e in self._entries.values())
-            return self._messages[digest] if wanted else None
+            needed = any(e.node == node and e.digest == digest and e.reply is None for e in self._entries.values())
+            return self._messages[digest] if needed else None
 
     def state(self, node: int, number: int, ticket: str) -> str:
         """Return `forged`, `open`, `reported` or `expired`."""

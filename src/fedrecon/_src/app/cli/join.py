@@ -18,7 +18,8 @@ from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.recommend.config import Reading
 
 if TYPE_CHECKING:
-    from fedrecon._src.deploy.plan import Plan
+    from fedrecon._src.deploy.node import Node
+    from fedrecon._src.deploy.plan import NodeData, Plan
 
 SHORTEST = 16  # characters of a plan's digest, as in fedrecon._src.deploy.plan, which is imported where it is used
 
@@ -84,7 +85,6 @@ def run(args: Join) -> int:
 
     from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
     from fedrecon._src.deploy.node_keys import read_private_key
-    from fedrecon._src.deploy.operating import Operator
     from fedrecon._src.storage.lock import file_lock
     from fedrecon._src.storage.ownership import LOCK
 
@@ -102,12 +102,12 @@ def run(args: Join) -> int:
     if args.insecure:
         show.alarm("--insecure: nothing is encrypted, and anybody can pose as the server or read what is sent")
     key = None if args.key is None else read_private_key(args.key)
-    operator = Operator(args.source, args.state, args.data, args.min_examples, args.nodes, args.algorithm)
-    node = operator.node(_asking(args, say), say, key=key)
+    folder = args.state or args.source.with_name(args.source.name + ".node")
+    node = make_node(args, folder, key, say)
     signal.signal(signal.SIGTERM, _interrupt)
     say(f"looking for the server at {server}")
     with (
-        file_lock(operator.folder / LOCK, f"what this node remembers in {operator.folder}"),
+        file_lock(folder / LOCK, f"what this node remembers in {folder}"),
         contextlib.closing(Connection(server, key or Ed25519PrivateKey.generate(), args.ca)) as connection,
     ):
         run_node(
@@ -122,13 +122,50 @@ def run(args: Join) -> int:
     return 0
 
 
-def _asking(args: Join, say: Callable[[str], None]) -> Callable[[Plan], bool]:
-    """Return how the owner is asked about a plan."""
-    from fedrecon._src.deploy.plan import describe, names
+def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) -> Node:
+    """Return the node that an operator's options describe."""
+    from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan, import_algorithm
+    from fedrecon._src.deploy.memory import Memory
+    from fedrecon._src.deploy.node import Node
+    from fedrecon._src.deploy.node_keys import read_public_keys
+    from fedrecon._src.deploy.settings_plan import SettingsPlan
+
+    code = None if args.algorithm is None else import_algorithm(args.algorithm, args.source)
+
+    def read(plan: Plan) -> NodeData:
+        if isinstance(plan, SettingsPlan):
+            data = plan.read_file(args.source, args.data, args.min_examples)
+        else:
+            assert isinstance(plan, AlgorithmPlan)
+            assert code is not None  # or the plan could not have been read
+            assert code.clients is not None
+            data = plan.split_clients(code.clients)
+        train, valid, test = map(len, data.users)
+        skipped = [f"{count:,} {what.replace('_', ' ')}" for what, count in data.skipped.items() if count]
+        say(
+            f"{args.source}: {train:,} {plan.people} train, {valid:,} validate, {test:,} test"
+            + (f"; left out: {', '.join(skipped)}" if skipped else "")
+        )
+        return data
+
+    return Node(
+        read,
+        acceptance(args, say),
+        Memory(folder),
+        say,
+        algorithm=None if code is None else code.algorithm,
+        key=key,
+        trusted=None if args.nodes is None else read_public_keys(args.nodes),
+    )
+
+
+def acceptance(args: Join, say: Callable[[str], None]) -> Callable[[Plan], bool]:
+    """Return the function that asks the owner about a plan."""
+    from fedrecon._src.deploy.plan import describe, is_prefix
 
     def accept(plan: Plan) -> bool:
         if args.accept is not None:
-            agreed = names(plan.digest, args.accept)
+            agreed = is_prefix(plan.digest, args.accept)
             if not agreed:
                 say(f"the server's plan is {plan.digest}; --accept names another")
             return agreed

@@ -100,18 +100,18 @@ def parse(argv: Sequence[str]) -> MakePlan:
     default = options.default_config("plan", argv)
     default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
     command = COMMANDS[default.task]
-    given = {"words" if command is PlanText else "items": tyro.MISSING}
-    found = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **given))
-    if found.settings.sampling != default.sampling:
+    required = {"words" if command is PlanText else "items": tyro.MISSING}
+    args = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **required))
+    if args.settings.sampling != default.sampling:
         raise options.UsageError("--sampling is for simulations; use --share, the share of a node's users per round")
-    if found.settings.patience != default.patience:
+    if args.settings.patience != default.patience:
         raise options.UsageError("--patience is for simulations; a deployment trains all --rounds")
-    return found
+    return args
 
 
 def run(args: MakePlan) -> int:
     """Make the plan and say what it is."""
-    from fedrecon._src.deploy.catalogue import read_items, read_words
+    from fedrecon._src.app.catalogue import read_items, read_words
     from fedrecon._src.deploy.node_keys import read_public_keys
     from fedrecon._src.deploy.plan import describe
     from fedrecon._src.deploy.settings_plan import make_plan

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -15,9 +16,9 @@ import tyro
 from fedrecon._src.app.cli import FAILED, options, show
 
 if TYPE_CHECKING:
+    from fedrecon._src.deploy.coordinator import Outcome
     from fedrecon._src.deploy.http_server import Tls
     from fedrecon._src.deploy.plan import Plan
-    from fedrecon._src.deploy.server import Outcome
 
 COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
 WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
@@ -76,10 +77,10 @@ class Serve:
 def parse(argv: Sequence[str]) -> Serve:
     """Parse the options."""
     args = options.parse(Serve, "serve", argv)
-    given = [args.keys, args.cert, args.key, args.ca, args.nodes]
-    if args.insecure and any(given):
+    files = [args.keys, args.cert, args.key, args.ca, args.nodes]
+    if args.insecure and any(files):
         raise options.UsageError("--insecure has no use for keys and certificates; leave it out to be safe")
-    if not args.insecure and args.keys is None and None in given[1:]:
+    if not args.insecure and args.keys is None and None in files[1:]:
         raise options.UsageError(
             "give --keys, the folder that fedrecon keys makes (or --cert, --key, --ca and --nodes), or --insecure for "
             "trying out"
@@ -91,14 +92,15 @@ def parse(argv: Sequence[str]) -> Serve:
 def run(args: Serve) -> int:
     """Train over nodes and say how the model serves their held-out users."""
     from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.deploy.algorithm_plan import bring
+    from fedrecon._src.deploy.algorithm_plan import import_algorithm
+    from fedrecon._src.deploy.coordinator import serve
     from fedrecon._src.deploy.http_server import Limits, parse_address, serve_tasks
     from fedrecon._src.deploy.messages import largest_message
-    from fedrecon._src.deploy.plan import Plan
-    from fedrecon._src.deploy.server import NotEnoughNodes, Pace, serve
+    from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
+    from fedrecon._src.deploy.settings_plan import Plan  # knows plans of settings
     from fedrecon._src.storage.run_folder import RunFolder
 
-    plan = Plan.open(args.plan, None if args.algorithm is None else bring(args.algorithm, None).algorithm)
+    plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None).algorithm)
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
     address, (tls, keys) = parse_address(args.listen), _files(args)
     limits = Limits(largest_message(plan), connections=args.max_connections)
@@ -109,13 +111,13 @@ def run(args: Serve) -> int:
     show.remark(
         f"plan {plan.digest}; on every node: fedrecon join FILE --server {scheme}://HOST:{address[1]} {credentials}"
     )
-    folder, table = RunFolder(args.out), _Table(args.json)
+    folder, table, task = RunFolder(args.out), _Table(args.json), _task_of(plan)
     signal.signal(signal.SIGTERM, _interrupt)
 
     def on_record(record: dict[str, Any]) -> None:
         table.row(record)
         if not args.json:
-            show.progress_of(record, plan.task.measures)
+            show.progress_of(record, task.measures)
 
     try:
         with (
@@ -130,7 +132,7 @@ def run(args: Serve) -> int:
                 show.remark(f"requests that were refused: {refused}")
     except NotEnoughNodes as problem:
         raise ValueError(str(problem)) from None
-    learning_curve(outcome.history, folder.plots_path / "learning_curve.png", plan.task.curve)
+    learning_curve(outcome.history, folder.plots_path / "learning_curve.png", task.curve)
     return _show_outcome(args, plan, outcome)
 
 
@@ -138,7 +140,7 @@ def _show_outcome(args: Serve, plan: Plan, outcome: Outcome) -> int:
     from fedrecon._src.deploy.settings_plan import SettingsPlan
     from fedrecon._src.storage.atomic import without_nan
 
-    task = plan.task
+    task = _task_of(plan)
     if outcome.failed is not None:
         show.alarm(f"training failed: {outcome.failed}")
     if outcome.interrupted:
@@ -158,6 +160,19 @@ def _show_outcome(args: Serve, plan: Plan, outcome: Outcome) -> int:
         if isinstance(plan, SettingsPlan):
             show.following(task.serve.format(run=shlex.quote(str(args.out))))
     return 0
+
+
+def _task_of(plan: Plan) -> Any:
+    """Return what people and metrics of a plan are called; a `Task` or similar."""
+    from fedrecon._src.core.model import metric_names
+    from fedrecon._src.deploy.settings_plan import SettingsPlan
+    from fedrecon._src.recommend.tasks import Measure
+
+    if isinstance(plan, SettingsPlan):
+        return plan.task
+    measures = tuple(Measure(name, name) for name in metric_names(plan.algorithm.model))
+    words = {"people": plan.people, "examples": plan.examples}
+    return SimpleNamespace(name="algorithm", measures=measures, curve=(*measures, *measures)[:2], **words)
 
 
 def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:

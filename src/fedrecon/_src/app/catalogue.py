@@ -29,31 +29,30 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file)
             if item not in (rows.fieldnames or ()):
-                there = ", ".join(rows.fieldnames or ()) or "nothing"
-                raise DataError(f"{path} has no column {item!r}; its first line names: {there}. Use --item-column.")
+                header = ", ".join(rows.fieldnames or ()) or "nothing"
+                raise DataError(f"{path} has no column {item!r}; its first line names: {header}. Use --item-column.")
             titles: dict[str, str] = {}
             for row in rows:
-                if not (one := (row[item] or "").strip()):
+                if not (item_id := (row[item] or "").strip()):
                     continue
-                called = (row.get(title) or "").strip()
-                if titles.setdefault(one, called) != called:
+                name = (row.get(title) or "").strip()
+                if titles.setdefault(item_id, name) != name:
                     raise DataError(
-                        f"{path} line {rows.line_num}: item {one[:40]!r} has the title {called[:40]!r}, but "
-                        f"{titles[one][:40]!r} above; give every item one title"
+                        f"{path} line {rows.line_num}: item {item_id[:40]!r} has the title {name[:40]!r}, but "
+                        f"{titles[item_id][:40]!r} above; give every item one title"
                     )
             named = title in (rows.fieldnames or ())
-    except UnicodeDecodeError as problem:
-        raise DataError(f"{path} is not UTF-8 text: {problem}") from None
-    except csv.Error as problem:
-        raise DataError(f"{path} is not a CSV file: {problem}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+    except csv.Error as error:
+        raise DataError(f"{path} is not a CSV file: {error}") from None
     if not titles:
         raise DataError(f"{path} lists no items")
-    own = list(titles)
-    if all(text.isascii() and text.isdigit() and str(int(text)) == text and len(text) < 19 for text in own):
-        ids = np.array(sorted(map(int, own)))
+    if all(text.isascii() and text.isdigit() and str(int(text)) == text and len(text) < 19 for text in titles):
+        ids = np.array(sorted(map(int, titles)))
     else:
-        ids = np.array(sorted(own))
-    labels = [titles[str(one)] or str(one) for one in ids.tolist()]
+        ids = np.array(sorted(titles))
+    labels = [titles[str(item_id)] or str(item_id) for item_id in ids.tolist()]
     return Items(ids, np.array(unique_labels(labels, ids.tolist())) if named else None)
 
 
@@ -67,8 +66,8 @@ def read_words(path: Path, most: int, buckets: int) -> Vocabulary:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as problem:
-        raise DataError(f"{path} is not UTF-8 text: {problem}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
     words = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not words:
         raise DataError(f"{path} lists no words")

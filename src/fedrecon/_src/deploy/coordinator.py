@@ -17,14 +17,12 @@ from fedrecon._src.algorithms.rounds import server_round
 from fedrecon._src.core.keys import fresh_key, round_key, run_keys
 from fedrecon._src.core.model import finish, metric_names
 from fedrecon._src.core.wire import to_bytes
-from fedrecon._src.deploy import measure, noise
-from fedrecon._src.deploy.asking import Answers, ask, open_reply
-from fedrecon._src.deploy.grid import SYSTEM, Clock, Grid
-from fedrecon._src.deploy.members import Members, NotEnoughNodes, Pace
-from fedrecon._src.deploy.messages import MOST_HEADER, PREPARE, TRAIN, Envelope, pack
+from fedrecon._src.deploy import evaluation_sums, plan_privacy
+from fedrecon._src.deploy.messages import MOST_HEADER, PREPARE, TRAIN, Envelope
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.settings_plan import SettingsPlan
-from fedrecon._src.deploy.sums import Question, Summed, open_sum, secure_sum_of
+from fedrecon._src.deploy.registry import NodeRegistry, NotEnoughNodes, Pace
+from fedrecon._src.deploy.sums import NodeSum, Question, open_sum, secure_sum_of
+from fedrecon._src.deploy.transport import SYSTEM, Channel, Clock, Grid, Replies, open_reply
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.storage.atomic import StorageError
@@ -32,7 +30,7 @@ from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
 from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon._version import __version__
 
-MOST_PAUSE = 60.0  # the most seconds between two tries of a round; they grow from one
+MAX_PAUSE = 60.0  # seconds between two attempts at a round; they grow from one
 ROUND_ZERO, ROUND_ZERO_FORMAT = "round-zero.json", Format("fedrecon-round-zero", 1)  # in the run's folder
 
 
@@ -56,10 +54,10 @@ class Outcome(NamedTuple):
     interrupted: bool
 
 
-class Gathered(NamedTuple):
+class RoundSum(NamedTuple):
     """A sum of enough nodes, how many were invited, and at which attempt there were enough."""
 
-    summed: Summed
+    node_sum: NodeSum
     invited: int
     attempts: int
 
@@ -94,7 +92,8 @@ def serve(
     with folder.lock():
         facts = _facts(plan, folder, resume)
         folder.describe(facts)
-        training = _Training(plan, grid, folder, pace or Pace(), facts["deployment"]["run"], clock, say)
+        channel, run = Channel(grid, clock), facts["deployment"]["run"]
+        training = _Training(plan, channel, folder, pace or Pace(), run, say)
         training.repeated = len(facts["resumed"])
         watch = plan.watch(say)
 
@@ -115,8 +114,8 @@ def serve(
         failed = plan.why_failed(training.history)
         plan.save_model(folder.model_path, params, failed)
         test = None if interrupted else training.evaluate("test")
-        if test is not None and test.clients and (found := plan.why_failed(training.history, test)) != failed:
-            failed = found
+        if test is not None and test.clients and (verdict := plan.why_failed(training.history, test)) != failed:
+            failed = verdict
             plan.save_model(folder.model_path, params, failed)
         if not interrupted:
             training.finish(failed)
@@ -132,48 +131,47 @@ def serve(
         return Outcome(params, training.history, training.done, test, failed, interrupted)
 
 
-class _Training(Members):
+class _Training(NodeRegistry):
     """Training between rounds, and the nodes that are in it."""
 
     def __init__(
-        self, plan: Plan, grid: Grid, folder: RunFolder, pace: Pace, run: str, clock: Clock, say: Callable[[str], None]
+        self, plan: Plan, channel: Channel, folder: RunFolder, pace: Pace, run: str, say: Callable[[str], None]
     ):
-        super().__init__(plan, grid, pace, run, clock, say)
-        self.folder = folder
+        super().__init__(plan, channel, pace, run, say)
+        self.folder, self.clock = folder, channel.clock
         self.repeated = 0  # rounds that may have been summed twice: one for each time that the run was resumed
         self.state: Any = None
         self.history: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         """Run round zero if the plan has one, and begin with its algorithm or continue from a checkpoint."""
-        if isinstance(self.plan, SettingsPlan) and self.plan.unprepared:
-            self.plan = self._prepare(self.plan)
-            self.ask_everybody_again()  # all nodes need what was found
+        if self.plan.unprepared:
+            self.plan = self._run_round_zero(self.plan)
+            self.reset()  # all nodes need the result
         self.state = jax.tree.map(np.asarray, self.plan.algorithm.init(run_keys(self.plan.seed).init))
-        if (found := self.folder.restore(self._everything())) is not None:
-            self.done, saved, self.history = found
+        if (checkpoint := self.folder.restore(self._checkpoint_tree())) is not None:
+            self.done, saved, self.history = checkpoint
             self.state = ServerState(**saved["server"])
 
-    def _prepare(self, plan: SettingsPlan) -> SettingsPlan:
+    def _run_round_zero(self, plan: Plan) -> Plan:
         """Ask nodes for the sums that the model begins with, and save the result in the run's folder."""
         zero, file = plan.zero, self.folder.path / ROUND_ZERO
         assert zero is not None
         if not file.exists():
             state = zero.start()
             while not state.done:
-                of = f"{PREPARE}{state.asked}"
-                summed = self._gather(Question(self.run_id, 0, of, zero.to_bytes(state)), everybody=True).summed
-                total = {name: sum(part[name] for part in summed.parts) for name in summed.parts[0]}
-                state = zero.advance(state, total)
+                question = Question(self.run_id, 0, f"{PREPARE}{state.asked}", zero.to_bytes(state))
+                parts = self._collect_sum(question, all_nodes=True).node_sum.parts
+                state = zero.advance(state, {name: sum(part[name] for part in parts) for name in parts[0]})
             write_manifest(file, ROUND_ZERO_FORMAT, {"result": base64.b64encode(zero.to_bytes(state)).decode()})
         result = zero.read_result(base64.b64decode(read_manifest(file, ROUND_ZERO_FORMAT)["result"]))
-        ready, self.found = plan.prepared(result), result.data
+        self.round_zero = result.data
         self.say(zero.describe(result))
-        return ready
+        return plan.prepared(result)
 
     def ledger(self) -> Ledger | None:
         """Return what was spent so far; None without noise."""
-        return noise.spent(self.plan, self.done + self.repeated)
+        return plan_privacy.ledger_of(self.plan, self.done + self.repeated)
 
     def _spent(self) -> dict[str, float]:
         ledger = self.ledger()
@@ -183,9 +181,9 @@ class _Training(Members):
         return jax.tree.map(np.asarray, self.plan.algorithm.params(self.state))
 
     def checkpoint(self) -> None:
-        self.folder.checkpoint(self.done, self._everything())
+        self.folder.checkpoint(self.done, self._checkpoint_tree())
 
-    def _everything(self) -> Any:
+    def _checkpoint_tree(self) -> Any:
         return {"server": self.state._asdict(), "kept": ()}
 
     # ---- rounds ----
@@ -200,7 +198,7 @@ class _Training(Members):
 
         # A round that was summed but not saved would be summed again, and count twice.
         every_so_often = self.pace.checkpoint_every if plan.release is None else 1
-        most = noise.answers_of(plan.rounds) - self.repeated if plan.release else plan.rounds
+        most = plan_privacy.max_answers(plan.rounds) - self.repeated if plan.release else plan.rounds
         last = min(plan.rounds, most)
         if last < plan.rounds:
             self.say(f"the privacy budget ends training after {last} rounds: the run was resumed {self.repeated} times")
@@ -209,10 +207,10 @@ class _Training(Members):
             every, now = plan.evaluate_every, self.done
             due = now and (now == last or (every and now % every == 0))
             if due and now != evaluated:
-                found = self.evaluate("valid")
+                evaluation = self.evaluate("valid")
                 evaluated = now
-                if found is not None and found.clients:
-                    record({"kind": "evaluation", "round": now, **self._spent(), **found.summary()})
+                if evaluation is not None and evaluation.clients:
+                    record({"kind": "evaluation", "round": now, **self._spent(), **evaluation.summary()})
             if now >= last:
                 self.checkpoint()
                 return
@@ -224,37 +222,37 @@ class _Training(Members):
         """Run one round."""
         began = self.clock.monotonic()
         body = to_bytes(self.plan.algorithm.message(self.state))
-        gathered = self._gather(Question(self.run_id, number, TRAIN, body))
+        round_sum = self._collect_sum(Question(self.run_id, number, TRAIN, body))
         # Noise must come from entropy that nobody knows; all else may follow from the seed, as in the simulation.
         key = round_key(self.plan.seed, number) if self.plan.release is None else fresh_key()
-        state, report = server_round(self.plan.algorithm, self.state, gathered.summed.parts, key)
+        state, report = server_round(self.plan.algorithm, self.state, round_sum.node_sum.parts, key)
         self.state, self.done = jax.tree.map(np.asarray, state), number + 1
-        return self._entry(report, gathered, self.clock.monotonic() - began)
+        return self._entry(report, round_sum, self.clock.monotonic() - began)
 
-    def _gather(self, question: Question, everybody: bool = False) -> Gathered:
+    def _collect_sum(self, question: Question, all_nodes: bool = False) -> RoundSum:
         """Ask nodes for a sum, again and again until enough of them have answered."""
-        began, attempt, lost, number = self.clock.monotonic(), 0, Answers(), question.round
-        what = f"round {number + 1}" if question.of == TRAIN else "round zero"
+        began, attempt, lost, number = self.clock.monotonic(), 0, Replies(), question.round
+        title = f"round {number + 1}" if question.purpose == TRAIN else "round zero"
         while True:
-            ready = self.await_nodes(began, number)
-            invited, enough = self.invite(ready, number, attempt, everybody)
-            summed = self._sum(question, invited, enough)
-            summed.answers.take_over(lost)
-            if len(summed.nodes) >= self.least:
-                return Gathered(summed, len(invited), attempt + 1)
-            lost, attempt = summed.answers, attempt + 1
+            ready = self.wait_for_nodes(began, number)
+            invited, enough = self.select(ready, number, attempt, all_nodes)
+            node_sum = self._sum(question, invited, enough)
+            node_sum.replies.add_cost_of(lost)
+            if len(node_sum.nodes) >= self.min_nodes:
+                return RoundSum(node_sum, len(invited), attempt + 1)
+            lost, attempt = node_sum.replies, attempt + 1
             if self.clock.monotonic() - began > self.pace.patience:
                 raise NotEnoughNodes(
-                    f"{what} got {len(summed.nodes)} good replies at attempt {attempt}, and needs "
-                    f"{self.least} (late: {len(lost.late)}, failed: {lost.reasons or 'none'}). "
+                    f"{title} got {len(node_sum.nodes)} good replies at attempt {attempt}, and needs "
+                    f"{self.min_nodes} (late: {len(lost.late)}, failed: {lost.reasons or 'none'}). "
                     f"{number} rounds are done and saved; continue with --resume"
                 )
-            self.say(f"{what}: {len(summed.nodes)} good replies, {self.least} are needed; trying again")
-            self.clock.sleep(min(2.0**attempt / 2, MOST_PAUSE))
+            self.say(f"{title}: {len(node_sum.nodes)} good replies, {self.min_nodes} are needed; trying again")
+            self.clock.sleep(min(2.0**attempt / 2, MAX_PAUSE))
 
-    def _entry(self, report: Any, gathered: Gathered, seconds: float) -> dict[str, Any]:
-        summed, invited, attempts = gathered
-        report, answers = {name: np.asarray(value) for name, value in report.items()}, summed.answers
+    def _entry(self, report: Any, round_sum: RoundSum, seconds: float) -> dict[str, Any]:
+        node_sum, invited, attempts = round_sum
+        report, replies = {name: np.asarray(value) for name, value in report.items()}, node_sum.replies
         model = self.plan.algorithm.model
         nothing = np.zeros((len(metric_names(model)), 2))  # for aggregators that report no metrics
         return {
@@ -265,61 +263,55 @@ class _Training(Members):
             "skipped": bool(report.pop("skipped")),
             **{name: _number(value) for name, value in report.items() if value.ndim == 0},
             "invited": invited,
-            "answered": len(summed.nodes),
-            "late": len(answers.late),
-            "failed": answers.reasons,
+            "answered": len(node_sum.nodes),
+            "late": len(replies.late),
+            "failed": replies.reasons,
             "attempts": attempts,
             "too_small": 0,
-            "dropped": invited - len(summed.nodes),
+            "dropped": invited - len(node_sum.nodes),
             "seconds": round(seconds, 3),
-            "bytes_sent": answers.sent,
-            "bytes_received": answers.received,
+            "bytes_sent": replies.sent,
+            "bytes_received": replies.received,
             **self._spent(),
         }
 
-    def _sum(self, question: Question, invited: list[int], enough: int) -> Summed:
-        pace, plan = self.pace, self.plan
+    def _sum(self, question: Question, invited: list[int], enough: int) -> NodeSum:
+        pace, plan, channel = self.pace, self.plan, self.channel
         if plan.secure:
-            summed = secure_sum_of(
+            node_sum = secure_sum_of(
                 plan,
-                self.grid,
+                channel,
                 question,
                 invited,
+                numbers=self.numbers(invited),
                 stage_seconds=pace.stage_deadline,
                 seconds=pace.deadline,
-                clock=self.clock,
-                numbers=self.numbers(invited),
             )
         else:
-            summed = open_sum(
-                plan, self.grid, question, invited, enough=enough, seconds=pace.deadline, clock=self.clock
-            )
-        self.heed(summed.answers, summed.nodes, question.round, closed_by_deadline=len(summed.nodes) < enough)
-        return summed
+            node_sum = open_sum(plan, channel, question, invited, enough=enough, seconds=pace.deadline)
+        late = len(node_sum.nodes) < enough
+        self.note_replies(node_sum.replies, node_sum.nodes, question.round, closed_by_deadline=late)
+        return node_sum
 
     def evaluate(self, part: str) -> Evaluation | None:
         """Measure the parameters on the held-out users of every node; None if nobody could."""
-        ready = [node for node in self.welcome() if node not in self.missed]
-        body = to_bytes(self.params())
-        summed = self._sum(Question(self.run_id, self.done, part, body), ready, len(ready))
-        if len(summed.nodes) < self.plan.least_nodes:
-            self.say(f"the {part} users were not measured: {len(summed.nodes)} nodes answered")
+        ready = [node for node in self.update() if node not in self.missed]
+        node_sum = self._sum(Question(self.run_id, self.done, part, to_bytes(self.params())), ready, len(ready))
+        if len(node_sum.nodes) < self.plan.least_nodes:
+            self.say(f"the {part} users were not measured: {len(node_sum.nodes)} nodes answered")
             return None
-        return measure.evaluation_of(self.plan.algorithm.model, measure.add(summed.parts))
+        return evaluation_sums.to_evaluation(self.plan.algorithm.model, evaluation_sums.add_sums(node_sum.parts))
 
     def finish(self, failed: str | None = None) -> None:
         """Give every node the model, for its owner, and say why training failed, if it did."""
         facts = {} if failed is None else {"failed": failed}
-        asked = Envelope("finish", self.plan.digest, self.run_id, self.done, facts, to_bytes(self.params()))
-        nodes = [node for node in self.welcome() if node not in self.missed]
-        ask(
-            self.grid,
-            dict.fromkeys(nodes, pack(asked)),
-            lambda node, reply: open_reply(reply, asked, MOST_HEADER),
-            enough=len(nodes),
-            seconds=self.pace.stage_deadline,
-            clock=self.clock,
-            number=self.done,
+        request = Envelope("finish", self.plan.digest, self.run_id, self.done, facts, to_bytes(self.params()))
+        nodes = [node for node in self.update() if node not in self.missed]
+        self.channel.collect(
+            dict.fromkeys(nodes, request),
+            lambda request, data: open_reply(data, request, MOST_HEADER),
+            len(nodes),
+            self.pace.stage_deadline,
         )
 
 
@@ -334,13 +326,13 @@ def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
         if not resume:
             raise StorageError(f"{folder.path} holds a run; continue it with --resume, or use another folder")
         earlier = folder.description()
-        found = earlier.get("deployment")
-        if not isinstance(found, dict) or found.get("plan") != plan.digest or not isinstance(found.get("run"), str):
+        deployment = earlier.get("deployment")
+        if not isinstance(deployment, dict) or deployment.get("plan") != plan.digest or "run" not in deployment:
             raise StorageError(
                 f"the run in {folder.path} does not belong to the plan {plan.digest[:16]}; use another folder"
             )
-        kept = {name: value for name, value in earlier.items() if name not in ("format", "version", "sha256")}
-        return {**kept, "resumed": [*kept.get("resumed", []), _now()], "ended": None}
+        facts = {name: value for name, value in earlier.items() if name not in ("format", "version", "sha256")}
+        return {**facts, "resumed": [*facts.get("resumed", []), _now()], "ended": None}
     run = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
     return {
         "made_by": "server",
@@ -353,7 +345,7 @@ def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
         },
         "data": {"source": "", "path": None, "fingerprint": plan.digest},
         "deployment": {"plan": plan.digest, "run": run},
-        "privacy": None if (promised := noise.spent(plan, 0)) is None else promised.to_dict(),
+        "privacy": None if (promised := plan_privacy.ledger_of(plan, 0)) is None else promised.to_dict(),
         "started": _now(),
         "resumed": [],
         "ended": None,

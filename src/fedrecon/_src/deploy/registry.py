@@ -1,0 +1,166 @@
+"""The nodes of a training: which have joined, which are invited to a round, and which missed deadlines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedrecon._src.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpack
+from fedrecon._src.deploy.plan import Plan
+from fedrecon._src.deploy.transport import Channel, Replies, open_reply
+
+RETRY_SECONDS = 30.0  # until a node that refused to join is invited again
+MAX_ROUNDS_OUT = 32  # the most rounds for which a node that missed deadlines is not invited
+MAX_SECONDS, MAX_COUNT = 1e9, 2**31 - 1
+POLL_SECONDS = 0.2  # between two checks for nodes
+
+
+class NotEnoughNodes(RuntimeError):
+    """Too few nodes for too long."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the server paces its rounds.
+
+    Attributes:
+      per_round: how many good replies close a round; None for those of all nodes.
+      oversample: invite this many times as many nodes.
+      deadline: seconds after which a round is closed with the replies that have arrived.
+      stage_deadline: the same for each of the small messages of a secure sum.
+      min_nodes: how many nodes must have joined to begin a round, and have answered to end one; the plan's minimum
+        applies if it is larger.
+      patience: seconds to wait for that many nodes before giving up.
+      checkpoint_every: save the state every this many rounds.
+
+    Example:
+      >>> Pace(per_round=20, min_nodes=10).deadline
+      60.0
+    """
+
+    per_round: int | None = None
+    oversample: float = 1.1
+    deadline: float = 60.0
+    stage_deadline: float = 15.0
+    min_nodes: int = 1
+    patience: float = 600.0
+    checkpoint_every: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.per_round is not None and self.per_round < self.min_nodes:
+            raise ValueError(f"`per_round` is {self.per_round} and must be at least `min_nodes` ({self.min_nodes})")
+        bounds: dict[str, tuple[float, float]] = {"oversample": (1, 1000)}
+        bounds |= dict.fromkeys(("min_nodes", "checkpoint_every"), (1, MAX_COUNT))
+        bounds |= dict.fromkeys(("deadline", "stage_deadline", "patience"), (1e-3, MAX_SECONDS))
+        for name, (least, most) in bounds.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"`{name}` must be from {least:g} to {most:g} (got {getattr(self, name)})")
+
+
+class NodeRegistry:
+    """The nodes of a training."""
+
+    def __init__(self, plan: Plan, channel: Channel, pace: Pace, run: str, say: Callable[[str], None]):
+        """Begin without nodes."""
+        self.plan, self.channel, self.pace, self.run_id, self.say = plan, channel, pace, run, say
+        self.min_nodes = max(pace.min_nodes, plan.least_nodes)
+        self.done = 0  # rounds
+        self.round_zero = b""  # its result
+        self.joined: dict[int, int | None] = {}  # with their numbers in the plan's list, if it has one
+        self.missed: dict[int, tuple[int, int]] = {}  # by node: deadlines missed in a row, not invited before round
+        self._invitations: dict[Any, int] = {}  # nodes by ticket
+        self._invited_at: dict[int, float] = {}
+        self._refusals: dict[int, str] = {}
+
+    def reset(self) -> None:
+        """Let every node join again, with what is known now."""
+        self.joined, self._invited_at = {}, {}
+
+    def update(self) -> list[int]:
+        """Invite new nodes, read the replies of those that were invited, and return the nodes that take part."""
+        grid, now = self.channel.grid, self.channel.clock.monotonic()
+        connected = set(grid.nodes())
+        self.joined = {node: number for node, number in self.joined.items() if node in connected}
+        body, facts = self.plan.content + self.round_zero, {"result_bytes": len(self.round_zero)}
+        invitation = Envelope("join", self.plan.digest, self.run_id, self.done, facts, body)
+        for node in sorted(connected - set(self.joined)):
+            if now - self._invited_at.get(node, -math.inf) >= RETRY_SECONDS:
+                self._invited_at[node] = now
+                self._invitations[grid.send(node, pack(invitation), 10 * RETRY_SECONDS, self.done)] = node
+        for ticket, reply in grid.poll(list(self._invitations)).items():
+            node = self._invitations.pop(ticket)
+            try:
+                if reply.data is None:
+                    raise Failure("unreachable", reply.error or "no reply")
+                # A reply to an invitation may come several rounds later.
+                request = invitation._replace(round=unpack(reply.data, MOST_HEADER).round)
+                self.joined[node] = self._number_in(open_reply(reply.data, request, MOST_HEADER))
+                self._refusals.pop(node, None)
+            except Failure as failure:
+                if self._refusals.get(node) != failure.reason:
+                    self.say(f"node {node} does not join: {failure.reason.replace('_', ' ')}")
+                self._refusals[node] = failure.reason
+        return sorted(self.joined)
+
+    def _number_in(self, body: bytes) -> int | None:
+        """Return a node's number in the plan's list; secure sums check by its signature that it is this node."""
+        if not self.plan.promises.signed:
+            return None
+        if not body.isdigit() or len(body) > 6 or (number := int(body)) >= len(self.plan.nodes):
+            raise Failure("garbage", "the node does not say which node of the plan's list it is")
+        if number in self.joined.values():
+            raise Failure("garbage", "two nodes say that they are the same node of the plan's list")
+        return number
+
+    def wait_for_nodes(self, since: float, number: int) -> list[int]:
+        """Return the nodes that take part, once there are enough."""
+        announced = False
+        while len(ready := self.update()) < self.min_nodes:
+            if self.channel.clock.monotonic() - since > self.pace.patience:
+                reasons = f"; did not join: {', '.join(sorted(set(self._refusals.values())))}" if self._refusals else ""
+                raise NotEnoughNodes(
+                    f"{len(ready)} nodes take part, and a round needs {self.min_nodes}: no others joined within "
+                    f"{self.pace.patience:g} s{reasons}. {number} rounds are done and saved; continue with --resume"
+                )
+            if not announced:
+                self.say(f"waiting for nodes: {len(ready)} of {self.min_nodes} have joined")
+            announced = True
+            self.channel.clock.sleep(POLL_SECONDS)
+        return ready
+
+    def select(self, ready: list[int], number: int, attempt: int, all_nodes: bool) -> tuple[list[int], int]:
+        """Choose the nodes of a round, and how many of them are enough.
+
+        A node that missed a deadline is left out for a while, longer each time, as long as there are enough others.
+        """
+        punctual = [node for node in ready if self.missed.get(node, (0, 0))[1] <= number]
+        ready = punctual if len(punctual) >= self.min_nodes else ready
+        enough = None if all_nodes else self.pace.per_round
+        if enough is None or enough >= len(ready):
+            return ready, len(ready)
+        count = min(len(ready), math.ceil(enough * self.pace.oversample))
+        generator = np.random.default_rng([self.plan.seed, number, attempt])
+        return sorted(ready[k] for k in generator.choice(len(ready), count, replace=False)), enough
+
+    def note_replies(self, replies: Replies, nodes: list[int], number: int, closed_by_deadline: bool) -> None:
+        """Note which nodes must join again, and which are left out for a while."""
+        for node, reason in replies.failed.items():
+            if reason in ("not_joined", "old_run"):
+                self.joined.pop(node, None)
+                self._invited_at.pop(node, None)
+        if closed_by_deadline:
+            for node in replies.late:
+                misses = self.missed.get(node, (0, 0))[0] + 1
+                self.missed[node] = (misses, number + 1 + min(2**misses, MAX_ROUNDS_OUT))
+        for node in nodes:
+            self.missed.pop(node, None)
+
+    def numbers(self, nodes: list[int]) -> dict[int, int] | None:
+        """Return the numbers of nodes in the plan's list; None if it has none."""
+        numbers = {node: number for node in nodes if (number := self.joined[node]) is not None}
+        return numbers if self.plan.promises.signed else None

@@ -1,0 +1,216 @@
+"""How the server reaches its nodes: a small interface, nodes in this process, and the collection of replies."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes
+from fedrecon._src.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, pack, unpack
+
+
+class Reply(NamedTuple):
+    """What came back from a node: bytes, or why there are none."""
+
+    data: bytes | None
+    error: str | None = None
+
+
+class Grid(Protocol):
+    """Carries messages to nodes and their replies back."""
+
+    def nodes(self) -> list[int]:
+        """List the nodes that are connected now."""
+
+    def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> Any:
+        """Send a message of a round that expires after this many seconds; return a ticket for the reply."""
+
+    def poll(self, tickets: Collection[Any]) -> Mapping[Any, Reply]:
+        """Return the replies that have arrived, each once, without waiting for others."""
+
+    def cancel(self, tickets: Collection[Any]) -> None:
+        """Withdraw messages whose replies nobody waits for any more."""
+
+
+class Clock(Protocol):
+    """Tells how much time has passed, and waits."""
+
+    def monotonic(self) -> float:
+        """Return seconds since some moment."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait this long, or less if something arrived."""
+
+
+SYSTEM: Clock = time
+
+
+class InProcess:
+    """Nodes as functions from bytes to bytes, without a network.
+
+    A function that raises is a node that fails; one that returns None is a node that does not answer.
+    """
+
+    def __init__(self, handlers: Mapping[int, Callable[[bytes], bytes | None]]):
+        """Take the nodes by their number."""
+        self.handlers = dict(handlers)
+        self.seen: list[tuple[int, bytes, bytes | None]] = []  # all traffic: node, message, reply
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[int, bytes]] = {}
+
+    def nodes(self) -> list[int]:
+        """List the nodes."""
+        return sorted(self.handlers)
+
+    def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> int:
+        """Keep a message until the reply is asked for."""
+        del seconds, number
+        ticket = next(self._numbers)
+        self._waiting[ticket] = (node, data)
+        return ticket
+
+    def poll(self, tickets: Collection[int]) -> Mapping[int, Reply]:
+        """Let the nodes of these tickets answer."""
+        replies = {}
+        for ticket in tickets:
+            if ticket not in self._waiting:
+                continue
+            node, data = self._waiting.pop(ticket)
+            try:
+                reply = self.handlers[node](data)
+            except Exception as problem:
+                replies[ticket] = Reply(None, f"{type(problem).__name__}: {problem}")
+                continue
+            self.seen.append((node, data, reply))
+            if reply is not None:
+                replies[ticket] = Reply(reply)
+        return replies
+
+    def cancel(self, tickets: Collection[int]) -> None:
+        """Forget messages that were not delivered."""
+        for ticket in tickets:
+            self._waiting.pop(ticket, None)
+
+
+# Seconds between two checks for replies: a share of the time waited, between two bounds.
+PAUSE_SHARE, MIN_PAUSE, MAX_PAUSE = 0.15, 0.05, 0.5
+# Reasons that a node may give; any other text from a node may be long or nonsense.
+REASONS = {"garbage", "too_large", "not_finite", "error", "beyond_limit", "secure_sum", "budget"}
+REASONS |= {"wrong_plan", "weaker_plan", "not_accepted", "not_joined", "old_run", "old_round"}
+
+
+@dataclass
+class Replies:
+    """Replies to one message that was sent to several nodes.
+
+    Attributes:
+      good: what nodes answered.
+      failed: why the answers of other nodes are not used.
+      late: nodes that had not answered when the question was closed.
+      sent: bytes to nodes.
+      received: bytes from them, with replies that were rejected.
+    """
+
+    good: dict[int, Any] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
+    sent: int = 0
+    received: int = 0
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many nodes failed, by reason."""
+        return dict(sorted(collections.Counter(self.failed.values()).items()))
+
+    def add_cost_of(self, earlier: Replies) -> None:
+        """Add the failures and bytes of an earlier stage."""
+        self.failed = {**earlier.failed, **self.failed}
+        self.late = sorted({*earlier.late, *self.late})
+        self.sent, self.received = self.sent + earlier.sent, self.received + earlier.received
+
+
+class Channel(NamedTuple):
+    """How the server talks to nodes: a grid, and the clock that tells when to give up."""
+
+    grid: Grid
+    clock: Clock
+
+    def collect(
+        self, requests: Mapping[int, Envelope], read: Callable[[Envelope, bytes], Any], enough: int, seconds: float
+    ) -> Replies:
+        """Send each node its request, and wait until enough have given a good reply or time is up.
+
+        Args:
+          requests: by node.
+          read: reads the reply to a request, or raises `Failure`.
+          enough: how many good replies are enough.
+          seconds: how long to wait.
+        """
+        replies, began = Replies(), self.clock.monotonic()
+        waiting: dict[Any, int] = {}
+        packed = {id(request): request for request in requests.values()}  # most nodes get the same, written once
+        content = {key: pack(request) for key, request in packed.items()}
+        for node, request in requests.items():
+            data = content[id(request)]
+            waiting[self.grid.send(node, data, seconds, request.round)] = node
+            replies.sent += len(data)
+        while waiting and len(replies.good) < enough:
+            for ticket, reply in self.grid.poll(list(waiting)).items():
+                if len(replies.good) == enough:
+                    break
+                node = waiting.pop(ticket)
+                try:
+                    if reply.data is None:
+                        raise Failure("unreachable", reply.error or "no reply")
+                    replies.received += len(reply.data)
+                    replies.good[node] = read(requests[node], reply.data)
+                except Failure as failure:
+                    replies.failed[node] = failure.reason
+            elapsed = self.clock.monotonic() - began
+            if not waiting or len(replies.good) >= enough or elapsed >= seconds:
+                break
+            self.clock.sleep(min(max(MIN_PAUSE, PAUSE_SHARE * elapsed), MAX_PAUSE))
+        self.grid.cancel(list(waiting))
+        replies.late = sorted(waiting.values())
+        return replies
+
+
+def open_reply(data: bytes, request: Envelope, max_bytes: int) -> bytes:
+    """Return the body of a node's reply.
+
+    Raises:
+      Failure: the node refused, or the reply is not to this request.
+    """
+    reply = unpack(data, max_bytes)
+    if reply.kind == REFUSED:
+        reason = reply.facts.get("reason")
+        raise Failure(reason if reason in REASONS else "refused", "the node refused")
+    if reply.plan != request.plan:
+        raise Failure("wrong_plan", "the reply is for another plan")
+    if (reply.run, reply.round) != (request.run, request.round):
+        raise Failure("old_round", "the reply is for another round")
+    return reply.body
+
+
+def read_arrays(data: bytes, request: Envelope, like: Any) -> Any:
+    """Return the arrays in a node's reply, all of them finite.
+
+    Raises:
+      Failure: the arrays are not the expected ones, or not finite.
+    """
+    max_bytes = nbytes(like) + SLACK
+    body = open_reply(data, request, max_bytes + MOST_HEADER)
+    try:
+        tree = from_bytes(body, like, most=max_bytes)
+    except WireError as error:
+        raise Failure("garbage", str(error)) from None
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)):
+        raise Failure("not_finite", "the reply has numbers that are not finite")
+    return tree
