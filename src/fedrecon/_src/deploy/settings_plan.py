@@ -19,6 +19,7 @@ from fedrecon._src.core.model import AUTO, Model
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
+from fedrecon._src.data import RatingsSchema
 from fedrecon._src.deploy.plan import OPTIONS, NodeData, Plan, PlanError
 from fedrecon._src.deploy.plan_privacy import max_answers
 from fedrecon._src.privacy.accounting import Release, noise_for
@@ -211,7 +212,7 @@ class SettingsPlan(Plan):
         """Read the users of a file that have enough examples, in the order of the file."""
         config: Any = self.config
         if config.task == "ratings":
-            ratings = read_ratings(path, reading, item_ids=self.legend.ids, min_ratings=least)
+            ratings = read_ratings(path, reading, min_ratings=least, schema=RatingsSchema(self.legend.ids))
             return Read(ratings, ratings.skipped)
         if config.task == "clicks":
             clicks = read_clicks(config, self.legend, path, reading)
