@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import numpy as np
-from fedrecon._src.deploy.settings_plan import make_plan
 
 import fedrecon as fr
 from fedrecon._src.deploy.memory import Memory
+from fedrecon._src.deploy.settings_plan import make_plan
 from fedrecon._src.recommend.config import (
     Aggregate,
     Data,

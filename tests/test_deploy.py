@@ -5,9 +5,9 @@ import json
 import jax
 import numpy as np
 import pytest
-from fedrecon._src.deploy.settings_plan import make_plan
 
 from deployed import config_of, deployed, files_of, grid_of, plan_of, simulated
+from fedrecon._src.deploy.settings_plan import make_plan
 from fedrecon._src.recommend.config import (
     Aggregate,
     Factorization,

@@ -34,8 +34,8 @@ from fedrecon._src.deploy.sums import from_integers, ring_grid, to_integers
 from fedrecon._src.deploy.transport import read_arrays
 from fedrecon._src.recommend.config import Aggregate, Data, Reconstruct, Update
 from fedrecon._src.recommend.saved_models import open_model
-from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon.deploy import InProcess, NotEnoughNodes, Pace, Plan, PlanError, Promises, serve, weaker
 
 # Least squares, and nobody to evaluate on: quick to compile.

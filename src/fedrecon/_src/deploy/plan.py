@@ -27,9 +27,8 @@ from fedrecon._src.privacy.ledger import NOT_COVERED
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
-from fedrecon._src.storage.atomic import read_bytes, write_bytes
+from fedrecon._src.storage.atomic import StorageError, read_bytes, write_bytes
 from fedrecon._src.storage.ownership import check_names
-from fedrecon._src.storage.atomic import StorageError
 
 FORMAT, VERSION, FILE = "fedrecon-plan", 4, "plan.json"
 _FILES = re.compile(r"plan\.json|\.plan\.json\.partial")
