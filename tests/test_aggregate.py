@@ -161,10 +161,10 @@ def test_a_client_without_query_data_has_no_weight_however_clients_are_weighed(w
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip_norm": 0.0}, "`clip_norm` is 0.0; it must be above 0, or None for no limit"),
-        ({"zero_norm": -1.0}, "`zero_norm` is -1.0; it must be above 0"),
-        ({"clip_norm": float("nan")}, "`clip_norm` is nan"),
-        ({"weigh": "median"}, "`weigh` is 'median'; use 'examples', 'uniform' or a function"),
+        ({"clip_norm": 0.0}, "`clip_norm`"),
+        ({"zero_norm": -1.0}, "`zero_norm`"),
+        ({"clip_norm": float("nan")}, "`clip_norm`.*nan"),
+        ({"weigh": "median"}, "`weigh`.*'median'"),
     ],
 )
 def test_impossible_aggregations_are_refused(options, message):

@@ -214,9 +214,9 @@ def test_factors_of_popularity_rank_everybodys_items_by_popularity(counts, seed)
 
 
 def test_settings_that_make_no_sense_are_errors():
-    with pytest.raises(ValueError, match="`ridge` is 0"):
+    with pytest.raises(ValueError, match="`ridge`"):
         ials(ridge=0)
-    with pytest.raises(ValueError, match="`unobserved` is -1"):
+    with pytest.raises(ValueError, match="`unobserved`"):
         ials(unobserved=-1)
     with pytest.raises(ValueError, match="this model has item_embedding and user_embedding"):
         ials(fr.models.matrix_factorization(4, 2))

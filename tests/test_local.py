@@ -65,9 +65,9 @@ def test_what_padding_holds_is_never_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "`batch_size` is 0; it must be at least 1"),
-        ({"batch_size": 1, "epochs": 0}, "`epochs` must be at least 1 and `steps` at least 0, not 0 and None"),
-        ({"batch_size": 1, "steps": -1}, "not 1 and -1"),
+        ({"batch_size": 0}, "`batch_size`"),
+        ({"batch_size": 1, "epochs": 0}, "`epochs`"),
+        ({"batch_size": 1, "steps": -1}, "`steps`"),
     ],
 )
 def test_impossible_descents_are_refused(options, message):

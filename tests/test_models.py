@@ -60,7 +60,7 @@ def test_a_prediction_within_half_a_star_is_accurate():
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0)])
 def test_a_model_without_size_is_refused(sizes):
-    with pytest.raises(ValueError, match=f"must be at least 1, not {sizes[0]} and {sizes[1]}"):
+    with pytest.raises(ValueError, match=r"`num_items`|`dim`"):
         fr.models.matrix_factorization(*sizes)
 
 

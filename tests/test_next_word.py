@@ -96,10 +96,10 @@ def test_parameters_start_as_is_usual():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocabulary": 0}, "`vocabulary` is 0; it must be at least 1"),
-        ({"oov_buckets": 0}, "`oov_buckets` is 0; it must be at least 1"),
-        ({"hidden": -1}, "`hidden` is -1; it must be at least 1"),
-        ({"loss_over": "words"}, "`loss_over` is 'words'; use 'tokens' or 'positions'"),
+        ({"vocabulary": 0}, "`vocabulary`"),
+        ({"oov_buckets": 0}, "`oov_buckets`"),
+        ({"hidden": -1}, "`hidden`"),
+        ({"loss_over": "words"}, "`loss_over`"),
     ],
 )
 def test_impossible_sizes_are_refused(options, message):

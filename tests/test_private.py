@@ -171,7 +171,7 @@ def test_the_limit_is_a_multiple_of_the_quantile():
     norms = uploads(*np.arange(1.0, 10.0)[:, None])
     one, three = (through(fr.aggregators.adaptive_clip(times=times), norms)[1] for times in (1.0, 3.0))
     assert float(three.limit) == pytest.approx(3 * float(one.limit))
-    with pytest.raises(ValueError, match="`times` is 0"):
+    with pytest.raises(ValueError, match="`times`"):
         fr.aggregators.adaptive_clip(times=0)
 
 

@@ -13,7 +13,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from jax import Array
 
 from fedrecon import kit
 from fedrecon._src.client.least_squares import solve_positive
+from fedrecon._src.core.checks import check_number
 
 ITEMS, GRAM, LOCAL = "item_embedding", "gram", "user_embedding"
 
@@ -122,9 +122,8 @@ def federated_ials(
       >>> algorithm.has_local()
       True
     """
-    for name, value in (("unobserved", unobserved), ("ridge", ridge)):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"`{name}` is {value}; it must be above 0")
+    check_number("unobserved", unobserved, above=True)
+    check_number("ridge", ridge, above=True)
     num_items = _check_model(model)
     cost = _Cost(unobserved, ridge, second_order)
 

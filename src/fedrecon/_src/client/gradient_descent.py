@@ -16,6 +16,7 @@ from fedrecon._src.client.lookups.phases import cut, phases, put_back
 from fedrecon._src.client.lookups.reach import reach, state_labels
 from fedrecon._src.client.lookups.tables import change_rows, merge_repeats, read_rows
 from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Step
@@ -84,11 +85,9 @@ def gradient_descent(
       >>> solver.limit  # a client uses at most this many examples
       50
     """
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1")
-    if epochs < 1 or (steps is not None and steps < 0):
-        raise ValueError(f"`epochs` must be at least 1 and `steps` at least 0, not {epochs} and {steps}")
-
+    check_number("batch_size", batch_size, least=1)
+    check_number("epochs", epochs, least=1)
+    check_number("steps", steps)
     reach_once = functools.cache(lambda: reach(optimizer))
 
     def solve(problem: Problem) -> Solution:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.pytrees import Which, by_pattern, flatten, matcher, unflatten
 
@@ -144,10 +145,9 @@ def with_prior(
       [-11.0]
     """
     for value in prior.values() if isinstance(prior, Mapping) else [prior]:
-        if not callable(value) and not value >= 0:
-            raise ValueError(f"`prior` is {prior}; it must not be negative")
-    if not examples > 0:
-        raise ValueError(f"`examples` is {examples}; it must be above 0")
+        if not callable(value):
+            check_number("prior", value)
+    check_number("examples", examples, above=True)
 
     def add(updates: optax.Updates, params: optax.Params, step: Array | None) -> optax.Updates:
         strengths = by_pattern(prior, "prior", params)

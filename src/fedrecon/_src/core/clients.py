@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_column, check_number
 from fedrecon._src.core.keys import as_number, as_words, mix_hashes, name_hashes
 from fedrecon._src.core.tabular import read_csv, read_parquet, to_arrays, to_arrow
 from fedrecon._src.storage.atomic import atomic_folder
@@ -172,8 +173,7 @@ class Clients:
         """
         arrays = {name: _plain(name, values) for name, values in columns.items()}
         if isinstance(client, str):
-            if client not in arrays:
-                raise ValueError(f"no column {client!r} to group by; there are: {', '.join(arrays)}.")
+            check_column(client, arrays, "the rows")
             ids = arrays.pop(client)
         else:
             ids = _plain("client", client)
@@ -354,8 +354,7 @@ class Clients:
         Args:
           n: the largest number of examples that a client keeps.
         """
-        if n < 0:
-            raise ValueError(f"`n` is the number of examples to keep and must not be negative, but is {n}.")
+        check_number("n", n)
         return dataclasses.replace(self, ends=np.minimum(self.ends, self.starts + n), totals=None)
 
     def split_clients(self, *fractions: float, seed: int) -> tuple[Self, ...]:
@@ -386,8 +385,7 @@ class Clients:
         Returns:
           One `Clients` per fraction, all with the same clients, sharing one sorted copy of the columns.
         """
-        if column not in self.columns:
-            raise ValueError(f"no column {column!r} to split by; there are: {', '.join(self.columns)}.")
+        check_column(column, self.columns)
         edges = _edges(fractions)
         whole = self._reordered_by(lambda rows: self.columns[column][rows])
         bounds = [whole.starts + edge.numerator * whole.sizes // edge.denominator for edge in edges]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedrecon._src.core.checks import check_column
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.keys import as_number, mix_hashes
 from fedrecon._src.core.split import Split
@@ -159,8 +160,7 @@ class Packer:
         self._clients, self._needs = clients, needs
         names = list(clients.columns) if needs.columns is None else list(needs.columns)
         for name in names:
-            if name not in clients.columns:
-                raise ValueError(f"the model uses the feature {name!r}; the clients have: {', '.join(clients.columns)}")
+            check_column(name, clients.columns)
         # Plain views: every operation on a memory-mapped array would run a bit of Python, too.
         self._columns = {name: np.asarray(clients.columns[name]) for name in names}
         self.lengths = lengths or lengths_for(clients.max_size, needs)
@@ -259,8 +259,7 @@ class Packer:
             return (starts[owner] + j)[np.lexsort((mix_hashes(j.astype(np.uint64), draws[owner]), owner))]
         if by is None:
             return None
-        if by not in self._clients.columns:
-            raise ValueError(f"the split orders by {by!r}; the clients have: {', '.join(self._clients.columns)}")
+        check_column(by, self._clients.columns)
         owner, j = _ragged(sizes)
         source = starts[owner] + j
         return source[np.lexsort((self._clients.columns[by][source], owner))]

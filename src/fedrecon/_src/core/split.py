@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 
 Sizes = np.ndarray  # (clients,) how many examples each has
@@ -59,10 +60,9 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
       >>> support.tolist(), query.tolist()
       ([8, 2, 1], [2, 1, 0])
     """
-    if not 0 <= support <= 1:
-        raise ValueError(f"`support` is {support}; a fraction lies between 0 and 1")
-    if min_support < 0 or min_query < 0:
-        raise ValueError(f"minimum sizes cannot be negative: min_support={min_support}, min_query={min_query}")
+    check_number("support", support, most=1)
+    check_number("min_support", min_support)
+    check_number("min_query", min_query)
 
     def counts(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
         share = np.floor(sizes * support + 0.5 + 1e-9).astype(np.int64)
@@ -107,8 +107,7 @@ def at_most(support: int, split: Split) -> Split:
       >>> support.tolist(), query.tolist()
       ([2], [5])
     """
-    if support < 0:
-        raise ValueError(f"`support` is {support}; it cannot be negative")
+    check_number("support", support)
 
     def counts(sizes: Sizes) -> Pair:
         before, query = split.counts(sizes)
@@ -153,8 +152,7 @@ def alternate(chunk: int = 1, *, by: str | None = None) -> Split:
       >>> fr.split.alternate(2).pattern(np.arange(4)).tolist()
       [0, 1, 4, 5]
     """
-    if chunk < 1:
-        raise ValueError(f"`chunk` is {chunk}; it must be at least 1")
+    check_number("chunk", chunk, least=1)
 
     def counts(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
         whole, rest = np.divmod(sizes, 2 * chunk)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon._src.client.lookups.tables import prefixed
+from fedrecon._src.core.checks import MOST_FLOAT, check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import AUTO, Batch, Model, State, Step, Weighted, predict_in
 from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, path_name, unflatten
@@ -244,8 +245,8 @@ def standardize(
       >>> model.predict(params, local, {"item": jnp.array([0])}).tolist()
       [4.0]
     """
-    if not (deviation > 0 and math.isfinite(deviation) and math.isfinite(mean)):
-        raise ValueError(f"`mean` is {mean}, `deviation` is {deviation}; they must be finite, the deviation above 0")
+    check_number("mean", mean, least=-MOST_FLOAT)
+    check_number("deviation", deviation, above=True)
     if not low <= high:
         raise ValueError(f"`low` is {low}, `high` is {high}; `low` must not be above `high`")
 

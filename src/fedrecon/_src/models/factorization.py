@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
@@ -52,8 +53,8 @@ def matrix_factorization(
       >>> model.predict(params, local, {"item": jnp.array([1])}).tolist()
       [3.0]
     """
-    if num_items < 1 or dim < 1:
-        raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")
+    check_number("num_items", num_items, least=1)
+    check_number("dim", dim, least=1)
     if init_item_bias is not None and np.shape(init_item_bias) != (num_items,):
         raise ValueError(f"`init_item_bias` has shape {np.shape(init_item_bias)}; expected ({num_items},)")
     if item_traits is not None and (np.ndim(item_traits) != 2 or np.shape(item_traits)[0] != num_items):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, ClientMetrics, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
@@ -41,8 +42,8 @@ def ranking_factorization(
       >>> model.client_metrics.names
       ('recall@20', 'recall@50', 'ndcg@100', 'hit@20')
     """
-    if num_items < 1 or dim < 1:
-        raise ValueError(f"`num_items` and `dim` must be at least 1, not {num_items} and {dim}")
+    check_number("num_items", num_items, least=1)
+    check_number("dim", dim, least=1)
 
     def init_global(key: Array) -> Params:
         items = jax.random.normal(key, (num_items, dim)) * (init_scale / dim**0.5)

@@ -7,12 +7,12 @@ latter.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total, map_values
 from fedrecon._src.server.aggregator import Aggregator, Report
@@ -59,14 +59,10 @@ def adaptive_clip(
       >>> median = aggregators.adaptive_clip(0.5, times=3.0)
       >>> aggregate = aggregators.chain(aggregators.finite(), median, aggregators.by_weight())
     """
-    if not 0 < quantile < 1:
-        raise ValueError(f"`quantile` is {quantile}; it must be a share of the clients, above 0 and below 1")
-    if not (times > 0 and math.isfinite(times)):
-        raise ValueError(f"`times` is {times}; it must be a number above 0")
-    if start is not None and not (start > 0 and math.isfinite(start)):
-        raise ValueError(f"`start` is {start}; give a norm above 0, or None to measure first")
-    if not 0 <= memory < 1:
-        raise ValueError(f"`memory` is {memory}; it must be from 0 to below 1")
+    check_number("quantile", quantile, most=1, above=True, below=True)
+    check_number("times", times, above=True)
+    check_number("start", start, above=True)
+    check_number("memory", memory, most=1, below=True)
 
     def init(parts: Parts) -> NormsSeen:
         del parts

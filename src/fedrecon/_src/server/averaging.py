@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Model, metric_names
 from fedrecon._src.core.upload import Summand, Total, leave_out, map_values, values_of
@@ -76,7 +76,7 @@ def clip(norm: float) -> Aggregator:
       >>> from fedrecon import aggregators
       >>> aggregate = aggregators.chain(aggregators.clip(1.0), aggregators.by_weight())
     """
-    _check_norm("clip_norm", norm)
+    check_number("clip_norm", norm, above=True)
 
     def encode(summand: Summand) -> Summand:
         return clip_to(summand, norms(summand), jnp.float32(norm))
@@ -95,7 +95,7 @@ def zero(norm: float) -> Aggregator:
       >>> from fedrecon import aggregators
       >>> aggregate = aggregators.chain(aggregators.zero(10.0), aggregators.by_weight())
     """
-    _check_norm("zero_norm", norm)
+    check_number("zero_norm", norm, above=True)
     return stateless(lambda summand: leave_out(summand, norms(summand) > norm, "zeroed"))
 
 
@@ -147,16 +147,15 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
       >>> by_tokens = fr.aggregators.mean(fr.aggregators.weight_of(model, "perplexity"))
     """
     names = metric_names(model)
-    if metric not in names:
-        raise ValueError(f"`metric` is {metric!r}; the model has: {', '.join(names)}")
+    check_choice("metric", metric, names)
     index = names.index(metric)
     return lambda examples, sums: sums[:, index, 1]
 
 
 def check_weigh(weigh: Weigh) -> None:
     """Refuse a name that is not a way to weigh."""
-    if not callable(weigh) and weigh not in ("examples", "uniform"):
-        raise ValueError(f"`weigh` is {weigh!r}; use 'examples', 'uniform' or a function of (examples, sums)")
+    if not callable(weigh):
+        check_choice("weigh", weigh, ("examples", "uniform"))
 
 
 def norms(summand: Summand) -> Array:
@@ -216,8 +215,3 @@ def _weights(weigh: Weigh, summand: Summand) -> Array:
     if callable(weigh):
         return weigh(summand.examples, summand.metrics)
     return summand.examples if weigh == "examples" else jnp.ones(summand.examples.shape)
-
-
-def _check_norm(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"`{name}` is {value}; it must be above 0, or None for no limit")

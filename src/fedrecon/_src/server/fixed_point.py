@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, broadcast_clients
 from fedrecon._src.privacy.accounting import Release
@@ -87,8 +88,8 @@ def secure(
         stages = [] if scales is None else [rescale(scales)]
         clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
         return chain(finite(), *stages, clipped, _noised_integers(sized, per_round, simulated_noise))
-    if not (max_weight > 0 and max_metric > 0):
-        raise ValueError(f"`max_weight` and `max_metric` are {max_weight} and {max_metric}; both must be above 0")
+    check_number("max_weight", max_weight, above=True)
+    check_number("max_metric", max_metric, above=True)
     weighed = _at_most(weigh or "examples", max_weight)
     values = grid(clip_norm * max_weight, clients)
     scalar_grids = {"weight": grid(max_weight, clients), "sums": grid(max_metric, clients)}

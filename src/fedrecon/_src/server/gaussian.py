@@ -14,13 +14,13 @@ Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total
 from fedrecon._src.privacy.accounting import Release, check_clip, update_noise_for
@@ -94,11 +94,9 @@ def private(
     """
     check_clip(clip)
     check_weigh(weigh)
-    for name, value in (("noise_multiplier", noise_multiplier), ("per_round", per_round)):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"`{name}` is {value}; it must be a number above 0")
-    if quantile is not None and not 0 < quantile < 1:
-        raise ValueError(f"`quantile` is {quantile}; it must be a share of the clients, above 0 and below 1")
+    check_number("noise_multiplier", noise_multiplier, above=True)
+    check_number("per_round", per_round, above=True)
+    check_number("quantile", quantile, most=1, above=True, below=True)
     noise = Noise(noise_multiplier)
     bands: tuple[float, ...] = (1.0,)
     if correlated is not None:

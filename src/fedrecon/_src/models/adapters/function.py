@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from jax import Array
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.models.adapters.network import Arrays, Mode, Network, Options, adapt, mode_arguments
@@ -71,6 +72,5 @@ def from_function(
     for path, value in momenta.items():
         if path not in flatten(init_state)[0]:
             raise ValueError(f"`momentum` names {path!r}{near_miss(path, flatten(init_state)[0])}, which is not state")
-        if not 0 <= value < 1:
-            raise ValueError(f"`momentum` of {path!r} is {value}; it must be at least 0 and below 1")
+        check_number("momentum", value, most=1, below=True)
     return adapt(Network(start, run, random="key" in names, momenta=momenta), **options)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrecon._src.core.checks import check_choice
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import AUTO, Batch, Model, State, Step
 from fedrecon._src.core.pytrees import Params
@@ -103,8 +104,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     check_options(options)
     state, inputs = options.get("state"), options["inputs"]
     label, weight = options.get("label", "label"), options.get("weight")
-    if state not in (None, "local", "averaged", "frozen"):
-        raise ValueError(f"`state` is {state!r}; use 'local', 'averaged' or 'frozen'")
+    check_choice("state", state, (None, "local", "averaged", "frozen"))
     shapes, state_shapes = jax.eval_shape(network.init, jax.random.key(0))
     if not shapes:
         raise ValueError("the model has no parameters; build it first, by calling it on some examples")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
@@ -73,10 +74,8 @@ def next_word(
     sizes = {"vocabulary": vocabulary, "oov_buckets": oov_buckets}
     sizes |= {"embedding": embedding, "hidden": hidden, "projection": projection}
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"`{name}` is {size}; it must be at least 1")
-    if loss_over not in ("tokens", "positions"):
-        raise ValueError(f"`loss_over` is {loss_over!r}; use 'tokens' or 'positions'")
+        check_number(name, size, least=1)
+    check_choice("loss_over", loss_over, ("tokens", "positions"))
     end, outputs = vocabulary + 2, vocabulary + 3 + oov_buckets
 
     def init_oov(key: Array) -> Params:
