@@ -172,6 +172,8 @@ class _Search:
         left = [k for k, name in enumerate(self.names) if k not in used and self.names.count(name) == 1]
         if missing == ["rating"]:
             left = [k for k in left if self.table.is_numeric(k)]
+        elif "rating" in missing and len(self.names) == 2:  # there are no ratings: these are clicks
+            missing.remove("rating")
         elif "rating" in missing or "title" in chosen:
             return
         if len(left) == len(missing):

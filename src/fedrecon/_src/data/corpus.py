@@ -45,6 +45,14 @@ class Corpus:
       train_tokens: how many words training clients have in all.
       source: what the corpus was prepared from.
       skipped: counts of what was left out.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> corpus = fr.data.synthetic_text(num_clients=10, sentences=4)
+      >>> corpus
+      Corpus(10 clients (10 train, 0 valid, 0 test), 40 sentences, 240 words)
+      >>> corpus.next_words("train", vocab_size=20, buckets=5)
+      Sentences(10 clients, 40 examples: word int32, oov int16, target int32, time float64)
     """
 
     clients: Clients

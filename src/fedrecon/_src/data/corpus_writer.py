@@ -49,6 +49,12 @@ class CorpusOptions(TypedDict, total=False):
       kept_words: how many of the most used words of training clients are kept: the largest possible vocabulary.
       max_sentences: at most this many of a client's sentences are kept, the first in the source.
       words_in_memory: how many words are in memory at a time.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> options = fr.data.CorpusOptions(fractions=(0.9, 0.05, 0.05), kept_words=10_000)
+      >>> options["kept_words"]
+      10000
     """
 
     fractions: Sequence[float]

@@ -63,7 +63,7 @@ def load(source: str | Path, **options: Any) -> Ratings:
     Example:
       >>> import fedrecon as fr
       >>> fr.data.load("synthetic", num_users=5, num_items=30, mean_ratings=10)
-      Ratings(5 clients, 38 examples: item int32, rating float32, time int64)
+      Ratings(5 clients, 31 examples: item int32, rating float32, time int64)
     """
     path = Path(source)
     if source == "synthetic":

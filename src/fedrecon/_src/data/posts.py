@@ -112,10 +112,10 @@ def prepare_text(
 
     Example:
       >>> import tempfile, fedrecon as fr
-      >>> folder = tempfile.TemporaryDirectory()
-      >>> with open(f"{folder.name}/posts.jsonl", "w") as file:
-      ...     _ = file.write('{"client": "ann", "text": "The cat sat. It slept."}')
-      >>> fr.data.prepare_text(f"{folder.name}/posts.jsonl", f"{folder.name}/corpus", fractions=(1, 0, 0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with open(f"{folder}/posts.jsonl", "w") as file:
+      ...         _ = file.write('{"client": "ann", "text": "The cat sat. It slept."}')
+      ...     fr.data.prepare_text(f"{folder}/posts.jsonl", f"{folder}/corpus", fractions=(1, 0, 0))
       Corpus(1 clients (1 train, 0 valid, 0 test), 2 sentences, 7 words)
     """
     errors = RowErrors(bad_rows)
@@ -197,11 +197,11 @@ def prepare_posts(
 
     Example:
       >>> import tempfile, fedrecon as fr
-      >>> folder = tempfile.TemporaryDirectory()
       >>> row = '<row PostTypeId="1" CreationDate="2008-08-01" OwnerUserId="7" Body="&lt;p&gt;Why?&lt;/p&gt;" />'
-      >>> with open(f"{folder.name}/Posts.xml", "w") as file:
-      ...     _ = file.write(row)
-      >>> fr.data.prepare_posts(f"{folder.name}/Posts.xml", f"{folder.name}/corpus", fractions=(1, 0, 0)).words
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with open(f"{folder}/Posts.xml", "w") as file:
+      ...         _ = file.write(row)
+      ...     fr.data.prepare_posts(f"{folder}/Posts.xml", f"{folder}/corpus", fractions=(1, 0, 0)).words
       ('?', 'why')
     """
     errors = RowErrors(bad_rows)

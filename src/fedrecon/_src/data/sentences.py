@@ -24,6 +24,12 @@ class Sentences(Clients):
     Attributes:
       words: the words of the vocabulary; word k has id k + 1.
       buckets: how many ids the words outside share.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> sentences = fr.data.synthetic_text(10, 4).next_words("train", vocab_size=20, buckets=5)
+      >>> sentences.vocab_size, sentences.max_words
+      (20, 20)
     """
 
     words: np.ndarray = field(kw_only=True)
@@ -68,6 +74,11 @@ def input_ids(columns: Mapping[str, Any], vocab_size: int) -> np.ndarray:
     Args:
       columns: with `word` and `oov`, as `Sentences` have them.
       vocab_size: the number of words in the vocabulary.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.data.input_ids({"word": [[3, 1, 0]], "oov": [[0, 0, 2]]}, vocab_size=2).tolist()
+      [[3, 1, 6]]
     """
     oov = np.asarray(columns["oov"], np.int32)
     return np.where(oov > 0, vocab_size + 2 + oov, np.asarray(columns["word"], np.int32))
@@ -79,6 +90,12 @@ class PersonalText(NamedTuple):
     Attributes:
       columns: `word`, `oov` and `target`, like a client's.
       words: by bucket, how often the person's own words in it occur in the examples, most used first.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> text = fr.data.personal_text("Schnurrli sat.", fr.data.Vocabulary(("sat", "."), buckets=1))
+      >>> text.words
+      {0: {'schnurrli': 1}}
     """
 
     columns: dict[str, np.ndarray]
@@ -92,6 +109,12 @@ def personal_text(text: str, vocabulary: Vocabulary, max_words: int = MAX_WORDS)
       text: anything; it is split into sentences and words as a corpus is.
       vocabulary: the model's vocabulary.
       max_words: words per sentence, as the model was trained.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> text = fr.data.personal_text("The cat sat.", fr.data.Vocabulary(("the", "cat", "."), buckets=2), max_words=5)
+      >>> text.columns["word"].tolist()
+      [[4, 1, 2, 0, 3]]
     """
     sentences = split_text(text)
     ids = np.zeros((len(sentences), max_words + 1), np.int32)
@@ -118,6 +141,12 @@ def prompt_columns(
     Returns:
       `word` and `oov` of shape (1, L), and the position whose prediction is the next word. There is no `target`:
       it is not known.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> columns, position = fr.data.prompt_columns("The cat", fr.data.Vocabulary(("the", "cat"), buckets=2), 4)
+      >>> columns["word"].tolist(), position
+      ([[3, 1, 2, 0]], 2)
     """
     words = (split_text(text) or [[]])[-1] if isinstance(text, str) else text
     words = words[max(0, len(words) - max_words + 1) :]

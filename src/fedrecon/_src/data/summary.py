@@ -29,7 +29,15 @@ class Summary:
       density: the share of all pairs of a user and an item that is rated.
       whole: whether all ratings are whole numbers.
       skipped: how many rows, items or users loading left out, by reason.
-      recognised: the columns that were taken by common names, by what they are for.
+      recognised: the columns that were recognised, by what they are for.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> summary = fr.data.load_ratings({"user": [1, 1, 2], "item": [1, 2, 1], "rating": [1, 2, 6]}).describe()
+      >>> summary.mean, summary.looks_like_counts
+      (3.0, False)
+      >>> summary.sentence()
+      '2 users rated 2 items 3 times: ...'
     """
 
     users: int

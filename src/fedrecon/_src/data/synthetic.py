@@ -39,11 +39,16 @@ def synthetic_ratings(
 
     Returns:
       Ratings whose `time` increases along each user's examples.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.data.synthetic_ratings(num_users=100, num_items=50, mean_ratings=10).num_items
+      50
     """
     if num_users < 1 or num_items < 1 or dim < 1 or mean_ratings <= 0 or noise < 0:
         raise ValueError(
-            "`num_users`, `num_items`, `mean_ratings` and `dim` must be positive and `noise` not negative, "
-            f"but are {num_users}, {num_items}, {mean_ratings}, {dim} and {noise}."
+            "`num_users`, `num_items`, `mean_ratings` and `dim` must be positive and `noise` not negative "
+            f"(got {num_users}, {num_items}, {mean_ratings}, {dim} and {noise})."
         )
     rng = np.random.default_rng(seed)
     sizes = _sizes(rng, num_users, num_items, mean_ratings)
@@ -145,12 +150,17 @@ def synthetic_text(
 
     Returns:
       A corpus that keeps the `shared_words + kinds` words that are not private.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> len(fr.data.synthetic_text(num_clients=10, sentences=4, shared_words=20, kinds=5).words)
+      25
     """
     sizes = (num_clients, sentences, shared_words, private_words, kinds)
     if min(sizes) < 1:
         raise ValueError(
-            "`num_clients`, `sentences`, `shared_words`, `private_words` and `kinds` must be positive, "
-            f"but are {', '.join(map(str, sizes))}."
+            "`num_clients`, `sentences`, `shared_words`, `private_words` and `kinds` must be positive "
+            f"(got {', '.join(map(str, sizes))})."
         )
     words = [f"w{k}" for k in range(shared_words)] + [f"k{k}" for k in range(kinds)]
     settings = CorpusSettings(

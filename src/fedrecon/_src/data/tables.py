@@ -51,6 +51,12 @@ class TextOptions(TypedDict, total=False):
       header: whether the first line names the columns; None takes a line without any number for a header.
       encoding: the encoding of the text.
       skip_lines: how many lines to skip before the header or the data.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> options = fr.data.TextOptions(delimiter="|", header=False)
+      >>> options["delimiter"]
+      '|'
     """
 
     delimiter: str | None

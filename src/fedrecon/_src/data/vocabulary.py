@@ -58,6 +58,11 @@ def split_text(text: str) -> list[list[str]]:
 
     Args:
       text: of any length; its words come back in lower case.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.data.split_text("It's a cat. See https://cats.org!")
+      [["it's", 'a', 'cat', '.'], ['see', '<URL>', '!']]
     """
     text = _INVISIBLE.sub("", text)
     if not text.isascii():
@@ -82,6 +87,14 @@ class Vocabulary:
     Attributes:
       words: word k has id k + 1.
       buckets: how many ids the words outside share, at least 1.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> vocabulary = fr.data.Vocabulary(("the", "cat"), buckets=3)
+      >>> vocabulary.id_of("cat"), vocabulary.bos, vocabulary.eos, vocabulary.num_ids
+      (2, 3, 4, 8)
+      >>> vocabulary.encode(["the", "cat"], max_words=4).tolist()
+      [3, 1, 2, 4, 0]
     """
 
     words: tuple[str, ...]

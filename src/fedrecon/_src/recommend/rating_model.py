@@ -355,7 +355,7 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estima
 
 def _say_scale(scale: Scale) -> str:
     """Say what round zero found."""
-    low, high, ridge = readable(scale.low), readable(scale.high), readable(scale.user_ridge, 2)
+    low, high, ridge = readable(scale.low, 3), readable(scale.high, 3), readable(scale.user_ridge, 2)
     return (
         f"From sums over the training users: mean {readable(scale.mean)}, deviation {readable(scale.deviation)}, and a "
         f"bias for every item. Predictions stay between {low} and {high}. The prior on a user's bias is as strong as "
