@@ -4,7 +4,9 @@ import json
 import os
 import stat
 import subprocess
+import sys
 import venv
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -18,6 +20,7 @@ pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")
 
 import shutil
 
+import fedrecon
 import fedrecon_device
 from device_models import ITEMS, MOST, factorization, ratings_bundle, trained
 from fedrecon._src.device.page import page_files
@@ -672,3 +675,27 @@ def test_the_checker_works_where_there_is_no_jax(made, tmp_path):
     assert "largest difference" in run.stdout
     without = subprocess.run([python, "-c", "import jax"], capture_output=True)
     assert without.returncode == 1
+
+
+def test_the_runtime_has_the_version_of_fedrecon():
+    assert fedrecon_device.__version__ == fedrecon.__version__
+
+
+def test_the_runtime_imports_neither_fedrecon_nor_jax():
+    modules = [path.stem for path in Path(fedrecon_device.__file__).parent.glob("[a-z]*.py")]
+    imports = "; ".join(f"import fedrecon_device.{name}" for name in modules)
+    script = f"import sys; {imports}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "fedrecon_device" in found
+    assert not {"fedrecon", "jax", "jaxlib", "scipy", "optax", "onnx"} & set(found)
+
+
+@pytest.mark.slow
+def test_the_runtime_is_a_wheel_of_its_own(tmp_path):
+    source = shutil.copytree(Path(fedrecon_device.__file__).parents[1], tmp_path / "src-device")
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source]
+    subprocess.run([sys.executable, "-m", *build], check=True)
+    (wheel,) = tmp_path.glob(f"fedrecon_device-{fedrecon.__version__}-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"fedrecon_device/bundle.py", "fedrecon_device/web/index.html", "fedrecon_device/web/app.js"} <= set(names)
+    assert not [name for name in names if name.startswith("fedrecon/")]

@@ -1,5 +1,6 @@
 """Bundles on a device: reconstruct and predict with numpy and ONNX Runtime alone; nothing here imports JAX."""
 
+from fedrecon_device._version import __version__ as __version__
 from fedrecon_device.bundle import Bundle as Bundle
 from fedrecon_device.check import Checked as Checked
 from fedrecon_device.check import check as check

@@ -3,10 +3,10 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
-import { Bundle, readTensors, underPrefix } from "../../src/fedrecon/_src/device/web/bundle.js";
-import { clipped, find, fold, nearest, rank } from "../../src/fedrecon/_src/device/web/ranking.js";
-import { factorization, predictAll, reconstruct } from "../../src/fedrecon/_src/device/web/solvers.js";
-import { Vocabulary, splitText, wordHash } from "../../src/fedrecon/_src/device/web/words.js";
+import { Bundle, readTensors, underPrefix } from "../../src-device/fedrecon_device/web/bundle.js";
+import { clipped, find, fold, nearest, rank } from "../../src-device/fedrecon_device/web/ranking.js";
+import { factorization, predictAll, reconstruct } from "../../src-device/fedrecon_device/web/solvers.js";
+import { Vocabulary, splitText, wordHash } from "../../src-device/fedrecon_device/web/words.js";
 
 const vectors = JSON.parse(readFileSync(new URL("./vectors.json", import.meta.url), "utf8"));
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import zlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from fedrecon._src.device.exporting import Exporter, Legend, wide
 from fedrecon._src.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon._src.device.tables import Quantisation, packed, tables_file, unpacked
 from fedrecon._src.device.vectors import numbers
-from fedrecon._src.storage.atomic import atomic_folder
+from fedrecon._src.storage.atomic import atomic_folder, read_json
 from fedrecon._src.storage.ownership import check_replaceable
 from fedrecon._version import __version__
 from fedrecon_device.bundle import ITEMS, TABLES, WORDS
@@ -139,7 +138,7 @@ def check_bundle(folder: Path) -> None:
       StorageError: it holds something else.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = read_json(folder / MANIFEST)
         ours = {MANIFEST, *manifest["files"]} if manifest["format"] == FORMAT else set()
     except (OSError, ValueError, TypeError, KeyError):
         ours = set()

@@ -35,7 +35,7 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     Raises:
       ValueError: `vendor` lacks a file of onnxruntime-web.
     """
-    sources = package_files("fedrecon._src.device").joinpath("web")
+    sources = package_files("fedrecon_device").joinpath("web")
     found = {f"web/{one.name}": one.read_bytes() for one in sources.iterdir() if one.name.endswith((".js", ".css"))}
     found["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
     ranks = manifest["task"] in ITEM_TASKS
