@@ -40,57 +40,27 @@ class AlgorithmPlan(Plan):
     Attributes:
       trained: the algorithm, with its lookups decided.
       columns: `{name: [type, *shape]}` of the columns that clients have.
-      rounds: how many rounds are trained.
-      seed: the seed of everything random.
-      evaluate_every: measure the validation users every this many rounds; 0 for only at the end.
       fractions: shares of the clients that train, validate and test.
       split_seed: the seed of this division.
-      max_examples: at most this many examples of a client are used.
-      min_examples: clients with fewer do not take part.
     """
 
     kind: ClassVar[str] = "algorithm"
 
     trained: Algorithm
     columns: Mapping[str, Sequence[Any]]
-    rounds: int = 100
-    seed: int = 0
-    evaluate_every: int = 0
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
     split_seed: int = 0
-    max_examples: int = 300
-    min_examples: int = 1
 
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        if self.rounds < 1 or self.max_examples < 2 or self.min_examples < 1 or self.evaluate_every < 0:
-            raise PlanError(
-                f"rounds, max_examples and min_examples are {self.rounds}, {self.max_examples} and {self.min_examples}:"
-                " each must be at least 1, and max_examples at least 2"
-            )
         if len(self.fractions) != 3 or min(self.fractions) < 0 or not 0 < sum(self.fractions) <= 1 + 1e-9:
-            raise PlanError(f"fractions are {self.fractions}; give three shares that add up to at most 1")
+            raise PlanError(f"`fractions` must be three shares that add up to at most 1 (got {self.fractions})")
 
     @property
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
         return self.trained
-
-    @property
-    def least_examples(self) -> int:
-        """Clients with fewer examples do not take part."""
-        return self.min_examples
-
-    @property
-    def most_examples(self) -> int:
-        """At most this many examples of a client are used."""
-        return self.max_examples
-
-    @property
-    def clip_norm(self) -> None:
-        """None: a plan does not look into the algorithm's aggregator, so it promises no norm."""
-        return
 
     def subject(self) -> dict[str, Any]:
         """Return the digest of the algorithm, and how it is trained."""
@@ -180,6 +150,16 @@ def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **opti
       algorithm: what is trained.
       examples: columns as clients have them, for their types and shapes; the examples themselves are not used.
       **options: fields of `AlgorithmPlan` and of `Plan` to set, such as `rounds`, `seed` and `secure`.
+
+    Example:
+      >>> model = fr.models.matrix_factorization(num_items=8, dim=2)
+      >>> solver = fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=4)
+      >>> server = fr.optimizers.sgd(1.0)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=solver, update=solver, server=server)
+      >>> ratings = fr.data.synthetic_ratings(num_users=4, num_items=8, seed=0)
+      >>> plan = fr.deploy.plan_for(algorithm, ratings, rounds=20, least_users=5)
+      >>> plan.promises.least_users
+      5
     """
     clients = as_clients(examples)
     made = decide_lookups(algorithm, clients)

@@ -7,6 +7,7 @@ import datetime
 import platform
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,10 @@ class Outcome(NamedTuple):
       test: how the model serves the test users of all nodes; None after an interruption, or if there are none.
       failed: why the training failed, or None.
       interrupted: whether it was stopped before the last round.
+
+    Example:
+      >>> fr.deploy.Outcome({"w": 1.0}, [], rounds=0, test=None, failed=None, interrupted=True).interrupted
+      True
     """
 
     params: Any
@@ -65,7 +70,7 @@ class RoundSum(NamedTuple):
 def serve(
     plan: Plan,
     grid: Grid,
-    folder: RunFolder,
+    folder: str | Path | RunFolder,
     pace: Pace | None = None,
     *,
     resume: bool = False,
@@ -89,6 +94,7 @@ def serve(
       NotEnoughNodes: too few nodes for too long. What was learned until then is in the folder.
       StorageError: the folder holds another run.
     """
+    folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     with folder.lock():
         facts = _facts(plan, folder, resume)
         folder.describe(facts)

@@ -15,7 +15,7 @@ from fedrecon._src.algorithms.validation import check_training
 from fedrecon._src.core.keys import fresh_key, round_key
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
 from fedrecon._src.deploy import evaluation_sums, node_keys, plan_privacy
-from fedrecon._src.deploy.memory import MOST_TRIES, Memory
+from fedrecon._src.deploy.memory import MAX_TRIES, Memory
 from fedrecon._src.deploy.messages import (
     MOST_HEADER,
     OK,
@@ -37,12 +37,19 @@ from fedrecon._src.deploy.sums import bits_of, length_of, to_integers
 from fedrecon._src.recommend.tasks import Users
 
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
-MOST_REASON = 500  # characters of why a training failed
-MOST_ASKED = 20 * MOST_TRIES  # how many questions of round zero a node answers in a run
+MAX_REASON = 500  # characters of why a training failed
+MAX_QUESTIONS = 20 * MAX_TRIES  # how many questions of round zero a node answers in a run
 
 
 class Node:
-    """A node. All that it does is answer: bytes in, bytes out."""
+    """A node. All that it does is answer: bytes in, bytes out.
+
+    Example:
+      >>> ratings = fr.data.synthetic_ratings(num_users=4, seed=0)
+      >>> node = fr.deploy.Node(lambda plan: plan.split_clients(ratings), accept=lambda plan: True)
+      >>> b"garbage" in node.handle(b"not a message")
+      True
+    """
 
     def __init__(
         self,
@@ -219,8 +226,8 @@ class Node:
         if self.plan.unprepared:
             raise Failure("not_joined", "this node does not have the result of round zero; ask it to join again")
         if purpose == TRAIN:
-            if number == self.memory.round and self.memory.tries >= MOST_TRIES:
-                raise Failure("old_round", f"this node took part in round {number} {MOST_TRIES} times already")
+            if number == self.memory.round and self.memory.tries >= MAX_TRIES:
+                raise Failure("old_round", f"this node took part in round {number} {MAX_TRIES} times already")
             if self.plan.release is not None:
                 self._spend(self.plan)
             self.memory.see(number)
@@ -241,7 +248,7 @@ class Node:
         zero = plan.zero
         if zero is None:
             raise Failure("garbage", "this plan has no round zero")
-        if self.memory.round >= 0 or self.memory.questions >= MOST_ASKED:
+        if self.memory.round >= 0 or self.memory.questions >= MAX_QUESTIONS:
             raise Failure("old_round", "round zero is over for this node, or was asked for too often")
         try:
             state = zero.from_bytes(body)
@@ -305,7 +312,7 @@ class Node:
             raise Failure("garbage", str(error)) from None
         if self.memory.folder is not None:
             failed = message.facts.get("failed")
-            failed = None if failed is None else str(failed)[:MOST_REASON]
+            failed = None if failed is None else str(failed)[:MAX_REASON]
             self.plan.save_model(self.memory.folder / "model", params, failed)
             how = "is over" if failed is None else f"failed: {failed}"
             self._say(f"training {how}; the model is in {self.memory.folder / 'model'}")

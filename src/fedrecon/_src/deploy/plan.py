@@ -53,7 +53,14 @@ class PlanError(ValueError):
 
 
 class NodeData(NamedTuple):
-    """The users of a node, and counts of what was left out of its file."""
+    """The users of a node, and counts of what was left out of its file.
+
+    Example:
+      >>> users = fr.data.synthetic_ratings(num_users=4, seed=0)
+      >>> data = fr.deploy.NodeData((users, users, users), {"users_below_minimum": 2})
+      >>> len(data.users[0])
+      4
+    """
 
     users: Users
     skipped: Mapping[str, int]
@@ -72,6 +79,13 @@ class Promises(NamedTuple):
       signed: whether the keys of secure sums are signed by the nodes that the plan lists.
       epsilon: the most that all answers of a node give away about one of its users; None without a promise.
       delta: the probability that this promise fails.
+
+    Example:
+      >>> promises = fr.deploy.Promises(
+      ...     secure=True, least_nodes=3, least_users=5, least_examples=1, clip_norm=1.0, share=0.1
+      ... )
+      >>> promises.epsilon is None
+      True
     """
 
     secure: bool
@@ -102,7 +116,19 @@ class Plan(abc.ABC):
       most_nodes: with secure sums, the largest number of nodes in one.
       nodes: public keys of the nodes, in OpenSSH's format. With secure sums a node accepts only keys that these have
         signed. Without a list, the server is trusted not to invent nodes.
+      rounds: how many rounds are trained.
+      seed: the seed of everything random.
+      evaluate_every: measure the validation users every this many rounds; 0 for only at the end.
+      min_examples: users with fewer examples do not take part.
+      max_examples: at most this many examples of a user are used.
+      clip_norm: the largest norm of a user's change that is promised; None for no promise.
+      delta: the probability that the promise of privacy fails; None for the customary one.
       users: with noise, roughly how many users all nodes have together; sums are divided by `share` of this number.
+
+    Example:
+      >>> fr.deploy.Plan.from_bytes(b"{}")
+      Traceback (most recent call last):
+      fedrecon._src.deploy.plan.PlanError: this is not a plan of format fedrecon-plan 4: ...
     """
 
     kind: ClassVar[str]
@@ -118,11 +144,22 @@ class Plan(abc.ABC):
     most_nodes: int = 128
     nodes: tuple[str, ...] = ()
     users: int = 0
+    rounds: int = 100
+    seed: int = 0
+    evaluate_every: int = 0
+    min_examples: int = 1
+    max_examples: int = 300
+    clip_norm: float | None = None
+    delta: float | None = None
 
     def __post_init__(self) -> None:
         """Check what the settings' own types do not."""
         rules = {
             "`share` must be above 0 and at most 1": 0 < self.share <= 1,
+            "`rounds` must be at least 1": self.rounds >= 1,
+            "`evaluate_every` must be at least 0": self.evaluate_every >= 0,
+            "`min_examples` must be at least 1": self.min_examples >= 1,
+            "`max_examples` must be at least 2": self.max_examples >= 2,
             f"`least_users` must be from 1 to {MOST_USERS}": 1 <= self.least_users <= MOST_USERS,
             f"`least_nodes` must be from 1 to {MOST_NODES}": 1 <= self.least_nodes <= MOST_NODES,
             f"`most_nodes` must be from 1 to {MOST_NODES}": 1 <= self.most_nodes <= MOST_NODES,
@@ -153,36 +190,6 @@ class Plan(abc.ABC):
     @abc.abstractmethod
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
-
-    @property
-    @abc.abstractmethod
-    def rounds(self) -> int:
-        """How many rounds are trained."""
-
-    @property
-    @abc.abstractmethod
-    def seed(self) -> int:
-        """The seed of everything random."""
-
-    @property
-    @abc.abstractmethod
-    def evaluate_every(self) -> int:
-        """The validation users are measured every this many rounds; 0 for only at the end."""
-
-    @property
-    @abc.abstractmethod
-    def least_examples(self) -> int:
-        """Users with fewer examples do not take part."""
-
-    @property
-    @abc.abstractmethod
-    def most_examples(self) -> int:
-        """At most this many examples of a user are used."""
-
-    @property
-    @abc.abstractmethod
-    def clip_norm(self) -> float | None:
-        """The largest norm of a user's change that the settings promise; None for no promise."""
 
     @property
     def zero(self) -> RoundZero | None:
@@ -270,11 +277,6 @@ class Plan(abc.ABC):
         """What a round releases; None without noise."""
         return plan_privacy.release_of(self)
 
-    @property
-    def delta(self) -> float | None:
-        """The probability that its promise of privacy fails; None for the customary one."""
-        return None
-
     @functools.cached_property
     def promises(self) -> Promises:
         """What it promises the owners of data."""
@@ -283,7 +285,7 @@ class Plan(abc.ABC):
             self.secure,
             self.least_nodes,
             self.least_users,
-            self.least_examples,
+            self.min_examples,
             self.clip_norm,
             float(self.share),
             self.secure and bool(self.nodes),
@@ -406,6 +408,11 @@ def weaker(before: Promises, now: Promises) -> list[str]:
     Args:
       before: what the plan that was accepted promises.
       now: what the other one promises.
+
+    Example:
+      >>> before = fr.deploy.Promises(True, 3, 5, 1, 1.0, 0.1)
+      >>> fr.deploy.weaker(before, before._replace(least_nodes=2))
+      ['least_nodes falls from 3 to 2']
     """
     losses = []
     if before.secure and not now.secure:
@@ -455,7 +462,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("training", f"{plan.rounds} rounds with {promises.share:.0%} of the {people}, seed {plan.seed}"),
         (
             "who",
-            f"{people} with {promises.least_examples} {examples} or more, at most {plan.most_examples} each",
+            f"{people} with {promises.least_examples} {examples} or more, at most {plan.max_examples} each",
         ),
         (
             "sent",

@@ -38,7 +38,7 @@ class Pace:
       checkpoint_every: save the state every this many rounds.
 
     Example:
-      >>> Pace(per_round=20, min_nodes=10).deadline
+      >>> fr.deploy.Pace(per_round=20, min_nodes=10).deadline
       60.0
     """
 

@@ -102,42 +102,6 @@ class SettingsPlan(Plan):
         return None
 
     @property
-    def rounds(self) -> int:
-        """How many rounds are trained."""
-        return self.config.rounds
-
-    @property
-    def seed(self) -> int:
-        """The seed of everything random."""
-        return self.config.seed
-
-    @property
-    def evaluate_every(self) -> int:
-        """The validation users are measured every this many rounds."""
-        return self.config.evaluate_every
-
-    @property
-    def least_examples(self) -> int:
-        """Users with fewer examples do not take part."""
-        data: Any = self.config.data
-        return data.min_sentences if self.config.task == "text" else data.min_ratings
-
-    @property
-    def most_examples(self) -> int:
-        """At most this many examples of a user are used."""
-        return _most(self.config)  # type: ignore[return-value]  # `make_plan` checks it
-
-    @property
-    def clip_norm(self) -> float | None:
-        """The largest norm of a user's change."""
-        return self.config.privacy.clip_norm if self.config.privacy.on else self.config.aggregate.clip_norm
-
-    @property
-    def delta(self) -> float | None:
-        """The probability that its promise of privacy fails."""
-        return self.config.privacy.delta
-
-    @property
     def unprepared(self) -> bool:
         """Whether round zero comes first."""
         return self.zero is not None and self.result is None
@@ -196,9 +160,7 @@ class SettingsPlan(Plan):
         """
         config: Any = self.config
         data, task = config.data, config.task
-        clients, skipped = self._read_clients(
-            Path(path), reading or Reading(), max(least, self.least_examples), progress
-        )
+        clients, skipped = self._read_clients(Path(path), reading or Reading(), max(least, self.min_examples), progress)
         if task != "text" and data.shuffle_seed is not None:
             clients = clients.shuffle(data.shuffle_seed)
         if task == "ratings":
@@ -274,16 +236,24 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     algorithm = build_algorithm(config, model)
     if algorithm.model.lookups == AUTO:
         raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
-    largest = _most(config)
+    data: Any = config.data
+    is_text, protected = config.task == "text", config.privacy.on
+    largest = data.max_sentences if is_text else data.max_examples
     if largest is None:
         raise PlanError("give --data.max-examples: a plan limits examples per user, so that all nodes run one program")
-    lengths = lengths_for(largest, algorithm.method.needs)
-    return SettingsPlan(config=config, legend=legend, lengths=lengths, **options)
-
-
-def _most(config: Config) -> int | None:
-    data: Any = config.data
-    return data.max_sentences if config.task == "text" else data.max_examples
+    return SettingsPlan(
+        config=config,
+        legend=legend,
+        lengths=lengths_for(largest, algorithm.method.needs),
+        rounds=config.rounds,
+        seed=config.seed,
+        evaluate_every=config.evaluate_every,
+        min_examples=data.min_sentences if is_text else data.min_ratings,
+        max_examples=largest,
+        clip_norm=config.privacy.clip_norm if protected else config.aggregate.clip_norm,
+        delta=config.privacy.delta,
+        **options,
+    )
 
 
 def _without_places(data: Any) -> Any:

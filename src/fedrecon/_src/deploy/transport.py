@@ -17,14 +17,26 @@ from fedrecon._src.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failur
 
 
 class Reply(NamedTuple):
-    """What came back from a node: bytes, or why there are none."""
+    """What came back from a node: bytes, or why there are none.
+
+    Example:
+      >>> fr.deploy.Reply(None, "connection lost").error
+      'connection lost'
+    """
 
     data: bytes | None
     error: str | None = None
 
 
 class Grid(Protocol):
-    """Carries messages to nodes and their replies back."""
+    """Carries messages to nodes and their replies back: in this process (`InProcess`) or over HTTPS (`serve_tasks`).
+
+    Example:
+      >>> grid: fr.deploy.Grid = fr.deploy.InProcess({7: bytes.upper})
+      >>> ticket = grid.send(7, b"hello", seconds=60.0)
+      >>> grid.poll([ticket])[ticket].data
+      b'HELLO'
+    """
 
     def nodes(self) -> list[int]:
         """List the nodes that are connected now."""
@@ -40,7 +52,12 @@ class Grid(Protocol):
 
 
 class Clock(Protocol):
-    """Tells how much time has passed, and waits."""
+    """Tells how much time has passed, and waits; the module `time` is one.
+
+    Example:
+      >>> import time
+      >>> clock: fr.deploy.Clock = time
+    """
 
     def monotonic(self) -> float:
         """Return seconds since some moment."""
@@ -56,6 +73,13 @@ class InProcess:
     """Nodes as functions from bytes to bytes, without a network.
 
     A function that raises is a node that fails; one that returns None is a node that does not answer.
+
+    Example:
+      >>> nodes = {0: bytes.upper, 1: lambda message: None}
+      >>> grid = fr.deploy.InProcess(nodes)
+      >>> tickets = [grid.send(node, b"hello", seconds=60.0) for node in grid.nodes()]
+      >>> len(grid.poll(tickets))
+      1
     """
 
     def __init__(self, handlers: Mapping[int, Callable[[bytes], bytes | None]]):
