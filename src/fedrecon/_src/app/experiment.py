@@ -29,18 +29,16 @@ from fedrecon._src.app.resuming import (
 )
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.data import Ratings
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.privacy.spending import spending
 from fedrecon._src.recommend.baseline_rows import Table, beside, beside_saved, with_baselines, with_coverage
-from fedrecon._src.recommend.config import Config, RatingsConfig, check_config, to_json
+from fedrecon._src.recommend.config import Config, check_config, to_json
 from fedrecon._src.recommend.health import Watch, updates_of, why_failed
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
 from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel, save_model
 from fedrecon._src.recommend.stopping import divided, early_stopping_of, rounds_of, say_stopped
-from fedrecon._src.recommend.task import Dataset
+from fedrecon._src.recommend.task import Dataset, Ready
 from fedrecon._src.recommend.tasks import Task, Users, task_of
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
@@ -133,10 +131,10 @@ def run_experiment(
         protection = protect(prepared.config, prepared.model, len(users.train), earlier, prepared.releases)
         examples = users.train.num_examples if protection.examples is None else protection.examples
         algorithm = build_algorithm(protection.config, prepared.model, examples, protection.aggregator)
-        place = same_layout(config, algorithm, folder, earlier)
+        jax_layout = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **rounded_counts(config, task.facts(config, data))}
         facts["data"] |= {"left_out": rounded_counts(config, data.skipped)}
-        facts["layout"] = layout_facts(place)
+        facts["layout"] = layout_facts(jax_layout)
         facts["privacy"] = _promise(protection, algorithm, protection.config, len(users.train))
         for remark in (*prepared.remarks, *say_promise(protection)):
             say(remark)
@@ -144,48 +142,29 @@ def run_experiment(
         if overwrite:
             folder.replace()
         folder.describe(facts)
-        return _run(
-            _Started(
-                protection.config,
-                folder,
-                task,
-                users,
-                prepared.legend,
-                algorithm,
-                place,
-                facts,
-                bool(prepared.remarks),
-                protection.ledger,
-                prepared.fallback,
-            ),
-            data,
-            progress,
-            callbacks,
-            say,
-        )
+        started = _Started(folder, task, data, prepared, protection, algorithm, jax_layout, facts)
+        return _run(started, progress, callbacks, say)
 
 
 class _Started(NamedTuple):
     """A run that can start."""
 
-    config: Config
     folder: RunFolder
     task: Task[Any, Any, Any]
-    users: Users
-    legend: Any
+    data: Dataset
+    prepared: Ready
+    protection: Protection
     algorithm: Algorithm
-    place: Layout
+    jax_layout: Layout
     facts: dict[str, Any]
-    described: bool
-    ledger: Ledger | None
-    fallback: Any
 
 
-def _run(ready: _Started, data: Dataset, progress: Progress, callbacks: Sequence[Callback], say: Say) -> Outcome:
+def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], say: Say) -> Outcome:
     """Train, save, measure, and say how it went."""
-    config, folder, task, users, legend, algorithm, place, facts, described, ledger, fallback = ready
-    evaluator = make_evaluator(config, algorithm, users, place)
-    watch = Watch(config, task, say, _look_like_counts(config, data))
+    folder, task, data, prepared, protection, algorithm, jax_layout, facts = started
+    config, users, legend = protection.config, prepared.users, prepared.legend
+    evaluator = make_evaluator(config, algorithm, users, jax_layout)
+    watch = Watch(config, task, say, task.looks_like_counts(config, data))
     run = train(
         algorithm,
         users.train,
@@ -193,12 +172,12 @@ def _run(ready: _Started, data: Dataset, progress: Progress, callbacks: Sequence
         sampling=config.sampling,
         valid=divided(evaluator, config, users),
         evaluate_every=config.evaluate_every,
-        early_stopping=early_stopping_of(config, users, task.score, fallback),
+        early_stopping=early_stopping_of(config, users, task.score, prepared.fallback),
         seed=config.seed,
-        ledger=ledger,
+        ledger=protection.ledger,
         folder=folder,
         checkpoint_every=config.checkpoint_every,
-        layout=place,
+        layout=jax_layout,
         progress=progress,
         callbacks=[RecordCallback(watch), *callbacks],
     )
@@ -208,14 +187,16 @@ def _run(ready: _Started, data: Dataset, progress: Progress, callbacks: Sequence
     test: Evaluation | None = None
     table: Table = {}
     if not run.interrupted and len(users.test):
-        on_test = evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, place, "test")
+        on_test = (
+            evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, jax_layout, "test")
+        )
         if on_test:
             test = with_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
         if is_first_process():
             # Baselines of training users would be exact sums of theirs; those of a private run know what it released.
             table = beside_saved(model, users.test) if config.privacy.on else beside(config, users, "test", legend)
-        if (found := why_failed(run.history, task, test)) != failed:
-            failed = found
+        if (verdict := why_failed(run.history, task, test)) != failed:
+            failed = verdict
             model = _save(folder, dataclasses.replace(model, failed=failed))
     folder.describe(
         facts
@@ -234,6 +215,7 @@ def _run(ready: _Started, data: Dataset, progress: Progress, callbacks: Sequence
     if not run.interrupted:
         folder.complete()
     most = rounds_of(config, users)
+    described = bool(prepared.remarks)
     return Outcome(run, algorithm, users, model, evaluator, test, most, data.skipped, table, described, failed)
 
 
@@ -268,11 +250,11 @@ def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config,
             f"the data of the run in {path} cannot be loaded again: {problem} "
             f"To evaluate on other {task.people}, give their data with --{task.name} FILE."
         ) from None
-    found = fingerprint_of(config, Path(path), data.fingerprint())
-    if found != facts["data"]["fingerprint"]:
+    fingerprint = fingerprint_of(config, Path(path), data.fingerprint())
+    if fingerprint != facts["data"]["fingerprint"]:
         raise DataError(
             f"{config.data.source} is no longer what the run in {path} was trained on "
-            f"(fingerprint {found}, was {facts['data']['fingerprint']}), so its test {task.people} are not known"
+            f"(fingerprint {fingerprint}, was {facts['data']['fingerprint']}), so its test {task.people} are not known"
         )
     return config, task.divide(config, data, progress)
 
@@ -285,12 +267,6 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
             f"single example: nothing is learned from {'it' if alone == 1 else 'them'}, since one example cannot be "
             "both support and query"
         )
-
-
-def _look_like_counts(config: Config, data: Dataset) -> bool:
-    """Say whether these are counts that are learned as they are."""
-    as_they_are = isinstance(config, RatingsConfig) and config.data.transform == "none"
-    return as_they_are and isinstance(data, Ratings) and data.describe().looks_like_counts
 
 
 # ---- run.json ----
@@ -350,10 +326,10 @@ def _settings(config: Config) -> dict[str, Any]:
 def _located(config: Config, facts: dict[str, Any]) -> Config:
     """Find files where they were, whatever folder the command runs in now."""
     places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
-    there: dict[str, Any] = {
+    paths: dict[str, Any] = {
         name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)
     }
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **there))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
 
 
 def _now() -> str:

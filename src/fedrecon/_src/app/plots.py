@@ -96,10 +96,10 @@ def _say(axes: Any, text: str) -> None:
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Average each value with its neighbours, over a shorter window at the ends."""
-    there = np.isfinite(values)
+    finite = np.isfinite(values)
     ones = np.ones(window)
-    total = np.convolve(np.where(there, values, 0), ones, "same")
-    count = np.convolve(there.astype(float), ones, "same")
+    total = np.convolve(np.where(finite, values, 0), ones, "same")
+    count = np.convolve(finite.astype(float), ones, "same")
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 

@@ -90,8 +90,8 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         )
     if done is not None and done > config.most_rounds:
         raise StorageError(f"the run in {folder.path} is past round {config.most_rounds}: it has done {done}")
-    place = facts.get("layout")
-    numbers = [place.get(name) for name in ("jax_devices", "block", "sharing")] if isinstance(place, dict) else [None]
+    began = facts.get("layout")
+    numbers = [began.get(name) for name in ("jax_devices", "block", "sharing")] if isinstance(began, dict) else [None]
     if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
         raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot be resumed")
     return facts
@@ -120,15 +120,15 @@ def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[st
         )
 
 
-def layout_facts(place: Layout) -> dict[str, Any]:
+def layout_facts(jax_layout: Layout) -> dict[str, Any]:
     """Return the layout for `run.json`."""
     return {
         "platform": jax.default_backend(),
-        "jax_devices": place.jax_devices,
-        "block": place.block,
-        "sharing": place.sharing,
+        "jax_devices": jax_layout.jax_devices,
+        "block": jax_layout.block,
+        "sharing": jax_layout.sharing,
         "small_loops": small_loops(),
-        **({"processes": place.processes} if place.processes > 1 else {}),
+        **({"processes": jax_layout.processes} if jax_layout.processes > 1 else {}),
     }
 
 
@@ -160,10 +160,10 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
         return build_layout(config, algorithm.model)
     began = earlier["layout"]
     try:
-        place = layout(began["block"], _devices_per_process(began), sharing=began["sharing"])
+        jax_layout = layout(began["block"], _devices_per_process(began), sharing=began["sharing"])
     except ValueError:
         raise _other_machine(folder, earlier) from None
-    now = layout_facts(place)
+    now = layout_facts(jax_layout)
     if now | {"small_loops": None} != began | {"small_loops": None}:
         raise _other_machine(folder, earlier)
     if now["small_loops"] != began.get("small_loops"):
@@ -172,7 +172,7 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
             f"{os.environ.get('XLA_FLAGS')!r} now): its bits would change. Set them as they were, or begin anew with "
             "--overwrite."
         )
-    return place
+    return jax_layout
 
 
 def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:

@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from scipy.stats import spearmanr
 
 from fedrecon._src.app.plots import write_figure
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
 from fedrecon._src.recommend.baseline_rows import Table, beside
-from fedrecon._src.recommend.config import ClicksConfig, RatingsConfig, check_config, to_json
+from fedrecon._src.recommend.config import Config, check_config, to_json
 from fedrecon._src.recommend.presets import DEFAULT, is_default
 from fedrecon._src.recommend.recipe import build_algorithm, build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.stopping import divided, early_stopping_of, rounds_of
 from fedrecon._src.recommend.tasks import Users, task_of
 from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import RecordCallback, train
-from fedrecon._src.storage.atomic import StorageError, write_bytes, write_json
+from fedrecon._src.storage.atomic import StorageError, without_nan, write_bytes, write_json
 from fedrecon._src.storage.ownership import lock_study
 
 Say = Callable[[str], None]
@@ -74,7 +74,6 @@ class Goal(NamedTuple):
 
 
 GOALS = {"ratings": Goal("rmse", "RMSE", SPACE), "clicks": Goal("ndcg@100", "NDCG@100", CLICKS_SPACE, -1)}
-Tunable = RatingsConfig | ClicksConfig
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Tuned:
       first: what the settings of the first trial are called.
     """
 
-    config: Tunable
+    config: Config
     trials: tuple[Trial, ...]
     baselines: Table
     interrupted: bool = False
@@ -131,14 +130,14 @@ class Tuned:
 
 def seconds_of(budget: str) -> float:
     """Return a time such as 90s, 5m or 1.5h in seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
-    if found is None or not 0 < float(found[1]) < math.inf:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"the budget is {budget[:30]!r}; give a time such as 90s, 5m or 1h")
-    return float(found[1]) * UNITS[found[2] or "s"]
+    return float(match[1]) * UNITS[match[2] or "s"]
 
 
 def tune(
-    config: Tunable | str,
+    config: Config | str,
     *,
     budget: str | float = "5m",
     trials: int | None = None,
@@ -165,7 +164,7 @@ def tune(
     optuna = _optuna()
     if isinstance(config, str):
         config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
-    if isinstance(config, RatingsConfig) and not config.model.round_zero:
+    if not getattr(config.model, "round_zero", True):
         raise ValueError("tuning tries settings around --preset default, which has model.round_zero; these do not")
     if not config.rounds:
         raise ValueError("tuning compares trained models: give --rounds 1 or more")
@@ -183,9 +182,9 @@ def tune(
     for remark in bench.remarks():
         say(remark)
     with _held(folder):
-        found, interrupted = _tried(optuna, bench, length, trials, say)
-        tuned = Tuned(config, found, bench.baselines(), interrupted, _called(config))
-        tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is found[0] else tuned.best.values))
+        tried, interrupted = _search(optuna, bench, length, trials, say)
+        tuned = Tuned(config, tried, bench.baselines(), interrupted, _called(config))
+        tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is tried[0] else tuned.best.values))
         if folder is not None:
             write_tuned(tuned, Path(folder))
     return tuned
@@ -203,7 +202,7 @@ def _held(folder: str | Path | None) -> Iterator[None]:
         yield
 
 
-def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[tuple[Trial, ...], bool]:
+def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[tuple[Trial, ...], bool]:
     """Try settings until the time is over, the given ones first; also say whether it was interrupted before that."""
     config, goal = bench.config, GOALS[bench.config.task]
     study = optuna.create_study(
@@ -220,7 +219,7 @@ def _tried(optuna: Any, bench: _Bench, length: float, trials: int | None, say: S
 
     def tell(study: Any, trial: Any) -> None:
         best = study.best_trial.number if _any_finished(study) else None
-        say(_told(_trial(trial, config), goal, trial.number, best, _called(config)))
+        say(_describe_trial(_trial(trial, config), goal, trial.number, best, _called(config)))
 
     interrupted = False
     try:
@@ -245,7 +244,7 @@ def _optuna() -> Any:
 class _Bench:
     """Data, and how settings do on it."""
 
-    def __init__(self, config: Tunable, ratings: Ratings, users: Users, deadline: float):
+    def __init__(self, config: Config, ratings: Ratings, users: Users, deadline: float):
         self.config, self.ratings, self.users, self._deadline = config, ratings, users, deadline
         self._finished = 0
         self._task, self._goal = task_of(config), GOALS[config.task]
@@ -268,7 +267,7 @@ class _Bench:
         config = _with(self.config, values)
         ready = self._task.prepare(config, self.ratings, self.users, self._items)
         algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
-        place = build_layout(config, algorithm.model)
+        jax_layout = build_layout(config, algorithm.model)
 
         most = rounds_of(config, ready.users)
 
@@ -287,18 +286,19 @@ class _Bench:
             ready.users.train,
             rounds=most,
             sampling=config.sampling,
-            valid=divided(make_evaluator(config, algorithm, ready.users, place), config, ready.users),
+            valid=divided(make_evaluator(config, algorithm, ready.users, jax_layout), config, ready.users),
             evaluate_every=max(1, config.rounds // CHECKS),
             early_stopping=early_stopping_of(config, ready.users, self._task.score, ready.fallback),
             seed=config.seed,
-            layout=place,
+            layout=jax_layout,
             callbacks=[RecordCallback(watch)],
         )
         if run.interrupted:
             raise KeyboardInterrupt
         self._finished += 1
-        kept = run.rounds if run.best is None else run.best
-        return self._error(next(one for one in run.history if one["kind"] == "evaluation" and one["round"] == kept))
+        best = run.rounds if run.best is None else run.best
+        evaluations = (record for record in run.history if record["kind"] == "evaluation")
+        return self._error(next(record for record in evaluations if record["round"] == best))
 
     def _error(self, record: Mapping[str, Any]) -> float:
         """Return the number to minimise."""
@@ -312,7 +312,7 @@ def _suggest(trial: Any, path: str, space: Any) -> Any:
     return trial.suggest_float(path, *space, log=True)
 
 
-def _trial(trial: Any, config: Tunable) -> Trial:
+def _trial(trial: Any, config: Config) -> Trial:
     goal, finished = GOALS[config.task], trial.state.name == "COMPLETE"
     last = list(trial.intermediate_values.values())[-1:] or [math.inf]
     # The first trial has the settings as they are, which may be outside optuna's ranges.
@@ -324,11 +324,11 @@ def _any_finished(study: Any) -> bool:
     return any(trial.state.name == "COMPLETE" for trial in study.trials)
 
 
-def _called(first: Tunable) -> str:
+def _called(first: Config) -> str:
     return "default settings" if is_default(first) else "settings as given"
 
 
-def _told(trial: Trial, goal: Goal, number: int, best: int | None, first: str) -> str:
+def _describe_trial(trial: Trial, goal: Goal, number: int, best: int | None, first: str) -> str:
     what = in_words(trial.values) if number else first
     ending = ", the best so far" if number == best else "" if trial.finished else ", given up"
     return f"trial {number + 1}: {goal.title} {trial.value:.4f}{ending} ({what})"
@@ -347,7 +347,7 @@ def _within(space: Any, value: Any) -> Any:
     """Return a value, or the nearest that may be tried."""
     if isinstance(space, list):
         return min(max(value, space[0]), space[1])
-    return value if value in space else min(space, key=lambda one: abs(one - value))
+    return value if value in space else min(space, key=lambda choice: abs(choice - value))
 
 
 def _get(config: Any, path: str) -> Any:
@@ -356,7 +356,7 @@ def _get(config: Any, path: str) -> Any:
     return config
 
 
-def _with(config: Tunable, values: Mapping[str, Any]) -> Tunable:
+def _with(config: Config, values: Mapping[str, Any]) -> Config:
     """Return settings with others at some paths."""
     groups: dict[str, dict[str, Any]] = {}
     alone = {}
@@ -381,20 +381,12 @@ def what_mattered(tuned: Tuned) -> dict[str, float]:
     done = [trial for trial in tuned.trials if trial.finished and math.isfinite(trial.value)]
     if len(done) < 4:
         return {}
-    error = _ranks([trial.value for trial in done])
-    space = tuned.goal.space
-    found = {path: abs(_correlation(_ranks([trial.values[path] for trial in done]), error)) for path in space}
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
-
-
-def _ranks(values: list[Any]) -> np.ndarray:
-    """Return ranks, the mean of them where values are equal."""
-    numbers = np.array(values, float)
-    return np.array([(np.sum(numbers < x) + np.sum(numbers <= x)) / 2 for x in numbers])
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else 0.0
+    strength = {}
+    for path in tuned.goal.space:
+        values = [float(trial.values[path]) for trial in done]
+        varied = len(set(values)) > 1 and len({trial.value for trial in done}) > 1
+        strength[path] = abs(float(spearmanr(values, [trial.value for trial in done])[0])) if varied else 0.0
+    return dict(sorted(strength.items(), key=lambda item: -item[1]))
 
 
 def command_of(tuned: Tuned, folder: Path) -> str:
@@ -406,14 +398,9 @@ def write_tuned(tuned: Tuned, folder: Path) -> None:
     """Write settings, trials, a report and a picture of what mattered."""
     if tuned.failed is None:
         write_bytes(folder / "config.json", (json.dumps(to_json(tuned.config), indent=2) + "\n").encode())
-    trials = [dataclasses.asdict(trial) for trial in tuned.trials]
-    write_json(folder / TRIALS, [one | {"value": _or_none(one["value"])} for one in trials])
+    write_json(folder / TRIALS, without_nan([dataclasses.asdict(trial) for trial in tuned.trials]))
     _draw(tuned, folder / "what_mattered.png")
     write_bytes(folder / "report.md", report(tuned, folder).encode())
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def compared(tuned: Tuned) -> list[tuple[str, str]]:
@@ -434,8 +421,8 @@ def report(tuned: Tuned, folder: Path) -> str:
         lines += [f"Best: {in_words(best.values)}.", "", f"Train with them: `{command_of(tuned, folder)}`", ""]
         lines += ["They were chosen on these users, so test users are likely to be served a little worse.", ""]
     if mattered := what_mattered(tuned):
-        told = ", ".join(f"{path.replace('_', '-')} {value:.2f}" for path, value in mattered.items())
-        lines += [f"What went with it (rank correlation): {told}.", "", "![](what_mattered.png)", ""]
+        ranking = ", ".join(f"{path.replace('_', '-')} {value:.2f}" for path, value in mattered.items())
+        lines += [f"What went with it (rank correlation): {ranking}.", "", "![](what_mattered.png)", ""]
     done = sum(trial.finished for trial in tuned.trials)
     lines += [f"{len(tuned.trials)} trials, {done} of them finished; `trials.json` has all of them.", ""]
     return "\n".join(lines)

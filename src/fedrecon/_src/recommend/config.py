@@ -125,6 +125,32 @@ class Config:
         """How many rounds there are at most: more than `rounds` if validation clients can call for more."""
         return self.rounds
 
+    @property
+    def relaxations(self) -> int:
+        """How often the prior may be relaxed after the rounds."""
+        return 0
+
+    @property
+    def falls_back_on_popularity(self) -> bool:
+        """Whether the model before the first round is popularity, which a private run must not know."""
+        return False
+
+    @property
+    def divides_clients(self) -> bool:
+        """Whether `data.fractions` decides who tests, whatever the data."""
+        return True
+
+    def remedies(self, trained: bool) -> list[str]:
+        """Return what to change if numbers run away, in training or, before that, in reconstruction."""
+        server, update, reconstruct = self.server, self.update, self.reconstruct
+        relative = server.optimizer not in ("sgd", "momentum")  # its steps do not depend on the length of updates
+        rates = {"update": update.learning_rate} if trained and not (relative and update.steps == 1) else {}
+        rates |= {"server": server.learning_rate} if trained and (relative or server.learning_rate > 1) else {}
+        exact = reconstruct.solver == "least-squares"
+        rates |= {} if exact else {"reconstruct": reconstruct.learning_rate}
+        advice = [f"lower --{group}.learning-rate (now {rate:g})" for group, rate in rates.items()]
+        return [*advice, *([f"raise --reconstruct.ridge (now {reconstruct.ridge:g})"] if exact else [])]
+
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
         shares, sampling = self.data.fractions, self.sampling
@@ -190,6 +216,15 @@ class RatingsConfig(Config):
     model: Factorization = field(default_factory=Factorization)
 
     @property
+    def relaxations(self) -> int:
+        """How often the prior may be relaxed after the rounds."""
+        return self.model.relax
+
+    def remedies(self, trained: bool) -> list[str]:
+        """Return what to change if numbers run away."""
+        return [*super().remedies(trained), "rescale the ratings"]
+
+    @property
     def most_rounds(self) -> int:
         """How many rounds there are at most, with relaxations of the prior unless every round costs privacy."""
         relaxes = self.patience is not None and not self.privacy.on
@@ -227,6 +262,16 @@ class ClicksConfig(Config):
     evaluate_every: Rounds = 50
     patience: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = 1
 
+    @property
+    def falls_back_on_popularity(self) -> bool:
+        """Whether the model before the first round is popularity, which a private run must not know."""
+        return not self.privacy.on
+
+    def remedies(self, trained: bool) -> list[str]:
+        """Return what to change if numbers run away."""
+        rate = [f"lower --server.learning-rate (now {self.server.learning_rate:g})"] if trained else []
+        return [*rate, f"raise --model.ridge (now {self.model.ridge:g})"]
+
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
         yield from super().rules()
@@ -253,6 +298,11 @@ class TextConfig(Config):
     aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="tokens"))
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
     rounds: Rounds = 400
+
+    @property
+    def divides_clients(self) -> bool:
+        """Whether `data.fractions` decides who tests; a prepared corpus may say so itself."""
+        return False
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""

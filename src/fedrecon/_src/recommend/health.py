@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedrecon._src.recommend.config import Config, RatingsConfig
+from fedrecon._src.recommend.config import Config
 from fedrecon._src.recommend.tasks import Task
 from fedrecon._src.simulation.divergence import find_divergence, find_failures
 from fedrecon._src.simulation.evaluation import Evaluation
@@ -74,46 +74,15 @@ def remedy(config: Config, *, trained: bool = True, counts: bool = False) -> str
     Args:
       config: the settings.
       trained: whether rounds have been run; before the first one, only reconstruction has changed anything.
-      counts: whether the ratings look like counts.
+      counts: whether ratings that are learned as they are look like counts.
     """
-    if counts and isinstance(config, RatingsConfig) and config.data.transform == "none":
+    if counts:
         return "The ratings look like counts: use --data.transform log1p, so that the model learns log(1+x)."
-    rates = [*(_rates_of_rounds(config) if trained else []), *_rates_of_reconstruction(config)]
-    advice = [f"lower {' and '.join(rates)}"] if rates else []
-    if config.task == "clicks":
-        advice.append(f"raise --model.ridge (now {config.model.ridge:g})")
-    elif config.reconstruct.solver == "least-squares":
-        advice.append(f"raise --reconstruct.ridge (now {config.reconstruct.ridge:g})")
+    advice = config.remedies(trained)
     if trained and not config.privacy.on and config.aggregate.clip_norm is None and config.aggregate.followed is None:
         advice.append("set --aggregate.clip-norm")
-    if config.task == "ratings":
-        advice.append("rescale the ratings")
-    when = (
-        "If this continues" if trained else "Nothing has been learned yet, so this is about the data and reconstruction"
-    )
-    return f"{when}{', ' if trained else ': '}{_either(advice)}."
-
-
-def _rates_of_rounds(config: Config) -> list[str]:
-    """Name the learning rates that decide how far a round goes, with their values."""
-    server, update = config.server, config.update
-    own = f"--server.learning-rate (now {server.learning_rate:g})"
-    if config.task == "clicks":
-        return [own]
-    relative = server.optimizer not in ("sgd", "momentum")  # its steps do not depend on the length of updates
-    rates = [] if relative and update.steps == 1 else [f"--update.learning-rate (now {update.learning_rate:g})"]
-    return [*rates, *([own] if relative or server.learning_rate > 1 else [])]
-
-
-def _rates_of_reconstruction(config: Config) -> list[str]:
-    """Name the learning rate of reconstruction, with its value, if it goes by steps."""
-    if config.task == "clicks" or config.reconstruct.solver == "least-squares":
-        return []
-    return [f"--reconstruct.learning-rate (now {config.reconstruct.learning_rate:g})"]
-
-
-def _either(advice: Sequence[str]) -> str:
-    return advice[0] if len(advice) == 1 else f"{', '.join(advice[:-1])} or {advice[-1]}"
+    when = "" if trained else "Nothing has been learned yet, so this is about the data and reconstruction. "
+    return f"{when}If this continues: {', or '.join(advice)}."
 
 
 def why_failed(

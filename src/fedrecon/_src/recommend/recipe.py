@@ -120,8 +120,7 @@ def build_algorithm(
         If uploads are sums over examples (`app.protection`), how many uploads make up everybody's.
       aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
     """
-    relax = config.model.relax if isinstance(config, RatingsConfig) else 0
-    update, server, ridge = config.update, build_server(config.server, config.rounds, relax), None
+    update, server, ridge = config.update, build_server(config.server, config.rounds, config.relaxations), None
     if aggregator is None:
         aggregator = build_aggregator(config, model)
     if isinstance(config, ClicksConfig):
@@ -180,8 +179,8 @@ def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users
     """
     if config.split.train == "none" or (users.train.sizes >= 2).any():
         return
-    examples = "sentences" if task.name == "text" else task.examples
-    columns = "" if task.name == "text" else f" If they have more, is --data.user the column of {task.people}?"
+    examples = task.unit or task.examples
+    columns = f" If they have more, is --data.user the column of {task.people}?" if hasattr(config.data, "user") else ""
     raise DataError(
         f"{config.data.source} has {how_many(len(users.train), f'training {task.people}')}, none with 2 {examples} or "
         f"more. Training needs 2 {examples} per {task.people[:-1]}, for at least some {task.people}: one to "

@@ -105,7 +105,7 @@ def say_rounds(config: Config, users: Users, people: str = "users") -> str:
     else:
         if more := rounds_of(config, users) - config.rounds:
             said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
-        simple = "popularity" if falls_back_on_popularity(config) else "the one before the first round"
+        simple = "popularity" if config.falls_back_on_popularity else "the one before the first round"
         said += f" The best model for validation users is kept, even if it is {simple}."
     return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test, people))
 
@@ -147,7 +147,7 @@ def say_few(number: int, people: str) -> str:
 
 def say_how_to_test_more(config: Config) -> str:
     """Say how to test on more clients: by other fractions, unless these leave as many already."""
-    if config.task == "text" or config.data.fractions[-1] >= TESTED[-1]:
+    if not config.divides_clients or config.data.fractions[-1] >= TESTED[-1]:
         return "It takes data of more people to say more."
     option = " ".join(f"{share:.1g}".removeprefix("0") for share in TESTED)
     return f"Train with --data.fractions {option} to test on about a fifth of all."
@@ -161,15 +161,10 @@ def say_kept(config: Config, best: int, people: str) -> str:
       best: the round after which it was the model; 0 for what there was before the first.
       people: what clients are called.
     """
-    if best == 0 and falls_back_on_popularity(config):
+    if best == 0 and config.falls_back_on_popularity:
         return f"kept popularity: the trained model does not rank better for validation {people}"
     when = f"after round {best}" if best else "from before the first round"
     return f"kept the model {when}, the best on validation {people}"
-
-
-def falls_back_on_popularity(config: Config) -> bool:
-    """Say whether the model before the first round is popularity, which a private run must not know."""
-    return config.task == "clicks" and not config.privacy.on
 
 
 def say_stopped(config: Config, stopped: str | None, best: int | None) -> str | None:

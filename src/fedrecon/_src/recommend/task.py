@@ -118,6 +118,9 @@ class Task(Generic[C, D, L]):
       describe: `legend -> JSON`.
       recall: `JSON -> legend`; raises KeyError, TypeError or ValueError if it is not one.
       serve: the command that a trained model is for, with its options.
+      unit: what support and query are made of, if that is not what metrics are means over.
+      page_needs_onnx: whether a web page of a model runs its ONNX graphs.
+      looks_like_counts: `(config, data) -> whether these are counts that are learned as they are`.
       by_client: whether metrics are of clients as a whole, so that there is one mean only.
       score: what validation clients compare models by, from metrics over all examples; less is better.
     """
@@ -141,5 +144,8 @@ class Task(Generic[C, D, L]):
     recall: Callable[[Mapping[str, Any]], L]
     serve: str
     by_client: bool = False
+    unit: str = ""
+    page_needs_onnx: bool = False
+    looks_like_counts: Callable[[C, D], bool] = lambda config, data: False
     omit: Callable[[C], Container[str]] = lambda config: ()
     score: Score = loss_of

@@ -46,21 +46,22 @@ def run(args: Page) -> int:
     from fedrecon._src.device.page import serve
     from fedrecon_device.files import MANIFEST
 
-    with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as place:
+    with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as scratch:
         folder = args.run
         if not (folder / MANIFEST).is_file():
             from fedrecon._src.device.saved import bundle_model
             from fedrecon._src.recommend.saved_models import open_model
-            from fedrecon._src.recommend.tasks import TEXT
 
             saved = open_model(folder)
-            needs_onnx = saved.task is TEXT  # pages of ratings and clicks compute in plain JavaScript
+            needs_onnx = saved.task.page_needs_onnx
             if needs_onnx and args.onnxruntime_web is None:
                 raise options.UsageError(
                     "a page of text needs onnxruntime-web: npm install onnxruntime-web, "
                     "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
                 )
-            folder = bundle_model(saved, Path(place) / "bundle", onnxruntime_web=args.onnxruntime_web, onnx=needs_onnx)
+            folder = bundle_model(
+                saved, Path(scratch) / "bundle", onnxruntime_web=args.onnxruntime_web, onnx=needs_onnx
+            )
         try:
             server = serve(folder, args.port)
         except OSError as problem:

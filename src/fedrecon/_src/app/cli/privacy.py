@@ -132,7 +132,7 @@ def _leakage(args: MeasureLeakage) -> int:
     model = open_model(args.run)
     config, users = users_of_run(args.run, bars)
     people = users.test if len(users.test) else users.valid
-    found = leakage(
+    measured = leakage(
         build_algorithm(config, model.algorithm.model),
         model.params,
         people,
@@ -141,23 +141,23 @@ def _leakage(args: MeasureLeakage) -> int:
         noise_multiplier=args.noise_multiplier,
     )
     if args.picture is not None:
-        found.plot(args.picture)
+        measured.plot(args.picture)
     if args.json:
         print(
             json.dumps(
                 without_nan(
                     {
-                        "people": found.people,
-                        "strangers": found.strangers,
-                        "kinds": [one._asdict() for one in found.exposures],
+                        "people": measured.people,
+                        "strangers": measured.strangers,
+                        "kinds": [exposure._asdict() for exposure in measured.exposures],
                     }
                 )
             )
         )
         return 0
-    columns, rows = found.table()
-    show.table(f"What attacks find out about {found.people} {model.task.people} of {args.run}", columns, rows)
-    print(found.summary())
+    columns, rows = measured.table()
+    show.table(f"What attacks find out about {measured.people} {model.task.people} of {args.run}", columns, rows)
+    print(measured.summary())
     return 0
 
 
@@ -165,7 +165,7 @@ def _audit(args: AuditNoise) -> int:
     from fedrecon._src.privacy.canaries import audit_run
 
     try:
-        found = audit_run(
+        audit = audit_run(
             noise_multiplier=args.noise_multiplier,
             rounds=args.rounds,
             canaries=args.canaries,
@@ -176,8 +176,8 @@ def _audit(args: AuditNoise) -> int:
         )
     except ImportError as problem:
         raise ValueError(str(problem)) from problem
-    print(json.dumps({**found._asdict(), "broken": found.broken}) if args.json else found.summary())
-    return FAILED if found.broken else 0
+    print(json.dumps({**audit._asdict(), "broken": audit.broken}) if args.json else audit.summary())
+    return FAILED if audit.broken else 0
 
 
 def _plan_and_print(args: PlanNoise) -> int:
@@ -213,17 +213,17 @@ def _plan(args: PlanNoise) -> dict[str, Any]:
         assert args.noise_multiplier is not None
         epsilon = accounting.epsilon_after(args.noise_multiplier, per_round=args.per_round, **sizes)
         spread = {"noise_multiplier": args.noise_multiplier, "mean": args.noise_multiplier / args.per_round}
-        this, others = {"epsilon": epsilon, "per_round": args.per_round, **spread}, []
+        this, alternatives = {"epsilon": epsilon, "per_round": args.per_round, **spread}, []
     else:
         this = noise(args.epsilon, args.per_round)
-        others = [noise(factor * args.epsilon, args.per_round) for factor in (0.25, 0.5, 2)]
+        alternatives = [noise(factor * args.epsilon, args.per_round) for factor in (0.25, 0.5, 2)]
         larger = [k * args.per_round for k in (2, 5) if k * args.per_round <= args.clients]
-        others += [noise(args.epsilon, per_round) for per_round in larger]
+        alternatives += [noise(args.epsilon, per_round) for per_round in larger]
     seen = {
         times: accounting.epsilon_of([accounting.Release(this["noise_multiplier"], 1.0, times)], delta)
         for times in sorted({1, min(10, args.rounds)})
     }
-    return {**sizes, **this, "parameters": args.parameters, "others": others, "seen": seen}
+    return {**sizes, **this, "parameters": args.parameters, "alternatives": alternatives, "seen": seen}
 
 
 def _print(plan: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def _print(plan: dict[str, Any]) -> None:
     if plan["parameters"] is not None:
         columns.append("its norm")
     title = f"{plan['clients']:,} clients, {plan['rounds']:,} rounds, delta {plan['delta']:.2g}"
-    rows = [row(plan), *([tuple("" for _ in columns)] if plan["others"] else []), *map(row, plan["others"])]
+    rows = [row(plan), *([tuple("" for _ in columns)] if plan["alternatives"] else []), *map(row, plan["alternatives"])]
     show.table(title, columns, rows, texts=())
     print("Noise multiplier: standard deviation of the noise in the sum of uploads, in units of the clipping norm.")
     norm = "" if plan["parameters"] is None else " Its norm: over all parameters."
@@ -257,9 +257,9 @@ def _meaning(plan: dict[str, Any]) -> str:
 
 def _sampling(plan: dict[str, Any]) -> str:
     times = plan["rounds"] * plan["per_round"] / plan["clients"]
-    known = ", ".join(f"{e:.3g} after {k} {'round' if k == 1 else 'rounds'}" for k, e in plan["seen"].items())
+    promises = ", ".join(f"{e:.3g} after {k} {'round' if k == 1 else 'rounds'}" for k, e in plan["seen"].items())
     return (
         f"This assumes that every round draws each client independently (a client takes part in {times:,.2g} of them "
         f"on average), and that the observer does not see who was drawn. Against one who does, such as the server, the "
-        f"same noise promises a client that took part epsilon {known}."
+        f"same noise promises a client that took part epsilon {promises}."
     )

@@ -68,23 +68,22 @@ def parse(argv: Sequence[str]) -> Tune:
 
 
 def run(args: Tune) -> int:
-    """Tune, and say what was found."""
+    """Tune, and say what was tuned."""
     from fedrecon._src.app.tuning import command_of, compared, seconds_of, tune, what_mattered
     from fedrecon._src.simulation.multihost import start_jax_devices
 
     seconds_of(args.budget)
-    assert isinstance(args.settings, RatingsConfig | ClicksConfig)
     start_jax_devices(args.settings.jax_devices)
-    found = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
-    if found.failed is not None:
-        show.alarm(f"tuning failed: {found.failed}. Lower --server.learning-rate, or look at the data")
+    tuned = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
+    if tuned.failed is not None:
+        show.alarm(f"tuning failed: {tuned.failed}. Lower --server.learning-rate, or look at the data")
         show.remark(f"saved: {args.out} (report.md says what was tried)")
         return FAILED
-    show.table("validation users, on whom the settings were chosen", ("", found.goal.title), compared(found))
-    if mattered := what_mattered(found):
+    show.table("validation users, on whom the settings were chosen", ("", tuned.goal.title), compared(tuned))
+    if mattered := what_mattered(tuned):
         print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
     print(f"saved: {args.out} (report.md says what was tried)")
-    print(f"next:  {command_of(found, args.out)}")
-    if found.interrupted:
-        show.remark(f"interrupted after {len(found.trials)} trials; these are the best settings so far")
-    return 130 if found.interrupted else 0
+    print(f"next:  {command_of(tuned, args.out)}")
+    if tuned.interrupted:
+        show.remark(f"interrupted after {len(tuned.trials)} trials; these are the best settings so far")
+    return 130 if tuned.interrupted else 0

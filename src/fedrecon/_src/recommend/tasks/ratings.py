@@ -204,4 +204,5 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     recall=recall_items,
     serve="recommend {run} --ratings FILE",
     omit=_omit,
+    looks_like_counts=lambda config, ratings: config.data.transform == "none" and ratings.describe().looks_like_counts,
 )

@@ -204,4 +204,6 @@ TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
     describe=_describe,
     recall=_recall,
     serve='complete {run} --text FILE --prompt "..."',
+    unit="sentences",
+    page_needs_onnx=True,
 )
