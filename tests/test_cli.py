@@ -155,42 +155,6 @@ def test_a_model_with_biases_and_a_default_resumes_too(trained, tmp_path):
     assert main(["evaluate", str(tmp_path / "parts")]) == 0
 
 
-def of_version_1(run):
-    """Make a run look as the version before wrote it, before there were seals and, once, tasks."""
-    for file in ("run.json", "model/model.json"):
-        values = json.loads((run / file).read_text())
-        for name in ("sha256", "files", "failed", "made_by"):
-            values.pop(name, None)
-        if file == "run.json":
-            del values["format"], values["version"], values["config"]["task"]
-        else:
-            del values["task"]
-            values["version"] = 1
-        (run / file).write_text(json.dumps(values))
-    for manifest in run.glob("checkpoint/*/manifest.json"):
-        manifest.write_text('{"format": 1, "rounds": 8}\n')
-    (run / ".fedrecon").unlink()
-    return run
-
-
-def test_a_run_of_the_version_before_serves_but_does_not_go_on(trained, tmp_path, capsys):
-    ratings, run = trained
-    old = of_version_1(shutil.copytree(run, tmp_path / "run"))
-    assert main(["evaluate", str(old)]) == 0
-    assert main(["recommend", str(old), "--ratings", str(ratings), "--user", "u1"]) == 0
-    command = ["train", str(ratings), "--out", str(old), "--rounds", "9", *SMALL]
-    capsys.readouterr()
-    assert main([*command, "--resume", str(old)]) == 1
-    assert "was written by another version of fedrecon" in said(capsys)
-    shutil.rmtree(old / "checkpoint")
-    shutil.rmtree(old / "model")
-    facts = json.loads((old / "run.json").read_text())
-    (old / "run.json").write_text(json.dumps({**facts, "ended": None}))
-    assert main([*command, "--resume", str(old)]) == 1
-    assert "was begun by another version of fedrecon" in said(capsys)
-    assert main([*command, "--overwrite", "--rounds", "1"]) == 0
-
-
 def test_a_model_of_a_version_to_come_is_refused(trained, tmp_path, capsys):
     model = shutil.copytree(trained[1] / "model", tmp_path / "model")
     values = json.loads((model / "model.json").read_text())
