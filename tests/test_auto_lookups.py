@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client.lookups.tables import BatchRows, fetch_rows, random_params, renumber
+from fedrecon._src.client.lookups.lookup_tables import BatchRows, fetch_rows, random_params, renumber
 from fedrecon._src.client.lookups.tracing import by_rows, find_reads
 from toy_models import (
     assert_close,

@@ -61,7 +61,7 @@ def with_statistics():
         init_global=lambda key: {**model.init_global(key), "seen": jnp.zeros(())},
         init_local=lambda key: {**model.init_local(key), "mine": jnp.zeros(())},
         predict=lambda params, local, batch: model.predict(params, local, batch) + params["seen"] + local["mine"],
-        state=fr.State(("seen",), ("mine",), advance, {"mine": 0.5}),
+        state=fr.ModelState(("seen",), ("mine",), advance, {"mine": 0.5}),
     )
 
 

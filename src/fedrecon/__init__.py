@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from fedrecon._src.core.model import ClientMetrics as ClientMetrics
     from fedrecon._src.core.model import Metric as Metric
     from fedrecon._src.core.model import Model as Model
-    from fedrecon._src.core.model import State as State
+    from fedrecon._src.core.model import ModelState as ModelState
     from fedrecon._src.core.pytrees import partition as partition
     from fedrecon._src.core.upload import RowChanges as RowChanges
     from fedrecon._src.core.upload import Upload as Upload
@@ -121,7 +121,7 @@ _NAMES = {
     "core.cohort": "Lengths",
     "core.factories": "RecipeError",
     "core.keys": "round_key run_keys",
-    "core.model": "ClientMetrics Metric Model State",
+    "core.model": "ClientMetrics Metric Model ModelState",
     "core.pytrees": "partition",
     "core.upload": "RowChanges Upload",
     "core.wire": "WireError from_bytes to_bytes",

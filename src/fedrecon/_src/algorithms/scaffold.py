@@ -51,7 +51,7 @@ def scaffold(
 
         def client(message: Any, own_control: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             params, control = message
-            pull = jax.tree.map(lambda c, own: c - own, control, own_control)  # (clients, ...)
+            pull = jax.tree.map(jnp.subtract, control, own_control)  # (clients, ...)
             updated = updater.run(params, cohort, kit.first_order_predict(model), (), pull=pull)
 
             def change(c: Array, delta: Array) -> Array:

@@ -9,7 +9,7 @@ from jax import Array
 
 from fedrecon._src.client.batches import fold_batches
 from fedrecon._src.core.cohort import Examples
-from fedrecon._src.core.model import Batch, Model, State
+from fedrecon._src.core.model import Batch, Model, ModelState
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 
 STATE_BATCH = 64  # examples that statistics are computed over at once; of more examples, the mean over such batches
@@ -18,7 +18,7 @@ STATE_BATCH = 64  # examples that statistics are computed over at once; of more 
 def set_local_state(model: Model, params: Params, local: Params, examples: Examples) -> Params:
     """Set the local state of several clients from their examples.
 
-    A moving average (`State.momenta`) becomes the mean of the batches' own values, over batches of `SETTLE_BATCH`
+    A moving average (`ModelState.momenta`) becomes the mean of the batches' own values, over batches of `SETTLE_BATCH`
     examples; its initial value and its momentum do not matter. Any other leaf becomes the mean of its values after each
     single batch. Without examples the state is unchanged.
 
@@ -32,7 +32,7 @@ def set_local_state(model: Model, params: Params, local: Params, examples: Examp
       >>> import fedrecon as fr
       >>> import jax.numpy as jnp
       >>> from fedrecon import kit
-      >>> state = fr.State((), ("mean",), lambda params, local, batch, mask: ({}, {"mean": batch["x"].mean()}))
+      >>> state = fr.ModelState((), ("mean",), lambda params, local, batch, mask: ({}, {"mean": batch["x"].mean()}))
       >>> model = fr.models.matrix_factorization(3)._replace(state=state)
       >>> examples = kit.Examples({"x": jnp.array([[1.0, 3.0]])}, jnp.array([2]))
       >>> kit.set_local_state(model, {}, {"mean": jnp.zeros(1)}, examples)["mean"].tolist()
@@ -59,7 +59,7 @@ def set_local_state(model: Model, params: Params, local: Params, examples: Examp
     return unflatten(structure, {**leaves, **{path: mean(sums[path], leaves[path]) for path in state.local}})
 
 
-def _of_batch(state: State, params: Params, local: Params, batch: Batch, mask: Array) -> dict[str, Array]:
+def _of_batch(state: ModelState, params: Params, local: Params, batch: Batch, mask: Array) -> dict[str, Array]:
     """Return one client's local state as computed from one batch alone.
 
     Moving averages start from 0 here, so they become `1 - momentum` times the batch's value.
@@ -71,7 +71,7 @@ def _of_batch(state: State, params: Params, local: Params, batch: Batch, mask: A
 
 
 def advance_shared(
-    state: State,
+    state: ModelState,
     shared: Mapping[str, Array],
     rest: Params,
     examples: Examples,

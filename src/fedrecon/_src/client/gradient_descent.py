@@ -12,9 +12,9 @@ import optax
 from jax import Array
 
 from fedrecon._src.client.batches import Batches
+from fedrecon._src.client.lookups.lookup_tables import change_rows, merge_repeats, read_rows
 from fedrecon._src.client.lookups.phases import cut, phases, put_back
 from fedrecon._src.client.lookups.reach import reach, state_labels
-from fedrecon._src.client.lookups.tables import change_rows, merge_repeats, read_rows
 from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Examples

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from fedrecon._src.client.lookups.tables import original_batch
+from fedrecon._src.client.lookups.lookup_tables import original_batch
 from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names

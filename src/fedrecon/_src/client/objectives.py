@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon._src.client.batches import fold_batches
+from fedrecon._src.client.lookups.lookup_tables import LookupTables, original_batch
 from fedrecon._src.client.lookups.reach import Reach
-from fedrecon._src.client.lookups.tables import LookupTables, original_batch
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names, predict_in
 from fedrecon._src.core.pytrees import Params, split_params

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon._src.client.batch_statistics import advance_shared
-from fedrecon._src.client.lookups.tables import (
+from fedrecon._src.client.lookups.lookup_tables import (
     LookupTables,
     group_name,
     lookup_groups,

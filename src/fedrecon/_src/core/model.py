@@ -66,7 +66,7 @@ class Step(NamedTuple):
     key: Array | None
 
 
-class State(NamedTuple):
+class ModelState(NamedTuple):
     """Leaves that examples set and no optimizer moves, such as running statistics.
 
     Attributes:
@@ -83,7 +83,7 @@ class State(NamedTuple):
       >>> import fedrecon as fr
       >>> def advance(params, local, batch, mask):
       ...     return {"largest": batch["x"].max()}, {}
-      >>> fr.State(shared=("largest",), local=(), advance=advance).shared
+      >>> fr.ModelState(shared=("largest",), local=(), advance=advance).shared
       ('largest',)
     """
 
@@ -138,7 +138,7 @@ class Model(NamedTuple):
     default_local: Callable[[Params], Params] | None = None
     evidence: Callable[[Params, Batch, Array], Params] | None = None
     predict_train: Callable[[Params, Params, Batch, Step], Any] | None = None
-    state: State | None = None
+    state: ModelState | None = None
     frozen: Mapping[str, Any] = {}
     client_metrics: ClientMetrics | None = None
     class_label: str | None = None

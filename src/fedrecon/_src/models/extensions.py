@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.client.lookups.tables import prefixed
+from fedrecon._src.client.lookups.lookup_tables import prefixed
 from fedrecon._src.core.checks import MOST_FLOAT, check_number
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.model import AUTO, Batch, Model, State, Step, Weighted, predict_in
+from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step, Weighted, predict_in
 from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, path_name, unflatten
 
 
@@ -70,7 +70,7 @@ def within_shared(function: Callable[..., Params] | None) -> Callable[..., Param
     return lambda params, *rest: function(params["shared"], *rest)
 
 
-def state_within_shared(state: State | None) -> State | None:
+def state_within_shared(state: ModelState | None) -> ModelState | None:
     """Return a model's state for when its global parameters are under `shared`.
 
     Args:
@@ -83,7 +83,7 @@ def state_within_shared(state: State | None) -> State | None:
         shared, local_values = state.advance(params["shared"], local, batch, mask)
         return {f"shared/{path}": value for path, value in shared.items()}, local_values
 
-    return State(tuple(f"shared/{path}" for path in state.shared), state.local, advance, state.momenta)
+    return ModelState(tuple(f"shared/{path}" for path in state.shared), state.local, advance, state.momenta)
 
 
 @register_factory

@@ -14,7 +14,7 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage
 from fedrecon._src.algorithms.rounds import client_update
 from fedrecon._src.algorithms.validation import features_of
-from fedrecon._src.client.lookups.tables import lookup_groups
+from fedrecon._src.client.lookups.lookup_tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Cohort, Examples, Packer, redraw
 from fedrecon._src.core.keys import client_keys, words_of

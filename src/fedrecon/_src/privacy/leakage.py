@@ -13,7 +13,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.client.lookups.tables import lookup_groups
+from fedrecon._src.client.lookups.lookup_tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.keys import round_key
 from fedrecon._src.privacy.attacks import RatingAttack, Victims, cosine, direction, most_changed, observe

@@ -113,7 +113,7 @@ def private(
     return chain(finite(), *stages, _clip_and_noise(stage))
 
 
-class _State(NamedTuple):
+class _NoiseState(NamedTuple):
     """What the server keeps: the clipping norm, and noise of past rounds where it is correlated."""
 
     limit: Array
@@ -143,23 +143,23 @@ def _clip_and_noise(stage: _Stage) -> Aggregator:
         below = jnp.where(present, jnp.where(norm <= limit, 0.5, -0.5), 0.0)
         return summand._replace(scalars={} if quantile is None else {BELOW: below}, flags={})
 
-    def decode(state: _State, total: Total, key: Array) -> tuple[Total, _State, Report]:
+    def decode(state: _NoiseState, total: Total, key: Array) -> tuple[Total, _NoiseState, Report]:
         limit, past = state
         fresh = draw_noise(total.parts, noise.updates * limit, jax.random.fold_in(key, 0))
         if len(bands) > 1:
             fresh, past = correlate(bands, fresh, past)
         parts = jax.tree.map(lambda values, noise_values: (values + noise_values) / per_round, total.parts, fresh)
         if quantile is None or noise.of_count is None:
-            return Total(parts, {}), _State(limit, past), {}
+            return Total(parts, {}), _NoiseState(limit, past), {}
         counted = total.scalars[BELOW] + noise.of_count * jax.random.normal(jax.random.fold_in(key, 1))
         share = jnp.clip(counted / per_round + 0.5, 0.0, 1.0)
         follows = limit * jnp.exp(clip_rate * (quantile - share))
         # The exact count must not get into the report under its name.
-        return Total(parts, {}), _State(follows, past), {"clip_norm": limit, BELOW: counted}
+        return Total(parts, {}), _NoiseState(follows, past), {"clip_norm": limit, BELOW: counted}
 
     apart = len(bands) if len(bands) > 1 else None
     return Aggregator(
-        init=lambda parts: _State(jnp.float32(clip), nothing_yet(len(bands), parts) if len(bands) > 1 else ()),
+        init=lambda parts: _NoiseState(jnp.float32(clip), nothing_yet(len(bands), parts) if len(bands) > 1 else ()),
         message=lambda state: state.limit,
         encode=encode,
         decode=decode,

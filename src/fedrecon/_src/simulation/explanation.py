@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import known_lookups, probe
-from fedrecon._src.client.lookups.tables import group_name, lookup_groups
+from fedrecon._src.client.lookups.lookup_tables import group_name, lookup_groups
 from fedrecon._src.client.lookups.tracing import Reads, find_reads
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Needs, Packer

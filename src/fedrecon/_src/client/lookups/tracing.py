@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fedrecon._src.client.lookups.jaxprs import IdsTag, TableTag, Value, evaluate
-from fedrecon._src.client.lookups.tables import ORIGINAL, BatchRows, original_batch
+from fedrecon._src.client.lookups.lookup_tables import ORIGINAL, BatchRows, original_batch
 from fedrecon._src.core.model import Batch, Model, Step
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 

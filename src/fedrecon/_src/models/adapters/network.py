@@ -14,7 +14,7 @@ from jax import Array
 
 from fedrecon._src.core.checks import check_choice
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.model import AUTO, Batch, Model, State, Step
+from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.models.adapters.losses import Loss, Metrics, feature, make_loss, make_metrics
 from fedrecon._src.models.adapters.selection import Locate, near_miss, select
@@ -146,7 +146,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         metrics=make_metrics(options.get("metrics", ()), label, weight),
         lookups=options.get("lookups", AUTO),
         predict_train=predict_train if live or network.random else None,
-        state=State(averaged, local_state, advance, momenta) if live else None,
+        state=ModelState(averaged, local_state, advance, momenta) if live else None,
         class_label=label if options["loss"] == "cross_entropy" else None,
         frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
     )
