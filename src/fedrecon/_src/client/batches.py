@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Int, Shaped
 
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch
@@ -48,7 +49,7 @@ class Batches:
         """
         return {name: self._filled(column) for name, column in columns.items()} if self.in_step else dict(columns)
 
-    def _filled(self, column: Array) -> Array:
+    def _filled(self, column: Shaped[Array, "clients examples ..."]) -> Shaped[Array, "clients padded ..."]:
         """Replace padding by copies of each client's last example, up to whole batches."""
         column = jnp.asarray(column)
         short = -column.shape[1] % self._size
@@ -73,8 +74,8 @@ class Batches:
         inside = index % (last + 1) if self._cyclic else jnp.clip(index, 0, last)
         return {name: _pick(column, inside) for name, column in arranged.items()}
 
-    def mask(self, t: Array) -> Array:
-        """Return which examples of batch `t` are not padding, `(clients, size)`."""
+    def mask(self, t: Array) -> Bool[Array, "clients size"]:
+        """Return which examples of batch `t` are not padding."""
         return self._index(t) < self._count[:, None]
 
     def _index(self, t: Array) -> Array:
@@ -82,8 +83,10 @@ class Batches:
         return jnp.reshape(number, (-1, 1)) * self._size + jnp.arange(self._size)  # (clients or 1, size)
 
 
-def _pick(column: Array, places: Array) -> Array:
-    """Return the examples of each client at `(clients, n)` places, which are in range."""
+def _pick(
+    column: Shaped[Array, "clients examples ..."], places: Int[Array, "clients n"]
+) -> Shaped[Array, "clients n ..."]:
+    """Return the examples of each client at places that are in range."""
     return jax.vmap(lambda examples, index: examples.at[index].get(mode="promise_in_bounds"))(column, places)
 
 

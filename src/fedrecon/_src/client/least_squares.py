@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Float
 
 from fedrecon._src.client.lookups.lookup_tables import original_batch
 from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver
@@ -102,15 +103,15 @@ def _ridges(ridge: Ridge, params: Params) -> Array:
     return ravel_pytree(unflatten(structure, full))[0]
 
 
-def solve_positive(matrix: Array, vector: Array) -> Array:
+def solve_positive(matrix: Float[Array, "params params"], vector: Float[Array, " params"]) -> Float[Array, " params"]:
     """Solve a symmetric positive definite system, by elimination without pivots.
 
     LAPACK's Cholesky would need a sixth of the arithmetic, but it can deadlock when two CPU devices call it at once,
     and not every device that a client runs on has it. Gradients take one more solve.
 
     Args:
-      matrix: `(parameters, parameters)`.
-      vector: `(parameters,)`.
+      matrix: of the system.
+      vector: its right-hand side.
     """
     size = vector.shape[0]
 

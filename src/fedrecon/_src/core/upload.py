@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int, Num, Shaped
 
 ROW_CHUNK = 32  # lists of rows are padded to a multiple of this, to be processed in chunks
 DELTA = "delta"  # the part of an upload that holds the change of the global parameters
@@ -20,9 +21,9 @@ class RowChanges:
     """Changes of some rows of a table, for several clients.
 
     Attributes:
-      ids: `(clients, rows)` the ids of the rows; padded with 0.
-      values: `(clients, rows, ...)` their changes; padded with zeros.
-      count: `(clients,)` how many rows of each client are not padding.
+      ids: of the rows; padded with 0.
+      values: their changes; padded with zeros.
+      count: how many rows of each client are not padding.
       table: how many rows the whole table has.
 
     Example:
@@ -33,13 +34,13 @@ class RowChanges:
       [[0.0, 0.0, 0.5, 0.0]]
     """
 
-    ids: Array
-    values: Array
-    count: Array
+    ids: Int[Array, "clients rows"]
+    values: Num[Array, "clients rows ..."]
+    count: Int[Array, " clients"]
     table: int = dataclasses.field(metadata={"static": True})
 
-    def whole(self) -> Array:
-        """Return the changes as whole tables, `(clients, table, ...)`."""
+    def whole(self) -> Num[Array, "clients table ..."]:
+        """Return the changes as whole tables."""
         empty = jnp.zeros((self.values.shape[0], self.table, *self.values.shape[2:]), self.values.dtype)
         return jax.vmap(lambda table, ids, values: table.at[ids].add(values))(empty, self.ids, self.values)
 
@@ -54,8 +55,8 @@ class Upload(NamedTuple):
     Attributes:
       parts: named changes, each `{path: change}`. Every method has `delta`, the change of the global parameters; some
         have more (SCAFFOLD sends the change of its control variates).
-      examples: `(clients,)` how many query examples were processed; 0 for a client that contributes nothing.
-      sums: `(clients, metrics, 2)` of loss and metrics: totals and weights.
+      examples: how many query examples were processed; 0 for a client that contributes nothing.
+      sums: of loss and metrics: totals and weights.
 
     Example:
       >>> import fedrecon as fr
@@ -66,8 +67,8 @@ class Upload(NamedTuple):
     """
 
     parts: Parts
-    examples: Array
-    sums: Array
+    examples: Num[Array, " clients"]
+    sums: Float[Array, "clients metrics 2"]
 
     @property
     def delta(self) -> dict[str, Any]:
@@ -80,10 +81,10 @@ class Summand(NamedTuple):
 
     Attributes:
       parts: as in the upload, or in another number format.
-      scale: `(clients,)` factor for float parts as they are added; 0 leaves a client out, even if its parts are not
+      scale: factor for float parts as they are added; 0 leaves a client out, even if its parts are not
         finite. Integer parts are added without it.
-      examples: `(clients,)` of the upload; not added.
-      metrics: `(clients, metrics, 2)` of the upload; not added.
+      examples: of the upload; not added.
+      metrics: sums of the upload; not added.
       scalars: other sums, by name; zero for a client that is left out.
       flags: counts that include clients that are left out.
 
@@ -98,9 +99,9 @@ class Summand(NamedTuple):
     """
 
     parts: Parts
-    scale: Array
-    examples: Array
-    metrics: Array
+    scale: Float[Array, " clients"]
+    examples: Num[Array, " clients"]
+    metrics: Float[Array, "clients metrics 2"]
     scalars: dict[str, Array]
     flags: dict[str, Array]
 
@@ -205,12 +206,14 @@ def _add_rows(total: Array, change: RowChanges, scale: Array) -> Array:
     return jax.lax.while_loop(lambda state: state[0] < chunks, body, (jnp.int32(0), total))[1]
 
 
-def broadcast_clients(flags: Array, values: Array) -> Array:
+def broadcast_clients(
+    flags: Shaped[Array, " clients"], values: Shaped[Array, "clients ..."]
+) -> Shaped[Array, "clients ..."]:
     """Reshape `(clients,)` to `(clients, 1, ...)`, so that it broadcasts against values.
 
     Args:
-      flags: `(clients,)`.
-      values: `(clients, ...)`.
+      flags: one for each client.
+      values: of the shape to broadcast to.
 
     Example:
       >>> import jax.numpy as jnp

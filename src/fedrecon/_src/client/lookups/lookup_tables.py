@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int, Shaped
 
 from fedrecon._src.core.cohort import row_capacity
 from fedrecon._src.core.model import AUTO, Batch, Model
@@ -361,12 +362,14 @@ class FetchedRows(NamedTuple):
         return {path: BatchRows(values, self.batch, self.places[path]) for path, values in rows.items()}
 
 
-def merge_repeats(slot: Array, grads: Array) -> tuple[Array, Array]:
+def merge_repeats(
+    slot: Int[Array, " ids"], grads: Float[Array, "ids ..."]
+) -> tuple[Float[Array, "ids ..."], Int[Array, " ids"]]:
     """Sum the gradients of rows that occur more than once into their first occurrence.
 
     Args:
-      slot: `(ids,)` positions in the client's list of rows.
-      grads: `(ids, ...)`.
+      slot: positions in the client's list of rows.
+      grads: of each of them.
 
     Returns:
       The gradients, zero at repeats, and the slots, past the end at repeats so that these are dropped when written.
@@ -414,8 +417,8 @@ def slots_in_order(columns: Mapping[str, Array], features: Sequence[str]) -> dic
     return slots
 
 
-def read_rows(lists: Array, at: RowPosition) -> Array:
-    """Read the rows of a batch from several clients' lists, `(clients, ids, ...)`.
+def read_rows(lists: Shaped[Array, "clients rows ..."], at: RowPosition) -> Shaped[Array, "clients ids ..."]:
+    """Read the rows of a batch from several clients' lists.
 
     Args:
       lists: `(clients, rows, ...)`.
@@ -426,7 +429,13 @@ def read_rows(lists: Array, at: RowPosition) -> Array:
     return jax.vmap(lambda rows, slot: rows.at[slot].get(mode="promise_in_bounds"))(lists, at.slot)
 
 
-def change_rows(lists: Array, at: RowPosition, values: Array, *, replace: bool = False) -> Array:
+def change_rows(
+    lists: Shaped[Array, "clients rows ..."],
+    at: RowPosition,
+    values: Shaped[Array, "clients ids ..."],
+    *,
+    replace: bool = False,
+) -> Shaped[Array, "clients rows ..."]:
     """Add values to rows of several clients' lists, or replace the rows; slots past the end are dropped.
 
     Args:
