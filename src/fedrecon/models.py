@@ -14,3 +14,4 @@ from fedrecon._src.models import ranking_factorization as ranking_factorization
 from fedrecon._src.models import ranking_metrics as ranking_metrics
 from fedrecon._src.models import rows as rows
 from fedrecon._src.models import standardize as standardize
+from fedrecon._src.models.adapters.network import Options as Options

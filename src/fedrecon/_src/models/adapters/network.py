@@ -79,6 +79,12 @@ class Options(TypedDict, total=False):
         point is always frozen.
       lookups: "auto" (the default) finds the tables that are only read by rows; a mapping declares them; `{}` means
         there are none.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> options = fr.models.Options(local="head", inputs="x", loss="cross_entropy", metrics=["accuracy"])
+      >>> sorted(options)
+      ['inputs', 'local', 'loss', 'metrics']
     """
 
     local: Required[Any]
