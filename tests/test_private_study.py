@@ -33,7 +33,7 @@ def test_the_noise_of_a_larger_population_is_its_own(data):
     )
     assert 3.9 < epsilon_of([*ready.releases, rounds], protection.ledger.delta) <= 4
     noise = protection.aggregator.release({}).noise_multiplier
-    per_round = protection.config.sampling.wanted(len(ready.users.train))
+    per_round = protection.config.sampling.cohort_size(len(ready.users.train))
     assert noise / per_round == pytest.approx(protection.noise_multiplier / 5_000)
 
 

@@ -96,9 +96,9 @@ def test_impossible_sampling_is_refused(settings):
 
 def test_a_tenth_of_the_population_takes_part_but_no_fewer_than_asked_for():
     sampling = fr.Sampling(None, least=200)
-    assert [sampling.wanted(people) for people in (30, 500, 5000)] == [30, 200, 500]
-    assert fr.Sampling(None).wanted(300) == 50
-    assert fr.Sampling(7, least=200).wanted(300) == 7
+    assert [sampling.cohort_size(people) for people in (30, 500, 5000)] == [30, 200, 500]
+    assert fr.Sampling(None).cohort_size(300) == 50
+    assert fr.Sampling(7, least=200).cohort_size(300) == 7
 
 
 def test_a_least_number_of_no_clients_is_refused():

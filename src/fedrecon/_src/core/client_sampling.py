@@ -64,7 +64,7 @@ class Sampling:
                 f"`oversample` must be 1 with `poisson`, so that fast clients are not favoured (got {self.oversample})"
             )
 
-    def wanted(self, population: int) -> int:
+    def cohort_size(self, population: int) -> int:
         """Return how many clients' updates a round takes.
 
         Args:
@@ -81,7 +81,7 @@ class Sampling:
         Args:
           clients: in the population.
         """
-        return min(self.wanted(clients) / clients, 1.0) if self.poisson else 1.0
+        return min(self.cohort_size(clients) / clients, 1.0) if self.poisson else 1.0
 
     def replies(self, generator: np.random.Generator, drawn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return who of the invited answers, as places in `drawn`, whoever answers first first.
@@ -110,7 +110,7 @@ class Sampling:
         Args:
           clients: in the population.
         """
-        return _places(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
+        return _places(clients, self.rate(clients)) if self.poisson else self.cohort_size(clients)
 
     def fewest(self, clients: int) -> int:
         """Return how many clients a round has at least, for noise that clients add together.
@@ -120,7 +120,7 @@ class Sampling:
         Args:
           clients: in the population.
         """
-        return _fewest(clients, self.rate(clients)) if self.poisson else self.wanted(clients)
+        return _fewest(clients, self.rate(clients)) if self.poisson else self.cohort_size(clients)
 
     def overflow_delta(self, rounds: int) -> float:
         """Return what rounds that draw too many or too few clients add to delta, for any epsilon up to 13.

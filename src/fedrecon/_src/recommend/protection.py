@@ -108,7 +108,7 @@ def _per_round(config: Config, clients: int) -> int:
     most = clients // (sampling.apart or 1)
     if most < 1:
         raise ValueError(f"{clients} clients cannot take turns in {sampling.apart} groups; correlate fewer rounds")
-    return min(sampling.wanted(clients), most)
+    return min(sampling.cohort_size(clients), most)
 
 
 def is_recipe(config: Config) -> bool:

@@ -305,7 +305,7 @@ def prepare_privately(
       items: what ids stand for.
       population: compute the noise for these, and let the sums have as much of it as theirs; None for those who train.
     """
-    here = Population(len(users.train), config.sampling.wanted(len(users.train)))
+    here = Population(len(users.train), config.sampling.cohort_size(len(users.train)))
     target, settings = population or here, config.model
     options: dict[str, Any] = {} if settings.round_zero else {"bias_passes": 0, "trait_passes": 0}
     rng = np.random.default_rng([config.seed, SEED_OF_NOISE])

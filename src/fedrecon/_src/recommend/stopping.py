@@ -94,7 +94,7 @@ def judgements_of(config: Config) -> range:
 def say_rounds(config: Config, users: Users, people: str = "users") -> str:
     """Say who does what, when training ends, and whether there are enough to measure the model on."""
     train, test = len(users.train), len(users.test)
-    part = min(config.sampling.wanted(train), train)
+    part = min(config.sampling.cohort_size(train), train)
     said = (
         f"{how_many(train, people)} {'trains' if train == 1 else 'train'}, "
         f"{_are(len(users.valid))} for choosing settings, {_are(test)} for testing; "
