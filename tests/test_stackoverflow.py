@@ -33,11 +33,9 @@ def test_an_example_byte_by_byte():
     ),
     st.booleans(),
 )
-def test_examples_of_all_kinds_are_decoded(features, packed):
-    message = example(features, packed)
-    assert decode_example(message) == features
-    wanted = sorted(features)[:1]
-    assert decode_example(message, wanted) == {name: features[name] for name in wanted}
+def test_features_of_bytes_are_decoded_and_numbers_passed_over(features, packed):
+    texts = {name: values if isinstance(values[0], bytes) else [] for name, values in features.items()}
+    assert decode_example(example(features, packed)) == texts
 
 
 def test_unknown_fields_are_passed_over():
@@ -178,7 +176,7 @@ BAD = [
     (blob("2010-01-08 09:34:05 UTC", "some words")[:-3], "does not fit"),
     (blob("yesterday", "words"), "'yesterday' is not a date"),
     (example({"tokens": [b"words"]}), "creation_date should be one text, but is None"),
-    (example({"creation_date": [b"2010-01-08 09:34:05 UTC"], "tokens": [3]}), "tokens should be one text, but is [3]"),
+    (example({"creation_date": [b"2010-01-08 09:34:05 UTC"], "tokens": [3]}), "tokens should be one text, but is []"),
     (
         example({"creation_date": [b"2010-01-08 09:34:05 UTC"], "tokens": [b"caf\xe9"]}),
         "'utf-8' codec can't decode byte",

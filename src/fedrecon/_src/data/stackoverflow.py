@@ -8,12 +8,11 @@ it. Examples are read without TensorFlow.
 import lzma
 import math
 import sqlite3
-import struct
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 from urllib.parse import quote
 
 import numpy as np
@@ -39,9 +38,8 @@ IN_ORDER = "SELECT split_name, client_id, rowid, serialized_example_proto FROM e
 BY_CLIENT = (
     "SELECT rowid, serialized_example_proto FROM examples WHERE split_name = ? AND client_id = ? ORDER BY rowid LIMIT ?"
 )
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
-
-Value = list[bytes] | list[float] | list[int]
+VARINT, BYTES = 0, 2  # wire types of protocol buffers
+SIZES = {1: 8, 5: 4}  # of wire types of a fixed size
 
 
 def prepare_stackoverflow(
@@ -289,7 +287,7 @@ def _parse_example(blob: bytes, client: str, split: int) -> Post:
     """Return the sentence that an example holds, or raise ValueError with what is wrong."""
     if not isinstance(blob, bytes):
         raise ValueError(f"serialized_example_proto is {type(blob).__name__}, not a blob")
-    features = decode_example(blob, FEATURES)
+    features = decode_example(blob)
     texts = {}
     for name in FEATURES:
         match features.get(name):
@@ -304,98 +302,49 @@ def _parse_example(blob: bytes, client: str, split: int) -> Post:
 
 # ---- tf.train.Example ----
 #
-# An Example holds Features (field 1), a map (field 1) whose entries have a key (field 1) and a Feature (field 2): a
-# list of bytes (field 1), of floats (field 2) or of int64 (field 3), each with its values in field 1, packed or not.
+# An Example holds Features (field 1), a map (field 1) whose entries have a key (field 1) and a Feature (field 2), which
+# holds a list of bytes (field 1) with its values in field 1. Lists of floats and of integers are not read.
 
 
-def decode_example(message: bytes, names: Collection[str] | None = None) -> dict[str, Value]:
-    """Return the features of an Example by name, or all with None; ValueError if the bytes are not an Example."""
-    values: dict[str, Value] = {}
-    for features in _nested(message, 1):
-        for entry in _nested(features, 1):
-            name, feature = "", b""
-            for field, kind, value in _fields(entry):
-                if field == 1 and kind == BYTES:
-                    name = value.decode("utf-8")
-                elif field == 2 and kind == BYTES:
-                    feature = value
-            if names is None or name in names:
-                values[name] = _values(feature)
-    return values
+def decode_example(message: bytes) -> dict[str, list[bytes]]:
+    """Return the features of an Example that are bytes, by name; ValueError if the bytes are not an Example."""
+    features: dict[str, list[bytes]] = {}
+    for entry in (entry for nested in _read_fields(message, 1) for entry in _read_fields(nested, 1)):
+        name = (_read_fields(entry, 1) or [b""])[-1].decode("utf-8")
+        feature = (_read_fields(entry, 2) or [b""])[-1]
+        lists = _read_fields(feature, 1)
+        features[name] = _read_fields(lists[-1], 1) if lists else []
+    return features
 
 
-def _values(feature: bytes) -> Value:
-    """Return the list that a Feature holds; an empty one if it holds none."""
-    values: Any = []
-    for field, kind, content in _fields(feature):
-        if kind != BYTES or field not in (1, 2, 3):
-            continue
-        values = []  # if there are several lists, the last counts, as for any `oneof`
-        for inner, how, value in _fields(content):
-            if inner != 1:
-                continue
-            if field == 1 and how == BYTES:
-                values.append(value)
-            elif field == 2 and how == FIXED32:
-                values.append(struct.unpack("<f", value)[0])
-            elif field == 2 and how == BYTES and len(value) % 4 == 0:
-                values.extend(number for (number,) in struct.iter_unpack("<f", value))
-            elif field == 3 and how == VARINT:
-                values.append(_signed(value))
-            elif field == 3 and how == BYTES:
-                values.extend(_packed(value))
-            else:
-                raise ValueError(f"a value of a feature is not of its kind (wire type {how})")
-    return values
-
-
-def _nested(message: bytes, number: int) -> Iterator[bytes]:
-    """Yield the nested messages in a field."""
-    return (value for field, kind, value in _fields(message) if field == number and kind == BYTES)
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
-    """Yield the number, the wire type and the content of each field: an int for VARINT, else bytes."""
-    position, end = 0, len(message)
+def _read_fields(message: bytes, number: int) -> list[bytes]:
+    """Return the content of the fields with this number, in the wire format of protocol buffers."""
+    contents, position, end = [], 0, len(message)
     while position < end:
-        tag, position = _varint(message, position)
-        field, kind = tag >> 3, tag & 7
+        tag, position = _read_varint(message, position)
+        kind = tag & 7
         if kind == VARINT:
-            value, position = _varint(message, position)
-            yield field, kind, value
+            _, position = _read_varint(message, position)
             continue
         if kind == BYTES:
-            size, position = _varint(message, position)
-        elif kind in (FIXED32, FIXED64):
-            size = 4 if kind == FIXED32 else 8
+            size, position = _read_varint(message, position)
+        elif kind in SIZES:
+            size = SIZES[kind]
         else:
             raise ValueError(f"unknown wire type {kind} at byte {position}")
-        if field == 0 or position + size > end:
+        if tag >> 3 == 0 or position + size > end:
             raise ValueError(f"a field of {size} bytes at byte {position} does not fit in a message of {end}")
-        yield field, kind, message[position : position + size]
+        if tag >> 3 == number and kind == BYTES:
+            contents.append(message[position : position + size])
         position += size
+    return contents
 
 
-def _varint(message: bytes, position: int) -> tuple[int, int]:
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
     """Return the number that begins at a position, and the position after it."""
-    if position < len(message) and message[position] < 0x80:  # nearly always
-        return message[position], position + 1
     number = 0
     for k, byte in enumerate(message[position : position + 10]):
         number |= (byte & 0x7F) << 7 * k
         if byte < 0x80:
             return number, position + k + 1
     raise ValueError(f"a number at byte {position} does not end")
-
-
-def _packed(content: bytes) -> Iterator[int]:
-    position = 0
-    while position < len(content):
-        number, position = _varint(content, position)
-        yield _signed(number)
-
-
-def _signed(number: int) -> int:
-    """Read 64 bits as a signed integer."""
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >> 63 else number

@@ -84,49 +84,35 @@ def summarize(
     ends: np.ndarray,
     num_items: int,
     skipped: Mapping[str, int],
-    recognised: Mapping[str, str] | None = None,
+    recognised: Mapping[str, str],
 ) -> Summary:
-    """Describe the ratings in ranges of rows, those of some users in memory at a time.
-
-    Args:
-      rating: all ratings.
-      starts: the first row of each user.
-      ends: one past the last row of each user.
-      num_items: how many items there are.
-      skipped: what loading left out.
-      recognised: the columns that were taken by common names.
-    """
+    """Describe the ratings in ranges of rows, those of some users in memory at a time."""
     count = int((ends - starts).sum())
-    if not count:
-        nan = float("nan")
-        return Summary(
-            len(starts), num_items, 0, nan, nan, nan, nan, nan, 0.0, True, dict(skipped), dict(recognised or {})
-        )
     least, greatest, total, whole = np.inf, -np.inf, 0.0, True
     for values in _blocks(rating, starts, ends):
         least, greatest = min(least, values.min()), max(greatest, values.max())
         total, whole = total + values.sum(), whole and bool((values == np.rint(values)).all())
-    mean = total / count
-    second = third = 0.0
+    if not count:
+        least = greatest = total = np.nan
+    mean = total / max(1, count)
+    second = third = 0.0 * mean
     for values in _blocks(rating, starts, ends):
         deviation = values - mean
         second, third = second + (deviation**2).sum(), third + (deviation**3).sum()
-    spread = float(np.sqrt(second / count))
-    skewness = float(third / count / spread**3) if spread > 0 else 0.0
-    density = count / max(1, len(starts) * num_items)
+    spread = float(np.sqrt(second / max(1, count)))
     return Summary(
-        len(starts),
-        num_items,
-        count,
-        float(least),
-        float(greatest),
-        float(mean),
-        spread,
-        skewness,
-        density,
-        whole,
-        dict(skipped),
-        dict(recognised or {}),
+        users=len(starts),
+        items=num_items,
+        ratings=count,
+        least=float(least),
+        greatest=float(greatest),
+        mean=float(mean),
+        spread=spread,
+        skewness=0.0 if spread == 0 else float(third / max(1, count) / spread**3),
+        density=count / max(1, len(starts) * num_items),
+        whole=whole,
+        skipped=dict(skipped),
+        recognised=dict(recognised),
     )
 
 
