@@ -107,7 +107,6 @@ def test_names_that_editors_see_are_those_that_python_imports():
 REPOSITORY = ROOT.parents[1]
 SOURCES = [path for folder in ("src", "src-device", "studies") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
 PRIVATE = re.compile(r"(^|\.)_(?!_)|^(keras\.src|jaxlib)|^flwr\.(?!(app|clientapp|serverapp)$)")
-EXCEPTIONS = {"src/fedrecon/_src/app/cli/options.py"}
 
 
 def is_ours(module):
@@ -149,9 +148,8 @@ def foreign_assignments(tree):
 @pytest.mark.parametrize("check", [private_imports, foreign_assignments])
 def test_other_packages_are_used_through_their_public_interfaces(check):
     defects = {
-        name: list(check(ast.parse(path.read_text(encoding="utf-8"))))
+        path.relative_to(REPOSITORY).as_posix(): list(check(ast.parse(path.read_text(encoding="utf-8"))))
         for path in SOURCES
-        if (name := path.relative_to(REPOSITORY).as_posix()) not in EXCEPTIONS
     }
     assert not {name: problems for name, problems in defects.items() if problems}
 
