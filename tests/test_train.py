@@ -238,7 +238,8 @@ import numpy as np
 sys.path.insert(0, {tests!r})
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
-from test_train import RecordCallback, momentum, run
+from fedrecon._src.simulation.training import RecordCallback
+from test_train import momentum, run
 from toy_models import leaves_of
 
 pause = float(sys.argv[2])
