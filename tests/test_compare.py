@@ -1,9 +1,5 @@
 """Several ways of training side by side, on clients that none has seen."""
 
-import inspect
-import textwrap
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -134,12 +130,6 @@ def test_nothing_to_compare_is_named():
 def test_curves_of_validation_clients_are_in_the_histories():
     found = compared({"one": recon(line("b"))}, xy(([1, 2], [2, 5])), valid=xy(([1, 2], [2, 3])), evaluate_every=1)
     assert [entry["kind"] for entry in found.rows["one"].run.history] == ["round", "evaluation"]
-
-
-def test_the_example_of_local_training_runs(capsys):
-    text = inspect.getdoc(fr.local_training).split("Example:\n")[1].split("\nArgs:")[0]
-    exec(textwrap.dedent(text), {"fr": fr, "jax": jax, "jnp": jnp, "optax": optax, "clients": a_and_b()})
-    assert float(capsys.readouterr().out) >= 0
 
 
 def test_local_training_refuses_a_model_with_global_parameters():
