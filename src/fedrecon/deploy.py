@@ -1,6 +1,6 @@
 """Deployment: a coordinator and nodes on a network, with the client function that the simulator runs."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan as AlgorithmPlan
 from fedrecon._src.deploy.algorithm_plan import plan_for as plan_for
@@ -21,6 +21,13 @@ from fedrecon._src.deploy.transport import Clock as Clock
 from fedrecon._src.deploy.transport import Grid as Grid
 from fedrecon._src.deploy.transport import InProcess as InProcess
 from fedrecon._src.deploy.transport import Reply as Reply
+
+if TYPE_CHECKING:  # what editors and the reference read; Python imports them below, when they are used
+    from fedrecon._src.deploy.http_client import Connection as Connection
+    from fedrecon._src.deploy.http_client import run_node as run_node
+    from fedrecon._src.deploy.http_server import Limits as Limits
+    from fedrecon._src.deploy.http_server import Tls as Tls
+    from fedrecon._src.deploy.http_server import serve_tasks as serve_tasks
 
 
 def __getattr__(name: str) -> Any:
