@@ -41,7 +41,7 @@ def main():
         command = [sys.executable, "-m", "fedrecon", "train", arguments.data, "--out", folder]
         command += ["--rounds", "2", "--evaluate-every", "0"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        model = fr.load(folder)
+        model = fr.recommend.load(folder)
     rng = np.random.default_rng(0)
     many, one = (people(model, number, rng) for number in (PEOPLE, 1))
     first = seconds_of(model, many)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.recommend.baseline_rows import without_reconstruction
 from fedrecon._src.recommend.config import Data, RatingsConfig
+from fedrecon._src.recommend.evaluation_table import without_reconstruction
 from fedrecon._src.simulation.personalization import reconstruct
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.rating_model import relaxed_prior
 from fedrecon._src.recommend.recipe import build_server, build_update
 from fedrecon._src.recommend.stopping import (
-    Divided,
-    divided,
+    DivisionsEvaluator,
     divisions_of,
+    evaluate_by_divisions,
     judgements_of,
     patience_of,
     rounds_of,
@@ -160,8 +160,8 @@ def test_divided_clients_are_measured_on_the_queries_of_all_divisions():
     )
     plain = fr.Evaluator(algorithm, clients, split=fr.split.half(), layout=one_by_one())
     users = Users(clients, clients, clients)
-    judges = divided(plain, DEFAULT, users)
-    assert isinstance(judges, Divided)
+    judges = evaluate_by_divisions(plain, DEFAULT, users)
+    assert isinstance(judges, DivisionsEvaluator)
     assert len(judges.evaluators) == 2
     params = {"w": np.float32(2)}
     found, parts = judges(params), [one(params) for one in judges.evaluators]
@@ -172,4 +172,4 @@ def test_divided_clients_are_measured_on_the_queries_of_all_divisions():
 
 
 def test_nobody_judges_without_validation_users():
-    assert divided(None, DEFAULT, people(0)) is None
+    assert evaluate_by_divisions(None, DEFAULT, people(0)) is None

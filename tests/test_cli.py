@@ -393,7 +393,7 @@ def test_a_rating_far_outside_of_the_scale_is_a_bad_row_of_a_parquet_file(traine
 
 @pytest.fixture(scope="module")
 def model(trained):
-    return fr.load(trained[1])
+    return fr.recommend.load(trained[1])
 
 
 def test_people_of_whom_no_item_is_known_are_refused(model):

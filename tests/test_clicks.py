@@ -12,8 +12,8 @@ from fedrecon._src.app.tuning import CLICKS_SPACE
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.baseline_rows import beside, verdict, with_coverage
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
+from fedrecon._src.recommend.evaluation_table import add_coverage, compare_with_baselines, measure_baselines
 from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.tasks import CLICKS
 from fedrecon._src.simulation.evaluation import Evaluation
@@ -70,7 +70,7 @@ def test_popularity_is_kept_where_no_round_improves_on_it(tmp_path, capsys):
     assert facts["best_round"] == 0
     test, popularity = facts["test"]["micro"], facts["test"]["baselines"]["popularity"]
     assert test["ndcg@100"] == pytest.approx(popularity["ndcg@100"], abs=0.01), "but for the order of ties"
-    model = fr.load(tmp_path / "run")
+    model = fr.recommend.load(tmp_path / "run")
     counts = dict(zip(model.saved.legend.ids, model.saved.legend.counts, strict=True))
     found = [counts[one.item] for one in model.recommend(["i3"], 5)]
     assert found == sorted((count for item, count in counts.items() if item != "i3"), reverse=True)[:5]
@@ -87,7 +87,7 @@ def test_evaluation_of_a_run_gives_what_training_gave(folder, capsys):
 def test_a_model_ranks_as_the_ranking_module_says(folder):
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
     test = CLICKS.divide(config, clicks, silent).test
-    saved = fr.load(folder / "run").saved
+    saved = fr.recommend.load(folder / "run").saved
     division = ranking.split_items(test, fr.split.fraction(0.8))
     found = ranking.rank(ranking.score_by_model(saved.algorithm, saved.params), division, clicks.num_items)
     told = json.loads((folder / "run" / "run.json").read_text())["test"]["micro"]
@@ -108,13 +108,13 @@ def test_recommendations_are_of_what_a_person_does_not_have(folder, capsys):
     [me] = json.loads(capsys.readouterr().out)["users"]
     items = [one["item"] for one in me["recommendations"]]
     assert set(items) <= {f"i{k}" for k in range(10)} - {"i1", "i2", "i3"}
-    in_python = fr.load(folder / "run").recommend({"i1": 1, "i2": 1, "i3": 1}, 4)
+    in_python = fr.recommend.load(folder / "run").recommend({"i1": 1, "i2": 1, "i3": 1}, 4)
     assert [one.item for one in in_python] == items
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set, np.array, iter], ids=lambda kind: kind.__name__)
 def test_items_alone_are_a_person(folder, kind):
-    model, mine = fr.load(folder / "run"), ["i1", "i2", "i3"]
+    model, mine = fr.recommend.load(folder / "run"), ["i1", "i2", "i3"]
     expected = model.recommend(dict.fromkeys(mine, 1), 4)
     assert model.recommend(kind(mine), 4) == expected
     first, second = model.recommend([kind(mine), kind(["i11"])], 4)
@@ -123,7 +123,7 @@ def test_items_alone_are_a_person(folder, kind):
 
 
 def test_nobody_gets_nothing_and_a_person_without_items_something(folder):
-    model = fr.load(folder / "run")
+    model = fr.recommend.load(folder / "run")
     assert model.recommend([]) == []
     assert model.predict([]).shape == (0, len(model.items))
     assert len(model.recommend(set(), 4)) == len(model.recommend({}, 4)) == 4
@@ -132,11 +132,11 @@ def test_nobody_gets_nothing_and_a_person_without_items_something(folder):
 @pytest.mark.parametrize("given", [["i1", {"i2": 1}], [["i1"], "i2"], "i1", 7], ids=str)
 def test_people_that_are_neither_items_nor_lists_of_them_are_refused(folder, given):
     with pytest.raises(TypeError, match=r"expected items, such as \[1, 7\], a dict {item: count}, or a list"):
-        fr.load(folder / "run").recommend(given)
+        fr.recommend.load(folder / "run").recommend(given)
 
 
 def test_a_model_of_clicks_says_in_one_line_what_it_is(folder):
-    model = fr.load(folder / "run")
+    model = fr.recommend.load(folder / "run")
     assert repr(model) == "Recommender(20 items, trained on clicks)"
 
 
@@ -249,34 +249,34 @@ def evaluation(ndcg, clients=30):
 
 def test_the_table_says_so_when_the_model_loses():
     table = {"popularity": {"ndcg@100": 0.2}, "EASE": {"ndcg@100": 0.4}}
-    assert verdict(evaluation(0.41), table) is None
-    told = verdict(evaluation(0.3), table)
+    assert compare_with_baselines(evaluation(0.41), table) is None
+    told = compare_with_baselines(evaluation(0.3), table)
     assert "'EASE' has NDCG@100 0.4000, the model 0.3000" in told
 
 
 def test_that_a_baseline_needs_all_data_in_one_place_is_said_of_the_one_that_won():
     table = {"popularity": {"ndcg@100": 0.2}, "EASE": {"ndcg@100": 0.4}}
     remark = "It needs everybody's data in one place"
-    assert remark in verdict(evaluation(0.3), table)
-    assert remark not in verdict(evaluation(0.1), table | {"EASE": {"ndcg@100": 0.15}})
+    assert remark in compare_with_baselines(evaluation(0.3), table)
+    assert remark not in compare_with_baselines(evaluation(0.1), table | {"EASE": {"ndcg@100": 0.15}})
 
 
 def test_few_users_cannot_tell_a_model_from_a_baseline():
-    told = verdict(evaluation(0.3, clients=9), {"popularity": {"ndcg@100": 0.4}})
+    told = compare_with_baselines(evaluation(0.3, clients=9), {"popularity": {"ndcg@100": 0.4}})
     assert "With 9 users measured, this difference is within chance" in told
     assert "loses" not in told
 
 
 def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, monkeypatch):
-    monkeypatch.setattr("fedrecon._src.recommend.baseline_rows.MOST_ITEMS", 3)
+    monkeypatch.setattr("fedrecon._src.recommend.evaluation_table.MOST_ITEMS", 3)
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
     users = CLICKS.divide(config, clicks, silent)
-    assert set(beside(config, users, "test", CLICKS.legend(config, clicks))) == {"popularity"}
+    assert set(measure_baselines(config, users, "test", CLICKS.legend(config, clicks))) == {"popularity"}
 
 
 def test_coverage_is_for_ranking_alone():
     found = evaluation(0.3)
-    assert with_coverage(DEFAULT, None, None, None, found) is found
+    assert add_coverage(DEFAULT, None, None, None, found) is found
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
-from fedrecon._src.recommend.baseline_rows import beside_saved, verdict
 from fedrecon._src.recommend.config import (
     Aggregate,
     Data,
@@ -20,6 +19,7 @@ from fedrecon._src.recommend.config import (
     config_from_json,
     to_json,
 )
+from fedrecon._src.recommend.evaluation_table import compare_with_baselines, measure_saved_baselines
 from fedrecon._src.recommend.presets import DEFAULT, PRESETS
 from fedrecon._src.recommend.recommender import shown_scale
 from fedrecon._src.recommend.round_zero import estimate_ratings
@@ -189,7 +189,7 @@ def test_a_model_alone_knows_the_baselines_of_the_run(trained):
     counts, run = trained
     model = open_model(run)
     test = fr.data.load(counts).shuffle(0).cap(300).split_clients(0.8, 0.1, 0.1, seed=0)[2]
-    alone = beside_saved(model, model.task.view(model.config, test))
+    alone = measure_saved_baselines(model, model.task.view(model.config, test))
     whole = json.loads((run / "run.json").read_text())["test"]["baselines"]
     for name in ("global mean", "item + user bias"):
         assert alone[name]["rmse"] == pytest.approx(whole[name]["rmse"], rel=1e-4)
@@ -203,15 +203,15 @@ def test_a_run_whose_rate_comes_down_over_all_rounds_goes_on_to_no_others(traine
 
 
 def test_a_model_that_loses_is_told_so():
-    assert verdict(with_rmse(0.9), TABLE) is None
-    told = verdict(with_rmse(1.1), TABLE)
+    assert compare_with_baselines(with_rmse(0.9), TABLE) is None
+    told = compare_with_baselines(with_rmse(1.1), TABLE)
     assert "the model loses to a baseline: 'item + user bias' has RMSE 1.0000, the model 1.1000" in told
-    assert verdict(with_rmse(9.0), {}) is None
+    assert compare_with_baselines(with_rmse(9.0), {}) is None
 
 
 def test_a_difference_on_few_users_is_said_to_be_within_chance():
-    assert verdict(with_rmse(0.9, clients=1), TABLE) is None
-    told = verdict(with_rmse(1.1, clients=1), TABLE)
+    assert compare_with_baselines(with_rmse(0.9, clients=1), TABLE) is None
+    told = compare_with_baselines(with_rmse(1.1, clients=1), TABLE)
     assert "With 1 user measured, this difference is within chance." in told
     assert "loses" not in told
     assert "Try" not in told
@@ -219,11 +219,13 @@ def test_a_difference_on_few_users_is_said_to_be_within_chance():
 
 def test_the_default_settings_are_advised_to_whoever_has_others():
     found = with_rmse(1.1)
-    assert "--preset default" not in verdict(found, TABLE, DEFAULT)
+    assert "--preset default" not in compare_with_baselines(found, TABLE, DEFAULT)
     file = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source="x", fractions=(0.6, 0.2, 0.2)))
-    assert "--preset default" not in verdict(found, TABLE, dataclasses.replace(file, seed=3))
-    assert "Try --preset default, more --rounds" in verdict(found, TABLE, PRESETS["paper"])
-    assert "Try --preset default, more --rounds" in verdict(found, TABLE, dataclasses.replace(file, rounds=20))
+    assert "--preset default" not in compare_with_baselines(found, TABLE, dataclasses.replace(file, seed=3))
+    assert "Try --preset default, more --rounds" in compare_with_baselines(found, TABLE, PRESETS["paper"])
+    assert "Try --preset default, more --rounds" in compare_with_baselines(
+        found, TABLE, dataclasses.replace(file, rounds=20)
+    )
 
 
 TABLE = {"global mean": {"rmse": 2.0}, "item + user bias": {"rmse": 1.0}}
@@ -237,7 +239,7 @@ def with_rmse(value, clients=10):
 
 
 def test_recommendations_stay_in_the_scale_and_need_ratings(trained):
-    model = fr.load(trained[1])
+    model = fr.recommend.load(trained[1])
     person = {0: 3, 1: 90, 2: 2}
     with pytest.warns(UserWarning, match="does not know 1 of 4 items, which are left out: unheard of"):
         found = model.recommend(person | {"unheard of": 1}, 15)
@@ -248,7 +250,7 @@ def test_recommendations_stay_in_the_scale_and_need_ratings(trained):
 
 
 def test_counts_may_be_above_those_of_training_and_predictions_are_not(trained):
-    model = fr.load(trained[1])
+    model = fr.recommend.load(trained[1])
     high = max(shown_scale(model.saved)[1], model.items.scale[1])
     assert model.predict({0: 3, 1: 10 * high**2}).max() <= high
     with pytest.raises(ValueError, match="rating -1 is outside of the scale that the model was trained on"):
@@ -256,7 +258,7 @@ def test_counts_may_be_above_those_of_training_and_predictions_are_not(trained):
 
 
 def test_many_people_get_what_each_gets_alone(trained):
-    model = fr.load(trained[1])
+    model = fr.recommend.load(trained[1])
     people = [{0: 3, 1: 5}, {}, {k: k + 1.0 for k in range(9)}]
     together = model.predict(people)
     assert together.shape == (3, 15)
@@ -268,7 +270,7 @@ def test_many_people_get_what_each_gets_alone(trained):
 
 
 def test_predictions_are_those_of_the_library(trained):
-    model = fr.load(trained[1])
+    model = fr.recommend.load(trained[1])
     saved, person = model.saved, {0: 3.0, 1: 5.0, 4: 20.0}
     columns = {"item": np.array([0, 1, 4], np.int32), "rating": np.log1p(np.array([3, 5, 20], np.float32))}
     local = fr.reconstruct(saved.algorithm, saved.params, columns, seed=saved.config.seed)
@@ -278,7 +280,7 @@ def test_predictions_are_those_of_the_library(trained):
 
 def test_an_unknown_item_is_named(trained):
     with pytest.raises(ValueError, match="does not know the item 'x'"):
-        fr.load(trained[1]).predict({0: 1.0}, ["x"])
+        fr.recommend.load(trained[1]).predict({0: 1.0}, ["x"])
 
 
 def test_items_have_the_titles_of_a_file(trained, tmp_path, capsys):

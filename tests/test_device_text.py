@@ -97,7 +97,9 @@ def test_a_text_bundle_reconstructs_and_suggests_what_jax_does(made, tmp_path_fa
     local = person.refresh()
     assert np.max(np.abs(local["oov_embedding"] - expected["oov_embedding"])) <= 1e-5
     ours = person.complete("we met the", 6)
-    theirs = fr.suggest(algorithm.model, params, expected, "we met the", vocabulary, own=mine.words, n=6, max_words=7)
+    theirs = fr.recommend.suggest(
+        algorithm.model, params, expected, "we met the", vocabulary, personal_words=mine.words, n=6, max_words=7
+    )
     assert [one.probability for one in ours] == pytest.approx([one.probability for one in theirs], abs=1e-5)
     assert {one.word for one in ours} == {one.word for one in theirs}
 

@@ -4,7 +4,7 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.data.sentences import next_word_columns
 from fedrecon._src.recommend import word_baselines
-from fedrecon._src.recommend.baseline_rows import verdict
+from fedrecon._src.recommend.evaluation_table import compare_with_baselines
 from fedrecon._src.recommend.word_baselines import FOLLOWING, MOST_USED, measure
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon.data import Sentences, Vocabulary
@@ -61,6 +61,6 @@ def test_clients_are_looked_at_a_few_at_a_time_with_the_same_result(monkeypatch)
 def test_a_model_that_is_less_often_right_than_counting_is_told(ours, loses):
     table = {MOST_USED: {"accuracy": 0.25}, FOLLOWING: {"accuracy": 0.5}}
     found = Evaluation("recon", 20, 0, 200, {"accuracy": ours}, {}, {}, {})
-    said = verdict(found, table)
+    said = compare_with_baselines(found, table)
     assert (said is not None) == loses
     assert not loses or "'most frequent next word' has accuracy 0.5000, the model 0.4000" in said

@@ -69,11 +69,6 @@ if TYPE_CHECKING:
     from fedrecon._src.data.pooling import with_owner as with_owner
     from fedrecon._src.privacy.leakage import Leakage as Leakage
     from fedrecon._src.privacy.leakage import leakage as leakage
-    from fedrecon._src.recommend.completer import Suggestion as Suggestion
-    from fedrecon._src.recommend.completer import suggest as suggest
-    from fedrecon._src.recommend.recommender import Recommended as Recommended
-    from fedrecon._src.recommend.recommender import Recommender as Recommender
-    from fedrecon._src.recommend.recommender import load as load
     from fedrecon._src.simulation.comparison import Comparison as Comparison
     from fedrecon._src.simulation.comparison import compare as compare
     from fedrecon._src.simulation.divergence import DivergenceWarning as DivergenceWarning
@@ -109,9 +104,7 @@ _NAMES = {
     "algorithms.rounds": "client_round client_total client_update server_round server_update",
     "algorithms.saving": "SavedAlgorithm digest load_algorithm save_algorithm",
     "algorithms.scaffold": "scaffold",
-    "recommend.completer": "Suggestion suggest",
     "app.logs": "log_to",
-    "recommend.recommender": "Recommended Recommender load",
     "app.tuning": "Trial Tuned tune",
     "client.gradient_descent": "gradient_descent",
     "client.least_squares": "least_squares",

@@ -1,8 +1,13 @@
-"""Recommenders: round zero, baselines, ranking and its metrics."""
+"""Recommenders and completers: train, evaluate, serve; round zero, baselines and ranking metrics."""
 
 from fedrecon._src.recommend.baselines import BaselineResults as BaselineResults
 from fedrecon._src.recommend.baselines import rating_baselines as rating_baselines
+from fedrecon._src.recommend.completer import Completer as Completer
+from fedrecon._src.recommend.completer import Suggestion as Suggestion
+from fedrecon._src.recommend.completer import load_completer as load_completer
+from fedrecon._src.recommend.completer import suggest as suggest
 from fedrecon._src.recommend.estimate import Estimate as Estimate
+from fedrecon._src.recommend.evaluation_table import EvaluationTable as EvaluationTable
 from fedrecon._src.recommend.ranking import Holdout as Holdout
 from fedrecon._src.recommend.ranking import ItemSets as ItemSets
 from fedrecon._src.recommend.ranking import RankingResult as RankingResult
@@ -16,5 +21,11 @@ from fedrecon._src.recommend.ranking import recommend_items as recommend_items
 from fedrecon._src.recommend.ranking import score_by_model as score_by_model
 from fedrecon._src.recommend.ranking import split_items as split_items
 from fedrecon._src.recommend.ranking import top_items as top_items
+from fedrecon._src.recommend.recommender import Recommended as Recommended
+from fedrecon._src.recommend.recommender import Recommender as Recommender
+from fedrecon._src.recommend.recommender import load as load
 from fedrecon._src.recommend.round_zero import RoundZero as RoundZero
 from fedrecon._src.recommend.round_zero import estimate_ratings as estimate_ratings
+from fedrecon._src.recommend.training import train as train
+from fedrecon._src.recommend.training import train_clicks as train_clicks
+from fedrecon._src.recommend.training import train_text as train_text

@@ -31,19 +31,26 @@ from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.spending import spending
-from fedrecon._src.recommend.baseline_rows import Table, beside, beside_saved, with_baselines, with_coverage
 from fedrecon._src.recommend.config import Config, check_config, to_json
+from fedrecon._src.recommend.evaluation_table import (
+    Table,
+    add_coverage,
+    measure_baselines,
+    measure_saved_baselines,
+    summarize,
+)
 from fedrecon._src.recommend.health import Watch, updates_of, why_failed
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
 from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel, save_model
-from fedrecon._src.recommend.stopping import divided, early_stopping_of, rounds_of, say_stopped
+from fedrecon._src.recommend.stopping import rounds_of, say_stopped
 from fedrecon._src.recommend.task import Dataset, Ready
 from fedrecon._src.recommend.tasks import Task, Users, task_of
+from fedrecon._src.recommend.training import RunOptions, train_algorithm
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.simulation.multihost import broadcast, check_same, is_first_process, share_folder
-from fedrecon._src.simulation.training import Callback, RecordCallback, Run, train
+from fedrecon._src.simulation.training import Callback, RecordCallback, Run
 from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon._version import __version__
 
@@ -165,22 +172,10 @@ def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], s
     config, users, legend = protection.config, prepared.users, prepared.legend
     evaluator = make_evaluator(config, algorithm, users, jax_layout)
     watch = Watch(config, task, say, task.looks_like_counts(config, data))
-    run = train(
-        algorithm,
-        users.train,
-        rounds=rounds_of(config, users),
-        sampling=config.sampling,
-        valid=divided(evaluator, config, users),
-        evaluate_every=config.evaluate_every,
-        early_stopping=early_stopping_of(config, users, task.score, prepared.fallback),
-        seed=config.seed,
-        ledger=protection.ledger,
-        folder=folder,
-        checkpoint_every=config.checkpoint_every,
-        layout=jax_layout,
-        progress=progress,
-        callbacks=[RecordCallback(watch), *callbacks],
+    options = RunOptions(
+        folder, jax_layout, protection.ledger, callbacks=[RecordCallback(watch), *callbacks], progress=progress
     )
+    run = train_algorithm(config, algorithm, users, prepared.fallback, evaluator, options)
     run = dataclasses.replace(run, stopped=say_stopped(config, run.stopped, run.best))
     failed = why_failed(run.history, task)
     model = _save(folder, SavedModel(config, run.params, legend, failed))
@@ -191,10 +186,14 @@ def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], s
             evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, jax_layout, "test")
         )
         if on_test:
-            test = with_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
+            test = add_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
         if is_first_process():
             # Baselines of training users would be exact sums of theirs; those of a private run know what it released.
-            table = beside_saved(model, users.test) if config.privacy.on else beside(config, users, "test", legend)
+            table = (
+                measure_saved_baselines(model, users.test)
+                if config.privacy.on
+                else measure_baselines(config, users, "test", legend)
+            )
         if (verdict := why_failed(run.history, task, test)) != failed:
             failed = verdict
             model = _save(folder, dataclasses.replace(model, failed=failed))
@@ -209,7 +208,7 @@ def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], s
             "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
             "stopped": run.stopped,
             "best_round": run.best,
-            "test": with_baselines(test, table) if test else None,
+            "test": summarize(test, table) if test else None,
         }
     )
     if not run.interrupted:

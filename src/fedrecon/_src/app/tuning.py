@@ -21,14 +21,15 @@ from fedrecon._src.app.plots import write_figure
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
-from fedrecon._src.recommend.baseline_rows import Table, beside
 from fedrecon._src.recommend.config import Config, check_config, to_json
+from fedrecon._src.recommend.evaluation_table import Table, measure_baselines
 from fedrecon._src.recommend.presets import DEFAULT, is_default
 from fedrecon._src.recommend.recipe import build_algorithm, build_layout, check_some_can_learn, make_evaluator
-from fedrecon._src.recommend.stopping import divided, early_stopping_of, rounds_of
+from fedrecon._src.recommend.stopping import rounds_of
 from fedrecon._src.recommend.tasks import Users, task_of
+from fedrecon._src.recommend.training import RunOptions, train_algorithm
 from fedrecon._src.simulation.divergence import DivergenceWarning
-from fedrecon._src.simulation.training import RecordCallback, train
+from fedrecon._src.simulation.training import RecordCallback
 from fedrecon._src.storage.atomic import StorageError, without_nan, write_bytes, write_json
 from fedrecon._src.storage.ownership import lock_study
 
@@ -257,7 +258,7 @@ class _Bench:
     def baselines(self) -> Table:
         """Measure baselines on the validation users."""
         ready = self._task.prepare(self.config, self.ratings, self.users, self._items)
-        return beside(self.config, ready.users, "valid", ready.legend)
+        return measure_baselines(self.config, ready.users, "valid", ready.legend)
 
     def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
         """Train as `fedrecon train` does with some settings and return the error of what it would keep, or give up.
@@ -281,18 +282,10 @@ class _Bench:
             if late or (now < config.rounds and trial.should_prune()):
                 raise pruned
 
-        run = train(
-            algorithm,
-            ready.users.train,
-            rounds=most,
-            sampling=config.sampling,
-            valid=divided(make_evaluator(config, algorithm, ready.users, jax_layout), config, ready.users),
-            evaluate_every=max(1, config.rounds // CHECKS),
-            early_stopping=early_stopping_of(config, ready.users, self._task.score, ready.fallback),
-            seed=config.seed,
-            layout=jax_layout,
-            callbacks=[RecordCallback(watch)],
-        )
+        evaluator = make_evaluator(config, algorithm, ready.users, jax_layout)
+        every = max(1, config.rounds // CHECKS)
+        options = RunOptions(layout=jax_layout, evaluate_every=every, callbacks=[RecordCallback(watch)])
+        run = train_algorithm(config, algorithm, ready.users, ready.fallback, evaluator, options)
         if run.interrupted:
             raise KeyboardInterrupt
         self._finished += 1

@@ -1,8 +1,10 @@
-"""A trained recommender in Python: reconstructs, predicts and recommends for one person or many, compiled once."""
+"""A trained recommender: reconstructs, predicts and recommends for one person or many, and evaluates itself."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,15 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Step, predict_in
+from fedrecon._src.core.progress import warn_caller
+from fedrecon._src.data import Ratings
 from fedrecon._src.recommend.config import RatingsConfig
-from fedrecon._src.recommend.people import as_people, known_items
+from fedrecon._src.recommend.evaluation_table import EvaluationTable, evaluate_saved
 from fedrecon._src.recommend.ranking import Recommendation, top_items
 from fedrecon._src.recommend.rating_model import accepted_ratings, scale_ends
-from fedrecon._src.recommend.saved_models import SavedModel, open_for
+from fedrecon._src.recommend.saved_models import SavedModel, open_for, save_model
+from fedrecon._src.recommend.task import Users
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.simulation.personalization import reconstruct
+from fedrecon._src.simulation.training import Run
+
+NAMED_IDS = 5  # in a message
+YEAR = re.compile(r" \(\d{4}\)$")
+RATED = "a dict {item: rating}, such as {1: 5.0, 7: 2.0}, or a list of such dicts"
+CLICKED = "items, such as [1, 7], a dict {item: count}, or a list of such people"
 
 LEAST_AT_ONCE = 16
 PEOPLE_AT_ONCE = 256  # whose predictions for all items are in memory together
@@ -42,15 +55,31 @@ class Recommended(NamedTuple):
 
 
 class Recommender:
-    """A saved model of ratings or clicks, ready to serve."""
+    """A trained model of ratings or clicks, ready to serve.
 
-    def __init__(self, saved: SavedModel[Items]):
+    Attributes:
+      algorithm: what was trained.
+      params: its global parameters.
+      items: ids and titles of the items, and how many training users have each.
+      run: the history of the training; None for a model that was loaded.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> ratings = fr.data.synthetic_ratings(num_users=60, num_items=20, seed=0)  # doctest: +SKIP
+      >>> recommender = fr.recommend.train(ratings, rounds=2)  # doctest: +SKIP
+      >>> [item] = recommender.recommend({0: 5.0, 1: 2.0}, n=1)  # doctest: +SKIP
+      >>> item.item in range(2, 20)  # doctest: +SKIP
+      True
+    """
+
+    def __init__(self, saved: SavedModel[Items], users: Users | None = None, run: Run | None = None):
         """Serve with a model; nothing is compiled before it is needed."""
-        self.saved, self.items = saved, saved.legend
-        self._algorithm = saved.algorithm
-        self._params = jax.tree.map(jnp.asarray, saved.params)
-        self._numbers = {str(own): k for k, own in enumerate(self.items.ids.tolist())}
-        model, num_items = self._algorithm.model, len(self.items)
+        self.saved, self.items, self.run = saved, saved.legend, run
+        self.algorithm: Algorithm = saved.algorithm
+        self.params = jax.tree.map(jnp.asarray, saved.params)
+        self._users = users
+        self._numbers = _number_items(self.items)
+        model, num_items = self.algorithm.model, len(self.items)
 
         def scores(params: Any, local: Any) -> Any:
             every = {"item": jnp.arange(num_items, dtype=jnp.int32)}
@@ -66,34 +95,56 @@ class Recommender:
         of = self.saved.task.name + (f" from {ends[0]:.6g} to {ends[1]:.6g}" if ends else "")
         return f"Recommender({len(self.items):,} items, trained on {of})"
 
+    def save(self, folder: str | Path) -> None:
+        """Save the model to a folder, which `fr.recommend.load` reads.
+
+        Args:
+          folder: one that does not exist, or holds another model, which is replaced.
+        """
+        save_model(Path(folder), self.saved.config, self.saved.params, self.saved.legend, self.saved.failed)
+
+    def evaluate(self, clients: Clients | None = None) -> EvaluationTable:
+        """Measure the model on users that took no part in training, next to baselines.
+
+        Args:
+          clients: the users; by default the test users that `train` set aside. `Ratings` have the items of the model
+            (`fr.data.load(..., item_ids=recommender.items.ids)`).
+        """
+        if clients is None and self._users is None:
+            raise ValueError("`clients` must be given: a model that was loaded has no test users")
+        if isinstance(clients, Ratings) and not np.array_equal(clients.item_ids, self.items.ids):
+            raise ValueError("`clients` have other items than the model: load them with item_ids=recommender.items.ids")
+        viewed = None if clients is None else self.saved.task.view(self.saved.config, clients)
+        return evaluate_saved(self.saved, self.algorithm, self._users, viewed)
+
     def reconstruct(self, people: Person | Sequence[Person] | Clients) -> Any:
         """Reconstruct the local parameters of one person, or of many with the people first in every leaf.
 
         Args:
-          people: `{item id: rating}` of one person, a list of them, or `Clients` with columns `item` (numbers of this
-            model's items) and `rating`. Items that the model does not know are left out with a warning. For a model of
-            clicks, give counts instead of ratings, or 1 if there are none; a list, set or array of item ids is one
-            person, too.
+          people: `{item: rating}` of one person, a list of them, or `Clients` with columns `item` (numbers of this
+            model's items) and `rating`. Items are ids or titles; a title may leave out its year. Items that the model
+            does not know are left out with a warning. For a model of clicks, give counts instead of ratings, or 1 if
+            there are none; a list, set or array of item ids is one person, too.
 
         Raises:
           ValueError: the model knows no item of a person, or a rating is far outside the scale of training.
         """
-        clients, alone = self._clients(people)
-        local = reconstruct(self._algorithm, self._params, clients, seed=self.saved.config.seed)
-        return jax.tree.map(lambda leaf: leaf[0], local) if alone else local
+        clients, single = self._clients(people)
+        local = reconstruct(self.algorithm, self.params, clients, seed=self.saved.config.seed)
+        return jax.tree.map(lambda leaf: leaf[0], local) if single else local
 
     def predict(self, people: Person | Sequence[Person] | Clients, items: Sequence[Any] | None = None) -> np.ndarray:
         """Predict ratings, within the scale: `(items,)` for one person, `(people, items)` for many.
 
         Args:
           people: as for `reconstruct`.
-          items: ids of items; all that the model knows, in the order of `items.ids`, by default.
+          items: ids or titles of items; all that the model knows, in the order of `items.ids`, by default.
         """
         which = slice(None) if items is None else np.array([self._number(item) for item in items], np.int64)
-        clients, alone = self._clients(people)
+        clients, single = self._clients(people)
         nobody = np.zeros((0, len(self.items)))
-        found = np.concatenate([part[:, which] for part in (nobody, *map(self._shown, self._scores_of(clients)))])
-        return found[0] if alone else found
+        ratings = np.concatenate([part[:, which] for part in (nobody, *map(self._shown, self._scores_of(clients)))])
+        return ratings[0] if single else ratings
 
     def recommend(
         self, people: Person | Sequence[Person] | Clients, n: int = 10, *, least_ratings: int | None = None
@@ -105,15 +156,15 @@ class Recommender:
           n: how many items; fewer come back if fewer are left.
           least_ratings: only items with at least this many ratings by training users; by default the model's setting.
         """
-        clients, alone = self._clients(people)
+        clients, single = self._clients(people)
         everyone = [
             [
                 Recommended(self.items.ids[k].item(), self.items.title(k), float(score))
-                for k, score in zip(found.items, found.scores, strict=True)
+                for k, score in zip(best.items, best.scores, strict=True)
             ]
-            for found in self.recommend_numbers(clients, n, least_ratings)
+            for best in self.recommend_numbers(clients, n, least_ratings)
         ]
-        return everyone[0] if alone else everyone
+        return everyone[0] if single else everyone
 
     def recommend_numbers(
         self, clients: Clients, n: int = 10, least_ratings: int | None = None
@@ -127,10 +178,9 @@ class Recommender:
           n: how many items.
           least_ratings: as for `recommend`.
         """
-        if least_ratings is not None and least_ratings < 0:
-            raise ValueError(f"`least_ratings` is {least_ratings}; it must be at least 0")
+        check_number("least_ratings", least_ratings)
         out = self._rarely_rated(least_ratings)
-        found = []
+        recommendations = []
         for part, scores in self._every_score(clients):
             shown = self._shown(scores)
             scores[:, out] = -np.inf
@@ -138,25 +188,25 @@ class Recommender:
             scores[np.repeat(np.arange(len(part)), part.sizes), part.columns["item"][rows]] = -np.inf
             for row, predictions in zip(scores, shown, strict=True):
                 best = top_items(row, n)
-                found.append(Recommendation(best, predictions[best]))
-        return found
+                recommendations.append(Recommendation(best, predictions[best]))
+        return recommendations
 
     # ---- inside ----
 
     def _clients(self, people: Person | Sequence[Person] | Clients) -> tuple[Clients, bool]:
         """Return people as clients that the model understands, and whether one person was given."""
         if isinstance(people, Clients):
-            clients, alone = people, False
+            clients, single = people, False
         else:
-            many, alone = as_people(people, clicks=self.saved.task is CLICKS)
-            known = known_items(many, self._numbers)
-            sizes = np.array([len(one) for one in known], np.int64)
+            listed, single = _list_people(people, clicks=self.saved.task is CLICKS)
+            numbered = _number_people(listed, self._numbers)
+            sizes = np.array([len(person) for person in numbered], np.int64)
             ends = np.cumsum(sizes)
-            item = np.array([item for one in known for item in one], np.int32)
-            rating = np.array([rating for one in known for rating in one.values()], np.float32)
+            item = np.array([item for person in numbered for item in person], np.int32)
+            rating = np.array([rating for person in numbered for rating in person.values()], np.float32)
             clients = Clients({"item": item, "rating": rating}, ends - sizes, ends)
         self._check_ratings(clients)
-        return self.saved.task.view(self.saved.config, clients), alone
+        return self.saved.task.view(self.saved.config, clients), single
 
     def _check_ratings(self, clients: Clients) -> None:
         """Refuse ratings that are no numbers, or that the scale of training is far from."""
@@ -177,10 +227,10 @@ class Recommender:
         """Yield some clients at a time, and their predictions for all items, neither clipped nor restored."""
         for begin in range(0, len(clients), PEOPLE_AT_ONCE):
             part = clients.take(np.arange(begin, min(begin + PEOPLE_AT_ONCE, len(clients))))
-            local = reconstruct(self._algorithm, self._params, part, seed=self.saved.config.seed)
+            local = reconstruct(self.algorithm, self.params, part, seed=self.saved.config.seed)
             room = max(LEAST_AT_ONCE, 1 << (len(part) - 1).bit_length())  # few sizes are compiled
             padded = jax.tree.map(lambda x, room=room: np.concatenate([x, np.repeat(x[:1], room - len(x), 0)]), local)
-            yield part, np.array(self._scores(self._params, padded), np.float64)[: len(part)]
+            yield part, np.array(self._scores(self.params, padded), np.float64)[: len(part)]
 
     def _scores_of(self, clients: Clients) -> Iterator[np.ndarray]:
         return (scores for _, scores in self._every_score(clients))
@@ -214,5 +264,75 @@ def load(folder: str | Path) -> Recommender:
     Raises:
       StorageError: the folder holds no such model, it is damaged, its training failed, or it is of text; the
         message says what to do.
+
+    Example:
+      >>> fr.recommend.load("runs/mine").recommend({"Alien": 5, "Brazil": 4}, n=10)  # doctest: +SKIP
     """
     return Recommender(open_for(RATINGS, folder, CLICKS))
+
+
+# ---- people as Python has them ----
+
+
+def _number_items(items: Items) -> dict[str, int]:
+    """Return the numbers of items by their ids as text, and by titles, with or without a year, that name one item."""
+    ids = {str(item): k for k, item in enumerate(items.ids.tolist())}
+    titles = [] if items.titles is None else items.titles.tolist()
+    without_year = [YEAR.sub("", title) for title in titles]
+    times = Counter(without_year)
+    short = {title: k for k, title in enumerate(without_year) if times[title] == 1}
+    return short | {title: k for k, title in enumerate(titles)} | ids
+
+
+def _list_people(people: Any, clicks: bool) -> tuple[list[Mapping[Any, float]], bool]:
+    """Return the items of each person, and whether there is one person rather than a list."""
+    if isinstance(people, Mapping):
+        return [people], True
+    if not _is_collection(people):
+        raise TypeError(f"`people` must be {CLICKED if clicks else RATED} (got {type(people).__name__})")
+    entries = _to_list(people)
+    # An empty list is nobody; an empty set or array is one person.
+    single = not _is_collection(entries[0]) if entries else not isinstance(people, list | tuple)
+    if single:
+        return [_check_person(entries, clicks)], True
+    return [_check_person(person, clicks) for person in entries], False
+
+
+def _to_list(values: Iterable[Any]) -> list[Any]:
+    """Return values in their order; those of a set, whose order is chance, sorted, so that results repeat."""
+    return sorted(values, key=str) if isinstance(values, Set) else list(values)
+
+
+def _is_collection(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+
+
+def _check_person(person: Any, clicks: bool) -> Mapping[Any, float]:
+    if isinstance(person, Mapping):
+        return person
+    if not clicks:
+        raise TypeError(f"`people` must be {RATED}: the model was trained on ratings (got {type(person).__name__})")
+    if not _is_collection(person) or any(map(_is_collection, person)):
+        raise TypeError(f"`people` must be {CLICKED} (got items and people mixed)")
+    return Counter(_to_list(person))
+
+
+def _number_people(people: Sequence[Mapping[Any, float]], numbers: Mapping[str, int]) -> list[dict[int, float]]:
+    """Return what each person has by the numbers of items, and warn of items that the model does not know."""
+    missing: list[Any] = []
+    for k, person in enumerate(people):
+        unknown = [item for item in person if str(item) not in numbers]
+        if unknown and len(unknown) == len(person):
+            raise ValueError(
+                f"the model knows none of the items of person {k}: {_name_ids(unknown)}. Items are named by the ids or "
+                f"titles of the training data, such as {', '.join(list(numbers)[-3:])}"
+            )
+        missing += unknown
+    if missing:
+        total = sum(map(len, people))
+        warn_caller(f"left out {len(missing)} of {total} items, which the model does not know: {_name_ids(missing)}")
+    return [{numbers[str(item)]: value for item, value in p.items() if str(item) in numbers} for p in people]
+
+
+def _name_ids(ids: Sequence[Any]) -> str:
+    return ", ".join(map(str, ids[:NAMED_IDS])) + (f" and {len(ids) - NAMED_IDS} more" if len(ids) > NAMED_IDS else "")

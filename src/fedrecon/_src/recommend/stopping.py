@@ -23,7 +23,7 @@ MOST_DIVISIONS = 8  # of one client: more of them are too much alike to tell any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Divided:
+class DivisionsEvaluator:
     """Evaluates clients by several divisions into support and query, for a loss that depends less on chance.
 
     Attributes:
@@ -40,11 +40,13 @@ class Divided:
           kept: what clients kept from training; nothing, as clients that are divided keep nothing.
         """
         first = self.evaluators[0]
-        total = np.sum([one.sums(params, kept) for one in self.evaluators], axis=0)
+        total = np.sum([evaluator.sums(params, kept) for evaluator in self.evaluators], axis=0)
         return summarize(first.algorithm.model, first.protocol, total)
 
 
-def divided(evaluator: Evaluator | None, config: Config, users: Users) -> Evaluator | Divided | None:
+def evaluate_by_divisions(
+    evaluator: Evaluator | None, config: Config, users: Users
+) -> Evaluator | DivisionsEvaluator | None:
     """Return how validation clients judge: by one division into support and query if there are many, else by several.
 
     Args:
@@ -55,7 +57,7 @@ def divided(evaluator: Evaluator | None, config: Config, users: Users) -> Evalua
     if evaluator is None or (times := divisions_of(config, users)) == 1:
         return evaluator
     others = [evaluator.on(users.valid.shuffle(number)) for number in range(1, times)]
-    return Divided((evaluator, *others))
+    return DivisionsEvaluator((evaluator, *others))
 
 
 def divisions_of(config: Config, users: Users) -> int:

@@ -14,7 +14,7 @@ from annotated_types import Ge
 from fedrecon._src.app.cli import options, show
 
 if TYPE_CHECKING:
-    from fedrecon._src.recommend.serving import Completion
+    from fedrecon._src.recommend.completer import Completion
 
 OWN = "*"  # marks a person's own words
 
@@ -50,20 +50,18 @@ def parse(argv: Sequence[str]) -> Complete:
 def run(args: Complete) -> int:
     """Complete and print."""
     from fedrecon._src.data import DataError, split_text
-    from fedrecon._src.recommend.saved_models import open_for
-    from fedrecon._src.recommend.serving import complete_text, read_text
-    from fedrecon._src.recommend.tasks import TEXT
+    from fedrecon._src.recommend.completer import load_completer, read_text
 
     if not args.prompt:
         raise options.UsageError('--prompt is missing: give the beginning of a sentence, such as --prompt "i will"')
-    model = open_for(TEXT, args.run)
+    completer = load_completer(args.run)
     text = read_text(args.text)
     if not split_text(text):
         raise DataError(f"{args.text} has no words: give some text that the person wrote")
-    found = complete_text(model, text, args.prompt, args.top)
+    found = completer.complete(text, args.prompt, args.top)
     if args.json:
         prompts = [_as_json(one) for one in found.prompts]
-        print(json.dumps({"sentences": found.sentences, "own_words": found.own_words, "prompts": prompts}))
+        print(json.dumps({"sentences": found.sentences, "own_words": found.personal_words, "prompts": prompts}))
         return 0
     for one in found.prompts:
         if len(one.words) < len(split_text(one.prompt)[-1]):
@@ -71,7 +69,7 @@ def run(args: Complete) -> int:
         _show(one)
     print(
         f"reconstructed from {found.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
-        f"({found.own_words} in the text)"
+        f"({found.personal_words} in the text)"
     )
     return 0
 
@@ -83,7 +81,7 @@ def _as_json(completion: Completion) -> dict[str, Any]:
     return {
         "prompt": completion.prompt,
         "words": completion.words,
-        "without": listed(completion.without),
+        "without": listed(completion.initial),
         "with": listed(completion.reconstructed),
     }
 
@@ -96,8 +94,8 @@ def _show(completion: Completion) -> None:
         return f"{one.word} {OWN}" if one.personal else one.word, f"{100 * one.probability:.1f} %"
 
     rows = [
-        (*cells(completion.reconstructed, k), *cells(completion.without, k))
-        for k in range(max(len(completion.reconstructed), len(completion.without)))
+        (*cells(completion.reconstructed, k), *cells(completion.initial, k))
+        for k in range(max(len(completion.reconstructed), len(completion.initial)))
     ]
     show.table(
         f"after: {' '.join(completion.words)}",

@@ -95,7 +95,7 @@ def _is_demo(facts: Mapping[str, Any]) -> bool:
 
 def _compare(found: Outcome, test: Evaluation) -> None:
     """Put the model beside the baselines, and beside itself without reconstruction."""
-    from fedrecon._src.recommend.baseline_rows import verdict, without_reconstruction
+    from fedrecon._src.recommend.evaluation_table import compare_with_baselines, without_reconstruction
     from fedrecon._src.recommend.recipe import build_split
     from fedrecon._src.recommend.tasks import RATINGS
     from fedrecon._src.simulation.evaluation import Evaluator
@@ -113,14 +113,14 @@ def _compare(found: Outcome, test: Evaluation) -> None:
         [(name, *(measure.text(row) for measure in RATINGS.measures)) for name, row in rows.items()],
     )
     print("accuracy: predictions within half a star of the rating")
-    print(f"{verdict(test, found.baselines, config) or ''}")
+    print(f"{compare_with_baselines(test, found.baselines, config) or ''}")
 
 
 def _recommend(found: Outcome) -> None:
     """Recommend to a test user with a usual number of ratings."""
     import numpy as np
 
-    from fedrecon._src.recommend.serving import recommend_items
+    from fedrecon._src.recommend.recommender import Recommender
 
     test, items = found.users.test, found.model.legend
     usual = int(np.argsort(test.sizes, kind="stable")[len(test) // 2])
@@ -133,7 +133,7 @@ def _recommend(found: Outcome) -> None:
         ("title", "own rating"),
         [(items.title(theirs["item"][k]), f"{theirs['rating'][k]:g}") for k in best],
     )
-    advice = recommend_items(found.model, person)[0]
+    advice = Recommender(found.model).recommend_numbers(person)[0]
     best_items = [
         {"title": items.title(k), "rating": float(score)} for k, score in zip(advice.items, advice.scores, strict=True)
     ]

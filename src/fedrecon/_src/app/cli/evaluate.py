@@ -49,7 +49,12 @@ def run(args: Evaluate) -> int:
     from fedrecon._src.app.experiment import users_of_run
     from fedrecon._src.app.resuming import with_columns
     from fedrecon._src.core.progress import bars
-    from fedrecon._src.recommend.baseline_rows import beside, beside_saved, with_baselines, with_coverage
+    from fedrecon._src.recommend.evaluation_table import (
+        add_coverage,
+        measure_baselines,
+        measure_saved_baselines,
+        summarize,
+    )
     from fedrecon._src.recommend.health import evaluation_failed
     from fedrecon._src.recommend.recipe import build_layout, make_evaluator
     from fedrecon._src.recommend.saved_models import open_model
@@ -86,13 +91,17 @@ def run(args: Evaluate) -> int:
             f"To evaluate on others, give their data with --{task.name} FILE."
         )
     found = evaluator(model.params, progress=bars)
-    found = with_coverage(config, algorithm, model.params, getattr(users, part), found)
+    found = add_coverage(config, algorithm, model.params, getattr(users, part), found)
     failed = evaluation_failed(found, task.people)
     exact = file is None and not config.privacy.on  # baselines of training users are exact sums of theirs
-    table = beside(config, users, part, model.legend) if exact else beside_saved(model, getattr(users, part))
+    table = (
+        measure_baselines(config, users, part, model.legend)
+        if exact
+        else measure_saved_baselines(model, getattr(users, part))
+    )
     if args.json:
         why = failed or model.failed
-        print(json.dumps(without_nan({**with_baselines(found, table), **({"failed": why} if why else {})})))
+        print(json.dumps(without_nan({**summarize(found, table), **({"failed": why} if why else {})})))
     else:
         show.evaluation(title, found, task, table, config, "" if file else say_how_to_test_more(config))
     if model.failed is not None:

@@ -63,8 +63,8 @@ def run(args: Recommend) -> int:
     from fedrecon._src.core.formatting import how_many
     from fedrecon._src.core.progress import silent
     from fedrecon._src.data import Ratings
+    from fedrecon._src.recommend.recommender import Recommender
     from fedrecon._src.recommend.saved_models import open_for
-    from fedrecon._src.recommend.serving import recommend_items
     from fedrecon._src.recommend.tasks import CLICKS, RATINGS
     from fedrecon._src.recommend.tasks.ratings import with_titles
 
@@ -89,7 +89,7 @@ def run(args: Recommend) -> int:
     everyone: list[dict[str, Any]] = []
     assert ratings.names is not None  # a ratings file names its users
     seen = model.task.view(model.config, ratings)  # the logarithms of counts, where the model has learned those
-    advice = recommend_items(model, seen, args.top, args.least_ratings)
+    advice = Recommender(model).recommend_numbers(seen, args.top, args.least_ratings)
     for name, size, found in zip(ratings.names, ratings.sizes, advice, strict=True):
         items = [
             {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}

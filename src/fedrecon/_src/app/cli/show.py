@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fedrecon._src.core.formatting import how_many, listed_counts, plain
 
 if TYPE_CHECKING:
-    from fedrecon._src.recommend.baseline_rows import Table
     from fedrecon._src.recommend.config import Config
+    from fedrecon._src.recommend.evaluation_table import Table
     from fedrecon._src.recommend.tasks import Measure, Task
     from fedrecon._src.simulation.evaluation import Evaluation
 
@@ -70,7 +70,7 @@ def evaluation(
       config: the settings of the model, for what to try if it loses.
       advice: what to do if few were measured.
     """
-    from fedrecon._src.recommend.baseline_rows import verdict
+    from fedrecon._src.recommend.evaluation_table import compare_with_baselines
     from fedrecon._src.recommend.health import evaluation_failed
     from fedrecon._src.recommend.stopping import JUDGES, say_few
 
@@ -86,7 +86,7 @@ def evaluation(
     print(_whom(found, task))
     if measured < JUDGES:
         print(f"{say_few(measured, task.people)} {advice}".strip())
-    if loses := verdict(found, baselines, config):
+    if loses := compare_with_baselines(found, baselines, config):
         print(loses)
 
 

@@ -1,4 +1,4 @@
-"""What a model must beat, on the very same query: rows of tables beside it, and what to say if it does not."""
+"""The evaluation table of a model: its metrics next to those of baselines on the same query examples."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import how_many
+from fedrecon._src.core.formatting import how_many, lay_out
 from fedrecon._src.data import Sentences
 from fedrecon._src.recommend import baselines, ranking, word_baselines
 from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig
 from fedrecon._src.recommend.estimate import Estimate
 from fedrecon._src.recommend.presets import is_default
-from fedrecon._src.recommend.recipe import build_algorithm, build_model, build_split
+from fedrecon._src.recommend.recipe import build_algorithm, build_model, build_split, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import JUDGES
-from fedrecon._src.recommend.tasks import Users
+from fedrecon._src.recommend.task import Measure, Users
 from fedrecon._src.simulation.evaluation import Evaluation
 
 Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
@@ -30,7 +30,68 @@ EASE_RIDGE = 500.0
 NDCG, COVERAGE = "ndcg@100", "coverage@20"
 
 
-def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvaluationTable:
+    """How a model does on users that took no part in training, next to baselines; print it to see the table.
+
+    Attributes:
+      evaluation: of the model, with its metrics by client.
+      rows: `{"model" or baseline: {metric: value}}`, over all query examples.
+      measures: the metrics that are printed.
+      people: what clients are called.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> ratings = fr.data.synthetic_ratings(num_users=60, num_items=20, seed=0)  # doctest: +SKIP
+      >>> table = fr.recommend.train(ratings, rounds=1).evaluate()  # doctest: +SKIP
+      >>> list(table.rows)  # doctest: +SKIP
+      ['model', 'global mean', 'item mean', 'item + user bias']
+      >>> table.reliable  # doctest: +SKIP
+      False
+    """
+
+    evaluation: Evaluation
+    rows: Table
+    measures: tuple[Measure, ...]
+    people: str
+
+    @property
+    def reliable(self) -> bool:
+        """Whether at least 10 clients were measured; the results of fewer are mostly chance."""
+        return self.evaluation.clients - self.evaluation.diverged >= JUDGES
+
+    def __str__(self) -> str:
+        """Lay the table out as text."""
+        cells = [[name, *(measure.text(row) for measure in self.measures)] for name, row in self.rows.items()]
+        lines = lay_out([["", *(measure.title for measure in self.measures)], *cells], right=True)
+        measured = how_many(self.evaluation.clients - self.evaluation.diverged, self.people)
+        note = "" if self.reliable else ", too few to be reliable"
+        return "\n".join([*lines, f"{measured}, {self.evaluation.examples:,} query examples{note}"])
+
+
+def evaluate_saved(
+    saved: SavedModel[Any], algorithm: Algorithm, users: Users | None, clients: Clients | None
+) -> EvaluationTable:
+    """Evaluate a model on the test users of its training or on other clients, as the model sees them.
+
+    Baselines of training users are exact sums of theirs, so those of a private run know only what it released.
+    """
+    config, task = saved.config, saved.task
+    assert users is not None or clients is not None
+    measured = clients if clients is not None else users.test  # type: ignore[union-attr]
+    everyone = Users(measured, measured, measured) if users is None else users._replace(test=measured)
+    evaluator = make_evaluator(config, algorithm, everyone, part="test")
+    if evaluator is None:
+        raise ValueError(f"there are no {task.people} to evaluate on")
+    evaluation = add_coverage(config, algorithm, saved.params, measured, evaluator(saved.params))
+    exact = users is not None and not config.privacy.on
+    table = (
+        measure_baselines(config, everyone, "test", saved.legend) if exact else measure_saved_baselines(saved, measured)
+    )
+    return EvaluationTable(evaluation, {"model": evaluation.micro, **table}, task.measures, task.people)
+
+
+def measure_baselines(config: Config, users: Users, part: str, legend: Any) -> Table:
     """Measure the baselines on the query of a run's users, from its training users.
 
     Args:
@@ -46,13 +107,13 @@ def beside(config: Config, users: Users, part: str, legend: Any) -> Table:
     if isinstance(config, TextConfig):
         return word_baselines.measure(cast(Sentences, users.train), measured, split)
     if isinstance(config, ClicksConfig):
-        return _ranked(ranking.item_sets(users.train), ranking.split_items(measured, split), len(legend))
+        return _rank_baselines(ranking.item_sets(users.train), ranking.split_items(measured, split), len(legend))
     if not len(baselines.split_ratings(measured, split).query.rating):
         return {}
     return baselines.rating_baselines(users.train, measured, split=split, num_items=len(legend)).table
 
 
-def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
+def measure_saved_baselines(model: SavedModel[Any], clients: Clients) -> Table:
     """Measure the baselines that a saved model knows enough for, on the query of other clients.
 
     Args:
@@ -79,7 +140,7 @@ def beside_saved(model: SavedModel[Any], clients: Clients) -> Table:
     return {name: baselines.rating_errors(zero.restore(guess), known.query.rating) for name, guess in guesses.items()}
 
 
-def _ranked(train: ranking.ItemSets, division: ranking.Holdout, num_items: int) -> Table:
+def _rank_baselines(train: ranking.ItemSets, division: ranking.Holdout, num_items: int) -> Table:
     """Rank the items of held-out users by each baseline that these items are few enough for."""
     if not len(division.hidden.item):
         return {}
@@ -95,7 +156,7 @@ def _metrics(score: ranking.Scorer, division: ranking.Holdout, num_items: int) -
     return ranking.rank(score, division, num_items).metrics if len(division.hidden.item) else {}
 
 
-def with_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Clients, found: Evaluation) -> Evaluation:
+def add_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Clients, found: Evaluation) -> Evaluation:
     """Return an evaluation of ranking with the share of items that are recommended to anybody; any other as it is.
 
     Args:
@@ -130,12 +191,12 @@ def _estimate(model: SavedModel[Any]) -> Estimate:
     )
 
 
-def with_baselines(found: Evaluation, table: Table) -> dict[str, Any]:
+def summarize(found: Evaluation, table: Table) -> dict[str, Any]:
     """Return the summary of an evaluation with the baselines in it, if there are any."""
     return found.summary() | ({"baselines": {name: dict(row) for name, row in table.items()}} if table else {})
 
 
-def verdict(found: Evaluation, table: Table, config: Config | None = None) -> str | None:
+def compare_with_baselines(found: Evaluation, table: Table, config: Config | None = None) -> str | None:
     """Say that the model loses against a baseline and what to try, or that too few were measured to tell; None if it
     does not lose.
 

@@ -1,0 +1,261 @@
+"""Train a recommender or a completer with the default recipe, on any ratings, clicks or text."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.data import Corpus, Ratings, load, load_text
+from fedrecon._src.privacy.ledger import Ledger
+from fedrecon._src.recommend.completer import Completer
+from fedrecon._src.recommend.config import Config, check_config
+from fedrecon._src.recommend.health import why_failed
+from fedrecon._src.recommend.presets import preset_of
+from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.recommender import Recommender
+from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.stopping import early_stopping_of, evaluate_by_divisions, rounds_of
+from fedrecon._src.recommend.task import Ready, Users
+from fedrecon._src.recommend.tasks import task_of
+from fedrecon._src.simulation.engine import Layout
+from fedrecon._src.simulation.evaluation import Evaluator
+from fedrecon._src.simulation.training import Callback, Run
+from fedrecon._src.simulation.training import train as run_rounds
+from fedrecon._src.storage.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How a training is run, none of which changes its result.
+
+    Attributes:
+      folder: where to write metrics and checkpoints.
+      layout: on which JAX devices and in what blocks clients run.
+      ledger: the privacy already spent on the clients.
+      evaluate_every: how often validation clients are evaluated, if not as the settings say.
+      callbacks: called after every round and evaluation, and at the end.
+      progress: a progress display.
+    """
+
+    folder: RunFolder | None = None
+    layout: Layout | None = None
+    ledger: Ledger | None = None
+    evaluate_every: int | None = None
+    callbacks: Sequence[Callback] = ()
+    progress: Progress = silent
+
+
+DEFAULT_OPTIONS = RunOptions()
+
+
+def train_algorithm(
+    config: Config,
+    algorithm: Algorithm,
+    users: Users,
+    fallback: Any = None,
+    evaluator: Evaluator | None = None,
+    options: RunOptions = DEFAULT_OPTIONS,
+) -> Run:
+    """Train the algorithm of a configuration: rounds, sampling and early stopping are those of the settings.
+
+    Args:
+      config: the settings.
+      algorithm: as `build_algorithm` returns it.
+      users: who trains and who validates.
+      fallback: global parameters of something simple that validation clients may prefer.
+      evaluator: of the validation clients.
+      options: how it is run.
+    """
+    every = config.evaluate_every if options.evaluate_every is None else options.evaluate_every
+    return run_rounds(
+        algorithm,
+        users.train,
+        rounds=rounds_of(config, users),
+        sampling=config.sampling,
+        valid=evaluate_by_divisions(evaluator, config, users),
+        evaluate_every=every,
+        early_stopping=early_stopping_of(config, users, task_of(config).score, fallback),
+        seed=config.seed,
+        ledger=options.ledger,
+        folder=options.folder,
+        checkpoint_every=config.checkpoint_every,
+        layout=options.layout,
+        progress=options.progress,
+        callbacks=options.callbacks,
+    )
+
+
+class _Trained(NamedTuple):
+    saved: SavedModel[Any]
+    users: Users
+    run: Run
+
+
+def _train(config: Config, data: Any, callbacks: Sequence[Callback], progress: Progress) -> _Trained:
+    """Divide the clients, run round zero and train."""
+    config, task = check_config(config), task_of(config)
+    users = task.divide(config, data, progress)
+    check_some_can_learn(config, task, users)
+    ready: Ready = task.prepare(config, data, users, task.legend(config, data))
+    for remark in ready.remarks:
+        logger.info(remark)
+    algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
+    evaluator = make_evaluator(ready.config, algorithm, ready.users)
+    options = RunOptions(callbacks=callbacks, progress=progress)
+    run = train_algorithm(ready.config, algorithm, ready.users, ready.fallback, evaluator, options)
+    failed = why_failed(run.history, task)
+    if failed is not None:
+        warnings.warn(f"training failed: {failed}", stacklevel=3)
+    return _Trained(SavedModel(ready.config, run.params, ready.legend, failed), ready.users, run)
+
+
+def _configure(task: str, rounds: int | None, seed: int, fractions: tuple[float, float, float], **model: Any) -> Config:
+    """Return the default settings of a task with some of them replaced."""
+    config = preset_of(task)
+    changes: dict[str, Any] = {name: value for name, value in model.items() if value is not None}
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, source="the data", fractions=fractions),
+        model=dataclasses.replace(config.model, **changes),
+        rounds=config.rounds if rounds is None else rounds,
+        seed=seed,
+    )
+
+
+def _as_ratings(data: Ratings | Clients | str | Path, **options: Any) -> Ratings:
+    """Return ratings; clients without ids or titles of items have the numbers of their items."""
+    if isinstance(data, Ratings):
+        return data
+    if isinstance(data, str | Path):
+        return load(str(data), **options)
+    columns = {"rating": np.ones(len(data.columns["item"]), np.float32), **data.columns}
+    num_items = int(columns["item"].max()) + 1
+    fields = {f.name: getattr(data, f.name) for f in dataclasses.fields(Clients)} | {"columns": columns}
+    return Ratings(**fields, item_ids=np.arange(num_items))
+
+
+def train(
+    ratings: Ratings | Clients | str | Path,
+    *,
+    rounds: int | None = None,
+    dim: int | None = None,
+    seed: int = 0,
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
+    out: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = silent,
+) -> Recommender:
+    """Train a recommender on ratings of any scale, as `fedrecon train` does.
+
+    The scale, item biases and ridges are estimated in round zero. Training stops when validation users gain nothing
+    more from it, and keeps the model that is best for them.
+
+    Args:
+      ratings: what `fr.data.load` returns, clients with the columns `item` and `rating`, or a file or name that
+        `fr.data.load` takes.
+      rounds: rounds of training before priors are relaxed; 200 by default.
+      dim: the length of the embeddings; 16 by default.
+      seed: for everything random in training.
+      fractions: the shares of users that train, validate and test.
+      out: a folder to save the model in.
+      callbacks: called after every round and evaluation, and at the end.
+      progress: a progress display.
+
+    Returns:
+      A `Recommender`. Its `evaluate()` measures the test users.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> ratings = fr.data.synthetic_ratings(num_users=60, num_items=20, seed=0)  # doctest: +SKIP
+      >>> recommender = fr.recommend.train(ratings, rounds=2)  # doctest: +SKIP
+      >>> recommender  # doctest: +SKIP
+      Recommender(20 items, trained on ratings from 1 to 5)
+    """
+    config = _configure("ratings", rounds, seed, fractions, dim=dim)
+    recommender = Recommender(*_train(config, _as_ratings(ratings), callbacks, progress))
+    if out is not None:
+        recommender.save(out)
+    return recommender
+
+
+def train_clicks(
+    clicks: Ratings | Clients | str | Path,
+    *,
+    rounds: int | None = None,
+    dim: int | None = None,
+    seed: int = 0,
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
+    out: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = silent,
+) -> Recommender:
+    """Train a recommender on clicks, plays or purchases, as `fedrecon train --task clicks` does.
+
+    Args:
+      clicks: what `fr.data.load` returns, clients with the column `item`, or a file of users and items.
+      rounds: rounds of training; 200 by default.
+      dim: the length of the embeddings; 64 by default.
+      seed: for everything random in training.
+      fractions: the shares of users that train, validate and test.
+      out: a folder to save the model in.
+      callbacks: called after every round and evaluation, and at the end.
+      progress: a progress display.
+
+    Returns:
+      A `Recommender`, which ranks items. Its `evaluate()` measures the test users.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> clicks = fr.data.synthetic_ratings(num_users=60, num_items=20, seed=0)  # doctest: +SKIP
+      >>> fr.recommend.train_clicks(clicks, rounds=2, dim=4)  # doctest: +SKIP
+      Recommender(20 items, trained on clicks)
+    """
+    config = _configure("clicks", rounds, seed, fractions, dim=dim)
+    data = _as_ratings(clicks, rating="auto", duplicates="sum")
+    recommender = Recommender(*_train(config, data, callbacks, progress))
+    if out is not None:
+        recommender.save(out)
+    return recommender
+
+
+def train_text(
+    corpus: Corpus | str | Path,
+    *,
+    rounds: int | None = None,
+    vocabulary: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = silent,
+) -> Completer:
+    """Train a model of the next word, as `fedrecon train --task text` does.
+
+    Args:
+      corpus: what `fr.data.load_text` returns, or a file that it takes.
+      rounds: rounds of training; 400 by default.
+      vocabulary: how many words the model knows; 5,000 by default, all if there are fewer.
+      seed: for everything random in training.
+      out: a folder to save the model in.
+      callbacks: called after every round and evaluation, and at the end.
+      progress: a progress display.
+
+    Returns:
+      A `Completer`. Its `evaluate()` measures the test clients.
+    """
+    data = corpus if isinstance(corpus, Corpus) else load_text(corpus, progress=progress)
+    config = _configure("text", rounds, seed, (0.8, 0.1, 0.1), vocabulary=vocabulary)
+    completer = Completer(*_train(config, data, callbacks, progress))
+    if out is not None:
+        completer.save(out)
+    return completer
