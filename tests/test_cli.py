@@ -397,7 +397,7 @@ def model(trained):
 
 
 def test_people_of_whom_no_item_is_known_are_refused(model):
-    with pytest.raises(ValueError, match=r"the model knows none of the items: 99999999. .* such as 100, 101, 102"):
+    with pytest.raises(ValueError, match="99999999"):
         model.recommend({99999999: 5.0})
     with pytest.raises(ValueError, match=r"none of the items of person 1: 1, 2, 3, 4, 5 and 2 more. "):
         model.recommend([{100: 5.0}, dict.fromkeys(range(1, 8), 3.0)])
@@ -405,7 +405,7 @@ def test_people_of_whom_no_item_is_known_are_refused(model):
 
 
 def test_items_that_are_not_known_are_left_out_with_a_warning(model):
-    match = "does not know 1 of 3 items, which are left out: 99999999"
+    match = "left out 1 of 3 items.*: 99999999"
     with pytest.warns(UserWarning, match=match) as told:
         found = model.recommend([{100: 5.0, 99999999: 1.0}, {101: 2.0}])
     assert found == model.recommend([{100: 5.0}, {101: 2.0}])
@@ -438,7 +438,7 @@ def test_the_ends_of_the_scale_are_those_of_the_data_whatever_was_rounded(model)
 
 @pytest.mark.parametrize("people", [[1, 2, 3], {100, 101}, np.array([100]), [[100]], "100", 100, None])
 def test_a_model_of_ratings_asks_for_dicts(people, model):
-    with pytest.raises(TypeError, match=r"expected a dict {item: rating}, such as {1: 5.0, 7: 2.0}, or a list of such"):
+    with pytest.raises(TypeError, match="`people`"):
         model.recommend(people)
 
 

@@ -23,7 +23,7 @@ def saying(shares, seen=None):
 
 def test_a_bucket_is_shared_out_among_the_words_of_the_person():
     own = {0: {"cat": 5, "ox": 1}}
-    found = suggest(saying(SHARES), {}, {}, "the", VOCABULARY, own=own, n=10)
+    found = suggest(saying(SHARES), {}, {}, "the", VOCABULARY, personal_words=own, n=10)
     assert [one.word for one in found] == ["cat", "a", "the", "ox"]  # neither marks nor buckets without words
     assert [one.personal for one in found] == [True, False, False, True]
     assert [one.probability for one in found] == pytest.approx([0.25, 0.2, 0.1, 0.05])
@@ -31,11 +31,11 @@ def test_a_bucket_is_shared_out_among_the_words_of_the_person():
 
 def test_of_many_words_the_most_probable_come_back():
     own = {1: {"zebra": 1}, 0: {"cat": 1}}
-    assert suggest(saying(SHARES), {}, {}, "", VOCABULARY, own=own, n=1) == [
+    assert suggest(saying(SHARES), {}, {}, "", VOCABULARY, personal_words=own, n=1) == [
         Suggestion("cat", pytest.approx(0.3), personal=True)
     ]
     assert suggest(saying(SHARES), {}, {}, "", VOCABULARY, n=1)[0].word == "a"
-    with pytest.raises(ValueError, match="`n` is 0"):
+    with pytest.raises(ValueError, match="`n`"):
         suggest(saying(SHARES), {}, {}, "", VOCABULARY, n=0)
 
 
@@ -50,7 +50,7 @@ def test_the_place_after_the_prompt_counts():
     own = personal_text("cat zebra", VOCABULARY).words
     assert own == {0: {"cat": 1}, 1: {"zebra": 1}}
     prompts = ("", "the", ["the", "zebra"], "the zebra a")
-    first = [suggest(model, {}, {}, prompt, VOCABULARY, own=own, n=1, max_words=4)[0] for prompt in prompts]
+    first = [suggest(model, {}, {}, prompt, VOCABULARY, personal_words=own, n=1, max_words=4)[0] for prompt in prompts]
     assert [(one.word, one.personal) for one in first] == [
         ("the", False),
         ("a", False),

@@ -312,9 +312,10 @@ def _check_person(person: Any, clicks: bool) -> Mapping[Any, float]:
         return person
     if not clicks:
         raise TypeError(f"`people` must be {RATED}: the model was trained on ratings (got {type(person).__name__})")
-    if not _is_collection(person) or any(map(_is_collection, person)):
+    items = _to_list(person) if _is_collection(person) else [person]
+    if not _is_collection(person) or any(map(_is_collection, items)):
         raise TypeError(f"`people` must be {CLICKED} (got items and people mixed)")
-    return Counter(_to_list(person))
+    return Counter(items)
 
 
 def _number_people(people: Sequence[Mapping[Any, float]], numbers: Mapping[str, int]) -> list[dict[int, float]]:
