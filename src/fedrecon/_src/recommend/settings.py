@@ -205,7 +205,7 @@ class Source:
       split_seed: seed of who trains, validates and tests; apart from --seed, so that runs share their test clients.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA")] = ""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA", help_behavior_hint="")] = ""
     fractions: tuple[NonNegative, NonNegative, NonNegative] = (0.8, 0.1, 0.1)
     split_seed: Seed = 0
 

@@ -92,4 +92,4 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
         preset = preset_of(task, base.preset or "default")
     except ConfigError as problem:
         raise UsageError(problem.describe("--preset")) from None
-    return config_from_json(values, str(file), task, preset)
+    return config_from_json(values, str(file), task, preset) if values else preset  # pydantic is slow to import
