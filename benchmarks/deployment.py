@@ -187,20 +187,20 @@ def shares_of_an_empty_application(checkins=2000, reports=300, size=150_000):
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from fedrecon._src.deploy import signatures
+    from fedrecon._src.deploy import node_keys
     from fedrecon._src.deploy.http_server import Api, Limits
     from fedrecon._src.deploy.tasks import TaskBoard
 
-    signatures.REQUESTS_PER_SECOND = signatures.BURST = 1e9
+    node_keys.REQUESTS_PER_SECOND = node_keys.BURST = 1e9
     key, body = Ed25519PrivateKey.generate(), os.urandom(size)
     digests = {False: hashlib.sha256(b"").hexdigest(), True: hashlib.sha256(body).hexdigest()}
     board = TaskBoard()
-    number = board.number_of(signatures.public_bytes(key))
+    number = board.number_of(node_keys.public_bytes(key))
 
     class Nothing:
         content, digest = b"", ""
 
-    api = Api(Nothing, board, signatures.Verifier(None), Limits(size))
+    api = Api(Nothing, board, node_keys.Verifier(None), Limits(size))
     names = [board.send(number, str(k).encode(), 3600) for k in range(reports)]
     tickets = [board._ticket(name, 0, number) for name in names]
 
@@ -215,7 +215,7 @@ def shares_of_an_empty_application(checkins=2000, reports=300, size=150_000):
         ("check-ins", checkins, lambda k: "/v1/check-in", b""),
     ):
         method = "PUT" if data else "GET"
-        signed = [signatures.sign_request(key, method, path(k), digests[bool(data)]) for k in range(count)]
+        signed = [node_keys.sign_request(key, method, path(k), digests[bool(data)]) for k in range(count)]
         rates = [
             asyncio.run(answered_per_cpu_second(app, count, path, signed.__getitem__, data)) for app in (api.app, empty)
         ]

