@@ -6,6 +6,9 @@ from fedrecon._src.recommend.completer import Completer as Completer
 from fedrecon._src.recommend.completer import Suggestion as Suggestion
 from fedrecon._src.recommend.completer import load_completer as load_completer
 from fedrecon._src.recommend.completer import suggest as suggest
+from fedrecon._src.recommend.default_training import train as train
+from fedrecon._src.recommend.default_training import train_clicks as train_clicks
+from fedrecon._src.recommend.default_training import train_text as train_text
 from fedrecon._src.recommend.estimate import Estimate as Estimate
 from fedrecon._src.recommend.evaluation_table import EvaluationTable as EvaluationTable
 from fedrecon._src.recommend.ranking import Holdout as Holdout
@@ -26,6 +29,3 @@ from fedrecon._src.recommend.recommender import Recommender as Recommender
 from fedrecon._src.recommend.recommender import load as load
 from fedrecon._src.recommend.round_zero import RoundZero as RoundZero
 from fedrecon._src.recommend.round_zero import estimate_ratings as estimate_ratings
-from fedrecon._src.recommend.training import train as train
-from fedrecon._src.recommend.training import train_clicks as train_clicks
-from fedrecon._src.recommend.training import train_text as train_text

@@ -32,6 +32,7 @@ from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.spending import spending
 from fedrecon._src.recommend.config import Config, check_config, to_json
+from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import (
     Table,
     add_coverage,
@@ -46,7 +47,6 @@ from fedrecon._src.recommend.saved_models import SavedModel, save_model
 from fedrecon._src.recommend.stopping import rounds_of, say_stopped
 from fedrecon._src.recommend.task import Dataset, Ready
 from fedrecon._src.recommend.tasks import Task, Users, task_of
-from fedrecon._src.recommend.training import RunOptions, train_algorithm
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.simulation.multihost import broadcast, check_same, is_first_process, share_folder

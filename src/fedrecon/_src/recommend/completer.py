@@ -34,6 +34,11 @@ class Suggestion(NamedTuple):
       word: the word.
       probability: that it comes next. The end of the sentence and unknown words have their share too.
       personal: whether it is one of the person's own words, outside the vocabulary.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.Suggestion("soon", probability=0.25, personal=False).word
+      'soon'
     """
 
     word: str
@@ -70,6 +75,10 @@ def suggest(
 
     Returns:
       Suggestions, most probable first.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.suggest(model, params, local, "see you", vocabulary, n=3)  # doctest: +SKIP
     """
     check_number("n", n, least=1)
     columns, position = prompt_columns(prompt, vocabulary, max_words)
@@ -123,6 +132,11 @@ class Completer:
       params: its global parameters.
       vocabulary: the words that it knows.
       run: the history of the training; None for a model that was loaded.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> completer = fr.recommend.load_completer("runs/words")  # doctest: +SKIP
+      >>> completer.suggest("see you", text=["See you at the Zyzzyva."], n=3)  # doctest: +SKIP
     """
 
     def __init__(self, saved: SavedModel[Vocabulary], users: Users | None = None, run: Run | None = None):
@@ -223,6 +237,10 @@ def load_completer(folder: str | Path) -> Completer:
 
     Raises:
       StorageError: the folder holds no such model, it is damaged, its training failed, or it is of something else.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.load_completer("runs/words").suggest("see you")  # doctest: +SKIP
     """
     return Completer(open_for(TEXT, folder))
 

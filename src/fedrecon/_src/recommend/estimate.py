@@ -35,6 +35,13 @@ class Estimate(NamedTuple):
       user_bias_ridge: the ridge on a user's bias in a model without traits.
       trait_variance: `(traits,)` of the users' coefficients of item traits.
       outliers: the number of ratings that were dropped because they are far outside the usual range.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> estimate = fr.recommend.Estimate(np.zeros(2), np.zeros(2), mean=3.0, deviation=2.0)
+      >>> estimate.standardize([1.0, 5.0]).tolist()
+      [-1.0, 1.0]
     """
 
     item_bias: np.ndarray

@@ -41,7 +41,15 @@ SCORES_AT_ONCE = 2**22  # numbers in a block of users by items
 
 
 class ItemSets(NamedTuple):
-    """A set of items for each of some users: pairs of user (from 0) and item, users ascending, and maybe weights."""
+    """A set of items for each of some users: pairs of user (from 0) and item, users ascending, and maybe weights.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> fr.recommend.item_sets(clients).matrix(3).tolist()
+      [[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    """
 
     users: int
     user: np.ndarray
@@ -74,7 +82,16 @@ Scorer = Callable[[ItemSets], np.ndarray]  # support items of users -> scores of
 
 
 class Holdout(NamedTuple):
-    """The items of held-out users, split into support, which a model sees, and hidden ones, which it must find."""
+    """The items of held-out users, split into support, which a model sees, and hidden ones, which it must find.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> holdout = fr.recommend.split_items(clients, fr.split.half())
+      >>> holdout.support.item.tolist(), holdout.hidden.item.tolist()
+      ([0, 0, 0], [1, 2])
+    """
 
     support: ItemSets
     hidden: ItemSets
@@ -86,6 +103,13 @@ def split_items(clients: Clients, split: Split) -> Holdout:
     Args:
       clients: held-out users, with a column `item` in which no item is repeated, and maybe a column `weight`.
       split: how examples become support and query.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> fr.recommend.split_items(clients, fr.split.half()).hidden.item.tolist()
+      [1, 2]
     """
     weighted = "weight" in clients.columns
     weight = clients.columns["weight"] if weighted else np.ones(len(clients.columns["item"]), np.float32)
@@ -101,6 +125,13 @@ def item_sets(clients: Clients) -> ItemSets:
 
     Args:
       clients: with a column `item`; a repeated item counts once.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> fr.recommend.item_sets(clients).item.tolist()
+      [0, 1, 0, 2, 0]
     """
     rows = rows_of(clients.starts, clients.ends)
     owner, item = np.repeat(np.arange(len(clients)), clients.sizes), clients.columns["item"][rows]
@@ -134,7 +165,14 @@ def top_items(scores: np.ndarray, n: int) -> np.ndarray:
 
 
 class Recommendation(NamedTuple):
-    """Items for one client, best first, and the predictions for them."""
+    """Items for one client, best first, and the predictions for them.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> fr.recommend.Recommendation(items=np.array([4, 2]), scores=np.array([4.5, 4.1])).items.tolist()
+      [4, 2]
+    """
 
     items: np.ndarray
     scores: np.ndarray
@@ -192,6 +230,16 @@ class RankingResult:
       metrics: means over them, as `{"recall@20": ...}`, and coverage.
       errors: the standard error of each mean.
       per_client: each metric of each user, NaN for those that are not measured.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> holdout = fr.recommend.split_items(clients, fr.split.half())
+      >>> score = fr.recommend.popularity(fr.recommend.item_sets(clients), 3)
+      >>> result = fr.recommend.rank(score, holdout, 3, recall_at=[1])
+      >>> result.users, result.metrics["recall@1"]
+      (2, 0.5)
     """
 
     users: int
@@ -220,6 +268,16 @@ def rank(
       ndcg_at: values of k for NDCG.
       hit_at: values of k for the hit rate.
       coverage_at: k for coverage.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> holdout = fr.recommend.split_items(clients, fr.split.half())
+      >>> score = fr.recommend.popularity(fr.recommend.item_sets(clients), 3)
+      >>> result = fr.recommend.rank(score, holdout, 3, recall_at=[1])
+      >>> result.users, result.metrics["recall@1"]
+      (2, 0.5)
     """
     names = [f"recall@{k}" for k in recall_at] + [f"ndcg@{k}" for k in ndcg_at] + [f"hit@{k}" for k in hit_at]
     values = {name: np.full(holdout.support.users, np.nan) for name in names}
@@ -349,6 +407,14 @@ def popularity(train: ItemSets, num_items: int) -> Scorer:
     Args:
       train: what the training users have.
       num_items: item ids are 0 to `num_items - 1`.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> score = fr.recommend.popularity(fr.recommend.item_sets(clients), 3)
+      >>> score(fr.recommend.item_sets(clients))[0].tolist()
+      [3.0, 1.0, 1.0]
     """
     return score_by_count(np.bincount(train.item, minlength=num_items))
 
@@ -379,6 +445,14 @@ def item_knn(
       neighbours: use only this many of the items most similar to each item.
       shrink: added to the denominator of the cosine.
       pair_counts: from `count_pairs`, if it is already computed.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> score = fr.recommend.item_knn(fr.recommend.item_sets(clients), 3)
+      >>> score(fr.recommend.item_sets(clients)).shape
+      (3, 3)
     """
     pairs = count_pairs(train, num_items) if pair_counts is None else pair_counts
     count = np.diag(pairs).copy()
@@ -401,6 +475,14 @@ def ease(train: ItemSets, num_items: int, *, ridge: float = 300.0, pair_counts: 
 
     References:
       Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> score = fr.recommend.ease(fr.recommend.item_sets(clients), 3)
+      >>> score(fr.recommend.item_sets(clients)).shape
+      (3, 3)
     """
     if not ridge > 0:
         raise ValueError(f"`ridge` is {ridge}; it must be above 0")
@@ -435,6 +517,10 @@ def score_by_model(algorithm: Algorithm, params: Any) -> Scorer:
     Args:
       algorithm: one whose model reads items from the column `item`, as `models.ranking_factorization` does.
       params: its global parameters, with a row of `item_embedding` for each item.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.score_by_model(algorithm, run.params)  # doctest: +SKIP
     """
     num_items = len(params["item_embedding"])
     every = {"item": jnp.arange(num_items, dtype=jnp.int32)}

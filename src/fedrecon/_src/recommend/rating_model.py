@@ -127,10 +127,10 @@ def scale_ends(settings: Factorization, items: Items) -> tuple[float, float] | N
         return items.scale
     low, high = np.expm1([scale.low, scale.high]) if scale.transform == "log1p" else (scale.low, scale.high)
     seen = items.scale or (low, high)
-    return _settled(low, seen[0]), _settled(high, seen[1])
+    return _round_end(low, seen[0]), _round_end(high, seen[1])
 
 
-def _settled(end: float, seen: float) -> float:
+def _round_end(end: float, seen: float) -> float:
     """Return an end of the scale without rounding errors: ratings have single precision."""
     single = float(np.float32(end))
     return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
@@ -208,10 +208,10 @@ def relaxed_prior(config: RatingsConfig) -> Strength:
     return optax.piecewise_constant_schedule(prior, dict.fromkeys(starts, RELAXED))
 
 
-def believing(
+def add_priors(
     config: RatingsConfig, optimizer: optax.GradientTransformation, examples: float
 ) -> optax.GradientTransformation:
-    """Give the server's optimizer the priors of the settings, and let it leave alone what round zero found."""
+    """Wrap the server optimizer with the configured priors; freeze parameters estimated in round zero."""
     settings = config.model
     priors: dict[str, Strength] = {}
     if settings.prior:

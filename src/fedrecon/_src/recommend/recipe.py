@@ -19,7 +19,7 @@ from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.model import Model
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
-from fedrecon._src.recommend.rating_model import believing, ridges_of
+from fedrecon._src.recommend.rating_model import add_priors, ridges_of
 from fedrecon._src.recommend.rating_model import build_model as build_model
 from fedrecon._src.recommend.settings import relaxed_rounds
 from fedrecon._src.recommend.task import Task, Users
@@ -136,7 +136,7 @@ def build_algorithm(
             aggregate=aggregator,
         )
     if isinstance(config, RatingsConfig):
-        server, ridge = believing(config, server, examples), ridges_of(config)
+        server, ridge = add_priors(config, server, examples), ridges_of(config)
     return federated_reconstruction(
         model,
         split=build_split(config.split.train, config.split),

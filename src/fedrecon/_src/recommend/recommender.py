@@ -47,6 +47,11 @@ class Recommended(NamedTuple):
       item: its id, as in the training data.
       title: what it is called; its id if it has no title.
       rating: the predicted rating, within the scale; for clicks, a score: about 1 is likely, 0 is not.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.Recommended(item=1214, title="Alien (1979)", rating=4.5).title
+      'Alien (1979)'
     """
 
     item: Any

@@ -252,6 +252,11 @@ def train_text(
 
     Returns:
       A `Completer`. Its `evaluate()` measures the test clients.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> corpus = fr.data.synthetic_text(seed=0)
+      >>> fr.recommend.train_text(corpus, rounds=5)  # doctest: +SKIP
     """
     data = corpus if isinstance(corpus, Corpus) else load_text(corpus, progress=progress)
     config = _configure("text", rounds, seed, (0.8, 0.1, 0.1), vocabulary=vocabulary)
