@@ -346,7 +346,7 @@ def test_clients_side_by_side_learn_what_they_learn_one_by_one():
 def test_clients_can_weigh_as_many_tokens_as_they_have():
     # The query is the second half: of three sentences one, of five two, of two one, of four two.
     assert one_round_of().history[0]["weight"] == 4 + (1 + 3) + 4 + (2 + 3)
-    with pytest.raises(ValueError, match="`metric` is 'tokens'; the model has: loss, accuracy"):
+    with pytest.raises(ValueError, match=r"`metric`.*'tokens'"):
         fr.aggregators.weight_of(small(), "tokens")
 
 
