@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from fedrecon._src.app.cli.demo import SETTINGS
-from fedrecon._src.device.saved import bundle_model
+from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.recommend.config import Factorization, RatingsConfig, Reconstruct, Scale
 from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.saved_models import SavedModel
@@ -112,7 +112,7 @@ def in_chromium(folder):
         return None
     if chromium is None:
         return None
-    from fedrecon._src.device.page import serve
+    from fedrecon._src.device.web_page import serve
 
     server = serve(folder)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -119,7 +119,9 @@ def attack(algorithm: fr.Algorithm, params: Any, clients: fr.Clients, noise: flo
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
         return None
     multiplier = 1.0 if noise is None else noise
-    leakage = fr.leakage(algorithm, params, clients, groups=(GROUP,), noise_multiplier=multiplier, most=ATTACKED)
+    leakage = fr.privacy.leakage(
+        algorithm, params, clients, groups=(GROUP,), noise_multiplier=multiplier, most=ATTACKED
+    )
     exposure = leakage.exposures[0 if noise is None else -2]
     return {name: None if value != value else value for name, value in exposure._asdict().items()}
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import fedrecon as fr
-from fedrecon._src.device.vectors import made_up_ratings
+from fedrecon._src.device.bundle_data import made_up_ratings
 from fedrecon._src.recommend.config import Scale
 from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.saved_models import SavedModel
@@ -132,7 +132,7 @@ def text_algorithm(most_steps=6):
 def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
     """Bundle a small model of text; return its algorithm, parameters and vocabulary."""
     from fedrecon._src.data.sentences import prompt_columns
-    from fedrecon._src.device.page import page_files
+    from fedrecon._src.device.web_page import page_files
     from fedrecon.data import Vocabulary, personal_text
 
     algorithm, settings = text_algorithm()

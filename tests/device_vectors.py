@@ -15,8 +15,8 @@ from device_models import algorithm_of, solver_of, trained
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.data.vocabulary import word_hash
-from fedrecon._src.device.export_form import export_form, of_weighed
-from fedrecon._src.device.tables import packed, tables_file, unpacked
+from fedrecon._src.device.bundle_data import packed, tables_file, unpacked
+from fedrecon._src.device.export import export_form, of_weighed
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, split_text
 from fedrecon_device.ranking import clipped, nearest, rank

@@ -5,7 +5,7 @@ import pytest
 
 from fedrecon._src.privacy import audit as auditing
 from fedrecon._src.privacy.accounting import Release, epsilon_of
-from fedrecon._src.privacy.canaries import audit_run
+from fedrecon._src.privacy.audit import audit_run
 
 CANARIES, LENGTH, ROUNDS, NOISE, CLIP, DELTA = 1200, 6000, 4, 2.0, 5.0, 1e-5
 

@@ -21,8 +21,8 @@ from device_models import NUMBER, clicks_model, default_model
 from device_page import Page
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.saved import bundle_model
-from fedrecon._src.device.tables import packed, unpacked
+from fedrecon._src.device.bundle_data import packed, unpacked
+from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.recommend.recommender import Recommender
 from fedrecon._src.recommend.saved_models import open_model, save_model
 from fedrecon._src.recommend.tasks import RATINGS
@@ -200,7 +200,7 @@ def test_a_bundle_recommends_what_the_settings_of_its_model_allow(tmp_path):
 def test_another_process_folder_and_hash_seed_give_the_same_bytes(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from device_models import default_model; "
-        "from fedrecon._src.device.saved import bundle_model; "
+        "from fedrecon._src.device.model_bundle import bundle_model; "
         "bundle_model(default_model(), 'b', most=4, quantise='int8')"
     )
     for name, seed, zone in (("one", "1", "UTC"), ("a deeper/two", "77", "Asia/Tokyo")):

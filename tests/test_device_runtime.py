@@ -23,7 +23,7 @@ import shutil
 import fedrecon
 import fedrecon_device
 from device_models import ITEMS, MOST, factorization, ratings_bundle, trained
-from fedrecon._src.device.page import page_files
+from fedrecon._src.device.web_page import page_files
 from fedrecon._src.recommend.ranking import recommend_items
 from fedrecon_device import Bundle, BundleError, Personal, StoreError, check
 from fedrecon_device.__main__ import main

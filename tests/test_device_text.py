@@ -62,7 +62,7 @@ def made(tmp_path_factory):
 
 def reconstructed(algorithm, params, columns, most=10):
     """Reconstruct with JAX from the newest examples, padded to one shape so that it is compiled once."""
-    from fedrecon._src.device.export_form import export_form
+    from fedrecon._src.device.export import export_form
 
     if "run" not in MADE:
         MADE["form"] = export_form(algorithm, params, 0)
@@ -125,7 +125,7 @@ def test_a_text_bundle_says_what_it_needs(made, tmp_path):
 def test_a_saved_model_of_text_becomes_a_bundle_that_suggests(tmp_path):
     pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
     from device_models import WORDS, trained
-    from fedrecon._src.device.saved import bundle_model
+    from fedrecon._src.device.model_bundle import bundle_model
     from fedrecon._src.recommend.saved_models import SavedModel
     from fedrecon._src.recommend.tasks import TEXT
     from fedrecon_device import Personal, check

@@ -17,8 +17,8 @@ import pytest
 
 import device_vectors
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.device.page import page_files, policy, serve
-from fedrecon._src.device.saved import items_legend
+from fedrecon._src.device.model_bundle import items_legend
+from fedrecon._src.device.web_page import page_files, policy, serve
 from fedrecon._src.recommend.config import Data, Factorization, RatingsConfig
 from fedrecon._src.recommend.saved_models import SavedModel, open_model, save_model
 from fedrecon._src.recommend.tasks import RATINGS, Items
@@ -37,7 +37,7 @@ def fake_bundle(folder, task="ratings"):
     for name, data in pages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-    from fedrecon._src.device.making import _entries
+    from fedrecon._src.device.bundle_writer import _entries
 
     (folder / "manifest.json").write_bytes(manifest_bytes({**manifest, "files": _entries(pages)}))
     return pages

@@ -17,8 +17,8 @@ ROOT = Path(fr.__file__).parent
 PLACES = """
 _version core.pytrees core.factories core.formatting core.progress core.keys storage core client
 privacy server algorithms.algorithm kit algorithms
-simulation.multihost simulation.engine simulation.sampling privacy.spending simulation models data recommend
-privacy.attacks privacy.leakage privacy.canaries deploy app device app.cli facade __main__
+simulation.multihost simulation.engine simulation.sampling privacy.ledger simulation models data recommend
+privacy.attacks privacy.leakage privacy.audit deploy app device app.cli facade __main__
 """
 ORDER = PLACES.split()
 

@@ -23,7 +23,7 @@ def factorization():
         server=optax.sgd(1.0),
     )
     params = fr.train(algorithm, RATINGS, rounds=10, clients_per_round=10).params
-    return fr.leakage(algorithm, params, RATINGS, groups=(2, 10))
+    return fr.privacy.leakage(algorithm, params, RATINGS, groups=(2, 10))
 
 
 def test_a_plain_upload_of_factorization_gives_everything_away(factorization):
@@ -43,7 +43,7 @@ def test_a_method_that_learns_from_support_gives_that_away_too():
         second_order=True,
     )
     params = fr.train(algorithm, RATINGS, rounds=2, clients_per_round=10).params
-    assert fr.leakage(algorithm, params, RATINGS, groups=(2,))["plain upload"].rows == 1.0
+    assert fr.privacy.leakage(algorithm, params, RATINGS, groups=(2,))["plain upload"].rows == 1.0
 
 
 def test_larger_sums_and_noise_give_away_less(factorization):
@@ -72,14 +72,14 @@ def test_it_is_said_in_a_table_in_words_and_in_a_picture(factorization, tmp_path
 def test_any_model_can_be_attacked():
     recon = {"reconstruct": descend(0.1, 2), "update": descend(0.1, 2), "server": optax.sgd(1.0)}
     tables = fr.federated_reconstruction(lookup_model(), **recon)
-    found = fr.leakage(
+    found = fr.privacy.leakage(
         tables, lookup_model().init_global(fr.round_key(0, 0)), lookup_clients([5, 6, 7, 8]), groups=(2,)
     )
     assert found["plain upload"].rows == 1.0
     assert found["plain upload"].first == 1.0
     line = fr.federated_reconstruction(linear(), split=fr.split.alternate(), **recon)
     some = xy(([1, 2, 3], [5, 6, 8]), ([1, 2, 3], [5, 5, 9]), ([1, 2, 4], [0, 5, 1]))
-    alone = fr.leakage(line, {"w": np.float32(0)}, some, groups=())
+    alone = fr.privacy.leakage(line, {"w": np.float32(0)}, some, groups=())
     assert math.isnan(alone["plain upload"].rows)
     assert math.isnan(alone["plain upload"].ratings)
 
@@ -93,7 +93,7 @@ def test_a_split_that_is_drawn_anew_is_that_of_the_round():
         split=fr.split.redrawn(fr.split.half()),
     )
     params = algorithm.params(algorithm.init(fr.round_key(0, 0)))
-    plain = fr.leakage(algorithm, params, RATINGS, groups=(), most=8)["plain upload"]
+    plain = fr.privacy.leakage(algorithm, params, RATINGS, groups=(), most=8)["plain upload"]
     assert (plain.rows, plain.first) == (1.0, 1.0)
     assert plain.local == pytest.approx(1.0, abs=1e-4)
 
@@ -103,4 +103,4 @@ def test_one_person_cannot_be_mistaken_for_another():
         linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
     )
     with pytest.raises(ValueError, match="two or more"):
-        fr.leakage(algorithm, {"w": np.float32(0)}, xy(([1, 2, 3], [5, 6, 8])))
+        fr.privacy.leakage(algorithm, {"w": np.float32(0)}, xy(([1, 2, 3], [5, 6, 8])))

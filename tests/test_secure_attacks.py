@@ -14,8 +14,8 @@ from fedrecon._src import deploy
 from fedrecon._src.privacy import ring
 from fedrecon._src.privacy import secure_sum as ss
 from fedrecon._src.privacy.noise import share_of_noise
-from fedrecon._src.privacy.secure_sum import keys, messages, sharing
-from fedrecon._src.privacy.secure_sum.masks import add_mask
+from fedrecon._src.privacy.secure_sum import primitives, sum_messages
+from fedrecon._src.privacy.secure_sum.primitives import add_mask
 from fedrecon._src.server.fixed_point import to_vectors
 from test_private import through, uploads
 from test_secure_sum import MARGIN, Host, exact, until_request
@@ -24,7 +24,7 @@ from test_secure_sum import MARGIN, Host, exact, until_request
 
 
 def shares_of(reveal, host, me):
-    return messages.read_reveal(reveal, host.terms, me)
+    return sum_messages.read_reveal(reveal, host.terms, me)
 
 
 def test_a_server_that_tells_clients_different_things_never_gets_both_secrets_of_one():
@@ -33,17 +33,17 @@ def test_a_server_that_tells_clients_different_things_never_gets_both_secrets_of
     revealed = {}
     for me in (0, 1, 3, 4):
         asked = {k: not (k == 2 and me in (0, 1)) for k in range(5)}
-        host.state[me], reveal = ss.unmask(host.state[me], messages.write_request(host.terms, me, asked))
+        host.state[me], reveal = ss.unmask(host.state[me], sum_messages.write_request(host.terms, me, asked))
         revealed[me] = shares_of(reveal, host, me)[2]
     seeds, roots = ({me: revealed[me] for me in some} for some in ((3, 4), (0, 1)))
-    hello = messages.read_hello(host.hellos[2], host.terms, 2, None)
+    hello = sum_messages.read_hello(host.hellos[2], host.terms, 2, None)
     digest, circle = host.terms.digest(), tuple(range(5))
     # With client 2's own share of its own secrets unknown to the server, two of three shares say nothing.
     for shares in (seeds, roots):
         for guess in (bytes(16), bytes(range(16))):
-            wrong = sharing.Combiner(3).combine({**shares, 2: guess}, circle)
-            assert keys.derive(wrong, digest, b"commitment", 2) != hello.commitment
-            assert keys.public_of(keys.mask_private(wrong, digest, 2)) != hello.mask
+            wrong = primitives.Combiner(3).combine({**shares, 2: guess}, circle)
+            assert primitives.derive(wrong, digest, b"commitment", 2) != hello.commitment
+            assert primitives.public_of(primitives.mask_private(wrong, digest, 2)) != hello.mask
 
 
 def test_the_masks_of_one_client_need_both_of_its_secrets():
@@ -51,9 +51,9 @@ def test_the_masks_of_one_client_need_both_of_its_secrets():
     host = until_request(clients=5, threshold=3)
     host.unmask()
     circle = tuple(range(5))
-    seed = sharing.Combiner(3).combine({me: shares_of(host.reveals[me], host, me)[2] for me in circle}, circle)
+    seed = primitives.Combiner(3).combine({me: shares_of(host.reveals[me], host, me)[2] for me in circle}, circle)
     open_to_server = np.frombuffer(host.masked[2][MARGIN:], "<u4").copy()
-    add_mask(open_to_server, keys.derive(seed, host.terms.digest(), b"own mask", 2), subtract=True)
+    add_mask(open_to_server, primitives.derive(seed, host.terms.digest(), b"own mask", 2), subtract=True)
     assert (open_to_server != host.vectors[2]).all()
     # And the sum is right, so that this was the seed.
     assert host.total().total.tolist() == exact(host.vectors, circle).tolist()
@@ -65,7 +65,7 @@ def test_a_server_cannot_shrink_the_sum_below_the_threshold_by_dropping_answers(
     few = {k: k < 3 for k in range(6)}
     for asked in (alone, few):
         with pytest.raises(ss.Refusal, match="answered, and the threshold is 4: it reveals nothing"):
-            ss.unmask(host.state[0], messages.write_request(host.terms, 0, asked))
+            ss.unmask(host.state[0], sum_messages.write_request(host.terms, 0, asked))
 
 
 def test_a_server_cannot_lower_the_threshold_after_clients_agreed():
@@ -107,20 +107,20 @@ def test_a_server_that_invents_clients_opens_the_one_that_it_surrounds_and_only_
     server, requests = ss.collect(server, ((me, message) for me, (_, message) in masked.items()))
     found = ss.total(server, [(me, ss.unmask(masked[me][0], requests[me])[1]) for me in range(4)])
     assert found.total.tolist() == [7, 8, 9]
-    known = {0: keys.ed25519.Ed25519PrivateKey.generate().public_key()}
+    known = {0: primitives.ed25519.Ed25519PrivateKey.generate().public_key()}
     with pytest.raises(ss.MessageError, match=r"has not signed|no verify key"):
         ss.share(states[0][0], rosters[0], verify_keys=known)
 
 
 def test_a_signature_does_not_fit_other_terms_or_another_client():
-    signing = [keys.ed25519.Ed25519PrivateKey.generate() for _ in range(3)]
+    signing = [primitives.ed25519.Ed25519PrivateKey.generate() for _ in range(3)]
     known = {k: key.public_key() for k, key in enumerate(signing)}
     first = Host(clients=3, seed=1, signing_key=signing)
     other = Host(clients=3, seed=2, signing_key=signing).introduce()
     # A hello of another session, with its address rewritten to this one: all but the signature fits.
-    stolen = messages.read_hello(first.hellos[1], first.terms, 1, known)
-    forged = messages.write_hello(other.terms, 1, stolen.cipher, stolen.mask, stolen.commitment, None)
-    roster = messages.write_roster(other.terms, 0, [other.hellos[0], forged, other.hellos[2]])
+    stolen = sum_messages.read_hello(first.hellos[1], first.terms, 1, known)
+    forged = sum_messages.write_hello(other.terms, 1, stolen.cipher, stolen.mask, stolen.commitment, None)
+    roster = sum_messages.write_roster(other.terms, 0, [other.hellos[0], forged, other.hellos[2]])
     with pytest.raises(ss.MessageError, match="has not signed"):
         ss.share(other.state[0], roster, verify_keys=known)
 
@@ -133,7 +133,7 @@ def test_a_signature_does_not_fit_other_terms_or_another_client():
 def test_no_made_up_share_gives_a_wrong_sum(liar, share, threshold):
     host = until_request(clients=4, threshold=threshold).unmask()
     true = shares_of(host.reveals[liar], host, liar)
-    host.reveals[liar] = messages.write_reveal(host.terms, liar, {**true, 2: share})
+    host.reveals[liar] = sum_messages.write_reveal(host.terms, liar, {**true, 2: share})
     if threshold == 3 and liar == 3:  # three shares are enough, and its own is not looked at
         assert host.total().total.tolist() == exact(host.vectors, range(4)).tolist()
     elif share != true[2]:
@@ -249,7 +249,7 @@ def test_noise_in_integers_is_never_less_than_was_asked_for(clip, length, noise,
 def test_a_reveal_with_more_or_fewer_shares_than_asked_for_is_left_out():
     host = until_request(clients=5, threshold=3).unmask()
     true = shares_of(host.reveals[1], host, 1)
-    host.reveals[1] = messages.write_reveal(host.terms, 1, {**true, 9: bytes(16)})
+    host.reveals[1] = sum_messages.write_reveal(host.terms, 1, {**true, 9: bytes(16)})
     found = host.total()
     assert "reveals other shares" in found.refused[1]
     assert found.total.tolist() == exact(host.vectors, range(5)).tolist()
@@ -257,7 +257,7 @@ def test_a_reveal_with_more_or_fewer_shares_than_asked_for_is_left_out():
 
 def test_a_request_cannot_name_somebody_with_a_third_answer():
     host = until_request()
-    asked = messages._header("request", host.terms, 0) + struct.pack(">H", 5)
+    asked = sum_messages._header("request", host.terms, 0) + struct.pack(">H", 5)
     asked += b"".join(struct.pack(">QB", k, 2 if k == 3 else 1) for k in range(5))
     with pytest.raises(ss.SecureSumError):
         ss.unmask(host.state[0], asked)
@@ -267,7 +267,7 @@ def test_keys_and_circles_are_the_systems_unless_somebody_asks_for_a_seed():
     """Deployments ask for none: what a step draws by default is another each time."""
     terms = ss.plan(30, 3, circle=5)
     assert terms.session != ss.plan(30, 3, circle=5).session
-    hellos = [messages.read_hello(ss.advertise(terms, 1, least=0)[1], terms, 1, None) for _ in range(2)]
+    hellos = [sum_messages.read_hello(ss.advertise(terms, 1, least=0)[1], terms, 1, None) for _ in range(2)]
     assert len({(hello.cipher, hello.mask, hello.commitment) for hello in hellos}) == 2
     assert ss.circles(range(30), 5) != ss.circles(range(30), 5)
     sources = [Path(deploy.__file__).with_name(name).read_text() for name in ("sums.py", "node.py")]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrecon._src.privacy import secure_sum as ss
-from fedrecon._src.privacy.secure_sum import keys, messages, sharing
-from fedrecon._src.privacy.secure_sum.masks import add_mask
+from fedrecon._src.privacy.secure_sum import primitives, sum_messages
+from fedrecon._src.privacy.secure_sum.primitives import add_mask
 
-MARGIN = len(messages._header("masked", ss.plan(3, 1), 0))
+MARGIN = len(sum_messages._header("masked", ss.plan(3, 1), 0))
 
 
 def draw(clients, length=5, bits=32, seed=0):
@@ -230,11 +230,11 @@ def test_a_mask_is_the_keystream_of_chacha20(kind, length):
 
 def test_any_threshold_of_shares_gives_the_secret_and_fewer_do_not():
     secret, holders = bytes(range(16)), (3, 8, 11, 20, 21)
-    shares = sharing.split(secret, 3, holders)
-    combiner = sharing.Combiner(3)
+    shares = primitives.split(secret, 3, holders)
+    combiner = primitives.Combiner(3)
     for kept in ((3, 8, 11), (20, 3, 21), (8, 11, 20, 21), holders, (3, 21, 11)):
         assert combiner.combine({k: shares[k] for k in kept}, holders) == secret
-        assert sharing.Combiner(3).combine({k: shares[k] for k in kept}, holders) == secret
+        assert primitives.Combiner(3).combine({k: shares[k] for k in kept}, holders) == secret
     assert Shamir.combine([(1, shares[3]), (2, shares[8])]) != secret
 
 
@@ -244,11 +244,11 @@ def test_secrets_are_put_together_as_the_library_does(data):
     """Many secrets, one combiner: whichever shares arrive, also wrong ones, the result is that of `Shamir.combine`."""
     count = data.draw(st.integers(2, 9))
     threshold = data.draw(st.integers(count // 2 + 1, count))
-    combiner = sharing.Combiner(threshold)
+    combiner = primitives.Combiner(threshold)
     for _ in range(4):
         holders = tuple(data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count, unique=True)))
         secret = data.draw(st.binary(min_size=16, max_size=16))
-        shares = sharing.split(secret, threshold, holders)
+        shares = primitives.split(secret, threshold, holders)
         kept = data.draw(st.sets(st.sampled_from(holders), min_size=threshold))
         there = {holder: shares[holder] for holder in kept}
         assert combiner.combine(there, holders) == secret
@@ -268,13 +268,13 @@ def test_a_client_refuses_a_circle_below_the_threshold():
     host = Host(clients=5, threshold=4).introduce()
     hellos = [host.hellos[k] for k in range(3)]
     with pytest.raises(ss.Refusal, match="got a circle of 3, and the threshold is 4"):
-        ss.share(host.state[0], messages.write_roster(host.terms, 0, hellos))
+        ss.share(host.state[0], sum_messages.write_roster(host.terms, 0, hellos))
 
 
 def test_a_client_refuses_a_circle_larger_than_the_terms_say():
     terms = ss.plan(9, 2, circle=4, threshold=3)
     hellos = {me: ss.advertise(terms, me, least=0) for me in range(5)}
-    roster = messages.write_roster(terms, 0, [hello for _, hello in hellos.values()])
+    roster = sum_messages.write_roster(terms, 0, [hello for _, hello in hellos.values()])
     with pytest.raises(ss.Refusal, match="got a circle of 5; the terms say 4 at most"):
         ss.share(hellos[0][0], roster)
 
@@ -282,30 +282,32 @@ def test_a_client_refuses_a_circle_larger_than_the_terms_say():
 def test_a_client_refuses_a_roster_without_it_or_with_one_key_twice():
     host = Host(clients=5).introduce()
     with pytest.raises(ss.Refusal, match="does not have client 0 with the keys"):
-        ss.share(host.state[0], messages.write_roster(host.terms, 0, [host.hellos[k] for k in range(1, 5)]))
-    one = messages.read_hello(host.hellos[1], host.terms, 1, None)
-    copy = messages.write_hello(host.terms, 2, one.cipher, one.mask, one.commitment, None)
+        ss.share(host.state[0], sum_messages.write_roster(host.terms, 0, [host.hellos[k] for k in range(1, 5)]))
+    one = sum_messages.read_hello(host.hellos[1], host.terms, 1, None)
+    copy = sum_messages.write_hello(host.terms, 2, one.cipher, one.mask, one.commitment, None)
     with pytest.raises(ss.Refusal, match="names one client twice"):
-        ss.share(host.state[0], messages.write_roster(host.terms, 0, [*(host.hellos[k] for k in (0, 1, 3, 4)), copy]))
+        ss.share(
+            host.state[0], sum_messages.write_roster(host.terms, 0, [*(host.hellos[k] for k in (0, 1, 3, 4)), copy])
+        )
 
 
 def test_a_client_refuses_when_too_few_of_its_circle_shared():
     host = Host(clients=5, threshold=4).introduce().share()
-    sealed = {k: messages.read_shares(host.shares[k], host.terms, k)[0] for k in (1, 2)}
+    sealed = {k: sum_messages.read_shares(host.shares[k], host.terms, k)[0] for k in (1, 2)}
     with pytest.raises(ss.Refusal, match="3 clients of this client's circle shared, and the threshold is 4"):
-        ss.mask(host.state[0], messages.write_delivery(host.terms, 0, sealed), host.vectors[0])
+        ss.mask(host.state[0], sum_messages.write_delivery(host.terms, 0, sealed), host.vectors[0])
 
 
 def test_a_client_never_reveals_both_shares_of_one_client():
     host = until_request()
     everybody = [(k, 1) for k in range(5)]
-    both = messages._header("request", host.terms, 0) + struct.pack(">H", 6)
+    both = sum_messages._header("request", host.terms, 0) + struct.pack(">H", 6)
     both += b"".join(struct.pack(">QB", *entry) for entry in [*everybody, (2, 0)])
     with pytest.raises(ss.Refusal, match="shares of client 2 twice; both its secrets would reveal its input"):
         ss.unmask(host.state[0], both)
     # Nor one after the other: the state after the first request has no shares left.
     after, _ = ss.unmask(host.state[0], host.requests[0])
-    other = messages.write_request(host.terms, 0, {k: k != 2 for k in range(5)})
+    other = sum_messages.write_request(host.terms, 0, {k: k != 2 for k in range(5)})
     with pytest.raises(ss.Refusal, match="was asked for 'unmask', and its next step is 'done'"):
         ss.unmask(after, other)
     assert not after.held
@@ -323,7 +325,7 @@ def test_a_client_never_reveals_both_shares_of_one_client():
 def test_a_client_refuses_requests_that_give_too_much_away(asked, sentence):
     host = until_request()
     with pytest.raises(ss.Refusal, match=sentence):
-        ss.unmask(host.state[0], messages.write_request(host.terms, 0, asked))
+        ss.unmask(host.state[0], sum_messages.write_request(host.terms, 0, asked))
 
 
 def test_a_step_out_of_order_or_taken_again_is_refused():
@@ -347,8 +349,8 @@ def test_messages_of_another_round_session_or_client_are_refused():
         ss.share(host.state[0], host.rosters[1])
     host.share().deliver()
     # Shares that were meant for client 2, with the address changed to client 0.
-    foreign = messages.read_delivery(host.deliveries[2], host.terms, 2)
-    moved = messages.write_delivery(host.terms, 0, {k: foreign[k] for k in (1, 3, 4)})
+    foreign = sum_messages.read_delivery(host.deliveries[2], host.terms, 2)
+    moved = sum_messages.write_delivery(host.terms, 0, {k: foreign[k] for k in (1, 3, 4)})
     with pytest.raises(ss.MessageError, match="shares of client 1 are damaged, or for another client"):
         ss.mask(host.state[0], moved, host.vectors[0])
 
@@ -356,12 +358,17 @@ def test_messages_of_another_round_session_or_client_are_refused():
 def test_every_derived_key_is_bound_to_the_terms_and_to_whom_it_is_for():
     secret, terms = bytes(range(32)), ss.plan(5, 3)
     others = [terms._replace(round=1), terms._replace(session=bytes(16)), terms._replace(threshold=4)]
-    derived = {keys.derive(secret, other.digest(), b"mask key", 1) for other in (terms, *others)}
-    derived |= {keys.derive(secret, terms.digest(), b"mask key", 2), keys.derive(secret, terms.digest(), b"share", 1)}
+    derived = {primitives.derive(secret, other.digest(), b"mask key", 1) for other in (terms, *others)}
+    derived |= {
+        primitives.derive(secret, terms.digest(), b"mask key", 2),
+        primitives.derive(secret, terms.digest(), b"share", 1),
+    }
     assert len(derived) == 6
     # So one entropy in two rounds gives other masks, whatever else is the same.
     hellos = [ss.advertise(each, 1, least=0, entropy=ss.seeded(4))[1] for each in (terms, others[0])]
-    first, second = (messages.read_hello(m, each, 1, None) for m, each in zip(hellos, (terms, others[0]), strict=True))
+    first, second = (
+        sum_messages.read_hello(m, each, 1, None) for m, each in zip(hellos, (terms, others[0]), strict=True)
+    )
     assert first.cipher == second.cipher
     assert first.mask != second.mask
     assert first.commitment != second.commitment
@@ -369,7 +376,7 @@ def test_every_derived_key_is_bound_to_the_terms_and_to_whom_it_is_for():
 
 def test_a_key_with_which_nothing_secret_can_be_agreed_is_refused():
     host = Host()
-    host.hellos[1] = messages.write_hello(host.terms, 1, bytes(32), bytes([1] + 31 * [0]), bytes(32), None)
+    host.hellos[1] = sum_messages.write_hello(host.terms, 1, bytes(32), bytes([1] + 31 * [0]), bytes(32), None)
     host.introduce()
     with pytest.raises(ss.MessageError, match="no secret can be agreed"):
         ss.share(host.state[0], host.rosters[0])
@@ -428,7 +435,7 @@ def test_a_client_answers_any_bytes_with_a_sentence(junk, step):
     host = Host(clients=3)
     state = dataclasses.replace(host.state[0], stage=step)
     kind = {"share": "roster", "mask": "delivery", "unmask": "request"}[step]
-    for message in (junk, messages._header(kind, host.terms, 0) + junk):
+    for message in (junk, sum_messages._header(kind, host.terms, 0) + junk):
         with pytest.raises(ss.SecureSumError):
             ss.mask(state, message, host.vectors[0]) if step == "mask" else getattr(ss, step)(state, message)
 
@@ -438,7 +445,7 @@ def test_a_count_that_is_a_lie_takes_no_memory(step):
     host = Host(clients=3)
     state = dataclasses.replace(host.state[0], stage=step)
     kind = {"share": "roster", "mask": "delivery", "unmask": "request"}[step]
-    message = messages._header(kind, host.terms, 0) + b"\xff\xff" + bytes(20)
+    message = sum_messages._header(kind, host.terms, 0) + b"\xff\xff" + bytes(20)
     tracemalloc.start()
     with pytest.raises(ss.MessageError):
         ss.mask(state, message, host.vectors[0]) if step == "mask" else getattr(ss, step)(state, message)
@@ -498,9 +505,9 @@ def test_wrong_shares_are_noticed():
 
 def test_a_client_that_does_not_share_with_all_its_circle_is_left_out():
     host = Host(clients=5, threshold=3).introduce().share()
-    sealed = messages.read_shares(host.shares[2], host.terms, 2)
+    sealed = sum_messages.read_shares(host.shares[2], host.terms, 2)
     del sealed[4]
-    host.shares[2] = messages.write_shares(host.terms, 2, sealed)
+    host.shares[2] = sum_messages.write_shares(host.terms, 2, sealed)
     result = host.deliver().mask().collect().unmask().total()
     assert result.clients == (0, 1, 3, 4)
     assert "does not share with exactly its circle" in result.refused[2]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedrecon import device as device
     from fedrecon import models as models
     from fedrecon import optimizers as optimizers
+    from fedrecon import privacy as privacy
     from fedrecon import recommend as recommend
     from fedrecon import split as split
     from fedrecon._src.algorithms.algorithm import Algorithm as Algorithm
@@ -67,8 +68,6 @@ if TYPE_CHECKING:
     from fedrecon._src.core.wire import to_bytes as to_bytes
     from fedrecon._src.data.pooling import pooled as pooled
     from fedrecon._src.data.pooling import with_owner as with_owner
-    from fedrecon._src.privacy.leakage import Leakage as Leakage
-    from fedrecon._src.privacy.leakage import leakage as leakage
     from fedrecon._src.simulation.comparison import Comparison as Comparison
     from fedrecon._src.simulation.comparison import compare as compare
     from fedrecon._src.simulation.divergence import DivergenceWarning as DivergenceWarning
@@ -119,7 +118,6 @@ _NAMES = {
     "core.upload": "RowChanges Upload",
     "core.wire": "WireError from_bytes to_bytes",
     "data.pooling": "pooled with_owner",
-    "privacy.leakage": "Leakage leakage",
     "simulation.comparison": "Comparison compare",
     "simulation.divergence": "DivergenceWarning",
     "simulation.engine": "Layout layout",
@@ -138,6 +136,7 @@ _MODULES = {
     "models": "fedrecon.models",
     "optimizers": "fedrecon.optimizers",
     "recommend": "fedrecon.recommend",
+    "privacy": "fedrecon.privacy",
     "split": "fedrecon.split",
 }
 _MODULE_OF = {name: f"fedrecon._src.{module}" for module, names in _NAMES.items() for name in names.split()}

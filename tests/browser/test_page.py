@@ -18,9 +18,9 @@ from PIL import Image
 from device_models import clicks_model, counts_model, default_model, trained
 from fedrecon._src.app.cli.demo import SETTINGS
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.page import serve
-from fedrecon._src.device.saved import bundle_model
-from fedrecon._src.device.tables import packed, unpacked
+from fedrecon._src.device.bundle_data import packed, unpacked
+from fedrecon._src.device.model_bundle import bundle_model
+from fedrecon._src.device.web_page import serve
 from fedrecon._src.recommend.recommender import Recommender
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.recommend.tasks import RATINGS

@@ -30,7 +30,7 @@ from fedrecon._src.app.resuming import (
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.privacy.spending import spending
+from fedrecon._src.privacy.ledger import spending
 from fedrecon._src.recommend.config import Config, check_config, to_json
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import (

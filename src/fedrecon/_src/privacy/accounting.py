@@ -36,6 +36,11 @@ class Release(NamedTuple):
       length: with skellam, how many entries a client sends.
       apart: a promise that a client takes part at most once in this many rounds; None if it may be in every round.
       purpose: what was released, where it is not a round of training, such as `round zero`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.privacy.Release(noise_multiplier=1.0, rate=1.0, rounds=200, apart=10).times
+      20
     """
 
     noise_multiplier: float
@@ -92,6 +97,12 @@ def epsilon_of(releases: Sequence[Release], delta: float) -> float:
     Args:
       releases: of one run or several, on the same clients.
       delta: of the guarantee.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> release = fr.privacy.Release(noise_multiplier=1.0, rate=0.1, rounds=200)
+      >>> round(fr.privacy.epsilon_of([release], delta=1e-5), 2)
+      9.97
     """
     check_delta(delta)
     return _epsilon(tuple(release.check() for release in releases if release.rounds), delta)
@@ -180,6 +191,11 @@ def noise_for(
 
     Returns:
       The multiplier, at most a thousandth too large, never too small.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> round(fr.privacy.noise_for(4.0, clients=4832, per_round=483, rounds=200), 2)
+      1.59
     """
     rate = sampling_rate(clients, per_round)
     chosen = default_delta(clients) if delta is None else delta

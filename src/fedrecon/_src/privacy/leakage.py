@@ -33,6 +33,11 @@ class Exposure(NamedTuple):
       rank: the person's rank, by how well it fits, among known people who did not take part, the same number of them
         (`Leakage.strangers`) for every kind; 1 is first.
       first: share of people who fit better than all of these.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.privacy.Exposure("sum of 10", rows=0.26, local=0.46, ratings=0.58, rank=1.0, first=0.99).kind
+      'sum of 10'
     """
 
     kind: str
@@ -53,6 +58,12 @@ class Leakage:
       strangers: how many people who did not take part each was compared with.
       clip: the norm that uploads were clipped to where noise was added.
       noise_multiplier: of that noise.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> guess = fr.privacy.Exposure("guessing", 0.25, 0.24, 0.93, 26.0, 0.02)
+      >>> fr.privacy.Leakage((guess,), people=100, strangers=50, clip=1.0, noise_multiplier=1.0)["guessing"].rank
+      26.0
     """
 
     exposures: tuple[Exposure, ...]

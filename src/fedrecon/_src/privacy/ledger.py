@@ -1,12 +1,17 @@
-"""A ledger: how much privacy was spent, on what, and how much is allowed."""
+"""A ledger: how much privacy was spent, on what, how much is allowed, and what each round of training adds."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from fedrecon._src.privacy.accounting import Release, check_delta, epsilon_of
+import jax
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.client_sampling import Sampling
+from fedrecon._src.privacy.accounting import MOST_ROUNDS, Release, check_delta, epsilon_of
 
 NOT_COVERED = (
     "not covered: metrics of validation and test clients, settings that were tuned on the same clients, and which "
@@ -28,6 +33,13 @@ class Ledger:
       budget: the largest epsilon that is allowed; None for no limit.
       releases: what was released, in order.
       randomness: where the noise came from: `system`, or the seed of a simulation, which protects nobody.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> ledger = fr.privacy.Ledger(clients=1000, delta=1e-5, budget=4.0)
+      >>> ledger = ledger.add(fr.privacy.Release(noise_multiplier=2.0, rate=0.1, rounds=50))
+      >>> ledger.rounds, ledger.epsilon < 4.0
+      (50, True)
     """
 
     clients: int
@@ -62,7 +74,7 @@ class Ledger:
         Args:
           release: such as `Release(noise_multiplier, rate, rounds)`. Rounds of the same kind as the last are joined.
         """
-        after = replace(self, releases=_joined(self.releases, release.check()))
+        after = replace(self, releases=_join_releases(self.releases, release.check()))
         if self.budget is not None and after.epsilon > self.budget:
             left = self.rounds_left(release)
             raise BudgetError(
@@ -83,7 +95,7 @@ class Ledger:
             return most
 
         def fits(rounds: int) -> bool:
-            more = _joined(self.releases, release._replace(rounds=rounds))
+            more = _join_releases(self.releases, release._replace(rounds=rounds))
             return epsilon_of(more, self.delta) <= (self.budget or 0.0)
 
         low, high = 0, 1
@@ -105,7 +117,7 @@ class Ledger:
             raise ValueError(f"the ledgers have delta {self.delta:g} and {other.delta:g}; epsilons do not add up")
         releases = self.releases
         for release in other.releases:
-            releases = _joined(releases, release)
+            releases = _join_releases(releases, release)
         words = dict.fromkeys([*self.randomness.split(", "), *other.randomness.split(", ")])
         return replace(self, releases=releases, randomness=", ".join(words))
 
@@ -155,7 +167,7 @@ class Ledger:
         return cls.from_dict(json.loads(text))
 
 
-def _joined(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]:
+def _join_releases(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]:
     """Add a release; rounds of the same kind are counted together, so that the order of rounds stays readable.
 
     Not if clients are promised to be rounds apart: that holds within one run, not between the last round of one and the
@@ -164,3 +176,64 @@ def _joined(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]
     if more.apart is None and releases and releases[-1]._replace(rounds=0) == more._replace(rounds=0):
         return (*releases[:-1], more._replace(rounds=releases[-1].rounds + more.rounds))
     return (*releases, more)
+
+
+class Spending(NamedTuple):
+    """What rounds spend. It follows from the number of rounds alone, so a resumed run agrees.
+
+    Attributes:
+      before: the ledger before the first round.
+      each: what a round releases.
+    """
+
+    before: Ledger
+    each: Release
+
+    def after(self, rounds: int) -> Ledger:
+        """Return the ledger after this many rounds; skipped rounds count, too."""
+        if rounds == 0:
+            return self.before
+        # Whether they fit was decided before they were run.
+        open_ended = dataclasses.replace(self.before, budget=None)
+        return dataclasses.replace(open_ended.add(self.each._replace(rounds=rounds)), budget=self.before.budget)
+
+    def allowed(self, rounds: int) -> int:
+        """Return how many of the planned rounds fit into the budget."""
+        if self.before.budget is None or rounds == 0 or self.after(rounds).epsilon <= self.before.budget:
+            return rounds
+        return min(self.before.rounds_left(self.each, rounds), rounds)
+
+    def why_stopped(self, rounds: int) -> str:
+        """Say why training stops after this many rounds."""
+        spent, budget = self.after(rounds).epsilon, self.before.budget
+        return (
+            f"the privacy budget is spent: epsilon {spent:.4g} of {budget:g} after {rounds} rounds; one more exceeds it"
+        )
+
+
+def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int, ledger: Ledger) -> Spending:
+    """Return what rounds of an algorithm spend.
+
+    Args:
+      algorithm: whose aggregator adds noise.
+      clients: how many there are in the population.
+      sampling: who takes part. The ledger relies on Poisson sampling only.
+      rounds: how many are planned at most.
+      ledger: of the population, with what was spent before. What rounds with more clients than places add to delta is
+        taken off its delta beforehand.
+    """
+    if algorithm.aggregator.release is None:
+        raise ValueError("a ledger was given, but the aggregator promises nothing: use aggregators.private")
+    if ledger.clients != clients:
+        raise ValueError(f"the ledger is for {ledger.clients} clients, and there are {clients}")
+    parts = algorithm.method.parts(jax.eval_shape(algorithm.method.init, jax.random.key(0)))
+    each = algorithm.aggregator.release(parts)
+    if each.apart is not None and (sampling.apart or 0) < each.apart:
+        raise ValueError(
+            f"correlated noise of {each.apart} bands holds for clients that are {each.apart} rounds apart or more; use "
+            f"Sampling(apart={each.apart}), not {sampling}"
+        )
+    each = each._replace(rate=sampling.rate(clients), rounds=1, apart=sampling.apart)
+    # For more rounds than anybody plans, so that the same rounds cost the same to the digit when more are planned.
+    left = ledger.delta - sampling.overflow_delta(max(rounds, MOST_ROUNDS))
+    return Spending(dataclasses.replace(ledger, delta=left), each)

@@ -21,8 +21,7 @@ from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import finish, metric_names
 from fedrecon._src.core.progress import Advance, Progress, silent
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.privacy.spending import Spending, spending
+from fedrecon._src.privacy.ledger import Ledger, Spending, spending
 from fedrecon._src.server.aggregator import Report
 from fedrecon._src.simulation.divergence import DivergenceMonitor
 from fedrecon._src.simulation.engine import Layout, compile_rounds, put_on_devices

@@ -63,9 +63,9 @@ def run(args: Make | Check) -> int:
         from fedrecon_device.__main__ import main
 
         return main(["check", str(args.folder)])
-    from fedrecon._src.device.making import check_bundle
-    from fedrecon._src.device.page import page_lacks
-    from fedrecon._src.device.saved import bundle_model
+    from fedrecon._src.device.bundle_writer import check_bundle
+    from fedrecon._src.device.model_bundle import bundle_model
+    from fedrecon._src.device.web_page import page_lacks
     from fedrecon._src.recommend.saved_models import open_model
     from fedrecon._src.storage.lock import file_lock
     from fedrecon_device.files import read_manifest

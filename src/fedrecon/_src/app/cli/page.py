@@ -43,13 +43,13 @@ def parse(argv: Sequence[str]) -> Page:
 
 def run(args: Page) -> int:
     """Serve until Ctrl-C, or until the process is told to end."""
-    from fedrecon._src.device.page import serve
+    from fedrecon._src.device.web_page import serve
     from fedrecon_device.files import MANIFEST
 
     with tempfile.TemporaryDirectory(prefix="fedrecon-page-") as scratch:
         folder = args.run
         if not (folder / MANIFEST).is_file():
-            from fedrecon._src.device.saved import bundle_model
+            from fedrecon._src.device.model_bundle import bundle_model
             from fedrecon._src.recommend.saved_models import open_model
 
             saved = open_model(folder)

@@ -162,7 +162,7 @@ def _leakage(args: MeasureLeakage) -> int:
 
 
 def _audit(args: AuditNoise) -> int:
-    from fedrecon._src.privacy.canaries import audit_run
+    from fedrecon._src.privacy.audit import audit_run
 
     try:
         audit = audit_run(

@@ -37,26 +37,26 @@ References: Bonawitz et al., Practical secure aggregation for privacy-preserving
 Bell et al., Secure single-server aggregation with (poly)logarithmic overhead, CCS 2020.
 """
 
-from fedrecon._src.privacy.secure_sum.circles import circles as circles
-from fedrecon._src.privacy.secure_sum.client import ClientState as ClientState
-from fedrecon._src.privacy.secure_sum.client import advertise as advertise
-from fedrecon._src.privacy.secure_sum.client import mask as mask
-from fedrecon._src.privacy.secure_sum.client import share as share
-from fedrecon._src.privacy.secure_sum.client import unmask as unmask
-from fedrecon._src.privacy.secure_sum.entropy import SYSTEM as SYSTEM
-from fedrecon._src.privacy.secure_sum.entropy import Entropy as Entropy
-from fedrecon._src.privacy.secure_sum.entropy import seeded as seeded
-from fedrecon._src.privacy.secure_sum.errors import MessageError as MessageError
-from fedrecon._src.privacy.secure_sum.errors import Refusal as Refusal
-from fedrecon._src.privacy.secure_sum.errors import SecureSumError as SecureSumError
-from fedrecon._src.privacy.secure_sum.errors import TooFewClients as TooFewClients
-from fedrecon._src.privacy.secure_sum.rehearsal import Dropouts as Dropouts
-from fedrecon._src.privacy.secure_sum.rehearsal import rehearse as rehearse
-from fedrecon._src.privacy.secure_sum.server import ServerState as ServerState
-from fedrecon._src.privacy.secure_sum.server import Sum as Sum
-from fedrecon._src.privacy.secure_sum.server import collect as collect
-from fedrecon._src.privacy.secure_sum.server import deliver as deliver
-from fedrecon._src.privacy.secure_sum.server import introduce as introduce
-from fedrecon._src.privacy.secure_sum.server import total as total
+from fedrecon._src.privacy.secure_sum.client_steps import ClientState as ClientState
+from fedrecon._src.privacy.secure_sum.client_steps import advertise as advertise
+from fedrecon._src.privacy.secure_sum.client_steps import mask as mask
+from fedrecon._src.privacy.secure_sum.client_steps import share as share
+from fedrecon._src.privacy.secure_sum.client_steps import unmask as unmask
+from fedrecon._src.privacy.secure_sum.server_steps import Dropouts as Dropouts
+from fedrecon._src.privacy.secure_sum.server_steps import ServerState as ServerState
+from fedrecon._src.privacy.secure_sum.server_steps import Sum as Sum
+from fedrecon._src.privacy.secure_sum.server_steps import collect as collect
+from fedrecon._src.privacy.secure_sum.server_steps import deliver as deliver
+from fedrecon._src.privacy.secure_sum.server_steps import introduce as introduce
+from fedrecon._src.privacy.secure_sum.server_steps import rehearse as rehearse
+from fedrecon._src.privacy.secure_sum.server_steps import total as total
+from fedrecon._src.privacy.secure_sum.terms import SYSTEM as SYSTEM
+from fedrecon._src.privacy.secure_sum.terms import Entropy as Entropy
+from fedrecon._src.privacy.secure_sum.terms import MessageError as MessageError
+from fedrecon._src.privacy.secure_sum.terms import Refusal as Refusal
+from fedrecon._src.privacy.secure_sum.terms import SecureSumError as SecureSumError
 from fedrecon._src.privacy.secure_sum.terms import Terms as Terms
+from fedrecon._src.privacy.secure_sum.terms import TooFewClients as TooFewClients
+from fedrecon._src.privacy.secure_sum.terms import circles as circles
 from fedrecon._src.privacy.secure_sum.terms import plan as plan
+from fedrecon._src.privacy.secure_sum.terms import seeded as seeded

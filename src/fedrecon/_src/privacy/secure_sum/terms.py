@@ -1,15 +1,69 @@
-"""What clients and server agree on before a secure sum."""
+"""What clients and server agree on before a secure sum: terms and circles; where randomness comes from; errors."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from fedrecon._src.privacy.secure_sum.entropy import SYSTEM, Entropy
-from fedrecon._src.privacy.secure_sum.errors import MessageError, SecureSumError
+
+class SecureSumError(ValueError):
+    """A secure sum cannot continue."""
+
+
+class MessageError(SecureSumError):
+    """A message that is damaged, of another session, round or kind, or made to harm."""
+
+
+class Refusal(SecureSumError):
+    """A client does not do what the server asks, since it would give too much away."""
+
+
+class TooFewClients(SecureSumError):
+    """Too many clients dropped out. Nobody's data is known.
+
+    Attributes:
+      stage: after which of the four messages they were missing: advertise, share, mask or unmask.
+      present: how many clients were left, of the cohort or of the circle that decides.
+      needed: how many there must be.
+    """
+
+    def __init__(self, stage: str, present: int, needed: int, where: str = "") -> None:
+        """Say how many were left."""
+        self.stage, self.present, self.needed = stage, present, needed
+        super().__init__(
+            f"{present} clients{where} are left after '{stage}', and the threshold is {needed}: there is no sum, and "
+            "nobody's data is known; try again with other clients, or a larger cohort"
+        )
+
+
+class Entropy(NamedTuple):
+    """A source of random bytes.
+
+    Attributes:
+      name: `system`, or `seed 7`: results say which it was.
+      draw: `number of bytes -> bytes`.
+    """
+
+    name: str
+    draw: Callable[[int], bytes]
+
+
+SYSTEM = Entropy("system", os.urandom)
+
+
+def seeded(seed: int) -> Entropy:
+    """Draw bytes that follow from a seed: for tests and simulation only, they protect nobody.
+
+    Args:
+      seed: any whole number from 0.
+    """
+    return Entropy(f"seed {seed}", np.random.default_rng(seed).bytes)
+
 
 MAGIC, VERSION = b"FRSS", 1
 _LAYOUT = struct.Struct(">4sB16sQQBII")
@@ -111,3 +165,26 @@ def plan(
         )
     needed = -(-3 * size // 5) if threshold is None else threshold
     return Terms(session or entropy.draw(16), round, length, bits, size, needed).check()
+
+
+def circles(clients: Iterable[int], size: int, entropy: Entropy = SYSTEM) -> dict[int, tuple[int, ...]]:
+    """Give each client a circle: itself and those it exchanges keys with, in order of their numbers.
+
+    Up to `size` clients are one circle. More are put on a ring in random order, and a client's circle is those up to
+    `(size - 1) // 2` places away on either side. So being in somebody's circle is mutual.
+
+    Args:
+      clients: their numbers.
+      size: of a circle.
+      entropy: where the order on the ring comes from.
+    """
+    members = sorted(clients)
+    if len(members) <= size:
+        return dict.fromkeys(members, tuple(members))
+    tags = {client: entropy.draw(16) for client in members}
+    ring = sorted(members, key=tags.__getitem__)
+    reach = (size - 1) // 2
+    return {
+        client: tuple(sorted(ring[(place + step) % len(ring)] for step in range(-reach, reach + 1)))
+        for place, client in enumerate(ring)
+    }

@@ -14,11 +14,9 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.export_form import Form, export_form
-from fedrecon._src.device.exporting import Exporter, Legend, wide
+from fedrecon._src.device.bundle_data import Quantisation, numbers, packed, tables_file, unpacked
+from fedrecon._src.device.export import Exporter, Form, Legend, export_form, wide
 from fedrecon._src.device.onnx_graphs import OPSET, ExportError, OnnxGraph
-from fedrecon._src.device.tables import Quantisation, packed, tables_file, unpacked
-from fedrecon._src.device.vectors import numbers
 from fedrecon._src.storage.atomic import atomic_folder, read_json
 from fedrecon._src.storage.ownership import check_replaceable
 from fedrecon._version import __version__

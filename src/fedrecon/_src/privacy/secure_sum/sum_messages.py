@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedrecon._src.privacy.secure_sum import keys
-from fedrecon._src.privacy.secure_sum.errors import MessageError
-from fedrecon._src.privacy.secure_sum.sharing import SECRET
-from fedrecon._src.privacy.secure_sum.terms import MAGIC, VERSION, Terms
+from fedrecon._src.privacy.secure_sum import primitives
+from fedrecon._src.privacy.secure_sum.primitives import SECRET
+from fedrecon._src.privacy.secure_sum.terms import MAGIC, VERSION, MessageError, Terms
 
 KINDS = {1: "advertise", 2: "roster", 3: "shares", 4: "delivery", 5: "masked", 6: "request", 7: "reveal"}
 _NUMBER = {name: number for number, name in KINDS.items()}
@@ -112,11 +111,11 @@ def _once(pairs: Iterable[tuple[int, bytes]], kind: str) -> dict[int, bytes]:
 def write_hello(terms: Terms, client: int, cipher: bytes, mask: bytes, commitment: bytes, signing_key: object) -> bytes:
     """Write what a client advertises, signed if there is a key."""
     body = _header("advertise", terms, client) + cipher + mask + commitment
-    signature = b"" if signing_key is None else keys.sign(signing_key, body)
+    signature = b"" if signing_key is None else primitives.sign(signing_key, body)
     return body + _COUNT.pack(len(signature)) + signature
 
 
-def read_hello(message: bytes, terms: Terms, client: int | None, verify_keys: keys.VerifyKeys | None) -> Hello:
+def read_hello(message: bytes, terms: Terms, client: int | None, verify_keys: primitives.VerifyKeys | None) -> Hello:
     """Read what a client advertises; with verify keys, only if it is signed by one of them."""
     reader = _Reader(message, "advertise", terms, client)
     cipher, mask, commitment = (reader.take(32) for _ in range(3))
@@ -124,7 +123,7 @@ def read_hello(message: bytes, terms: Terms, client: int | None, verify_keys: ke
     reader.end()
     signed = bytes(message[: _HEADER.size + 96])
     if verify_keys is not None:
-        keys.verify(verify_keys, reader.client, signature, signed)
+        primitives.verify(verify_keys, reader.client, signature, signed)
     return Hello(reader.client, cipher, mask, commitment, signature, signed)
 
 
@@ -134,7 +133,9 @@ def write_roster(terms: Terms, client: int, hellos: Sequence[bytes]) -> bytes:
     return _header("roster", terms, client) + _COUNT.pack(len(hellos)) + entries
 
 
-def read_roster(message: bytes, terms: Terms, client: int, verify_keys: keys.VerifyKeys | None) -> dict[int, Hello]:
+def read_roster(
+    message: bytes, terms: Terms, client: int, verify_keys: primitives.VerifyKeys | None
+) -> dict[int, Hello]:
     """Read a client's circle."""
     reader = _Reader(message, "roster", terms, client)
     circle: dict[int, Hello] = {}

@@ -7,20 +7,24 @@ out. A message that cannot be read counts as missing; `ServerState.refused` says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fedrecon._src.privacy.secure_sum import keys, messages
-from fedrecon._src.privacy.secure_sum.circles import circles
-from fedrecon._src.privacy.secure_sum.client import pair_key
-from fedrecon._src.privacy.secure_sum.entropy import SYSTEM, Entropy
-from fedrecon._src.privacy.secure_sum.errors import MessageError, SecureSumError, TooFewClients
-from fedrecon._src.privacy.secure_sum.masks import add_mask
-from fedrecon._src.privacy.secure_sum.sharing import Combiner
-from fedrecon._src.privacy.secure_sum.terms import Terms
+from fedrecon._src.privacy.secure_sum import client_steps, primitives, sum_messages
+from fedrecon._src.privacy.secure_sum.client_steps import ClientState, pair_key
+from fedrecon._src.privacy.secure_sum.primitives import Combiner, add_mask
+from fedrecon._src.privacy.secure_sum.terms import (
+    SYSTEM,
+    Entropy,
+    MessageError,
+    SecureSumError,
+    Terms,
+    TooFewClients,
+    circles,
+)
 
 T = TypeVar("T")
 Incoming = Iterable[tuple[int, bytes]]
@@ -64,7 +68,7 @@ class ServerState:
 
     terms: Terms
     stage: str
-    hellos: Mapping[int, messages.Hello]
+    hellos: Mapping[int, sum_messages.Hello]
     circles: Mapping[int, tuple[int, ...]]
     shared: frozenset[int] = frozenset()
     answered: frozenset[int] = frozenset()
@@ -75,7 +79,7 @@ class ServerState:
 
 
 def introduce(
-    terms: Terms, hellos: Incoming, *, verify_keys: keys.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+    terms: Terms, hellos: Incoming, *, verify_keys: primitives.VerifyKeys | None = None, entropy: Entropy = SYSTEM
 ) -> tuple[ServerState, Outgoing]:
     """Draw circles among those who advertised, and tell each client its own.
 
@@ -89,8 +93,8 @@ def introduce(
     refused: dict[int, str] = {}
     sent: dict[int, bytes] = {}
 
-    def read(message: bytes, client: int) -> messages.Hello:
-        hello = messages.read_hello(message, terms, client, verify_keys)
+    def read(message: bytes, client: int) -> sum_messages.Hello:
+        hello = sum_messages.read_hello(message, terms, client, verify_keys)
         sent[client] = bytes(message)
         return hello
 
@@ -100,7 +104,7 @@ def introduce(
     drawn = circles(read_hellos, terms.circle, entropy)
     state = ServerState(terms, "deliver", read_hellos, drawn, refused=refused, entropy=entropy.name)
     rosters = {
-        client: messages.write_roster(terms, client, [sent[member] for member in circle])
+        client: sum_messages.write_roster(terms, client, [sent[member] for member in circle])
         for client, circle in drawn.items()
     }
     return state, rosters
@@ -119,7 +123,7 @@ def deliver(state: ServerState, shares: Incoming) -> tuple[ServerState, Outgoing
     terms, refused = state.terms, dict(state.refused)
 
     def read(message: bytes, client: int) -> dict[int, bytes]:
-        sealed = messages.read_shares(message, terms, client)
+        sealed = sum_messages.read_shares(message, terms, client)
         if set(sealed) != set(state.circles[client]) - {client}:
             raise MessageError(f"client {client} does not share with exactly its circle")
         return sealed
@@ -134,7 +138,7 @@ def deliver(state: ServerState, shares: Incoming) -> tuple[ServerState, Outgoing
     missing = {**state.missing, "share": tuple(sorted(set(state.circles) - shared))}
     after = replace(state, stage="collect", shared=frozenset(shared), missing=missing, refused=refused)
     deliveries = {
-        client: messages.write_delivery(
+        client: sum_messages.write_delivery(
             terms,
             client,
             {other: sealed[other][client] for other in state.circles[client] if other in shared - {client}},
@@ -154,13 +158,15 @@ def collect(state: ServerState, masked: Incoming) -> tuple[ServerState, Outgoing
     _expect(state, "collect")
     terms, refused = state.terms, dict(state.refused)
     total, answered = np.zeros(terms.length, terms.dtype), set()
-    for client, vector in _readable(masked, lambda m, c: messages.read_masked(m, terms, c), state.shared, refused):
+    for client, vector in _readable(masked, lambda m, c: sum_messages.read_masked(m, terms, c), state.shared, refused):
         np.add(total, vector, out=total)
         answered.add(client)
     _check_left(state, answered, answered, "mask")
     missing = {**state.missing, "mask": tuple(sorted(state.shared - answered))}
     after = replace(state, stage="total", answered=frozenset(answered), masked=total, missing=missing, refused=refused)
-    requests = {client: messages.write_request(terms, client, _asked_of(after, client)) for client in sorted(answered)}
+    requests = {
+        client: sum_messages.write_request(terms, client, _asked_of(after, client)) for client in sorted(answered)
+    }
     return after, requests
 
 
@@ -175,7 +181,7 @@ def total(state: ServerState, reveals: Incoming) -> Sum:
     terms, refused = state.terms, dict(state.refused)
 
     def read(message: bytes, client: int) -> dict[int, bytes]:
-        shares = messages.read_reveal(message, terms, client)
+        shares = sum_messages.read_reveal(message, terms, client)
         if set(shares) != set(_asked_of(state, client)):
             raise MessageError(f"client {client} reveals other shares than it was asked for")
         return shares
@@ -186,7 +192,7 @@ def total(state: ServerState, reveals: Incoming) -> Sum:
     result, combiner = state.masked.copy(), Combiner(terms.threshold)
     for client in sorted(state.answered):
         seed = _secret(state, client, revealed, combiner)
-        add_mask(result, keys.derive(seed, terms.digest(), b"own mask", client), subtract=True)
+        add_mask(result, primitives.derive(seed, terms.digest(), b"own mask", client), subtract=True)
     for client in sorted(state.shared - state.answered):
         _take_off(result, state, client, revealed, combiner)
     missing = {**state.missing, "unmask": tuple(sorted(state.answered - set(revealed)))}
@@ -201,7 +207,7 @@ def _take_off(
     if not partners:
         return
     digest = state.terms.digest()
-    private = keys.mask_private(_secret(state, client, revealed, combiner), digest, client)
+    private = primitives.mask_private(_secret(state, client, revealed, combiner), digest, client)
     for other in partners:
         key = pair_key(private, client, state.hellos[other].mask, other, digest)
         add_mask(result, key, subtract=other < client)
@@ -213,9 +219,9 @@ def _secret(state: ServerState, client: int, revealed: Mapping[int, dict[int, by
     shares = {holder: revealed[holder][client] for holder in circle if holder in revealed}
     secret = combiner.combine(shares, circle)
     if client in state.answered:
-        right = keys.derive(secret, digest, b"commitment", client) == hello.commitment
+        right = primitives.derive(secret, digest, b"commitment", client) == hello.commitment
     else:
-        right = keys.public_of(keys.mask_private(secret, digest, client)) == hello.mask
+        right = primitives.public_of(primitives.mask_private(secret, digest, client)) == hello.mask
     if not right:
         raise SecureSumError(
             f"the shares of client {client} do not give its secret: client {client} shared, or one of its circle "
@@ -271,3 +277,53 @@ def _readable(
 def _expect(state: ServerState, step: str) -> None:
     if state.stage != step:
         raise SecureSumError(f"the server was told to {step!r}, and its next step is {state.stage!r}")
+
+
+# ---- a whole sum in one process ----
+
+Step = Callable[[ClientState, bytes], tuple[ClientState, bytes]]
+
+
+class Dropouts(NamedTuple):
+    """Clients that drop out, by the first message that they do not send.
+
+    Attributes:
+      advertise: from the first.
+      share: from the second.
+      mask: from the third; their input is in no sum.
+      unmask: from the last; their input is in the sum.
+    """
+
+    advertise: Collection[int] = ()
+    share: Collection[int] = ()
+    mask: Collection[int] = ()
+    unmask: Collection[int] = ()
+
+
+def rehearse(vectors: np.ndarray, terms: Terms, *, dropouts: Dropouts | None = None, entropy: Entropy = SYSTEM) -> Sum:
+    """Run all four messages for `(clients, length)` integers.
+
+    Args:
+      vectors: a row for each client.
+      terms: of the sum.
+      dropouts: who leaves when; nobody by default.
+      entropy: where keys come from. The sum does not depend on it.
+    """
+    gone = dropouts or Dropouts()
+    left = set(range(len(vectors))) - set(gone.advertise)
+    begun = {me: client_steps.advertise(terms, me, least=0, entropy=entropy) for me in sorted(left)}
+    states = {me: state for me, (state, _) in begun.items()}
+    host, rosters = introduce(terms, ((me, hello) for me, (_, hello) in begun.items()), entropy=entropy)
+
+    def step(take: Step, answers: dict[int, bytes], leaving: Collection[int]) -> Iterator[tuple[int, bytes]]:
+        for me in sorted(set(answers) - set(leaving)):
+            states[me], message = take(states[me], answers[me])
+            yield me, message
+
+    host, deliveries = deliver(
+        host, step(lambda state, answer: client_steps.share(state, answer, entropy=entropy), rosters, gone.share)
+    )
+    host, requests = collect(
+        host, step(lambda state, answer: client_steps.mask(state, answer, vectors[state.me]), deliveries, gone.mask)
+    )
+    return total(host, step(client_steps.unmask, requests, gone.unmask))

@@ -13,12 +13,10 @@ from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
 from fedrecon._src.data.sentences import prompt_columns
-from fedrecon._src.device.export_form import of_counts, of_weighed
-from fedrecon._src.device.exporting import Legend
-from fedrecon._src.device.making import ITEMS, MOST_EXAMPLES, WORDS, bundle
-from fedrecon._src.device.page import check_vendor, page_files
-from fedrecon._src.device.tables import Quantisation
-from fedrecon._src.device.vectors import made_up_clicks, made_up_ratings
+from fedrecon._src.device.bundle_data import Quantisation, made_up_clicks, made_up_ratings
+from fedrecon._src.device.bundle_writer import ITEMS, MOST_EXAMPLES, WORDS, bundle
+from fedrecon._src.device.export import Legend, of_counts, of_weighed
+from fedrecon._src.device.web_page import check_vendor, page_files
 from fedrecon._src.recommend.recommender import shown_scale
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fedrecon._src.privacy.secure_sum import keys, messages
-from fedrecon._src.privacy.secure_sum.entropy import SYSTEM, Entropy
-from fedrecon._src.privacy.secure_sum.errors import MessageError, Refusal, SecureSumError
-from fedrecon._src.privacy.secure_sum.masks import add_mask
-from fedrecon._src.privacy.secure_sum.sharing import SECRET, split
-from fedrecon._src.privacy.secure_sum.terms import Terms
+from fedrecon._src.privacy.secure_sum import primitives, sum_messages
+from fedrecon._src.privacy.secure_sum.primitives import SECRET, add_mask, split
+from fedrecon._src.privacy.secure_sum.terms import SYSTEM, Entropy, MessageError, Refusal, SecureSumError, Terms
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ _PAIRS, _SECRETS = ("circle", "held"), ("seed", "root", "cipher")
 
 
 def advertise(
-    terms: Terms, me: int, *, least: int, entropy: Entropy = SYSTEM, signing_key: keys.SigningKey | None = None
+    terms: Terms, me: int, *, least: int, entropy: Entropy = SYSTEM, signing_key: primitives.SigningKey | None = None
 ) -> tuple[ClientState, bytes]:
     """Draw keys for one sum and advertise them.
 
@@ -92,19 +89,19 @@ def advertise(
         )
     seed, root, cipher = entropy.draw(SECRET), entropy.draw(SECRET), entropy.draw(32)
     digest = terms.digest()
-    hello = messages.write_hello(
+    hello = sum_messages.write_hello(
         terms,
         me,
-        keys.public_of(cipher),
-        keys.public_of(keys.mask_private(root, digest, me)),
-        keys.derive(seed, digest, b"commitment", me),
+        primitives.public_of(cipher),
+        primitives.public_of(primitives.mask_private(root, digest, me)),
+        primitives.derive(seed, digest, b"commitment", me),
         signing_key,
     )
     return ClientState(terms, me, "share", seed, root, cipher), hello
 
 
 def share(
-    state: ClientState, roster: bytes, *, verify_keys: keys.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+    state: ClientState, roster: bytes, *, verify_keys: primitives.VerifyKeys | None = None, entropy: Entropy = SYSTEM
 ) -> tuple[ClientState, bytes]:
     """Give each member of the circle a share of both secrets, encrypted for it.
 
@@ -117,7 +114,7 @@ def share(
     """
     _expect(state, "share")
     terms, me = state.terms, state.me
-    circle = messages.read_roster(roster, terms, me, verify_keys)
+    circle = sum_messages.read_roster(roster, terms, me, verify_keys)
     _check_circle(state, circle)
     members = tuple(sorted(circle))
     roots = split(state.root, terms.threshold, members)
@@ -125,12 +122,12 @@ def share(
     digest, sealed = terms.digest(), {}
     for other in members:
         if other != me:
-            key = keys.agree(state.cipher, circle[other].cipher, digest, b"share", me, other)
-            nonce = entropy.draw(messages.NONCE)
-            sealed[other] = nonce + keys.encrypt(key, nonce, roots[other] + seeds[other], digest)
+            key = primitives.agree(state.cipher, circle[other].cipher, digest, b"share", me, other)
+            nonce = entropy.draw(sum_messages.NONCE)
+            sealed[other] = nonce + primitives.encrypt(key, nonce, roots[other] + seeds[other], digest)
     public = {client: (hello.cipher, hello.mask) for client, hello in circle.items()}
     after = replace(state, stage="mask", circle=public, held={me: (roots[me], seeds[me])})
-    return after, messages.write_shares(terms, me, sealed)
+    return after, sum_messages.write_shares(terms, me, sealed)
 
 
 def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[ClientState, bytes]:
@@ -148,11 +145,11 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
             f"`vector` is {vector.dtype}{list(vector.shape)}; the terms say {terms.dtype}[{terms.length}]"
         )
     held, digest = dict(state.held), terms.digest()
-    for other, text in messages.read_delivery(delivery, terms, me).items():
+    for other, text in sum_messages.read_delivery(delivery, terms, me).items():
         if other == me or other not in state.circle:
             raise MessageError(f"a delivery message has shares of client {other}, who is not in this client's circle")
-        key = keys.agree(state.cipher, state.circle[other][0], digest, b"share", other, me)
-        both = keys.decrypt(key, text[: messages.NONCE], text[messages.NONCE :], digest)
+        key = primitives.agree(state.cipher, state.circle[other][0], digest, b"share", other, me)
+        both = primitives.decrypt(key, text[: sum_messages.NONCE], text[sum_messages.NONCE :], digest)
         if both is None:
             raise MessageError(f"the shares of client {other} are damaged, or for another client")
         held[other] = (both[:SECRET], both[SECRET:])
@@ -162,14 +159,14 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
             "it sends nothing"
         )
     masked = vector.copy()
-    add_mask(masked, keys.derive(state.seed, digest, b"own mask", me))
-    private = keys.mask_private(state.root, digest, me)
+    add_mask(masked, primitives.derive(state.seed, digest, b"own mask", me))
+    private = primitives.mask_private(state.root, digest, me)
     for other in held:
         if other != me:
             add_mask(masked, pair_key(private, me, state.circle[other][1], other, digest), subtract=other < me)
     # The seed, the root and the cipher key are no longer needed; others may still ask for the shares.
     after = replace(state, stage="unmask", held=held, seed=b"", root=b"", cipher=b"")
-    return after, messages.write_masked(terms, me, masked)
+    return after, sum_messages.write_masked(terms, me, masked)
 
 
 def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
@@ -180,7 +177,7 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
       request: the server's answer.
     """
     _expect(state, "unmask")
-    asked = messages.read_request(request, state.terms, state.me)
+    asked = sum_messages.read_request(request, state.terms, state.me)
     answered = dict(asked)
     if len(answered) != len(asked):
         twice = next(client for k, (client, _) in enumerate(asked) if client in dict(asked[:k]))
@@ -197,12 +194,12 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
             f"{state.terms.threshold}: it reveals nothing"
         )
     shares = {client: state.held[client][1 if yes else 0] for client, yes in answered.items()}
-    return replace(state, stage="done", circle={}, held={}), messages.write_reveal(state.terms, state.me, shares)
+    return replace(state, stage="done", circle={}, held={}), sum_messages.write_reveal(state.terms, state.me, shares)
 
 
 def pair_key(private: bytes, mine: int, public: bytes, theirs: int, digest: bytes) -> bytes:
     """Return the key of the mask that two clients have in common: the lower number adds it, the other subtracts."""
-    return keys.agree(private, public, digest, b"pair mask", min(mine, theirs), max(mine, theirs))
+    return primitives.agree(private, public, digest, b"pair mask", min(mine, theirs), max(mine, theirs))
 
 
 def _expect(state: ClientState, step: str) -> None:
@@ -210,10 +207,13 @@ def _expect(state: ClientState, step: str) -> None:
         raise Refusal(f"client {state.me} was asked for {step!r}, and its next step is {state.stage!r}")
 
 
-def _check_circle(state: ClientState, circle: Mapping[int, messages.Hello]) -> None:
+def _check_circle(state: ClientState, circle: Mapping[int, sum_messages.Hello]) -> None:
     terms, me = state.terms, state.me
     mine = circle.get(me)
-    expected = keys.public_of(state.cipher), keys.public_of(keys.mask_private(state.root, terms.digest(), me))
+    expected = (
+        primitives.public_of(state.cipher),
+        primitives.public_of(primitives.mask_private(state.root, terms.digest(), me)),
+    )
     if mine is None or (mine.cipher, mine.mask) != expected:
         raise Refusal(f"the server's roster does not have client {me} with the keys that it advertised")
     if len(circle) < terms.threshold:
