@@ -57,7 +57,7 @@ def roles_of(params):
     return {"/".join(part for part in path.split("/") if part != "shared"): path for path in flatten(params)[0]}
 
 
-def ratings_bundle(out, model, name, *, quantise=None, params=None, **more):
+def ratings_bundle(out, model, name, *, quantise=None, params=None, page=None, **more):
     """Bundle a ratings model with a solver; return its algorithm and parameters too."""
     solver, settings = solver_of(name)
     algorithm, params = algorithm_of(model, solver), trained(model) if params is None else params
@@ -71,11 +71,11 @@ def ratings_bundle(out, model, name, *, quantise=None, params=None, **more):
         params,
         out,
         like=made_up_ratings(ITEMS, (1, 5), MOST),
-        ask={"item": np.arange(7, dtype=np.int32)},
         most=MOST,
-        settings=settings,
         quantise=quantise,
-        legend=Legend("ratings", {"items.json.zlib": items}, (1.0, 5.0), 3, roles_of(params)),
+        legend=Legend("ratings", {"items.json.zlib": items}, (1.0, 5.0), 3, roles_of(params))._replace(
+            queries={"item": np.arange(7, dtype=np.int32)}, settings=settings, page=page
+        ),
         replace=True,
         **more,
     )
@@ -144,11 +144,12 @@ def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
         params,
         out,
         like=like,
-        ask=prompt_columns("we met", vocabulary, max_words)[0],
         most=most,
-        settings=settings,
-        legend=Legend("text", {"words.json.zlib": {"words": WORDS, "buckets": 5, "max_words": max_words}}),
-        web=functools.partial(page_files, vendor=vendor) if page else None,
+        legend=Legend("text", {"words.json.zlib": {"words": WORDS, "buckets": 5, "max_words": max_words}})._replace(
+            queries=prompt_columns("we met", vocabulary, max_words)[0],
+            settings=settings,
+            page=functools.partial(page_files, vendor=vendor) if page else None,
+        ),
         replace=True,
     )
     return algorithm, params, vocabulary

@@ -36,7 +36,7 @@ from fedrecon_device.tensors import read_tensors
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "films"
-    ratings_bundle(out, factorization(default=True), "least-squares", web=page_files)
+    ratings_bundle(out, factorization(default=True), "least-squares", page=page_files)
     return out
 
 

@@ -30,25 +30,25 @@ def packed(
     Raises:
       ValueError: a leaf has numbers that the form cannot hold.
     """
-    found: dict[str, np.ndarray] = {}
+    stored_tables: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         values = np.asarray(leaf)
         if not np.all(np.isfinite(values)):
             raise ValueError(f"global parameter {path!r} has entries that are not finite; train again or repair it")
         small = values.dtype != np.float32 or values.size < SMALL
         if quantise is None or small or any(fnmatchcase(path, pattern) for pattern in exact):
-            found[GLOBAL + path] = values
+            stored_tables[GLOBAL + path] = values
         elif quantise == "float16" or values.size <= NARROW * len(values):
             if np.max(np.abs(values)) > np.finfo(np.float16).max:
                 raise ValueError(f"global parameter {path!r} has entries above 65504: float16 cannot hold them")
-            found[GLOBAL + path] = values.astype(np.float16)
+            stored_tables[GLOBAL + path] = values.astype(np.float16)
         else:
             rows = values.reshape(len(values), -1)
             scale = _halves_from(np.max(np.abs(rows), 1) / np.float32(127), path)
             safe = np.where(scale > 0, scale, 1).astype(np.float32)
-            found[GLOBAL + path] = np.rint(rows / safe[:, None]).astype(np.int8).reshape(values.shape)
-            found[ROW_SCALE + path] = scale
-    return found
+            stored_tables[GLOBAL + path] = np.rint(rows / safe[:, None]).astype(np.int8).reshape(values.shape)
+            stored_tables[ROW_SCALE + path] = scale
+    return stored_tables
 
 
 def _halves_from(scale: np.ndarray, path: str) -> np.ndarray:
@@ -67,7 +67,7 @@ def unpacked(stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def tables_file(stored: Mapping[str, np.ndarray], start: Mapping[str, Any]) -> bytes:
     """Return the file with global parameters and the start of local ones."""
     local = {START + path: np.asarray(leaf, order="C") for path, leaf in start.items()}
-    return save({**{name: np.asarray(one, order="C") for name, one in stored.items()}, **local})
+    return save({**{name: np.asarray(table, order="C") for name, table in stored.items()}, **local})
 
 
 FULL = 512  # numbers: of larger arrays only some are written

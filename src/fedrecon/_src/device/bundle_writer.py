@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,10 @@ def bundle(
     out: str | Path,
     *,
     like: Mapping[str, Any],
-    ask: Mapping[str, Any] | None = None,
     most: int = MOST_EXAMPLES,
     seed: int = 0,
     quantise: Quantisation | None = None,
-    settings: Mapping[str, Any] | None = None,
     legend: Legend | None = None,
-    web: Callable[[Mapping[str, Any]], Mapping[str, bytes]] | None = None,
     onnx: bool = True,
     replace: bool = False,
 ) -> Path:
@@ -54,13 +51,10 @@ def bundle(
       out: the folder to write.
       like: made-up examples, one array per feature. They give types and shapes, and are written into the bundle
         as test vectors. Never give a person's own.
-      ask: examples to predict for, with the features that predictions read; those of `like` by default.
       most: how many examples of a person a device uses, the newest ones.
       seed: the seed of the start of reconstruction, for models whose start is not learned.
       quantise: store tables in `int8` or `float16`; None keeps float32.
-      settings: the solver's settings, written into the manifest for runtimes without ONNX.
-      legend: what ids stand for.
-      web: `manifest so far -> files` of a page; None for no page.
+      legend: what ids stand for, and what else the bundle says.
       onnx: whether to write graphs and StableHLO. The page of a model that ranks items needs neither; without them,
         no exporter is needed.
       replace: whether to replace a bundle that is there. A folder with other files is never replaced.
@@ -85,7 +79,7 @@ def bundle(
     most = most if form.limit is None else min(most, form.limit)
     if most < 1:
         raise ValueError(f"`most` is {most}; a device needs at least 1 example to reconstruct from")
-    exporter = Exporter(form, tables, structure, examples, most, ask)
+    exporter = Exporter(form, tables, structure, examples, most, legend.queries)
     graphs, problems = exporter.graphs() if onnx else ({}, {})
     files: dict[str, bytes] = {f"{name}.onnx": graph.data for name, graph in graphs.items()}
     files[TABLES] = tables_file(stored, exporter.start)
@@ -93,27 +87,10 @@ def bundle(
         files[EXPORTED] = exporter.stablehlo()
     files[VECTORS] = written(VECTORS, exporter.vectors(legend))
     files |= {name: written(name, content) for name, content in legend.files.items()}
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "task": legend.task,
-        "made_with": {
-            "fedrecon": __version__,
-            "jax": jax.__version__,
-            "zlib": zlib.ZLIB_RUNTIME_VERSION,
-            **_versions("jax2onnx", "onnx"),
-        },
-        "opset": OPSET,
-        "examples": {"most": most, "columns": _types(examples)},
-        "graphs": {name: _graph_entry(name, graphs, problems) for name in ("reconstruct", "predict")},
-        "reconstruct": {**(settings or {}), "evidence": form.evidence, "warm_start": _warm(settings, form, legend)},
-        "scale": None if legend.scale is None else numbers(legend.scale),
-        "least_count": legend.least_count,
-        "quantised": quantise,
-        "roles": dict(legend.roles),
-    }
-    if web is not None:
-        files |= web({**manifest, "files": _entries(files)})
+    entries = {name: _graph_entry(name, graphs, problems) for name in ("reconstruct", "predict")}
+    manifest = _describe(legend, form, examples, most) | {"graphs": entries, "quantised": quantise}
+    if legend.page is not None:
+        files |= legend.page({**manifest, "files": _entries(files)})
     with atomic_folder(out, replace=replace) as folder:
         _write(folder, manifest, files)
         wrong = None if problems or not onnx else _disproved(folder)
@@ -127,6 +104,27 @@ def bundle(
     if problems:
         raise ExportError(f"{out} holds the StableHLO form only ({EXPORTED}): {next(iter(problems.values()))}")
     return Path(out)
+
+
+def _describe(legend: Legend, form: Form, examples: Mapping[str, np.ndarray], most: int) -> dict[str, Any]:
+    """Return what a manifest says, besides graphs, quantisation and files."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "task": legend.task,
+        "made_with": {
+            "fedrecon": __version__,
+            "jax": jax.__version__,
+            "zlib": zlib.ZLIB_RUNTIME_VERSION,
+            **_versions("jax2onnx", "onnx"),
+        },
+        "opset": OPSET,
+        "examples": {"most": most, "columns": _types(examples)},
+        "reconstruct": {**legend.settings, "evidence": form.evidence, "warm_start": _warm(form, legend)},
+        "scale": None if legend.scale is None else numbers(legend.scale),
+        "least_count": legend.least_count,
+        "roles": dict(legend.roles),
+    }
 
 
 def check_bundle(folder: Path) -> None:
@@ -170,25 +168,25 @@ def _graph_entry(name: str, graphs: Mapping[str, OnnxGraph], problems: Mapping[s
 
 
 def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: {"dtype": str(one.dtype), "shape": list(one.shape[1:])} for name, one in columns.items()}
+    return {name: {"dtype": str(column.dtype), "shape": list(column.shape[1:])} for name, column in columns.items()}
 
 
-def _warm(settings: Mapping[str, Any] | None, form: Form, legend: Legend) -> bool:
+def _warm(form: Form, legend: Legend) -> bool:
     """Say whether a device should continue from its old local parameters.
 
     Not where the solution does not depend on the start (least squares), where the support moves the start, or for
     items: there a reconstruction takes milliseconds, and from a fixed start it does not depend on the past.
     """
-    descends = (settings or {}).get("solver", "gradient-descent") == "gradient-descent"
+    descends = legend.settings.get("solver", "gradient-descent") == "gradient-descent"
     return descends and not form.evidence and not legend.ranks
 
 
 def _versions(*names: str) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(ImportError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 __all__ = ["EXPORTED", "ITEMS", "WORDS", "ExportError", "Legend", "bundle", "check_bundle"]

@@ -63,18 +63,18 @@ def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool
 
     def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
         # A device would draw other numbers from a key, so it gets the start instead.
-        given = algorithm.define(model._replace(init_local=lambda key: start, default_local=None))
+        fixed_start = algorithm.define(model._replace(init_local=lambda key: start, default_local=None))
         support = Examples({name: column[None] for name, column in columns.items()}, count[None])
         unused_keys = jnp.zeros((1, 2), jnp.uint32)
         with plain_layers():
-            return jax.tree.map(lambda leaf: leaf[0], given.reconstruct(params, (), support, unused_keys))
+            return jax.tree.map(lambda leaf: leaf[0], fixed_start.reconstruct(params, (), support, unused_keys))
 
     def predict(params: Params, local: Params, columns: Batch) -> Array:
         first = next(iter(columns.values()))
         step = Step(jnp.ones(first.shape[:1], bool), None) if ranked else None
         with plain_layers():
-            found: Any = predict_in(model, params, local, columns, step)
-            return found.values() if hasattr(found, "values") else found  # logits are kept as a product
+            result: Any = predict_in(model, params, local, columns, step)
+            return result.values() if hasattr(result, "values") else result  # logits are kept as a product
 
     return Form(reconstruct, predict, start, algorithm.method.support_limit, model.evidence is not None)
 
@@ -126,6 +126,14 @@ class Legend(NamedTuple):
       adapt: turns the exported form into one that takes and gives what people have, such as counts where the model
         has learned their logarithms; None to leave it as it is.
       exact: patterns of tables that are never quantised.
+      queries: made-up examples to predict for, with the features that predictions read; None for those of `like`.
+      settings: the solver's settings, for runtimes without ONNX.
+      page: `manifest so far -> files` of a page; None for no page.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.device.Legend(task="ratings", scale=(1.0, 5.0)).ranks
+      True
     """
 
     task: str = "model"
@@ -135,6 +143,9 @@ class Legend(NamedTuple):
     roles: Mapping[str, str] = {}
     adapt: Callable[[Form], Form] | None = None
     exact: Sequence[str] = ()
+    queries: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = {}
+    page: Callable[[Mapping[str, Any]], Mapping[str, bytes]] | None = None
 
     @property
     def ranks(self) -> bool:
@@ -146,7 +157,7 @@ def wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return columns in the types that ONNX Runtime computes with: 32-bit integers and floats."""
     arrays = {name: np.asarray(column) for name, column in columns.items()}
     wide = {"i": np.int32, "u": np.int32, "f": np.float32}
-    return {name: one.astype(wide.get(one.dtype.kind, one.dtype)) for name, one in arrays.items()}
+    return {name: array.astype(wide.get(array.dtype.kind, array.dtype)) for name, array in arrays.items()}
 
 
 class Exporter:
@@ -171,21 +182,21 @@ class Exporter:
     def _predicting(self, ask: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the columns that predictions read."""
         columns = wide(ask)
-        given = {f"example/{name}": column for name, column in columns.items()}
-        used = used_inputs(lambda named: self._predict({**self._named("local"), **named}), given)
+        examples = {f"example/{name}": column for name, column in columns.items()}
+        used = used_inputs(lambda named: self._predict({**self._named("local"), **named}), examples)
         return {name: column for name, column in columns.items() if f"example/{name}" in used}
 
     def _named(self, local: str) -> dict[str, np.ndarray]:
         """Name the tables, and local parameters as `start` or `local`."""
-        found = {f"global/{path}": table for path, table in self._tables.items()}
-        return found | {f"{local}/{path}": leaf for path, leaf in self.start.items()}
+        result = {f"global/{path}": table for path, table in self._tables.items()}
+        return result | {f"{local}/{path}": leaf for path, leaf in self.start.items()}
 
     def _parts(self, named: Mapping[str, Any], local: str) -> tuple[Any, Any, dict[str, Any]]:
         """Return global and local parameters and columns from named inputs."""
         params = unflatten(self._structure, {path: jnp.asarray(named[f"global/{path}"]) for path in self._tables})
-        mine = unflatten(self._local, {path: jnp.asarray(named[f"{local}/{path}"]) for path in self.start})
-        columns = {name.removeprefix("example/"): one for name, one in named.items() if name.startswith("example/")}
-        return params, mine, columns
+        local_params = unflatten(self._local, {path: jnp.asarray(named[f"{local}/{path}"]) for path in self.start})
+        columns = {name.removeprefix("example/"): array for name, array in named.items() if name.startswith("example/")}
+        return params, local_params, columns
 
     def _reconstruct(self, named: Mapping[str, Any]) -> list[Any]:
         params, start, columns = self._parts(named, "start")
@@ -196,7 +207,8 @@ class Exporter:
 
     def _support(self) -> dict[str, Any]:
         columns = {
-            f"example/{name}": np.zeros((self._most, *one.shape[1:]), one.dtype) for name, one in self._like.items()
+            f"example/{name}": np.zeros((self._most, *array.shape[1:]), array.dtype)
+            for name, array in self._like.items()
         }
         return {**self._named("start"), **columns, "count": np.int32(0)}
 
@@ -205,16 +217,16 @@ class Exporter:
         graphs: dict[str, OnnxGraph] = {}
         problems: dict[str, str] = {}
         outputs = [f"local/{path}" for path in self.start]
-        asked = {f"example/{name}": column for name, column in self._ask.items()}
-        predicting = {**self._named("local"), **asked}
+        query = {f"example/{name}": column for name, column in self._ask.items()}
+        predicting = {**self._named("local"), **query}
         try:
             graphs["reconstruct"] = to_onnx(self._reconstruct, self._support(), outputs)
         except ExportError as problem:
             problems["reconstruct"] = str(problem)
         try:
-            if any(len(column) != 1 for column in asked.values()):
+            if any(len(column) != 1 for column in query.values()):
                 with contextlib.suppress(ExportError, BundleError):
-                    graph = to_onnx(self._predict, predicting, ["prediction"], any_number=list(asked))
+                    graph = to_onnx(self._predict, predicting, ["prediction"], any_number=list(query))
                     if self._predicts(graph, predicting):
                         graphs["predict"] = graph
             if "predict" not in graphs:
@@ -225,20 +237,22 @@ class Exporter:
 
     def _predicts(self, graph: OnnxGraph, inputs: Mapping[str, Any]) -> bool:
         """Say whether a graph for any number of examples is right: exporters know some layers for one number only."""
-        found = Graph("predict.onnx", graph.data, graph._asdict()).run(inputs)["prediction"]
+        result = Graph("predict.onnx", graph.data, graph._asdict()).run(inputs)["prediction"]
         expected = np.asarray(jax.jit(self._predict)(inputs)[0])
-        return found.shape == expected.shape and bool(np.allclose(found, expected, 1e-5, 1e-5))
+        return result.shape == expected.shape and bool(np.allclose(result, expected, 1e-5, 1e-5))
 
     def stablehlo(self) -> bytes:
         """Return reconstruction as jax.export writes it, without source locations."""
         with _without_places():
-            shapes = {name: jax.ShapeDtypeStruct(np.shape(one), one.dtype) for name, one in self._support().items()}
+            shapes = {
+                name: jax.ShapeDtypeStruct(np.shape(array), array.dtype) for name, array in self._support().items()
+            }
             return bytes(jax.export.export(jax.jit(self._reconstruct))(shapes).serialize())
 
     def vectors(self, legend: Legend) -> list[dict[str, Any]]:
         """Return test vectors, from JAX and the tables of the device."""
         reconstruct, predict = jax.jit(self._reconstruct), jax.jit(self._predict)
-        found = []
+        result = []
         for name, columns in draws(self._like, self._most).items():
             count = min(self._most, len(next(iter(columns.values()))))
             support = self._support()
@@ -246,7 +260,7 @@ class Exporter:
                 support[f"example/{feature}"][:count] = column[len(column) - count :]
             local = reconstruct({**support, "count": jnp.int32(count)})
             named = self._named("local") | {f"local/{path}": x for path, x in zip(self.start, local, strict=True)}
-            asked = {f"example/{feature}": column for feature, column in self._ask.items()}
+            query = {f"example/{feature}": column for feature, column in self._ask.items()}
             case: dict[str, Any] = {
                 "name": name,
                 "examples": plain(columns),
@@ -254,20 +268,22 @@ class Exporter:
                 "predict": {
                     "examples": plain(self._ask),
                     "dtypes": {feature: str(column.dtype) for feature, column in self._ask.items()},
-                    "prediction": promised(predict({**named, **asked})[0]),
+                    "prediction": promised(predict({**named, **query})[0]),
                 },
             }
             if legend.ranks:
                 case["top"] = self._top(legend, predict, named, columns)
-            found.append(case)
-        return found
+            result.append(case)
+        return result
 
     def _top(self, legend: Legend, predict: Callable[..., Any], named: Mapping[str, Any], columns: Any) -> list[int]:
         counts = legend.files[ITEMS]["counts"]
-        rows = next(len(one) for path, one in self._tables.items() if path.endswith("item_embedding"))
+        rows = next(len(array) for path, array in self._tables.items() if path.endswith("item_embedding"))
         scores = np.asarray(predict({**named, "example/item": np.arange(rows, dtype=np.int32)})[0])
-        known = None if counts is None else np.asarray(counts)
-        return rank(scores, 10, left_out=set(columns["item"].tolist()), counts=known, least=legend.least_count).tolist()
+        item_counts = None if counts is None else np.asarray(counts)
+        return rank(
+            scores, 10, left_out=set(columns["item"].tolist()), counts=item_counts, least=legend.least_count
+        ).tolist()
 
 
 @contextlib.contextmanager

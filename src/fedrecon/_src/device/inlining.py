@@ -39,37 +39,37 @@ def used_inputs(function: Callable[..., Any], shapes: Mapping[str, Any]) -> list
 
     closed = jax.make_jaxpr(lambda values: function(dict(zip(shapes, values, strict=True))))(list(shapes.values()))
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    return [name for name, wanted in zip(shapes, used, strict=True) if wanted]
+    return [name for name, is_used in zip(shapes, used, strict=True) if is_used]
 
 
 def _without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Leave out what no result depends on: sums of metrics, say."""
     from jax.interpreters import partial_eval
 
-    wanted = [True] * len(closed.jaxpr.outvars)
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+    is_used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, is_used, instantiate=True)
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr, replacing what `RULES` has a rule for."""
-    known: dict[Any, Any] = {}
+    bound_values: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else known[atom]
+        return atom.val if isinstance(atom, core.Literal) else bound_values[atom]
 
-    known.update(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, values, strict=True))
+    bound_values.update(zip(jaxpr.constvars, consts, strict=True))
+    bound_values.update(zip(jaxpr.invars, values, strict=True))
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
         rule = RULES.get(equation.primitive.name, _as_it_is)
-        known.update(zip(equation.outvars, rule(equation, inputs), strict=True))
+        bound_values.update(zip(equation.outvars, rule(equation, inputs), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _as_it_is(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    found = equation.primitive.bind(*values, **equation.params)
-    return found if equation.primitive.multiple_results else [found]
+    result = equation.primitive.bind(*values, **equation.params)
+    return result if equation.primitive.multiple_results else [result]
 
 
 def _closed(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
@@ -114,9 +114,9 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         state, outputs = carry
         t = length - 1 - done if params["reverse"] else done
         now = [lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in stacked]
-        found = _closed(params["jaxpr"], (*held, *state, *now))
-        new = [_put(old, x, t) for old, x in zip(outputs, found[carries:], strict=True)]
-        return found[:carries], new
+        result = _closed(params["jaxpr"], (*held, *state, *now))
+        new = [_put(old, x, t) for old, x in zip(outputs, result[carries:], strict=True)]
+        return result[:carries], new
 
     outputs = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
     if not length:
@@ -133,8 +133,8 @@ def _loop(steps: int, step: Callable[[Array, Any], Any], carry: Any) -> Any:
 
 def _put(values: Array, new: Array, t: Array) -> Array:
     """Replace row `t`, by a mask: exporters translate that everywhere, inside loops too."""
-    here = (jnp.arange(values.shape[0]) == t).reshape(-1, *[1] * new.ndim)
-    return jnp.where(here, new[None], values)
+    at_step = (jnp.arange(values.shape[0]) == t).reshape(-1, *[1] * new.ndim)
+    return jnp.where(at_step, new[None], values)
 
 
 def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -216,20 +216,20 @@ def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     sizes, mapped = params["slice_sizes"], numbers.start_index_map
     single = [axis for axis in mapped if sizes[axis] == 1 != operand.shape[axis]]
     whole = all(sizes[axis] == operand.shape[axis] for axis in range(operand.ndim) if axis not in single)
-    known = params["mode"] in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    if len(mapped) == 1 or len(single) != 1 or not whole or not known or numbers.operand_batching_dims:
+    in_bounds = params["mode"] in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    if len(mapped) == 1 or len(single) != 1 or not whole or not in_bounds or numbers.operand_batching_dims:
         return _as_it_is(equation, values)
     axis = single[0]
     places = indices[..., mapped.index(axis)]
     rows = jnp.moveaxis(operand, axis, 0)
     read = lax.GatherDimensionNumbers(tuple(range(places.ndim, places.ndim + operand.ndim - 1)), (0,), (0,))
-    found = lax.gather(rows, places[..., None], read, (1, *rows.shape[1:]), mode=params["mode"])
-    kept = [size for dim, size in enumerate(sizes) if dim not in numbers.collapsed_slice_dims]
-    found = found.reshape(*places.shape, *kept)
-    order, others = {}, iter(range(places.ndim))
-    for dim in range(found.ndim):
-        order[dim] = places.ndim + numbers.offset_dims.index(dim) if dim in numbers.offset_dims else next(others)
-    return [jnp.transpose(found, [order[dim] for dim in range(found.ndim)])]
+    result = lax.gather(rows, places[..., None], read, (1, *rows.shape[1:]), mode=params["mode"])
+    kept_sizes = [size for dim, size in enumerate(sizes) if dim not in numbers.collapsed_slice_dims]
+    result = result.reshape(*places.shape, *kept_sizes)
+    order, batch_dims = {}, iter(range(places.ndim))
+    for dim in range(result.ndim):
+        order[dim] = places.ndim + numbers.offset_dims.index(dim) if dim in numbers.offset_dims else next(batch_dims)
+    return [jnp.transpose(result, [order[dim] for dim in range(result.ndim)])]
 
 
 def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -260,8 +260,8 @@ def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     earlier = at[:, None] <= at if equation.params["reverse"] else at[:, None] >= at
     last = jnp.moveaxis(x, axis, -1)
     lowest = jnp.iinfo(x.dtype).min
-    found = jnp.max(jnp.where(earlier, last[..., None, :], lowest), -1)
-    return [jnp.moveaxis(found, -1, axis)]
+    result = jnp.max(jnp.where(earlier, last[..., None, :], lowest), -1)
+    return [jnp.moveaxis(result, -1, axis)]
 
 
 RULES: dict[str, Rule] = {

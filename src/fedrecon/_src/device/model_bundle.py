@@ -76,13 +76,12 @@ def bundle_model(
             saved.params,
             out,
             like=like,
-            ask=ask,
             most=most,
             seed=saved.config.seed,
             quantise=quantise,
-            settings=_settings(saved),
-            legend=legend,
-            web=partial(page_files, vendor=onnxruntime_web),
+            legend=legend._replace(
+                queries=ask, settings=_settings(saved), page=partial(page_files, vendor=onnxruntime_web)
+            ),
             onnx=onnx,
             replace=replace,
         )
@@ -133,18 +132,18 @@ def items_legend(saved: SavedModel[Items], least_count: int | None = None) -> Le
 
 def _short(ids: list[Any]) -> Any:
     """Write ids that are consecutive numbers as the first and their count."""
-    if all(isinstance(one, int) for one in ids) and ids == list(range(ids[0], ids[0] + len(ids))):
+    if all(isinstance(item_id, int) for item_id in ids) and ids == list(range(ids[0], ids[0] + len(ids))):
         return {"first": ids[0], "count": len(ids)}
     return ids
 
 
 def _roles(saved: SavedModel[Items]) -> dict[str, str]:
     """Return where the tables of a factorization are, by their role."""
-    found = {}
+    paths = {}
     for path in flatten(saved.params)[0]:
         role = "/".join(part for part in path.split("/") if part != "shared")
-        found[role] = path
-    return found
+        paths[role] = path
+    return paths
 
 
 def text_legend(vocabulary: Vocabulary, max_words: int) -> Legend:
@@ -155,12 +154,12 @@ def text_legend(vocabulary: Vocabulary, max_words: int) -> Legend:
 
 def _made_up_text(vocabulary: Vocabulary) -> str:
     """Return sentences that nobody wrote, of the vocabulary's words and of words outside it."""
-    known = [word for word in vocabulary.words if word.isalpha()][:200] or ["a"]
+    known_words = [word for word in vocabulary.words if word.isalpha()][:200] or ["a"]
     draw = np.random.default_rng(0)
     lines = []
     for _ in range(64):
         words = [
-            str(draw.choice(known)) if draw.random() < 0.8 else f"zz{draw.integers(40)}q"
+            str(draw.choice(known_words)) if draw.random() < 0.8 else f"zz{draw.integers(40)}q"
             for _ in range(draw.integers(2, 12))
         ]
         lines.append(" ".join(words))

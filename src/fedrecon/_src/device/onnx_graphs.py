@@ -48,21 +48,25 @@ def to_onnx(
         import jax2onnx
     except ImportError:
         raise ImportError("exporting to ONNX needs jax2onnx: pip install 'fedrecon[device]'") from None
-    shapes = {name: jax.ShapeDtypeStruct(np.shape(one), one.dtype) for name, one in named.items()}
+    shapes = {name: jax.ShapeDtypeStruct(np.shape(array), array.dtype) for name, array in named.items()}
     names = used_inputs(function, shapes)
 
     def of_used(*values: Any) -> Any:
-        given = dict(zip(names, values, strict=True))
-        return function({name: given.get(name, np.zeros(one.shape, one.dtype)) for name, one in shapes.items()})
+        named_values = dict(zip(names, values, strict=True))
+        return function(
+            {name: named_values.get(name, np.zeros(array.shape, array.dtype)) for name, array in shapes.items()}
+        )
 
-    given = [shapes[name] for name in names]
-    flat = inlined(of_used, *given)
+    named_values = [shapes[name] for name in names]
+    flat = inlined(of_used, *named_values)
     if any_number:  # sizes that are not known cannot be evaluated from a trace
         flat = of_used
-        given = [_with_any(one) if name in any_number else one for name, one in zip(names, given, strict=True)]
+        named_values = [
+            _with_any(array) if name in any_number else array for name, array in zip(names, named_values, strict=True)
+        ]
     try:
         with _quiet():
-            model = jax2onnx.to_onnx(flat, given, opset=OPSET, input_names=names, output_names=list(outputs))
+            model = jax2onnx.to_onnx(flat, named_values, opset=OPSET, input_names=names, output_names=list(outputs))
     except Exception as problem:  # an operation without translation may raise anything
         raise ExportError(_explained(problem, function, shapes)) from problem
     _clean(model)
@@ -91,13 +95,13 @@ def _quiet() -> Iterator[None]:
 def _described(values: Any) -> list[dict[str, Any]]:
     import onnx
 
-    found = []
+    result = []
     for value in values:
         tensor = value.type.tensor_type
         shape = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        found.append({"name": value.name, "dtype": str(dtype), "shape": shape})
-    return found
+        result.append({"name": value.name, "dtype": str(dtype), "shape": shape})
+    return result
 
 
 # ---- cleaning ----
@@ -131,9 +135,9 @@ def _clean_graph(graph: Any) -> set[str]:
             for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
                 used |= _clean_graph(inner)
     if hasattr(graph, "initializer"):
-        kept = [one for one in graph.initializer if one.name in used]
+        kept = [array for array in graph.initializer if array.name in used]
         del graph.initializer[:]
-        graph.initializer.extend(one for one in kept if not _in_few_words(graph, one))
+        graph.initializer.extend(array for array in kept if not _in_few_words(graph, array))
     return used
 
 
@@ -175,7 +179,7 @@ def _explained(problem: Exception, function: Callable[..., Any], shapes: Mapping
 
 def _operation_of(problem: BaseException) -> str | None:
     """Find the operation that the exporter was at, in the frames that the error went through."""
-    found, seen = None, set()
+    result, seen = None, set()
     cause: BaseException | None = problem
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
@@ -183,18 +187,18 @@ def _operation_of(problem: BaseException) -> str | None:
         while trace is not None:
             equation = trace.tb_frame.f_locals.get("eqn")
             if equation is not None and hasattr(equation, "primitive"):
-                found = equation.primitive.name
+                result = equation.primitive.name
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
-    return found
+    return result
 
 
 def _reads(jaxpr: Any, inputs: Sequence[set[str]], operation: str) -> set[str] | None:
     """Return which inputs the first operation of a name depends on; None if there is none."""
-    known: dict[Any, set[str]] = dict(zip(jaxpr.invars, inputs, strict=True))
+    origins: dict[Any, set[str]] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(atom: Any) -> set[str]:
-        return set() if isinstance(atom, core.Literal) else known.get(atom, set())
+        return set() if isinstance(atom, core.Literal) else origins.get(atom, set())
 
     for equation in jaxpr.eqns:
         reads = [of(atom) for atom in equation.invars]
@@ -206,9 +210,9 @@ def _reads(jaxpr: Any, inputs: Sequence[set[str]], operation: str) -> set[str] |
             if body is None or not hasattr(body, "eqns"):
                 continue
             count = len(body.invars)
-            found = _reads(body, reads[-count:] if count <= len(reads) else [everything] * count, operation)
-            if found is not None:
-                return found
+            result = _reads(body, reads[-count:] if count <= len(reads) else [everything] * count, operation)
+            if result is not None:
+                return result
         for variable in equation.outvars:
-            known[variable] = everything
+            origins[variable] = everything
     return None

@@ -36,20 +36,26 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
       ValueError: `vendor` lacks a file of onnxruntime-web.
     """
     sources = package_files("fedrecon_device").joinpath("web")
-    found = {f"web/{one.name}": one.read_bytes() for one in sources.iterdir() if one.name.endswith((".js", ".css"))}
-    found["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
+    contents = {
+        f"web/{source.name}": source.read_bytes()
+        for source in sources.iterdir()
+        if source.name.endswith((".js", ".css"))
+    }
+    contents["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
     ranks = manifest["task"] in ITEM_TASKS
     for name in ("writing.js", "words.js", "onnx.js") if ranks else ("items.js", "ranking.js", "solvers.js"):
-        found.pop(f"web/{name}")
+        contents.pop(f"web/{name}")
     if not ranks and vendor is not None:
         check_vendor(vendor)
-        found |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
+        contents |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
     read = [name for name in (FOR_ITEMS if ranks else FOR_TEXT) if name in manifest["files"]]
-    known = {name: digest_of(data) for name, data in found.items()} | {n: manifest["files"][n]["sha256"] for n in read}
-    version = digest_of(json.dumps(known, sort_keys=True).encode())[:16]
-    names = ", ".join(json.dumps(name) for name in sorted([*read, *found]) if name != "web/sw.js")
-    found["web/sw.js"] = _filled(found["web/sw.js"], {"@VERSION@": version, '"@FILES@"': names})
-    return dict(sorted(found.items()))
+    digests = {name: digest_of(data) for name, data in contents.items()} | {
+        n: manifest["files"][n]["sha256"] for n in read
+    }
+    version = digest_of(json.dumps(digests, sort_keys=True).encode())[:16]
+    names = ", ".join(json.dumps(name) for name in sorted([*read, *contents]) if name != "web/sw.js")
+    contents["web/sw.js"] = _filled(contents["web/sw.js"], {"@VERSION@": version, '"@FILES@"': names})
+    return dict(sorted(contents.items()))
 
 
 def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
@@ -162,7 +168,7 @@ class _Files(BaseHTTPRequestHandler):
 
 
 def _kind(name: str) -> str:
-    known = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm"}
+    media_types = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm"}
     suffix = Path(name).suffix
-    kind = known.get(suffix) or mimetypes.types_map.get(suffix, "application/octet-stream")
+    kind = media_types.get(suffix) or mimetypes.types_map.get(suffix, "application/octet-stream")
     return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind

@@ -115,12 +115,12 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if any(release.mechanism == "skellam" for release in releases):
         return renyi.epsilon([(_divergence(release), release.times) for release in releases], delta)
     # Rounding is upwards, and costs about a thousandth with these steps. Small epsilons need fine ones.
-    found = math.inf
+    bound = math.inf
     for step, enough in ((3e-3, 2.0), (1e-3, 0.5), (2.5e-4, 0.0)):
-        found = min(found, float(_losses(releases, step).get_epsilon(delta)))
-        if found >= enough:
+        bound = min(bound, float(_losses(releases, step).get_epsilon(delta)))
+        if bound >= enough:
             break
-    return found
+    return bound
 
 
 def _losses(releases: Sequence[Release], step: float) -> Any:

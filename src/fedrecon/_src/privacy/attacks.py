@@ -115,11 +115,11 @@ def _by_client(side: Examples, feature: str) -> list[np.ndarray]:
 
 
 def _rows(sides: Sequence[Examples], features: tuple[str, ...], size: int) -> np.ndarray:
-    found = np.zeros((len(sides[0].count), size), bool)
+    result = np.zeros((len(sides[0].count), size), bool)
     for side, feature in itertools.product(sides, features):
         for i, ids in enumerate(_by_client(side, feature)):
-            found[i, ids.reshape(-1)] = True
-    return found
+            result[i, ids.reshape(-1)] = True
+    return result
 
 
 def _ratings(cohort: Cohort, features: tuple[str, ...], size: int, rating: str) -> np.ndarray | None:
@@ -127,11 +127,11 @@ def _ratings(cohort: Cohort, features: tuple[str, ...], size: int, rating: str) 
         return None
     if np.ndim(cohort.query.columns[features[0]]) != 2 or np.ndim(cohort.query.columns[rating]) != 2:
         return None
-    found = np.full((len(cohort.client), size), np.nan)
+    result = np.full((len(cohort.client), size), np.nan)
     sides = _by_client(cohort.query, features[0]), _by_client(cohort.query, rating)
     for i, (ids, values) in enumerate(zip(*sides, strict=True)):
-        found[i, ids] = values
-    return found
+        result[i, ids] = values
+    return result
 
 
 def _distinct(values: np.ndarray) -> np.ndarray:
@@ -162,10 +162,10 @@ def direction(victims: Victims, seen: np.ndarray) -> np.ndarray:
     return np.linalg.eigh(change.T @ change)[1][:, -1]
 
 
-def cosine(one: np.ndarray, other: np.ndarray) -> float:
+def cosine(first: np.ndarray, other: np.ndarray) -> float:
     """Return the cosine of the angle between two vectors, without its sign."""
-    scale = np.linalg.norm(one) * np.linalg.norm(other)
-    return float(abs(one @ other) / scale) if scale > 0 else 0.0
+    scale = np.linalg.norm(first) * np.linalg.norm(other)
+    return float(abs(first @ other) / scale) if scale > 0 else 0.0
 
 
 class RatingAttack:
@@ -198,8 +198,8 @@ class RatingAttack:
         """Return the ratings of rows, given a guess of the local vector with its length and sign."""
         unit = guess / max(np.linalg.norm(guess), 1e-30)
         order = np.sort(rows)
-        none, one = (self._simulate(order, guess, level) for level in (0.0, 1.0))
-        slopes = _distinct((one - none) @ unit)
+        none, first = (self._simulate(order, guess, level) for level in (0.0, 1.0))
+        slopes = _distinct((first - none) @ unit)
         if not len(slopes):
             return np.full(len(rows), np.nan)
         change = changed_rows(self._victims, seen)[rows] @ unit

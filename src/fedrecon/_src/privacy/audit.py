@@ -247,13 +247,13 @@ def audit_run(
     items, dim = 200, max(2, -(-2 * canaries // 200))
     drawn = Canaries(canaries, items * dim, seed)
     times = 2 if sabotage == "twice" else 1
-    there = REAL + int(drawn.inside.sum())
+    participants = REAL + int(drawn.inside.sum())
 
     def aggregator(norm: float, noise: float) -> Aggregator:
         if noise_by == "server":
             return private(norm, noise, per_round=PER_ROUND)
-        options: dict[str, Any] = {"per_round": PER_ROUND, "least": there, "simulated_noise": False}
-        return secure(norm, clients=times * there, noise_multiplier=noise, **options)
+        options: dict[str, Any] = {"per_round": PER_ROUND, "least": participants, "simulated_noise": False}
+        return secure(norm, clients=times * participants, noise_multiplier=noise, **options)
 
     algorithm = _recommender(items, dim, aggregator(norm, noise))
     released = _train(algorithm, clients, drawn, clip, rounds, seed, times)
@@ -331,13 +331,13 @@ def _audit_round_zero(noise: float, canaries: int, delta: float, seed: int, sabo
     round_zero = RoundZero(num_items=items, noise_multiplier=noise, clients=int(inside.sum()), scale=(1.0, 5.0))
     state, scores = round_zero.start(), np.zeros(canaries)
     while not state.done:
-        wanted = round_zero.noise_of(state)
-        used = wanted / 2 if sabotage == "half-noise" else wanted
+        noise_scale = round_zero.noise_of(state)
+        used = noise_scale / 2 if sabotage == "half-noise" else noise_scale
         total = round_zero.answer_each(state, item[took_part], rating[took_part], owner[took_part]).total()
         total = total * (2 if sabotage == "twice" else 1) + rng.normal(0.0, used, len(total))
         answers = round_zero.answer_each(state, item, rating, owner)  # what each would have answered
         unique = np.bincount(answers.index, minlength=len(total))[answers.index] == 1  # others would be in the way
-        values = np.where(unique, answers.value * total[answers.index], 0.0) / wanted**2
+        values = np.where(unique, answers.value * total[answers.index], 0.0) / noise_scale**2
         scores += np.bincount(answers.client, values, canaries)
         state = round_zero.advance(state, {ANSWER: total}, used)
     claimed = epsilon_of(round_zero.releases(), delta)

@@ -37,8 +37,8 @@ def coefficients(bands: int, rounds: int) -> tuple[float, ...]:
     if bands == 1:
         return (1.0,)
     toeplitz = require("jax_privacy.matrix_factorization.toeplitz")
-    found = np.asarray(toeplitz.optimize_banded_toeplitz(max(rounds, bands), bands), np.float64)
-    return tuple((found / np.linalg.norm(found)).tolist())
+    bands_weights = np.asarray(toeplitz.optimize_banded_toeplitz(max(rounds, bands), bands), np.float64)
+    return tuple((bands_weights / np.linalg.norm(bands_weights)).tolist())
 
 
 def nothing_yet(bands: int, like: Any) -> Any:

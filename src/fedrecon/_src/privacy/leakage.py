@@ -90,17 +90,17 @@ class Leakage:
     def summary(self) -> str:
         """Say in plain words what the server learns about somebody who sends a plain upload."""
         plain, guess = self.exposures[0], self.exposures[-1]
-        told = []
+        sentences = []
         if np.isfinite(plain.rows):
-            told.append(f"{plain.rows:.0%} of what they have rated or used (guessing finds {guess.rows:.0%})")
+            sentences.append(f"{plain.rows:.0%} of what they have rated or used (guessing finds {guess.rows:.0%})")
         if np.isfinite(plain.local):
-            told.append(f"their local parameters with a cosine of {plain.local:.3f}")
+            sentences.append(f"their local parameters with a cosine of {plain.local:.3f}")
         if np.isfinite(plain.ratings):
-            told.append(f"their ratings to {plain.ratings:.2g}")
-        told.append(f"which of {self.strangers + 1} known people they are in {plain.first:.0%} of cases")
+            sentences.append(f"their ratings to {plain.ratings:.2g}")
+        sentences.append(f"which of {self.strangers + 1} known people they are in {plain.first:.0%} of cases")
         last = self.exposures[-2]
         return (
-            f"From one plain upload a server learns about a person {'; '.join(told)}. About one in a {last.kind}: "
+            f"From one plain upload a server learns about a person {'; '.join(sentences)}. About one in a {last.kind}: "
             f"{_share(last.rows)} of rows, cosine {_number(last.local)}, and who they are in {_share(last.first)}. "
             "These are the attacks that we know; where they fail, that proves nothing."
         )
@@ -195,12 +195,12 @@ def leakage(
     largest = max(sizes, default=1)
     strangers = len(people) - largest
     expose = functools.partial(_expose, strangers=strangers, rng=rng, attack=attack)
-    found = [expose("plain upload", victims, 1)]
-    found += [expose(f"sum of {size}", victims, size) for size in sizes]
+    results = [expose("plain upload", victims, 1)]
+    results += [expose(f"sum of {size}", victims, size) for size in sizes]
     clipped = victims._replace(uploads=victims.uploads * np.minimum(1, norm / np.maximum(lengths, 1e-30))[:, None])
     noised = f"sum of {largest}, clipped, noised"
-    found.append(expose(noised, clipped, largest, noise=noise_multiplier * norm))
-    return Leakage((*found, _guess(victims, strangers)), len(people), strangers, norm, noise_multiplier)
+    results.append(expose(noised, clipped, largest, noise=noise_multiplier * norm))
+    return Leakage((*results, _guess(victims, strangers)), len(people), strangers, norm, noise_multiplier)
 
 
 def _expose(
@@ -218,13 +218,13 @@ def _expose(
     units = victims.uploads / np.maximum(np.linalg.norm(victims.uploads, axis=1), 1e-30)[:, None]
     scores: list[list[float]] = []
     for person in range(people):
-        others = rng.permutation(np.delete(np.arange(people), person))[: size - 1]
-        members = np.append(others, person)
+        other_people = rng.permutation(np.delete(np.arange(people), person))[: size - 1]
+        members = np.append(other_people, person)
         seen = victims.uploads[members].sum(0)
         if noise:
             seen = seen + (noise * rng.standard_normal(len(seen), np.float32))
-        others = rng.permutation(np.delete(np.arange(people), members))[:strangers]
-        scores.append(_attack_one(victims, person, others, seen, units, attack))
+        other_people = rng.permutation(np.delete(np.arange(people), members))[:strangers]
+        scores.append(_attack_one(victims, person, other_people, seen, units, attack))
     rows, local, ratings, rank, first = np.array(scores).T
     return Exposure(kind, _mean(rows), _mean(local), _mean(ratings), _mean(rank), _mean(first))
 
@@ -245,12 +245,12 @@ def _attack_one(
         guessed = most_changed(victims, seen, len(true))
         rows = float(np.isin(guessed, true).mean())
     if victims.vector is not None:
-        mine = victims.vector[person]
+        truth = victims.vector[person]
         guess = direction(victims, seen)
-        local = cosine(guess, mine)
+        local = cosine(guess, truth)
         if attack is not None and victims.ratings is not None:
             true = np.flatnonzero(np.isfinite(victims.ratings[person]))
-            scaled = guess * np.sign(guess @ mine) * np.linalg.norm(mine)
+            scaled = guess * np.sign(guess @ truth) * np.linalg.norm(truth)
             if len(true):
                 wrong = np.abs(attack.solve(seen, true, scaled) - victims.ratings[person, true])
                 ratings = float(np.nanmean(wrong)) if np.isfinite(wrong).any() else float("nan")
@@ -265,16 +265,20 @@ def _guess(victims: Victims, strangers: int) -> Exposure:
     rows, local, ratings = [], [], []
     vectors = victims.local if victims.vector is None else victims.vector
     for person in range(people):
-        others = np.delete(np.arange(people), person)
+        other_people = np.delete(np.arange(people), person)
         if victims.rows is not None and victims.rows[person].any():
-            popular = np.argsort(-victims.rows[others].sum(0), kind="stable")[: victims.rows[person].sum()]
+            popular = np.argsort(-victims.rows[other_people].sum(0), kind="stable")[: victims.rows[person].sum()]
             rows.append(victims.rows[person][popular].mean())
         if vectors.shape[1]:
-            local.append(cosine(vectors[others].mean(0), vectors[person]))
+            local.append(cosine(vectors[other_people].mean(0), vectors[person]))
         if victims.ratings is not None:
-            mean = np.nanmean(victims.ratings[others]) if np.isfinite(victims.ratings[others]).any() else np.nan
-            mine = victims.ratings[person][np.isfinite(victims.ratings[person])]
-            ratings += [np.abs(mine - mean).mean()] if len(mine) else []
+            mean = (
+                np.nanmean(victims.ratings[other_people])
+                if np.isfinite(victims.ratings[other_people]).any()
+                else np.nan
+            )
+            truth = victims.ratings[person][np.isfinite(victims.ratings[person])]
+            ratings += [np.abs(truth - mean).mean()] if len(truth) else []
     return Exposure("guessing", _mean(rows), _mean(local), _mean(ratings), strangers / 2 + 1, 1 / (strangers + 1))
 
 

@@ -74,7 +74,7 @@ class Ledger:
         Args:
           release: such as `Release(noise_multiplier, rate, rounds)`. Rounds of the same kind as the last are joined.
         """
-        after = replace(self, releases=_join_releases(self.releases, release.check()))
+        after = replace(self, releases=_append_release(self.releases, release.check()))
         if self.budget is not None and after.epsilon > self.budget:
             left = self.rounds_left(release)
             raise BudgetError(
@@ -95,7 +95,7 @@ class Ledger:
             return most
 
         def fits(rounds: int) -> bool:
-            more = _join_releases(self.releases, release._replace(rounds=rounds))
+            more = _append_release(self.releases, release._replace(rounds=rounds))
             return epsilon_of(more, self.delta) <= (self.budget or 0.0)
 
         low, high = 0, 1
@@ -117,7 +117,7 @@ class Ledger:
             raise ValueError(f"the ledgers have delta {self.delta:g} and {other.delta:g}; epsilons do not add up")
         releases = self.releases
         for release in other.releases:
-            releases = _join_releases(releases, release)
+            releases = _append_release(releases, release)
         words = dict.fromkeys([*self.randomness.split(", "), *other.randomness.split(", ")])
         return replace(self, releases=releases, randomness=", ".join(words))
 
@@ -167,7 +167,7 @@ class Ledger:
         return cls.from_dict(json.loads(text))
 
 
-def _join_releases(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]:
+def _append_release(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]:
     """Add a release; rounds of the same kind are counted together, so that the order of rounds stays readable.
 
     Not if clients are promised to be rounds apart: that holds within one run, not between the last round of one and the

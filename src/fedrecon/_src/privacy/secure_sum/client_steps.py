@@ -177,10 +177,10 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
       request: the server's answer.
     """
     _expect(state, "unmask")
-    asked = sum_messages.read_request(request, state.terms, state.me)
-    answered = dict(asked)
-    if len(answered) != len(asked):
-        twice = next(client for k, (client, _) in enumerate(asked) if client in dict(asked[:k]))
+    requested = sum_messages.read_request(request, state.terms, state.me)
+    answered = dict(requested)
+    if len(answered) != len(requested):
+        twice = next(client for k, (client, _) in enumerate(requested) if client in dict(requested[:k]))
         raise Refusal(f"the server asks for shares of client {twice} twice; both its secrets would reveal its input")
     if set(answered) != set(state.held):
         raise Refusal("the clients that the server asks about are not those that shared with this one")

@@ -165,7 +165,8 @@ def collect(state: ServerState, masked: Incoming) -> tuple[ServerState, Outgoing
     missing = {**state.missing, "mask": tuple(sorted(state.shared - answered))}
     after = replace(state, stage="total", answered=frozenset(answered), masked=total, missing=missing, refused=refused)
     requests = {
-        client: sum_messages.write_request(terms, client, _asked_of(after, client)) for client in sorted(answered)
+        client: sum_messages.write_request(terms, client, _shares_to_reveal(after, client))
+        for client in sorted(answered)
     }
     return after, requests
 
@@ -182,7 +183,7 @@ def total(state: ServerState, reveals: Incoming) -> Sum:
 
     def read(message: bytes, client: int) -> dict[int, bytes]:
         shares = sum_messages.read_reveal(message, terms, client)
-        if set(shares) != set(_asked_of(state, client)):
+        if set(shares) != set(_shares_to_reveal(state, client)):
             raise MessageError(f"client {client} reveals other shares than it was asked for")
         return shares
 
@@ -230,7 +231,7 @@ def _secret(state: ServerState, client: int, revealed: Mapping[int, dict[int, by
     return secret
 
 
-def _asked_of(state: ServerState, client: int) -> dict[int, bool]:
+def _shares_to_reveal(state: ServerState, client: int) -> dict[int, bool]:
     return {other: other in state.answered for other in state.circles[client] if other in state.shared}
 
 
@@ -243,8 +244,8 @@ def _check_left(state: ServerState, answered: Set[int], left: Set[int], stage: s
     needed = state.terms.threshold
     if len(left) < needed:
         raise TooFewClients(stage, len(left), needed)
-    wanted = [client for client in state.shared if _present(state, client, answered)]
-    worst = min(wanted, key=lambda client: _present(state, client, left))
+    affected = [client for client in state.shared if _present(state, client, answered)]
+    worst = min(affected, key=lambda client: _present(state, client, left))
     if _present(state, worst, left) < needed:
         raise TooFewClients(stage, _present(state, worst, left), needed, f" of the circle of client {worst}")
 

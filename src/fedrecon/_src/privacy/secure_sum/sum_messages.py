@@ -211,10 +211,10 @@ def write_request(terms: Terms, client: int, answered: Mapping[int, bool]) -> by
 
 def read_request(message: bytes, terms: Terms, client: int) -> list[tuple[int, bool]]:
     """Read which shares are asked for, as they are: the caller refuses a client that is named twice."""
-    asked = [_ASKED.unpack(record) for record in _Reader(message, "request", terms, client).records(_ASKED.size)]
-    if any(flag > 1 for _, flag in asked):
+    requested = [_ASKED.unpack(record) for record in _Reader(message, "request", terms, client).records(_ASKED.size)]
+    if any(flag > 1 for _, flag in requested):
         raise MessageError("a request message asks for a kind of share that does not exist")
-    return [(other, bool(flag)) for other, flag in asked]
+    return [(other, bool(flag)) for other, flag in requested]
 
 
 def write_reveal(terms: Terms, client: int, shares: Mapping[int, bytes]) -> bytes:
