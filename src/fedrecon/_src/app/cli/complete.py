@@ -58,25 +58,25 @@ def run(args: Complete) -> int:
     text = read_text(args.text)
     if not split_text(text):
         raise DataError(f"{args.text} has no words: give some text that the person wrote")
-    found = completer.complete(text, args.prompt, args.top)
+    answer = completer.complete(text, args.prompt, args.top)
     if args.json:
-        prompts = [_as_json(one) for one in found.prompts]
-        print(json.dumps({"sentences": found.sentences, "own_words": found.personal_words, "prompts": prompts}))
+        prompts = [_as_json(prompt) for prompt in answer.prompts]
+        print(json.dumps({"sentences": answer.sentences, "own_words": answer.personal_words, "prompts": prompts}))
         return 0
-    for one in found.prompts:
-        if len(one.words) < len(split_text(one.prompt)[-1]):
-            show.remark(f"only the last {len(one.words)} words of the prompt {one.prompt!r} are used")
-        _show(one)
+    for completion in answer.prompts:
+        if len(completion.words) < len(split_text(completion.prompt)[-1]):
+            show.remark(f"only the last {len(completion.words)} words of the prompt {completion.prompt!r} are used")
+        _show(completion)
     print(
-        f"reconstructed from {found.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
-        f"({found.personal_words} in the text)"
+        f"reconstructed from {answer.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
+        f"({answer.personal_words} in the text)"
     )
     return 0
 
 
 def _as_json(completion: Completion) -> dict[str, Any]:
     def listed(suggestions: Sequence[Any]) -> list[dict[str, Any]]:
-        return [{**one._asdict(), "probability": round(one.probability, 6)} for one in suggestions]
+        return [{**suggestion._asdict(), "probability": round(suggestion.probability, 6)} for suggestion in suggestions]
 
     return {
         "prompt": completion.prompt,
@@ -90,8 +90,11 @@ def _show(completion: Completion) -> None:
     def cells(suggestions: Sequence[Any], k: int) -> tuple[str, str]:
         if k >= len(suggestions):
             return "", ""
-        one = suggestions[k]
-        return f"{one.word} {OWN}" if one.personal else one.word, f"{100 * one.probability:.1f} %"
+        suggestion = suggestions[k]
+        return (
+            f"{suggestion.word} {OWN}" if suggestion.personal else suggestion.word,
+            f"{100 * suggestion.probability:.1f} %",
+        )
 
     rows = [
         (*cells(completion.reconstructed, k), *cells(completion.initial, k))

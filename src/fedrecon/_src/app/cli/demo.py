@@ -58,7 +58,7 @@ def run(args: Demo) -> int:
     with folder.lock():
         if folder.has_run() and not _is_demo(folder.description()):
             raise StorageError(f"{args.out} holds a run that is not a demo; give another folder with --out")
-    found = run_experiment(
+    outcome = run_experiment(
         config,
         folder,
         overwrite=True,
@@ -68,17 +68,17 @@ def run(args: Demo) -> int:
         say=show.remark,
     )
     curve = folder.plots_path / "learning_curve.png"
-    learning_curve(found.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
-    if found.run.interrupted:
-        show.remark(f"stopped after {found.run.rounds} rounds; what was learned is saved in {args.out}")
+    learning_curve(outcome.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
+    if outcome.run.interrupted:
+        show.remark(f"stopped after {outcome.run.rounds} rounds; what was learned is saved in {args.out}")
         return 130
-    if found.failed is not None:
-        show.alarm(f"training failed: {found.failed}")
+    if outcome.failed is not None:
+        show.alarm(f"training failed: {outcome.failed}")
         return FAILED
-    if found.test is None:
+    if outcome.test is None:
         raise ValueError(f"{args.data} leaves no users to test on")
-    _compare(found, found.test)
-    _recommend(found)
+    _compare(outcome, outcome.test)
+    _recommend(outcome)
     print(f"learning curve: {curve}")
     out = shlex.quote(str(args.out))
     show.following(
@@ -93,19 +93,19 @@ def _is_demo(facts: Mapping[str, Any]) -> bool:
     return facts.get("made_by") == "demo"
 
 
-def _compare(found: Outcome, test: Evaluation) -> None:
+def _compare(outcome: Outcome, test: Evaluation) -> None:
     """Put the model beside the baselines, and beside itself without reconstruction."""
     from fedrecon._src.recommend.evaluation_table import compare_with_baselines, without_reconstruction
     from fedrecon._src.recommend.recipe import build_split
     from fedrecon._src.recommend.tasks import RATINGS
     from fedrecon._src.simulation.evaluation import Evaluator
 
-    config, users = found.model.config, found.users
+    config, users = outcome.model.config, outcome.users
     split = build_split(config.split.evaluate, config.split)
-    fixed = without_reconstruction(config, len(found.model.legend))
-    initial = Evaluator(fixed, users.test, split=split, seed=config.seed)(found.run.params)
+    fixed = without_reconstruction(config, len(outcome.model.legend))
+    initial = Evaluator(fixed, users.test, split=split, seed=config.seed)(outcome.run.params)
     rows: dict[str, Mapping[str, float]] = {"FedRecon, reconstructed from half of a user's ratings": test.micro}
-    rows |= {f"baseline: {name}": row for name, row in found.baselines.items()}
+    rows |= {f"baseline: {name}": row for name, row in outcome.baselines.items()}
     rows |= {"the same model without reconstruction": initial.micro}
     show.table(
         f"{len(users.test)} people who took no part in training, measured on the other half of their ratings",
@@ -113,16 +113,16 @@ def _compare(found: Outcome, test: Evaluation) -> None:
         [(name, *(measure.text(row) for measure in RATINGS.measures)) for name, row in rows.items()],
     )
     print("accuracy: predictions within half a star of the rating")
-    print(f"{compare_with_baselines(test, found.baselines, config) or ''}")
+    print(f"{compare_with_baselines(test, outcome.baselines, config) or ''}")
 
 
-def _recommend(found: Outcome) -> None:
+def _recommend(outcome: Outcome) -> None:
     """Recommend to a test user with a usual number of ratings."""
     import numpy as np
 
     from fedrecon._src.recommend.recommender import Recommender
 
-    test, items = found.users.test, found.model.legend
+    test, items = outcome.users.test, outcome.model.legend
     usual = int(np.argsort(test.sizes, kind="stable")[len(test) // 2])
     person = test.take([usual])
     theirs = person[0]
@@ -133,7 +133,7 @@ def _recommend(found: Outcome) -> None:
         ("title", "own rating"),
         [(items.title(theirs["item"][k]), f"{theirs['rating'][k]:g}") for k in best],
     )
-    advice = Recommender(found.model).recommend_numbers(person)[0]
+    advice = Recommender(outcome.model).recommend_numbers(person)[0]
     best_items = [
         {"title": items.title(k), "rating": float(score)} for k, score in zip(advice.items, advice.scores, strict=True)
     ]

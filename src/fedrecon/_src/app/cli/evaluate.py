@@ -68,8 +68,8 @@ def run(args: Evaluate) -> int:
     task = model.task
     files = {"ratings": args.ratings, "clicks": args.clicks, "text": args.text}
     file = files.pop(task.name)
-    for other, given in files.items():
-        if given is not None:
+    for other, path in files.items():
+        if path is not None:
             raise options.UsageError(
                 f"{args.run} was trained on {task.name}: give other {task.people} with --{task.name}, not --{other}"
             )
@@ -78,9 +78,9 @@ def run(args: Evaluate) -> int:
         title, part = f"{args.split} {task.people} of {args.run}", args.split
     else:
         settings, reading = with_columns(model.config, args.run, args.data)
-        others = task.read(settings, model.legend, file, reading, bars)
-        show.left_out(others.skipped)
-        config, users = model.config, Users(others.clients, others.clients, others.clients)
+        file_data = task.read(settings, model.legend, file, reading, bars)
+        show.left_out(file_data.skipped)
+        config, users = model.config, Users(file_data.clients, file_data.clients, file_data.clients)
         title, part = f"{task.people} of {file}", "test"
     users = Users(*(task.view(model.config, part) for part in users))
     algorithm = model.algorithm
@@ -90,9 +90,9 @@ def run(args: Evaluate) -> int:
             f"the run in {args.run} has no {part} {task.people}. {say_how_to_test_more(config)} "
             f"To evaluate on others, give their data with --{task.name} FILE."
         )
-    found = evaluator(model.params, progress=bars)
-    found = add_coverage(config, algorithm, model.params, getattr(users, part), found)
-    failed = evaluation_failed(found, task.people)
+    evaluation = evaluator(model.params, progress=bars)
+    evaluation = add_coverage(config, algorithm, model.params, getattr(users, part), evaluation)
+    failed = evaluation_failed(evaluation, task.people)
     exact = file is None and not config.privacy.on  # baselines of training users are exact sums of theirs
     table = (
         measure_baselines(config, users, part, model.legend)
@@ -101,9 +101,9 @@ def run(args: Evaluate) -> int:
     )
     if args.json:
         why = failed or model.failed
-        print(json.dumps(without_nan({**summarize(found, table), **({"failed": why} if why else {})})))
+        print(json.dumps(without_nan({**summarize(evaluation, table), **({"failed": why} if why else {})})))
     else:
-        show.evaluation(title, found, task, table, config, "" if file else say_how_to_test_more(config))
+        show.evaluation(title, evaluation, task, table, config, "" if file else say_how_to_test_more(config))
     if model.failed is not None:
         show.alarm(f"the training of {args.run} failed: {model.failed}")
     return 0 if failed is None and model.failed is None else FAILED

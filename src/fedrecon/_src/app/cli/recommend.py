@@ -90,13 +90,13 @@ def run(args: Recommend) -> int:
     assert ratings.names is not None  # a ratings file names its users
     seen = model.task.view(model.config, ratings)  # the logarithms of counts, where the model has learned those
     advice = Recommender(model).recommend_numbers(seen, args.top, args.least_ratings)
-    for name, size, found in zip(ratings.names, ratings.sizes, advice, strict=True):
+    for name, size, recommended in zip(ratings.names, ratings.sizes, advice, strict=True):
         items = [
             {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}
-            for k, score in zip(found.items, found.scores, strict=True)
+            for k, score in zip(recommended.items, recommended.scores, strict=True)
         ]
         everyone.append({"user": name.item(), "rated": int(size), "recommendations": items})
-    if none := sum(not one["recommendations"] for one in everyone):
+    if none := sum(not entry["recommendations"] for entry in everyone):
         least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
         show.remark(
             f"no recommendations for {none} of {how_many(len(everyone), 'users')}: no other item was rated by {least} "
@@ -105,8 +105,8 @@ def run(args: Recommend) -> int:
     if args.json:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
         return 0
-    for one in everyone:
-        if one["recommendations"]:
-            title = f"for user {one['user']}, from {how_many(one['rated'], model.task.examples)}"
-            show.recommendations(title, one["recommendations"])
+    for entry in everyone:
+        if entry["recommendations"]:
+            title = f"for user {entry['user']}, from {how_many(entry['rated'], model.task.examples)}"
+            show.recommendations(title, entry["recommendations"])
     return 0

@@ -114,13 +114,13 @@ def _whom(found: Evaluation, task: Task[Any, Any, Any]) -> str:
     """Say how many were measured, on how much, and who was not."""
     measured = found.clients - found.diverged
     people = how_many(found.clients, task.people)
-    told = ["none diverged"]
+    notes = ["none diverged"]
     if found.diverged:
         people = f"{measured} of {people}"
-        told = [f"{how_many(found.diverged, 'others')} diverged and {'is' if found.diverged == 1 else 'are'} excluded"]
+        notes = [f"{how_many(found.diverged, 'others')} diverged and {'is' if found.diverged == 1 else 'are'} excluded"]
     if small := len(found.per_client.get("loss", ())) - found.clients:
-        told.append(f"{small} {'has' if small == 1 else 'have'} too few {task.examples} to be measured")
-    return f"{people}, {how_many(found.examples, f'query {task.examples}')}, {'; '.join(told)}"
+        notes.append(f"{small} {'has' if small == 1 else 'have'} too few {task.examples} to be measured")
+    return f"{people}, {how_many(found.examples, f'query {task.examples}')}, {'; '.join(notes)}"
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure], first_evaluation: int = 0) -> None:
@@ -146,7 +146,7 @@ def progress_of(record: dict[str, Any], measures: Sequence[Measure], first_evalu
 
 def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
     """Print recommended items and the ratings or scores predicted for them."""
-    rows = [(f"{place}. {item['title']}", f"{item['rating']:.2f}") for place, item in enumerate(items, 1)]
+    rows = [(f"{rank}. {item['title']}", f"{item['rating']:.2f}") for rank, item in enumerate(items, 1)]
     table(title, ("title", "predicted"), rows)
 
 
