@@ -256,7 +256,13 @@ class Both(Waiting):
 
     def __init__(self, grid):
         super().__init__()
-        self.nodes, self.send, self.poll, self.cancel = grid.nodes, grid.send, grid.poll, grid.cancel
+        self.nodes, self.name, self.send, self.poll, self.cancel = (
+            grid.nodes,
+            grid.name,
+            grid.send,
+            grid.poll,
+            grid.cancel,
+        )
 
 
 def serving(words, grid, monkeypatch, capsys):

@@ -49,7 +49,7 @@ class Noting:
 
     def __init__(self, grid):
         self._grid, self._asked, self.seen = grid, {}, []
-        self.cancel, self.sleep, self.monotonic = grid.cancel, grid.sleep, grid.monotonic
+        self.cancel, self.sleep, self.monotonic, self.name = grid.cancel, grid.sleep, grid.monotonic, grid.name
 
     def nodes(self):
         return self._grid.nodes()

@@ -161,6 +161,7 @@ def test_nodes_are_connected_while_they_wait_work_or_were_heard_a_moment_ago(mon
     monkeypatch.setattr(tasks.time, "monotonic", lambda: now[0])
     north, south = (board.number_of(public_bytes(key)) for key in (NORTH, SOUTH))
     assert board.nodes() == [north, south]
+    assert board.name(south) == public_bytes(SOUTH).hex()
     board.begin_poll(north)
     now[0] += 20
     assert board.nodes() == [north]

@@ -12,12 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from deployed import ITEMS, Processes, config_of, files_of, free_port, plan_of, simulated
 from fedrecon._src.deploy import certificates, http_client, http_server
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
 from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
+from fedrecon._src.deploy.messages import Envelope
 from fedrecon._src.deploy.node_keys import read_private_key, read_registry
+from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon.deploy import Plan
 
@@ -249,6 +252,35 @@ def test_a_node_waits_for_a_server_that_is_not_there_yet_and_comes_back_to_it(ke
         thread.join(30)
     assert not thread.is_alive()
     assert [text.split()[1] for text in said] == ["cannot", "to"]  # a server that stops says when to come back
+
+
+@pytest.mark.slow
+def test_nobody_of_a_hundred_nodes_is_lost_and_nothing_is_kept():
+    """Nodes in threads, over loopback: every round gets all reports, and messages are dropped after it."""
+    stop, count, rounds = threading.Event(), 100, 20
+    with serving(connections=2 * count) as (port, board, api):
+
+        def node():
+            connection = Connection(f"http://127.0.0.1:{port}", Ed25519PrivateKey.generate(), None)
+            with contextlib.closing(connection):
+                run_node(connection, lambda data: data[-20_000:], max_bytes=lambda: 2**20, stop=stop.is_set)
+
+        threads = [threading.Thread(target=node, daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 60
+        while len(board.nodes()) < count and time.monotonic() < end:
+            time.sleep(0.1)
+        channel = Channel(board, board)
+        for number in range(rounds):
+            request = Envelope("train", "plan", "run", number, {}, os.urandom(20_000))
+            replies = channel.collect(
+                dict.fromkeys(board.nodes(), request), lambda asked, data: data == asked.body, count, 60.0
+            )
+            assert (list(replies.good.values()), replies.failed, replies.late) == ([True] * count, {}, [])
+            assert not board._messages
+        stop.set()
+        assert not api.problems
 
 
 def speak(port, *parts, seconds=20):

@@ -20,6 +20,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,8 +305,9 @@ def serve_tasks(
     Raises:
       OSError: the address cannot be used.
     """
-    board = TaskBoard()
-    api = Api(plan, board, Verifier(keys), limits)
+    verifier = Verifier(keys)
+    board = TaskBoard(verifier.name)
+    api = Api(plan, board, verifier, limits)
     config = uvicorn.Config(
         api.app,
         http=bounded_protocol(limits),
@@ -328,6 +330,10 @@ def serve_tasks(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="fedrecon-http", daemon=True)
         thread.start()
         try:
+            while not server.started:
+                if not thread.is_alive():
+                    raise OSError(f"the server at {address[0]}:{address[1]} could not be started")
+                time.sleep(0.01)
             yield board, api
         finally:
             server.should_exit = True

@@ -103,7 +103,7 @@ class NodeRegistry:
                 self._refusals.pop(node, None)
             except Failure as failure:
                 if self._refusals.get(node) != failure.reason:
-                    self.say(f"node {node} does not join: {failure.reason.replace('_', ' ')}")
+                    self.say(f"{grid.name(node)} does not join: {failure.reason.replace('_', ' ')}")
                 self._refusals[node] = failure.reason
         return sorted(self.joined)
 

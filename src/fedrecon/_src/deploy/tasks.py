@@ -48,8 +48,9 @@ class TaskBoard:
     of another node and an expired one are told apart without a list of all tickets ever given.
     """
 
-    def __init__(self) -> None:
-        """Begin without nodes."""
+    def __init__(self, name_of_key: Callable[[bytes], str] = bytes.hex) -> None:
+        """Begin without nodes; `name_of_key` names them."""
+        self._name_of_key = name_of_key
         self._changed = threading.Condition()
         self._secret = secrets.token_bytes(32)
         self._entries: dict[str, _Entry] = {}  # by name, in the order of sending
@@ -76,6 +77,10 @@ class TaskBoard:
             }
             recent = {node for node, seen in self._last_seen.items() if now - seen < PRESENCE_SECONDS}
             return sorted(busy | recent | {node for node, count in self._polls.items() if count})
+
+    def name(self, node: int) -> str:
+        """Return the name that a node is registered with."""
+        return self._name_of_key(self._keys[node])
 
     def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> str:
         """Give a node a task of a round, and return its name."""

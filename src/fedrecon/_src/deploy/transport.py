@@ -41,6 +41,9 @@ class Grid(Protocol):
     def nodes(self) -> list[int]:
         """List the nodes that are connected now."""
 
+    def name(self, node: int) -> str:
+        """Return what to call a node in messages to people."""
+
     def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> Any:
         """Send a message of a round that expires after this many seconds; return a ticket for the reply."""
 
@@ -92,6 +95,10 @@ class InProcess:
     def nodes(self) -> list[int]:
         """List the nodes."""
         return sorted(self.handlers)
+
+    def name(self, node: int) -> str:
+        """Return its number."""
+        return f"node {node}"
 
     def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> int:
         """Keep a message until the reply is asked for."""
