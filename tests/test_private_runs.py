@@ -145,10 +145,10 @@ def test_secure_sums_in_a_run(privacy, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"privacy": {"epsilon": 1.0}}, "privacy.clip_norm is missing"),
-        ({"privacy": {"clip_norm": 1.0}}, "neither epsilon"),
+        ({"privacy": {"epsilon": 1.0}}, "privacy.clip_norm"),
+        ({"privacy": {"clip_norm": 1.0}}, "privacy.epsilon"),
         ({"privacy": {"epsilon": 1.0, "clip_norm": 1.0, "delta": 1.0}}, "delta"),
-        ({"privacy": {"epsilon": 1.0, "clip_norm": 1.0}, "aggregate": {"clip_norm": 1.0}}, "leave out"),
+        ({"privacy": {"epsilon": 1.0, "clip_norm": 1.0}, "aggregate": {"clip_norm": 1.0}}, "aggregate.clip_norm"),
         ({"aggregate": {"secure": True}}, "aggregate.clip_norm"),
         ({"aggregate": {"clip_quantile": 0.5, "clip_norm": 1.0}}, "clip_quantile"),
     ],
@@ -288,8 +288,8 @@ def test_correlated_noise_in_a_run_counts_turns(tmp_path):
         ({"privacy": {"epsilon": 1.0, "round_zero": 1.0}}, "round_zero"),
         ({"privacy": {"epsilon": 1.0, "rating_range": [5.0, 1.0]}}, "lowest and the highest"),
         ({"privacy": {"epsilon": 1.0, "correlated": 0}}, "correlated"),
-        ({"privacy": {"epsilon": 1.0, "correlated": 2}, "sampling": {"poisson": True}}, "nor with sampling.poisson"),
-        ({"privacy": {"epsilon": 1.0, "correlated": 2, "clip_quantile": 0.5}}, "one clipping norm"),
+        ({"privacy": {"epsilon": 1.0, "correlated": 2}, "sampling": {"poisson": True}}, "sampling.poisson"),
+        ({"privacy": {"epsilon": 1.0, "correlated": 2, "clip_quantile": 0.5}}, "privacy.clip_quantile"),
     ],
 )
 def test_settings_of_a_private_recipe_that_make_no_sense_are_refused(changes, says):
