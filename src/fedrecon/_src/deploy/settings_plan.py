@@ -38,7 +38,7 @@ from fedrecon._src.recommend.rating_model import apply_estimate, build_model, ro
 from fedrecon._src.recommend.recipe import build_algorithm, make_evaluator
 from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.saved_models import save_model
-from fedrecon._src.recommend.task import Read
+from fedrecon._src.recommend.task import Read, split_users
 from fedrecon._src.recommend.tasks import Task, Users, task_of
 from fedrecon._src.recommend.tasks.clicks import read_clicks
 from fedrecon._src.recommend.tasks.ratings import read_ratings
@@ -158,17 +158,8 @@ class SettingsPlan(Plan):
         Raises:
           DataError: the file cannot be read, or nothing in it can take part.
         """
-        config: Any = self.config
-        data, task = config.data, config.task
         clients, skipped = self._read_clients(Path(path), reading or Reading(), max(least, self.min_examples), progress)
-        if task != "text" and data.shuffle_seed is not None:
-            clients = clients.shuffle(data.shuffle_seed)
-        if task == "ratings":
-            clients = clients.cap(data.max_examples)
-        users = Users(*clients.split_clients(*data.fractions, seed=data.split_seed))
-        if task == "clicks":  # users that are measured keep all
-            users = users._replace(train=users.train.cap(data.max_examples))
-        return NodeData(users, skipped)
+        return NodeData(split_users(clients, self.config.data), skipped)
 
     def _read_clients(self, path: Path, reading: Reading, least: int, progress: Progress) -> Read:
         """Read the users of a file that have enough examples, in the order of the file."""

@@ -12,6 +12,7 @@ from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend.config import Config, Reading
+from fedrecon._src.recommend.settings import ClickData, Data, Source
 from fedrecon._src.simulation.training import Score, loss_of
 
 
@@ -47,6 +48,20 @@ class Users(NamedTuple):
     train: Clients
     valid: Clients
     test: Clients
+
+
+def split_users(clients: Clients, data: Source) -> Users:
+    """Split clients by their names into those that train, validate and test, in simulations and on nodes alike.
+
+    Examples are shuffled and capped first; of clicks, only those of training users are capped.
+    """
+    if isinstance(data, Data) and data.shuffle_seed is not None:
+        clients = clients.shuffle(data.shuffle_seed)
+    limit = data.max_examples if isinstance(data, Data) else None
+    if limit is not None and not isinstance(data, ClickData):
+        clients = clients.cap(limit)
+    users = Users(*clients.split_clients(*data.fractions, seed=data.split_seed))
+    return users._replace(train=users.train.cap(limit)) if limit is not None and isinstance(data, ClickData) else users
 
 
 class Ready(NamedTuple):

@@ -71,14 +71,6 @@ def _load(config: ClicksConfig) -> Ratings:
     return load_ratings(config.data, at_least=config.data.at_least)
 
 
-def _divide(config: ClicksConfig, clicks: Ratings) -> Users:
-    """Divide the users; of those who train, at most `max_examples` items count. Whoever is measured keeps all."""
-    users = divide_users(clicks, dataclasses.replace(config.data, max_examples=None))
-    return (
-        users if config.data.max_examples is None else users._replace(train=users.train.cap(config.data.max_examples))
-    )
-
-
 def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) -> Ready:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
     users = Users(*(with_weights(config, part) for part in users))
@@ -144,8 +136,8 @@ CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
     curve=(NDCG, RECALL),
     untrained=ClicksConfig(data=ClickData(source="")),
     load=lambda config, progress: _load(config),
-    legend=lambda config, clicks: name_items(clicks, _divide(config, clicks).train),
-    divide=lambda config, clicks, progress: _divide(config, clicks),
+    legend=lambda config, clicks: name_items(clicks, divide_users(clicks, config.data).train),
+    divide=lambda config, clicks, progress: divide_users(clicks, config.data),
     facts=lambda config, clicks: {"clicks": clicks.num_examples, "items": clicks.num_items},
     build_model=lambda config, items: build_ranking(config, len(items)),
     prepare=_prepare,

@@ -25,7 +25,7 @@ from fedrecon._src.recommend.rating_model import (
     prepare_ratings,
     transformed,
 )
-from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Task, Users
+from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Task, Users, split_users
 
 
 def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:
@@ -103,12 +103,8 @@ def _load_file(settings: Data, at_least: float | None) -> Ratings:
 
 
 def divide_users(ratings: Ratings, settings: Data) -> Users:
-    """Shuffle and cap each user's ratings, and divide the users."""
-    if settings.shuffle_seed is not None:
-        ratings = ratings.shuffle(settings.shuffle_seed)
-    if settings.max_examples is not None:
-        ratings = ratings.cap(settings.max_examples)
-    users = Users(*ratings.split_clients(*settings.fractions, seed=settings.split_seed))
+    """Split the users; at least one must train."""
+    users = split_users(ratings, settings)
     if not len(users.train):
         raise DataError(f"{settings.source} has {len(ratings)} users: too few to train on.")
     return users
