@@ -283,6 +283,31 @@ def test_nobody_of_a_hundred_nodes_is_lost_and_nothing_is_kept():
         assert not api.problems
 
 
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10737418240\r\n\r\n" + bytes(2**20), "more than the 65536 bytes"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "does not answer like a coordinator"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "is not a fedrecon coordinator"),
+    ],
+)
+def test_a_node_reads_no_more_than_it_expects_and_leaves_a_server_of_another_kind(answer, sentence, keys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            there, _ = listener.accept()
+            with there, contextlib.suppress(OSError):
+                there.recv(65536)
+                there.sendall(answer)
+                there.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(JoinError, match=sentence):
+            answer_once(connect(listener.getsockname()[1], keys, insecure=True))
+        thread.join(10)
+
+
 def speak(port, *parts, seconds=20):
     """Send bytes to a port, and return what comes back until the other side closes or time is up."""
     received = b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import random
 import socket
 import ssl
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 WAIT = 20  # seconds of a long poll
 FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0  # between two tries to reach the server
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
-NOTHING = hashlib.sha256(b"").hexdigest()
+MAX_ANSWER = 2**16  # bytes of a response that is not a broadcast
+MAX_RETRY_AFTER = 600.0  # seconds
+PLAIN = {"Accept-Encoding": "identity"}  # nothing that grows when it is read
 REFUSALS = {  # problems that will not go away by trying again
     "unknown-key": "{server} does not know this node's key; give the coordinator the public half of it (*.pub)",
     "bad-signature": "{server} does not accept this node's signature; is there a proxy that rewrites requests?",
@@ -84,7 +87,9 @@ class Connection:
                 verify = ssl.create_default_context(cafile=self.authority)
             except ssl.SSLError:
                 raise JoinError(f"{self.authority} is not a certificate; it should be the server's ca.crt") from None
-        self._client = httpx.Client(base_url=self.server, verify=verify, timeout=TIMEOUT, trust_env=False)
+        self._client = httpx.Client(
+            base_url=self.server, verify=verify, timeout=TIMEOUT, trust_env=False, headers=PLAIN
+        )
 
     def close(self) -> None:
         """Close the connection."""
@@ -92,31 +97,25 @@ class Connection:
 
     def check_in(self) -> dict[str, Any] | float:
         """Wait for a task; return it, or after how many seconds to ask again."""
-        response = self._request("GET", f"/v1/check-in?wait={WAIT}")
+        response, body = self._request("GET", f"/v1/check-in?wait={WAIT}")
         if response.status_code == 204:
-            return float(response.headers.get("retry-after", "1"))
-        task = response.json()
+            pause = response.headers.get("retry-after", "")
+            return min(float(pause), MAX_RETRY_AFTER) if pause.isdecimal() else 1.0
         kinds = {"round": int, "broadcast": str, "size": int, "ticket": str, "seconds": float}
-        if not isinstance(task, dict) or any(type(task.get(name)) is not kind for name, kind in kinds.items()):
-            raise JoinError(f"{self.server} does not answer like a coordinator of this version of fedrecon")
-        return task
+        try:
+            task = json.loads(body)
+            if all(type(task[name]) is kind for name, kind in kinds.items()):
+                return task
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise JoinError(f"{self.server} does not answer like a coordinator of this version of fedrecon")
 
     def fetch(self, task: dict[str, Any], max_bytes: int) -> bytes:
         """Return a task's message, which is not larger than expected and has the digest that names it."""
-        path = f"/v1/broadcasts/{task['broadcast']}"
-        data = bytearray()
-        headers = sign_request(self.key, "GET", path, NOTHING, self.clock)
-        with self._client.stream("GET", path, headers=headers) as response:
-            if response.status_code != 200:
-                response.read()
-                self._raise(response)
-            for chunk in response.iter_bytes():
-                data += chunk
-                if len(data) > max_bytes:
-                    raise JoinError(f"{self.server} sent a message of over {max_bytes} bytes, more than the plan needs")
+        _, data = self._request("GET", f"/v1/broadcasts/{task['broadcast']}", max_bytes=max_bytes)
         if hashlib.sha256(data).hexdigest() != task["broadcast"]:
             raise httpx.RemoteProtocolError("the broadcast does not have the digest that names it")
-        return bytes(data)
+        return data
 
     def report(self, task: dict[str, Any], data: bytes) -> None:
         """Send the answer to a task; again if that fails, until the task's deadline."""
@@ -131,19 +130,27 @@ class Connection:
                     raise
                 time.sleep(next(pauses))
 
-    def _request(self, method: str, path: str, data: bytes = b"") -> httpx.Response:
+    def _request(
+        self, method: str, path: str, data: bytes = b"", max_bytes: int = MAX_ANSWER
+    ) -> tuple[httpx.Response, bytes]:
+        """Send a signed request; return the response and its body, of which no more is read than expected."""
         headers = sign_request(self.key, method, path, hashlib.sha256(data).hexdigest(), self.clock)
-        response = self._client.request(method, path, content=data or None, headers=headers)
+        body = bytearray()
+        with self._client.stream(method, path, content=data or None, headers=headers) as response:
+            for chunk in response.iter_raw():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise JoinError(f"{self.server} sent more than the {max_bytes} bytes that were expected")
         if response.status_code >= 300:
-            self._raise(response)
-        return response
+            self._raise(response, bytes(body))
+        return response, bytes(body)
 
-    def _raise(self, response: httpx.Response) -> None:
+    def _raise(self, response: httpx.Response, body: bytes) -> None:
         try:
-            problem = response.json()
+            problem = json.loads(body)
             kind, detail = str(problem["type"]).removeprefix("urn:fedrecon:"), str(problem["detail"])[:300]
-        except (ValueError, KeyError, TypeError):
-            kind, detail = "", response.text[:300]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            kind, detail = "", body[:300].decode(errors="replace")
         if response.status_code in (404, 410):
             raise _TaskOver(detail)
         if kind in REFUSALS:
