@@ -58,7 +58,7 @@ def test_the_paper_is_a_preset_and_no_longer_the_default():
     settings = parse(["x.csv", "--out", "y", "--preset", "paper"]).settings
     assert settings == RatingsConfig(data=Data(source="x.csv"), model=Factorization(least_ratings=5))
     assert parse(["x.csv", "--out", "y"]).settings.model.round_zero
-    assert parse(["x.csv", "--out", "y", "--preset", "quick"]).settings.rounds == PRESETS["quick"].rounds
+    assert parse(["x.csv", "--out", "y", "--preset", "quick"]).settings.rounds == PRESETS["ratings"]["quick"].rounds
 
 
 def test_text_has_its_own_defaults_and_no_presets():
@@ -82,7 +82,7 @@ def test_a_config_file_builds_on_the_defaults_and_a_run_on_nothing(tmp_path):
 
 
 def test_settings_of_round_zero_survive_json():
-    for preset in PRESETS.values():
+    for preset in PRESETS["ratings"].values():
         assert config_from_json(json.loads(json.dumps(to_json(preset))), "file") == preset
 
 
@@ -222,7 +222,7 @@ def test_the_default_settings_are_advised_to_whoever_has_others():
     assert "--preset default" not in compare_with_baselines(found, TABLE, DEFAULT)
     file = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source="x", fractions=(0.6, 0.2, 0.2)))
     assert "--preset default" not in compare_with_baselines(found, TABLE, dataclasses.replace(file, seed=3))
-    assert "Try --preset default, more --rounds" in compare_with_baselines(found, TABLE, PRESETS["paper"])
+    assert "Try --preset default, more --rounds" in compare_with_baselines(found, TABLE, PRESETS["ratings"]["paper"])
     assert "Try --preset default, more --rounds" in compare_with_baselines(
         found, TABLE, dataclasses.replace(file, rounds=20)
     )
