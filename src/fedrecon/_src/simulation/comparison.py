@@ -116,7 +116,7 @@ def compare(
       >>> train, test = ratings.take([0]), ratings.take([1])
       >>> results = fr.compare({"reconstruction": algorithm}, train, test, rounds=1)
       >>> results.rows["reconstruction"].sent
-      24
+      16.0
     """
     if not algorithms:
         raise ValueError("`algorithms` is empty; give at least one, by name")
