@@ -378,6 +378,8 @@ def _from_bytes(data: bytes, algorithm: Algorithm | None) -> Plan:
 
 
 def _read(values: Any, algorithm: Algorithm | None) -> Plan:
+    from fedrecon._src.deploy import algorithm_plan, settings_plan  # noqa: F401  # which add themselves to `KINDS`
+
     if not isinstance(values, Mapping) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
         raise PlanError(f"this is not a plan of format {FORMAT} {VERSION}: server and nodes need the same format")
     for name, kind in OPTIONS.items():

@@ -96,8 +96,8 @@ def run(args: Serve) -> int:
     from fedrecon._src.deploy.coordinator import serve
     from fedrecon._src.deploy.http_server import Limits, parse_address, serve_tasks
     from fedrecon._src.deploy.messages import largest_message
+    from fedrecon._src.deploy.plan import Plan
     from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
-    from fedrecon._src.deploy.settings_plan import Plan  # knows plans of settings
     from fedrecon._src.storage.run_folder import RunFolder
 
     plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None).algorithm)
