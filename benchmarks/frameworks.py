@@ -66,7 +66,7 @@ def main():
 
     start_jax_devices()
     ratings = setup(arguments.data)
-    from fedrecon import decide_lookups
+    from fedrecon.kit import decide_lookups
 
     runners = {"ours": Rounds(ratings, algorithm(ratings.num_items)).call}
     for name, make in {"Keras": in_keras, "Flax": in_flax}.items():

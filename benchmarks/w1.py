@@ -43,7 +43,7 @@ class Rounds:
         from fedrecon._src.simulation.sampling import Cohorts, Sampling
 
         self.place = fr.layout(block, devices, model=algorithm.model)
-        self.cohorts = Cohorts(algorithm, ratings, Sampling(clients), self.place, fr.run_keys(0), ROUNDS_AT_ONCE)
+        self.cohorts = Cohorts(algorithm, ratings, Sampling(clients), self.place, fr.kit.run_keys(0), ROUNDS_AT_ONCE)
         self.prepared = [self.cohorts.prepare(k * ROUNDS_AT_ONCE, ROUNDS_AT_ONCE) for k in range(calls)]
         self.run_rounds = engine.compile_rounds(algorithm, self.place)
         self.state = engine.put_on_devices(algorithm.init(jax.random.key(1)), self.place)

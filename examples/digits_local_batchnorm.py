@@ -45,7 +45,7 @@ def photograph(clients: int, negatives: float, seed: int) -> fr.Clients:
     return fr.Clients.from_columns(columns, client=owner)
 
 
-def descend(rate: float, epochs: int) -> fr.Solver:
+def descend(rate: float, epochs: int) -> fr.kit.Solver:
     return fr.gradient_descent(optax.sgd(rate), batch_size=10, epochs=epochs)
 
 

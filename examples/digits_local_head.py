@@ -52,7 +52,7 @@ def deal(clients: int, classes: int, noise: float, seed: int) -> fr.Clients:
     return fr.Clients.from_columns(columns, client=owner).shuffle(seed)
 
 
-def descend(rate: float, epochs: int) -> fr.Solver:
+def descend(rate: float, epochs: int) -> fr.kit.Solver:
     return fr.gradient_descent(optax.sgd(rate), batch_size=5, epochs=epochs)
 
 

@@ -32,7 +32,7 @@ class Factorization(nnx.Module):
         return (self.user(self.items(item)) + self.item_bias(item))[:, 0]  # (batch,)
 
 
-def descend(rate: float, epochs: int = 1) -> fr.Solver:
+def descend(rate: float, epochs: int = 1) -> fr.kit.Solver:
     return fr.gradient_descent(optax.sgd(rate), batch_size=5, epochs=epochs, steps=50)
 
 

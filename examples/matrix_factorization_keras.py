@@ -32,7 +32,7 @@ def build(num_items: int) -> keras.Model:
     return keras.Model(item, user + item_bias)  # (batch, 1)
 
 
-def descend(rate: float, epochs: int = 1) -> fr.Solver:
+def descend(rate: float, epochs: int = 1) -> fr.kit.Solver:
     return fr.gradient_descent(optax.sgd(rate), batch_size=batch_size, epochs=epochs, steps=most_steps)
 
 

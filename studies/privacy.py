@@ -95,7 +95,7 @@ def run_job(job: Job, data: RatingsData, seed: int, part: str = "test", progress
     ready, protection = prepare(job, data, seed)
     algorithm, serving = make_algorithms(job.method, ready, protection)
     test, local = getattr(ready.users, part), job.method == "fedrecon"
-    clients = ready.users.train if local else fr.with_owner(ready.users.train)
+    clients = ready.users.train if local else fr.data.with_owner(ready.users.train)
     evaluator = fr.Evaluator(serving, test, split=fr.split.half())
 
     def measure(rounds: int, params: Any, local_state: Any) -> Mapping[str, fr.Evaluation]:

@@ -137,7 +137,9 @@ def make_method(name: str, config: RatingsConfig, num_items: int, num_clients: i
     return Method(
         fr.federated_averaging(table, update=update, server=server),
         serving,
-        lambda clients, seed: fr.with_owner(clients) if name == "fedavg-dense" else fr.pooled(clients, seed=seed),
+        lambda clients, seed: (
+            fr.data.with_owner(clients) if name == "fedavg-dense" else fr.data.pooled(clients, seed=seed)
+        ),
         lambda params: params["shared"],
         lambda params, local_state: params["locals"],
     )

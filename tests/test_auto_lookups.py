@@ -114,7 +114,7 @@ NOT_FOUND = {
 @pytest.mark.parametrize(("use", "features"), FOUND.values(), ids=FOUND)
 def test_reads_by_rows_are_found_and_rows_give_the_same(use, features):
     model = table_model(use)
-    assert fr.find_lookups(model, BATCH) == {"table": features}
+    assert fr.kit.find_lookups(model, BATCH) == {"table": features}
     narrow = by_rows(model, {"table": features})
     params, local = random_params(jax.eval_shape(model.init_global, jax.random.key(0))), {"u": jnp.float32(1.5)}
 
@@ -226,17 +226,17 @@ def rows_by_group(algorithm):
 def test_training_finds_lookups_and_packs_rows():
     before = algorithm("auto", optax.sgd(0.1))
     assert before.method.needs.groups == {}
-    after = fr.decide_lookups(before, CLIENTS)
+    after = fr.kit.decide_lookups(before, CLIENTS)
     assert rows_by_group(after) == {"item": (9, ("item",)), "main_tag,tags": (6, ("main_tag", "tags"))}
-    assert fr.decide_lookups(before, CLIENTS) is after  # so that what is compiled for it is compiled once
-    assert fr.decide_lookups(after, CLIENTS) is after
+    assert fr.kit.decide_lookups(before, CLIENTS) is after  # so that what is compiled for it is compiled once
+    assert fr.kit.decide_lookups(after, CLIENTS) is after
 
 
 def test_tables_read_at_ids_that_they_do_not_have_are_left_dense():
     """Row -1 is the last one, as JAX has it, and training on it goes on as it did."""
     columns = dict(CLIENTS.columns) | {"item": CLIENTS.columns["item"] - 1}
     clients = fr.Clients(columns, CLIENTS.starts, CLIENTS.ends)
-    found = fr.decide_lookups(algorithm("auto", optax.sgd(0.1)), clients)
+    found = fr.kit.decide_lookups(algorithm("auto", optax.sgd(0.1)), clients)
     assert rows_by_group(found) == {"main_tag,tags": (6, ("main_tag", "tags"))}
 
 
@@ -265,9 +265,9 @@ def test_a_loss_sees_ids_as_they_are():
 def test_a_learned_default_and_a_table_of_clients_keep_finding_lookups():
     batch = {name: jnp.asarray(column[:4]) for name, column in CLIENTS.columns.items()}
     default = fr.models.learned_default(automatic("auto"))
-    assert set(fr.find_lookups(default, batch)) == {"shared/item", "shared/item_bias", "shared/tag"}
+    assert set(fr.kit.find_lookups(default, batch)) == {"shared/item", "shared/item_bias", "shared/tag"}
     table = fr.models.client_table(automatic("auto"), 6)
-    found = fr.find_lookups(table, batch | {"client": jnp.zeros(4, jnp.int32)})
+    found = fr.kit.find_lookups(table, batch | {"client": jnp.zeros(4, jnp.int32)})
     assert found["locals/u"] == found["locals/v"] == ("client",)
     assert found["shared/item"] == ("item",)
 
@@ -337,7 +337,7 @@ def test_evidence_is_traced_and_run_by_rows_too():
     assert_close(found.params, expected.params)
     batch = {name: jnp.asarray(column[:2]) for name, column in clients.columns.items()}
     automatic = fr.models.implicit_feedback(ours._replace(lookups="auto"), 12)
-    assert set(fr.find_lookups(automatic, batch)) == {"shared/item_embedding", "evidence/user_embedding"}
+    assert set(fr.kit.find_lookups(automatic, batch)) == {"shared/item_embedding", "evidence/user_embedding"}
 
 
 def test_a_model_that_reads_no_table_trains_as_ever():

@@ -404,7 +404,7 @@ def test_nothing_private_leaves_a_node(files, tmp_path):
     replies = [reply for _, _, reply in grid.seen]
     assert sum(kind_of(data) == "train" for _, data, _ in grid.seen) == 9
     last = next(message for _, data, _ in reversed(grid.seen) if (message := unpack(data, 2**30)).kind == "train")
-    params = fr.from_bytes(last.body, PLAN.message_shapes).method
+    params = fr.kit.from_bytes(last.body, PLAN.message_shapes).method
     users = PLAN.read_file(union).users.train
     halves = dataclasses.replace(users, ends=users.starts + users.sizes // 2)  # what training takes as support
     halves = halves.at_least(2)

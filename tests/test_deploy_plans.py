@@ -198,7 +198,7 @@ def test_a_keras_model_on_nodes_gives_what_the_simulation_gives(tmp_path):
     everyone = len(users.train)
     run = fr.train(plan.algorithm, users.train, rounds=3, clients_per_round=everyone, seed=4)
     assert_close(outcome.params, run.params)
-    assert fr.digest(fr.load_algorithm(tmp_path / "model", algorithm).algorithm) == fr.digest(plan.algorithm)
+    assert fr.kit.digest(fr.load_algorithm(tmp_path / "model", algorithm).algorithm) == fr.kit.digest(plan.algorithm)
     assert outcome.test.clients > 0
 
 

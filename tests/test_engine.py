@@ -124,7 +124,7 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
     clients, place = population([3, 5, 1, 6, 0, 0], seed=1), one_by_one()
     rounds = compile_rounds(dataclasses.replace(ALGORITHM), place)  # compared by identity: one that no test has used
     sampling = fr.Sampling(4, drop_out=0.5)
-    cohorts = Cohorts(ALGORITHM, clients, sampling, place, fr.run_keys(0), 5)
+    cohorts = Cohorts(ALGORITHM, clients, sampling, place, fr.kit.run_keys(0), 5)
     start = put_on_devices(ALGORITHM.init(jax.random.key(0)), place)
     for steps in ([5, 4], [1, 5, 3], [2, 2, 2, 2, 1]):
         state, first = start, 0

@@ -68,7 +68,7 @@ def test_rows_and_a_small_matrix_give_the_gradient_over_all_items(weight, both_w
     algorithm = ials(model, both_ways=both_ways)
     state = algorithm.init(jax.random.key(1))
     V = state.method.params["item_embedding"]
-    upload = fr.client_update(algorithm, algorithm.message(state), CLIENTS, fr.round_key(0, 0))
+    upload = fr.client_update(algorithm, algorithm.message(state), CLIENTS, fr.kit.round_key(0, 0))
     assert jax.tree.map(np.shape, upload.delta["gram"]) == (len(CLIENTS), DIM, DIM)
     total, count = 0, 0
     for k in range(len(CLIENTS)):
@@ -84,7 +84,7 @@ def test_rows_and_a_small_matrix_give_the_gradient_over_all_items(weight, both_w
             weights[0, mine[support]], weights[1, mine[query]] = own[support], own[query]
             total += dense_gradient(V, *weights)
             count += len(mine[query])
-    after = fr.server_update(algorithm, state, [upload], fr.round_key(0, 0)).method.params
+    after = fr.server_update(algorithm, state, [upload], fr.kit.round_key(0, 0)).method.params
     np.testing.assert_allclose(after["item_embedding"], V - total / count, atol=2e-6)
     np.testing.assert_allclose(after["gram"], after["item_embedding"].T @ after["item_embedding"], atol=1e-6)
 
@@ -96,7 +96,7 @@ def test_by_hand():
     params = {"item_embedding": jnp.array([[1.0], [2.0]]), "gram": jnp.array([[5.0]])}
     clients = Clients.from_columns({"item": np.array([0, 1], np.int32)}, client=np.zeros(2, int))
     message = algorithm.message(algorithm.init(jax.random.key(0)))._replace(method=params)
-    upload = fr.client_update(algorithm, message, clients, fr.round_key(0, 0))
+    upload = fr.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
     error, z = 2 / 7 - 1, 1 / 7
     of_z = 2 * error + 5 * z - z  # the item of the support counts for nothing
     w = of_z / 7
@@ -109,7 +109,7 @@ def test_first_order_leaves_the_support_of_a_client_alone():
     algorithm = ials(second_order=False, both_ways=False)
     state = algorithm.init(jax.random.key(1))
     clients = people([6])
-    delta = fr.client_update(algorithm, algorithm.message(state), clients, fr.round_key(0, 0)).delta
+    delta = fr.client_update(algorithm, algorithm.message(state), clients, fr.kit.round_key(0, 0)).delta
     V = np.asarray(state.method.params["item_embedding"], float)
     z = np.asarray(fr.reconstruct(algorithm, state.method.params, clients.take([0]).cap(3))["user_embedding"])[0]
     np.testing.assert_allclose(-delta["gram"][0] * 3, UNOBSERVED / 2 * np.outer(z, z), atol=1e-6)
@@ -134,7 +134,7 @@ def test_rounds_are_those_of_a_loop_in_numpy():
     server = fr.optimizers.with_prior(optax.adam(rate), {"item_embedding": prior}, examples=clients.num_examples)
     algorithm = ials(server=server, aggregate=fr.aggregators.mean("uniform"))
     run = fr.train(algorithm, clients, rounds=rounds, clients_per_round=4, seed=0, layout=one_by_one())
-    V = np.asarray(algorithm.init(fr.run_keys(0).init).method.params["item_embedding"], float)
+    V = np.asarray(algorithm.init(fr.kit.run_keys(0).init).method.params["item_embedding"], float)
     first, second = np.zeros_like(V), np.zeros_like(V)
     for number in range(1, rounds + 1):
         G, gradient = V.T @ V, np.zeros_like(V)

@@ -78,7 +78,7 @@ def test_a_round_with_adam_equals_ours():
 
 def test_lookups_are_found_without_a_word():
     batch = {name: column[:3] for name, column in rating_clients().columns.items()}
-    assert fr.find_lookups(fr.models.from_equinox(Factors, **RATINGS), batch) == {"items/weight": ("item",)}
+    assert fr.kit.find_lookups(fr.models.from_equinox(Factors, **RATINGS), batch) == {"items/weight": ("item",)}
 
 
 def test_a_module_is_where_everybody_starts_and_a_function_of_a_key_is_drawn():
@@ -154,7 +154,7 @@ def test_averaged_statistics_travel_with_the_global_parameters():
     model = net(state="averaged", local=())
     clients = clients_of(features(4, 1), features(4, 2))
     algorithm = fr.federated_averaging(model, update=descend(0.0, 4), server=optax.adam(0.1))
-    start = algorithm.params(algorithm.init(fr.run_keys(0).init))
+    start = algorithm.params(algorithm.init(fr.kit.run_keys(0).init))
     run = one_round(algorithm, clients)
     means = [hidden(start, features(4, seed)["x"]).mean(0) for seed in (1, 2)]
     np.testing.assert_allclose(statistics(run.params)[0], 0.01 * np.mean(means, 0), 1e-4, 1e-6)

@@ -171,7 +171,7 @@ def test_averaged_statistics_travel_with_the_global_parameters(net):
     model = net(state="averaged", local=())
     clients = clients_of(features(4, 1), features(4, 2))
     algorithm = fr.federated_averaging(model, update=descend(0.0, 4), server=optax.adam(0.1))
-    start = algorithm.params(algorithm.init(fr.run_keys(0).init))
+    start = algorithm.params(algorithm.init(fr.kit.run_keys(0).init))
     run = one_round(algorithm, clients)
     means = [hidden(start, features(4, seed)["x"]).mean(0) for seed in (1, 2)]
     np.testing.assert_allclose(statistics(run.params)[0], 0.01 * np.mean(means, 0), 1e-4, 1e-6)
@@ -259,7 +259,7 @@ def test_attention_in_linen_drops_in_training_alone(said):
 def test_lookups_are_found_without_a_word():
     model = fr.models.from_flax(Factors, **RATINGS)
     batch = {name: column[:3] for name, column in rating_clients().columns.items()}
-    assert fr.find_lookups(model, batch) == {"items/embedding": ("item",)}
+    assert fr.kit.find_lookups(model, batch) == {"items/embedding": ("item",)}
 
 
 @pytest.mark.slow

@@ -259,7 +259,7 @@ def test_averaged_statistics_travel_with_the_global_parameters():
     model = net(state="averaged", local=())
     clients = clients_of(features(4, 1), features(4, 2))
     algorithm = fr.federated_averaging(model, update=descend(0.0, 4), server=optax.adam(0.1))
-    start = algorithm.params(algorithm.init(fr.run_keys(0).init))
+    start = algorithm.params(algorithm.init(fr.kit.run_keys(0).init))
     run = one_round(algorithm, clients)
     means = [hidden(start, features(4, seed)["x"]).mean(0) for seed in (1, 2)]
     np.testing.assert_allclose(run.params["norm/moving_mean"], 0.01 * np.mean(means, 0), 1e-4, 1e-6)
@@ -308,7 +308,7 @@ def test_lookups_are_found_without_a_word():
     batch = {name: column[:3] for name, column in rating_clients().columns.items()}
     for network in (functional(), sequential()):
         model = fr.models.from_keras(network, **RATINGS)
-        assert fr.find_lookups(model, batch) == {"items/embeddings": ("item",)}
+        assert fr.kit.find_lookups(model, batch) == {"items/embeddings": ("item",)}
 
 
 @pytest.mark.slow
@@ -324,6 +324,6 @@ def test_an_embedding_that_masks_an_id_is_still_read_by_rows():
         *({"t": generator.integers(0, 30, (n, 5)).astype(np.int32) % 9, "y": generator.normal(size=n)} for n in (4, 5))
     )
     batch = {name: jnp.asarray(column[:2]) for name, column in clients.columns.items()}
-    assert fr.find_lookups(model, batch) == {"words/embeddings": ("t",)}
+    assert fr.kit.find_lookups(model, batch) == {"words/embeddings": ("t",)}
     sparse, dense = (one_round(recon(model._replace(lookups=lookups)), clients) for lookups in ("auto", {}))
     np.testing.assert_allclose(sparse.params["words/embeddings"], dense.params["words/embeddings"], 1e-5, 1e-6)

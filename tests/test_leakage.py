@@ -73,7 +73,7 @@ def test_any_model_can_be_attacked():
     recon = {"reconstruct": descend(0.1, 2), "update": descend(0.1, 2), "server": optax.sgd(1.0)}
     tables = fr.federated_reconstruction(lookup_model(), **recon)
     found = fr.privacy.leakage(
-        tables, lookup_model().init_global(fr.round_key(0, 0)), lookup_clients([5, 6, 7, 8]), groups=(2,)
+        tables, lookup_model().init_global(fr.kit.round_key(0, 0)), lookup_clients([5, 6, 7, 8]), groups=(2,)
     )
     assert found["plain upload"].rows == 1.0
     assert found["plain upload"].first == 1.0
@@ -92,7 +92,7 @@ def test_a_split_that_is_drawn_anew_is_that_of_the_round():
         server=optax.sgd(1.0),
         split=fr.split.redrawn(fr.split.half()),
     )
-    params = algorithm.params(algorithm.init(fr.round_key(0, 0)))
+    params = algorithm.params(algorithm.init(fr.kit.round_key(0, 0)))
     plain = fr.privacy.leakage(algorithm, params, RATINGS, groups=(), most=8)["plain upload"]
     assert (plain.rows, plain.first) == (1.0, 1.0)
     assert plain.local == pytest.approx(1.0, abs=1e-4)

@@ -63,13 +63,13 @@ def test_what_is_made_from_a_recipe_has_the_same_recipe(name):
     made = MADE[name]()
     recipe = json.loads(json.dumps(recipe_of(made)))
     assert recipe_of(follow(recipe)) == recipe
-    assert fr.digest(follow(recipe)) == fr.digest(made)
-    assert fr.digest(MADE[name]()) == fr.digest(made)
+    assert fr.kit.digest(follow(recipe)) == fr.kit.digest(made)
+    assert fr.kit.digest(MADE[name]()) == fr.kit.digest(made)
 
 
 def test_digests_tell_algorithms_apart():
-    assert len({fr.digest(make()) for make in MADE.values()}) == len(MADE)
-    assert fr.digest(algorithm(fr.models.matrix_factorization(9, dim=3))) != fr.digest(algorithm())
+    assert len({fr.kit.digest(make()) for make in MADE.values()}) == len(MADE)
+    assert fr.kit.digest(algorithm(fr.models.matrix_factorization(9, dim=3))) != fr.kit.digest(algorithm())
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_a_saved_algorithm_trains_to_the_same_bits(tmp_path):
     start = one_round(made, RATED, rounds=1).params
     digest = fr.save_algorithm(tmp_path / "it", made, start)
     there, params = fr.load_algorithm(tmp_path / "it")
-    assert fr.digest(there) == digest
+    assert fr.kit.digest(there) == digest
     assert_same_bits(params, start)
     assert_same_bits(one_round(there, RATED, rounds=2).params, one_round(made, RATED, rounds=2).params)
 
@@ -86,7 +86,7 @@ def test_a_saved_algorithm_trains_to_the_same_bits(tmp_path):
 def test_another_process_builds_the_same_algorithm(tmp_path):
     made = algorithm()
     digest = fr.save_algorithm(tmp_path / "it", made, made.model.init_global(jax.random.key(0)))
-    script = "import sys, fedrecon as fr; print(fr.digest(fr.load_algorithm(sys.argv[1]).algorithm))"
+    script = "import sys, fedrecon as fr; print(fr.kit.digest(fr.load_algorithm(sys.argv[1]).algorithm))"
     found = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "it"], capture_output=True, text=True, check=True, timeout=120
     )
@@ -121,24 +121,24 @@ def test_decided_lookups_travel_with_a_model_of_ones_own(tmp_path):
         [4],
     )
     with pytest.raises(ValueError, match="lookups are not decided"):
-        fr.digest(own)
-    decided = fr.decide_lookups(own, clients)
+        fr.kit.digest(own)
+    decided = fr.kit.decide_lookups(own, clients)
     fr.save_algorithm(tmp_path / "it", decided, own.model.init_global(jax.random.key(0)))
     with pytest.raises(StorageError, match="`algorithm`"):
         fr.load_algorithm(tmp_path / "it")
     there = fr.load_algorithm(tmp_path / "it", own).algorithm
     assert there.method.needs.groups == decided.method.needs.groups != {}
-    assert fr.digest(there) == fr.digest(decided)
+    assert fr.kit.digest(there) == fr.kit.digest(decided)
 
 
 def test_what_was_changed_by_hand_is_not_passed_off_as_made(tmp_path):
     model = factorization()
     changed = model._replace(loss=lambda predictions, batch: (predictions, predictions))
-    with pytest.raises(fr.RecipeError, match="changed after learned_default made it: `loss` was replaced"):
+    with pytest.raises(fr.kit.RecipeError, match="changed after learned_default made it: `loss` was replaced"):
         recipe_of(changed)
-    with pytest.raises(fr.RecipeError, match="`server` of federated_reconstruction was not made by a factory"):
+    with pytest.raises(fr.kit.RecipeError, match="`server` of federated_reconstruction was not made by a factory"):
         recipe_of(algorithm(server=optax.sgd(0.1)))
-    with pytest.raises(fr.RecipeError, match="`optimizer` of gradient_descent was not made"):
+    with pytest.raises(fr.kit.RecipeError, match="`optimizer` of gradient_descent was not made"):
         recipe_of(descend(0.1))
 
 
@@ -179,7 +179,7 @@ def test_damage_and_foreign_folders_are_named(tmp_path):
     ],
 )
 def test_a_recipe_calls_nothing_but_factories(recipe):
-    with pytest.raises(fr.RecipeError):
+    with pytest.raises(fr.kit.RecipeError):
         follow(recipe)
 
 
@@ -187,5 +187,5 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused():
     recipe = {"make": "half", "settings": {}}
     for _ in range(100):
         recipe = {"make": "redrawn", "settings": {"split": recipe}}
-    with pytest.raises(fr.RecipeError, match="nested too deeply"):
+    with pytest.raises(fr.kit.RecipeError, match="nested too deeply"):
         follow(recipe)

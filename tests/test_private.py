@@ -93,7 +93,7 @@ def test_every_row_of_a_table_is_noised_and_rounds_differ():
     state = algorithm.init(jax.random.key(0))
     clients = lookup_clients([4, 5])
     message = algorithm.message(state)
-    upload = fr.client_update(algorithm, message, clients, fr.round_key(0, 0))
+    upload = fr.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
     changes = []
     for number in range(2):
         after = fr.server_update(algorithm, state, [upload], jax.random.key(number))
@@ -229,7 +229,7 @@ def test_simulation_equals_the_protocol_bit_for_bit(noise):
     options = {} if noise is None else {"noise_multiplier": noise, "per_round": 4, "least": 3}
     algorithm = recon(fr.aggregators.secure(1.0, clients=8, **options), lookup_model())
     state = algorithm.init(jax.random.key(0))
-    message, key = algorithm.message(state), fr.round_key(0, 0)
+    message, key = algorithm.message(state), fr.kit.round_key(0, 0)
     upload = fr.client_update(algorithm, message, lookup_clients([4, 5, 6, 1, 3]), key)
     assert any(isinstance(change, RowChanges) for change in upload.delta.values())
     summand = encode(algorithm, message, jax.tree.map(jnp.asarray, upload), jax.random.split(key, 5))

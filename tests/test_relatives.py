@@ -51,10 +51,10 @@ def test_scaffold_gives_the_rounds_by_hand(rounds):
 def test_scaffold_moves_its_control_by_the_share_of_clients_that_took_part():
     algorithm = fr.scaffold(line(), learning_rate=0.1, batch_size=1, num_clients=4, server=optax.sgd(1.0))
     clients = xy(A, B)
-    keys = fr.run_keys(0)
+    keys = fr.kit.run_keys(0)
     state = algorithm.init(keys.init)
     kept = fr.init_client_state(algorithm, clients, 0)
-    found = fr.client_round(algorithm, algorithm.message(state), clients, fr.round_key(0, 0), kept)
+    found = fr.kit.client_round(algorithm, algorithm.message(state), clients, fr.kit.round_key(0, 0), kept)
     state = fr.server_update(algorithm, state, [found.upload])
     _, c, own = scaffold_by_hand([A, B], 1)
     assert state.method[1]["w"] == pytest.approx(c * 2 / 4, rel=1e-5)

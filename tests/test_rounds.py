@@ -61,7 +61,7 @@ def with_statistics():
         init_global=lambda key: {**model.init_global(key), "seen": jnp.zeros(())},
         init_local=lambda key: {**model.init_local(key), "mine": jnp.zeros(())},
         predict=lambda params, local, batch: model.predict(params, local, batch) + params["seen"] + local["mine"],
-        state=fr.ModelState(("seen",), ("mine",), advance, {"mine": 0.5}),
+        state=fr.kit.ModelState(("seen",), ("mine",), advance, {"mine": 0.5}),
     )
 
 
@@ -130,11 +130,11 @@ def simulated(algorithm, clients):
 
 def rounds_of_hosts(algorithm, clients, client_side):
     """Train with the functions of hosts alone; `client_side` returns what reaches the server, and what is kept."""
-    state = jax.tree.map(np.asarray, algorithm.init(fr.run_keys(SEED).init))
+    state = jax.tree.map(np.asarray, algorithm.init(fr.kit.run_keys(SEED).init))
     kept = None if algorithm.method.init_client is None else fr.init_client_state(algorithm, clients, SEED)
     for number in range(ROUNDS):
-        key = fr.round_key(SEED, number)
-        message = fr.from_bytes(fr.to_bytes(algorithm.message(state)), algorithm.message(state))
+        key = fr.kit.round_key(SEED, number)
+        message = fr.kit.from_bytes(fr.kit.to_bytes(algorithm.message(state)), algorithm.message(state))
         uploads, kept = client_side(message, key, kept)
         state = jax.tree.map(np.asarray, fr.server_update(algorithm, state, uploads, key))
     return algorithm.params(state), () if kept is None else kept
@@ -147,7 +147,7 @@ def rounds_of_hosts(algorithm, clients, client_side):
 def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
     """Every client by itself, from plain columns, in arrays of one length; everything travels as bytes."""
     algorithm, clients = CASES[case]
-    lengths = fr.Lengths(8, 16)
+    lengths = fr.kit.Lengths(8, 16)
     like = upload_shapes(algorithm, clients)
 
     def client_side(message, key, kept):
@@ -155,11 +155,11 @@ def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
         for i in reversed(range(len(clients))):  # nothing may depend on the order
             mine = None if kept is None else jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], kept)
             name = i if clients.names is None else clients.names[i]
-            found.append(fr.client_round(algorithm, message, clients[i], key, mine, client=name, lengths=lengths))
+            found.append(fr.kit.client_round(algorithm, message, clients[i], key, mine, client=name, lengths=lengths))
         kept = (
             None if kept is None else jax.tree.map(lambda *x: np.concatenate(x[::-1]), *[f.client_state for f in found])
         )
-        return [fr.from_bytes(fr.to_bytes(f.upload), like) for f in found], kept
+        return [fr.kit.from_bytes(fr.kit.to_bytes(f.upload), like) for f in found], kept
 
     assert_close(rounds_of_hosts(algorithm, clients, client_side), simulated(algorithm, clients), 1e-6)
 
@@ -175,7 +175,7 @@ def test_what_is_expected_of_a_client_follows_from_its_columns_without_examples(
     message, key = algorithm.message(algorithm.init(jax.random.key(0))), jax.random.key(1)
     for items in ([3, 1, 4, 2], [3, 1, 1, 1]):
         upload = fr.client_update(algorithm, message, columns | {"item": np.array(items, dtype)}, key)
-        found = fr.from_bytes(fr.to_bytes(upload), like)
+        found = fr.kit.from_bytes(fr.kit.to_bytes(upload), like)
         assert sorted(set(np.asarray(found.delta["item_embedding"].ids)[0].tolist()) - {0}) == sorted(set(items[2:]))
 
 
@@ -189,12 +189,13 @@ def test_gateways_that_add_up_their_clients_give_what_the_simulator_gives(case):
         parts = [np.array([0, 3]), np.array([1, 2, 4])]
         mine = [None if kept is None else jax.tree.map(lambda leaf, at=at: leaf[at], kept) for at in parts]
         found = [
-            fr.client_total(algorithm, message, clients.take(at), key, own) for at, own in zip(parts, mine, strict=True)
+            fr.kit.client_total(algorithm, message, clients.take(at), key, own)
+            for at, own in zip(parts, mine, strict=True)
         ]
         back = np.argsort(np.concatenate(parts))
         if kept is not None:
             kept = jax.tree.map(lambda *x: np.concatenate(x)[back], *[f.client_state for f in found])
-        return [fr.from_bytes(fr.to_bytes(f.total), like) for f in found], kept
+        return [fr.kit.from_bytes(fr.kit.to_bytes(f.total), like) for f in found], kept
 
     assert_close(rounds_of_hosts(algorithm, clients, client_side), simulated(algorithm, clients), 1e-6)
 
@@ -204,11 +205,11 @@ def test_clients_keep_their_identity_in_any_population():
     """Half of the people in another order and file train as the same people do among everybody."""
     algorithm, clients = CASES["random steps"]
     message = algorithm.message(algorithm.init(jax.random.key(0)))
-    key = fr.round_key(0, 0)
+    key = fr.kit.round_key(0, 0)
     everybody = fr.client_update(algorithm, message, clients, key)
     some = clients.take(np.array([3, 1]))
     moved = fr.Clients({n: c.copy() for n, c in some.columns.items()}, some.starts, some.ends, some.names)
-    alone = fr.client_update(algorithm, message, moved, key, lengths=fr.Lengths(5, 5))
+    alone = fr.client_update(algorithm, message, moved, key, lengths=fr.kit.Lengths(5, 5))
     np.testing.assert_allclose(alone.delta["mix/dense"], everybody.delta["mix/dense"][[3, 1]], 1e-6)
 
 
@@ -225,7 +226,7 @@ def test_nothing_local_is_in_what_leaves():
     for options in ({}, {"joint": True}, {"second_order": True}):
         algorithm = recon(marked(lookup_model()), reconstruct=descend(0.0, 2), update=descend(0.0, 2), **options)
         message = algorithm.message(algorithm.init(jax.random.key(0)))
-        upload = fr.client_update(algorithm, message, CLIENTS, fr.round_key(0, 0))
+        upload = fr.client_update(algorithm, message, CLIENTS, fr.kit.round_key(0, 0))
         for leaf in jax.tree.leaves(upload.parts):
             assert not np.any(np.isclose(leaf, mark))
 
@@ -233,12 +234,12 @@ def test_nothing_local_is_in_what_leaves():
 def test_nodes_run_one_program_whatever_their_clients(monkeypatch):
     algorithm, clients = recon(), CLIENTS
     message = algorithm.message(algorithm.init(jax.random.key(0)))
-    fr.client_update(algorithm, message, clients[0], fr.round_key(0, 0), lengths=fr.Lengths(8, 8))
+    fr.client_update(algorithm, message, clients[0], fr.kit.round_key(0, 0), lengths=fr.kit.Lengths(8, 8))
     from fedrecon._src.algorithms.rounds import _compiled_client
 
     before = _compiled_client(algorithm)._cache_size()
     for i in range(1, len(clients)):
-        fr.client_update(algorithm, message, clients[i], fr.round_key(0, i), client=i, lengths=fr.Lengths(8, 8))
+        fr.client_update(algorithm, message, clients[i], fr.kit.round_key(0, i), client=i, lengths=fr.kit.Lengths(8, 8))
     assert _compiled_client(algorithm)._cache_size() == before == 1
 
 
@@ -265,7 +266,7 @@ def test_clients_that_keep_something_must_be_given_it():
     algorithm, clients = CASES["averaging with local parts"]
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     with pytest.raises(ValueError, match="client_state"):
-        fr.client_update(algorithm, message, clients, fr.round_key(0, 0))
+        fr.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
 
 
 def test_a_penalty_is_part_of_what_is_minimised():
@@ -288,5 +289,5 @@ def test_a_penalty_is_part_of_what_is_minimised():
     algorithm = dataclasses.replace(base, define=lambda model: base.define(model)._replace(client=client))
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     columns = {"x": np.float32([1]), "y": np.float32([3])}
-    upload = fr.client_update(algorithm, message, columns, fr.round_key(0, 0))
+    upload = fr.client_update(algorithm, message, columns, fr.kit.round_key(0, 0))
     np.testing.assert_allclose(upload.delta["w"], [0.2], 1e-6)

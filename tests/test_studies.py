@@ -212,10 +212,10 @@ def test_seen_users_are_measured_with_their_trained_parameters(ratings, train):
 
 
 def test_centralized_training_is_descent_on_all_examples(ratings):
-    pooled = fr.pooled(ratings, seed=3)
+    pooled = fr.data.pooled(ratings, seed=3)
     assert len(pooled) == 1
     assert pooled.num_examples == ratings.num_examples
-    owned = fr.with_owner(ratings.take([5, 2]))
+    owned = fr.data.with_owner(ratings.take([5, 2]))
     assert set(owned[0]["client"]) == {0}
     np.testing.assert_array_equal(owned[1]["item"], ratings[2]["item"])
     counts = np.bincount(pooled.columns["client"], minlength=len(ratings))

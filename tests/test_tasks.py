@@ -256,7 +256,7 @@ def test_clients_are_weighed_by_tokens_whatever_the_loss_is_over(loss_over):
     sums[:, places.index("perplexity"), 1] = [7, 9]
     aggregator = build_algorithm(settings, model).aggregator
     state = aggregator.init({"delta": {"w": np.zeros(1)}})
-    uploads = fr.Upload({"delta": {"w": np.ones((2, 1), np.float32)}}, np.array([1, 1]), sums.astype(np.float32))
+    uploads = fr.kit.Upload({"delta": {"w": np.ones((2, 1), np.float32)}}, np.array([1, 1]), sums.astype(np.float32))
     summand = aggregator.encode(aggregator.message(state), summand_of(uploads), jax.random.split(jax.random.key(0)))
     assert summand.scalars["weight"].tolist() == [7, 9]
 

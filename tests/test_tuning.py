@@ -131,7 +131,7 @@ def test_a_folder_that_is_not_ours_is_refused_before_anything_is_tried(tuned, tm
 
 def test_settings_of_another_kind_are_not_tuned():
     with pytest.raises(ValueError, match="around --preset default"):
-        fr.tune(RatingsConfig(data=Data(source="x.csv")))
+        fr.recommend.tune(RatingsConfig(data=Data(source="x.csv")))
 
 
 def test_what_goes_with_the_error_is_found():

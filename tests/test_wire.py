@@ -19,7 +19,7 @@ def upload(clients=3, rows=ROW_CHUNK, seed=0):
     return Upload(
         {
             "delta": {
-                "table": fr.RowChanges(
+                "table": fr.kit.RowChanges(
                     np.where(there, draw.integers(0, 50, (clients, rows)), 0).astype(np.int32),
                     np.where(there[..., None], draw.normal(size=(clients, rows, 2)), 0).astype(np.float32),
                     count,
@@ -34,24 +34,24 @@ def upload(clients=3, rows=ROW_CHUNK, seed=0):
 
 
 LIKE = upload(1)
-GOOD = fr.to_bytes(upload())
+GOOD = fr.kit.to_bytes(upload())
 
 
 @settings(max_examples=30, deadline=None)
 @given(clients=st.integers(1, 5), seed=st.integers(0, 999))
 def test_an_upload_comes_back_to_the_bit(clients, seed):
     sent = upload(clients, seed=seed)
-    found = fr.from_bytes(fr.to_bytes(sent), LIKE)
+    found = fr.kit.from_bytes(fr.kit.to_bytes(sent), LIKE)
     assert jax.tree.structure(found) == jax.tree.structure(sent)
     jax.tree.map(np.testing.assert_array_equal, found, sent)
 
 
 def test_the_same_upload_has_the_same_bytes():
-    assert fr.to_bytes(upload()) == GOOD
+    assert fr.kit.to_bytes(upload()) == GOOD
 
 
 def test_rows_that_nobody_has_are_not_sent():
-    assert len(fr.to_bytes(upload(rows=10 * ROW_CHUNK))) == len(GOOD)
+    assert len(fr.kit.to_bytes(upload(rows=10 * ROW_CHUNK))) == len(GOOD)
 
 
 def with_table(**changes):
@@ -80,13 +80,13 @@ def full(shape, value, dtype):
     ],
 )
 def test_what_does_not_fit_is_named(value, message):
-    with pytest.raises(fr.WireError, match=message):
-        fr.from_bytes(fr.to_bytes(value), LIKE)
+    with pytest.raises(fr.kit.WireError, match=message):
+        fr.kit.from_bytes(fr.kit.to_bytes(value), LIKE)
 
 
 def test_a_message_above_the_limit_is_not_read():
-    with pytest.raises(fr.WireError, match=f"has {len(GOOD)} bytes; at most 10 are accepted"):
-        fr.from_bytes(GOOD, LIKE, most=10)
+    with pytest.raises(fr.kit.WireError, match=f"has {len(GOOD)} bytes; at most 10 are accepted"):
+        fr.kit.from_bytes(GOOD, LIKE, most=10)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_a_message_above_the_limit_is_not_read():
     ],
 )
 def test_foreign_and_cut_off_bytes_are_a_sentence(data):
-    with pytest.raises(fr.WireError):
-        fr.from_bytes(data, LIKE)
+    with pytest.raises(fr.kit.WireError):
+        fr.kit.from_bytes(data, LIKE)
 
 
 def test_any_damage_is_a_sentence_or_other_numbers_of_the_same_shape():
@@ -118,7 +118,7 @@ def test_any_damage_is_a_sentence_or_other_numbers_of_the_same_shape():
         if draw.random() < 0.3:
             damaged = damaged[: draw.randrange(len(damaged))]
         try:
-            found = fr.from_bytes(bytes(damaged), LIKE)
-        except fr.WireError:
+            found = fr.kit.from_bytes(bytes(damaged), LIKE)
+        except fr.kit.WireError:
             continue
         assert [leaf.shape[0] for leaf in jax.tree.leaves(found)] == [3] * len(jax.tree.leaves(found))

@@ -26,3 +26,5 @@ from fedrecon._src.data import split_text as split_text
 from fedrecon._src.data import synthetic_ratings as synthetic_ratings
 from fedrecon._src.data import synthetic_text as synthetic_text
 from fedrecon._src.data import unique_labels as unique_labels
+from fedrecon._src.data.pooling import pooled as pooled
+from fedrecon._src.data.pooling import with_owner as with_owner

@@ -2,6 +2,8 @@
 
 from fedrecon._src.algorithms.algorithm import Algorithm as Algorithm
 from fedrecon._src.algorithms.algorithm import Method as Method
+from fedrecon._src.algorithms.algorithm import RoundMessage as RoundMessage
+from fedrecon._src.algorithms.algorithm import ServerState as ServerState
 from fedrecon._src.algorithms.algorithm import Stages as Stages
 from fedrecon._src.algorithms.algorithm import TrainState as TrainState
 from fedrecon._src.algorithms.algorithm import averaged_paths as averaged_paths
@@ -9,8 +11,14 @@ from fedrecon._src.algorithms.algorithm import init_server as init_server
 from fedrecon._src.algorithms.algorithm import shapes_of as shapes_of
 from fedrecon._src.algorithms.algorithm import step_keys as step_keys
 from fedrecon._src.algorithms.algorithm import step_server as step_server
+from fedrecon._src.algorithms.rounds import client_round as client_round
+from fedrecon._src.algorithms.rounds import client_total as client_total
+from fedrecon._src.algorithms.rounds import server_round as server_round
+from fedrecon._src.algorithms.saving import digest as digest
+from fedrecon._src.algorithms.validation import decide_lookups as decide_lookups
 from fedrecon._src.client.batch_statistics import set_local_state as set_local_state
 from fedrecon._src.client.gradient_descent import gradient_descent as gradient_descent
+from fedrecon._src.client.lookups.tracing import find_lookups as find_lookups
 from fedrecon._src.client.objectives import Objective as Objective
 from fedrecon._src.client.objectives import Problem as Problem
 from fedrecon._src.client.objectives import Solution as Solution
@@ -24,11 +32,17 @@ from fedrecon._src.client.update import first_order_predict as first_order_predi
 from fedrecon._src.client.update import second_order_predict as second_order_predict
 from fedrecon._src.core.cohort import Cohort as Cohort
 from fedrecon._src.core.cohort import Examples as Examples
+from fedrecon._src.core.cohort import Lengths as Lengths
 from fedrecon._src.core.cohort import Needs as Needs
+from fedrecon._src.core.factories import RecipeError as RecipeError
 from fedrecon._src.core.factories import register_factory as register_factory
 from fedrecon._src.core.keys import client_keys as client_keys
+from fedrecon._src.core.keys import round_key as round_key
+from fedrecon._src.core.keys import run_keys as run_keys
 from fedrecon._src.core.model import Batch as Batch
+from fedrecon._src.core.model import ClientMetrics as ClientMetrics
 from fedrecon._src.core.model import Model as Model
+from fedrecon._src.core.model import ModelState as ModelState
 from fedrecon._src.core.pytrees import Params as Params
 from fedrecon._src.core.pytrees import flatten as flatten
 from fedrecon._src.core.pytrees import unflatten as unflatten
@@ -39,5 +53,8 @@ from fedrecon._src.core.upload import Parts as Parts
 from fedrecon._src.core.upload import RowChanges as RowChanges
 from fedrecon._src.core.upload import Upload as Upload
 from fedrecon._src.core.upload import broadcast_clients as broadcast_clients
+from fedrecon._src.core.wire import WireError as WireError
+from fedrecon._src.core.wire import from_bytes as from_bytes
+from fedrecon._src.core.wire import to_bytes as to_bytes
 from fedrecon._src.server import Aggregator as Aggregator
 from fedrecon._src.server import mean as mean

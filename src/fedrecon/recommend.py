@@ -1,5 +1,8 @@
 """Recommenders and completers: train, evaluate, serve; round zero, baselines and ranking metrics."""
 
+from fedrecon._src.app.tuning import Trial as Trial
+from fedrecon._src.app.tuning import Tuned as Tuned
+from fedrecon._src.app.tuning import tune as tune
 from fedrecon._src.recommend.baselines import BaselineResults as BaselineResults
 from fedrecon._src.recommend.baselines import rating_baselines as rating_baselines
 from fedrecon._src.recommend.completer import Completer as Completer

@@ -40,7 +40,7 @@ class ServerState(NamedTuple):
 
     Example:
       >>> import fedrecon as fr
-      >>> fr.ServerState._fields
+      >>> fr.kit.ServerState._fields
       ('method', 'aggregator')
     """
 
@@ -53,7 +53,7 @@ class RoundMessage(NamedTuple):
 
     Example:
       >>> import fedrecon as fr
-      >>> fr.RoundMessage._fields
+      >>> fr.kit.RoundMessage._fields
       ('method', 'aggregator')
     """
 

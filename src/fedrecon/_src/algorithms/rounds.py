@@ -78,9 +78,9 @@ def client_update(
       >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
-      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.kit.round_key(0, 0), client="ann")
       >>> upload.delta["item_embedding"].ids[0, :1].tolist()  # the one item of ann's query
       [5]
     """
@@ -116,9 +116,10 @@ def client_round(
       >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
-      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> result = fr.client_round(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> key = fr.kit.round_key(0, 0)
+      >>> result = fr.kit.client_round(algorithm, algorithm.message(state), examples, key, client="ann")
       >>> result.client_state  # this method keeps nothing
       ()
     """
@@ -162,9 +163,10 @@ def client_total(
       >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
-      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> result = fr.client_total(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> key = fr.kit.round_key(0, 0)
+      >>> result = fr.kit.client_total(algorithm, algorithm.message(state), examples, key, client="ann")
       >>> float(result.total.scalars["clients"])
       1.0
     """
@@ -198,9 +200,9 @@ def server_update(
       >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
-      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
+      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.kit.round_key(0, 0), client="ann")
       >>> state = fr.server_update(algorithm, state, [upload])
     """
     return server_round(algorithm, state, uploads, key)[0]
@@ -227,10 +229,10 @@ def server_round(
       >>> model = fr.models.matrix_factorization(num_items=10, dim=2)
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=2)
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
-      >>> state = algorithm.init(fr.run_keys(0).init)
+      >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.round_key(0, 0), client="ann")
-      >>> state, report = fr.server_round(algorithm, state, [upload])
+      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.kit.round_key(0, 0), client="ann")
+      >>> state, report = fr.kit.server_round(algorithm, state, [upload])
       >>> float(report["clients"])
       1.0
     """

@@ -42,11 +42,6 @@ class SavedAlgorithm(NamedTuple):
     Attributes:
       algorithm: as it was saved, with decided lookups.
       params: the global parameters.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> fr.SavedAlgorithm._fields
-      ('algorithm', 'params')
     """
 
     algorithm: Algorithm
@@ -61,12 +56,12 @@ def save_algorithm(folder: str | Path, algorithm: Algorithm, params: Params, *, 
 
     Args:
       folder: where to save. It appears under this name only when it is complete.
-      algorithm: what to save. If its lookups are "auto", decide them first (`fr.decide_lookups`).
+      algorithm: what to save. If its lookups are "auto", decide them first (`fr.kit.decide_lookups`).
       params: the global parameters.
       replace: whether to replace a folder that `save_algorithm` wrote before. One with other files is never replaced.
 
     Returns:
-      The digest of what was saved, parameters aside (`fr.digest`).
+      The digest of what was saved, parameters aside (`fr.kit.digest`).
 
     Example:
       >>> import tempfile, jax, fedrecon as fr
@@ -75,7 +70,7 @@ def save_algorithm(folder: str | Path, algorithm: Algorithm, params: Params, *, 
       >>> algorithm = fr.federated_averaging(model, update=sgd, server=fr.optimizers.sgd(1.0))
       >>> folder = tempfile.mkdtemp() + "/saved"
       >>> digest = fr.save_algorithm(folder, algorithm, model.init_global(jax.random.key(0)))
-      >>> fr.digest(fr.load_algorithm(folder).algorithm) == digest
+      >>> fr.kit.digest(fr.load_algorithm(folder).algorithm) == digest
       True
     """
     folder, facts = Path(folder), _describe(algorithm)
@@ -139,7 +134,7 @@ def digest(algorithm: Algorithm) -> str:
       >>> import fedrecon as fr
       >>> model = fr.models.matrix_factorization(num_items=9, dim=2)
       >>> sgd = fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=2)
-      >>> fr.digest(fr.federated_averaging(model, update=sgd, server=fr.optimizers.sgd(1.0)))[:8]
+      >>> fr.kit.digest(fr.federated_averaging(model, update=sgd, server=fr.optimizers.sgd(1.0)))[:8]
       '31f59b81'
     """
     return _describe(algorithm)["digest"]
@@ -159,7 +154,7 @@ def _describe(algorithm: Algorithm) -> dict[str, Any]:
     """Return what is saved of an algorithm besides its parameters, as a JSON value."""
     model = algorithm.model
     if model.lookups == AUTO:
-        raise ValueError("the model's lookups are not decided: use fr.decide_lookups(algorithm, clients) first")
+        raise ValueError("the model's lookups are not decided: use fr.kit.decide_lookups(algorithm, clients) first")
     why = None
     try:
         recipe = recipe_of(algorithm, "the algorithm")

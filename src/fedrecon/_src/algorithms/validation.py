@@ -42,7 +42,7 @@ def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
       >>> model = fr.models.matrix_factorization(num_items=10)._replace(lookups="auto")
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
-      >>> fr.decide_lookups(algorithm, clients).model.lookups
+      >>> fr.kit.decide_lookups(algorithm, clients).model.lookups
       {'item_embedding': ('item',)}
     """
     if algorithm.model.lookups != AUTO:

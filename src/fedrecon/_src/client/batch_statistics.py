@@ -32,7 +32,7 @@ def set_local_state(model: Model, params: Params, local: Params, examples: Examp
       >>> import fedrecon as fr
       >>> import jax.numpy as jnp
       >>> from fedrecon import kit
-      >>> state = fr.ModelState((), ("mean",), lambda params, local, batch, mask: ({}, {"mean": batch["x"].mean()}))
+      >>> state = fr.kit.ModelState((), ("mean",), lambda params, local, batch, mask: ({}, {"mean": batch["x"].mean()}))
       >>> model = fr.models.matrix_factorization(3)._replace(state=state)
       >>> examples = kit.Examples({"x": jnp.array([[1.0, 3.0]])}, jnp.array([2]))
       >>> kit.set_local_state(model, {}, {"mean": jnp.zeros(1)}, examples)["mean"].tolist()

@@ -120,7 +120,7 @@ class Lengths(NamedTuple):
 
     Example:
       >>> import fedrecon as fr
-      >>> fr.Lengths(support=10, query=20).query
+      >>> fr.kit.Lengths(support=10, query=20).query
       20
     """
 

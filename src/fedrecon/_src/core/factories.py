@@ -29,7 +29,7 @@ class RecipeError(ValueError):
 
     Example:
       >>> import fedrecon as fr
-      >>> issubclass(fr.RecipeError, ValueError)
+      >>> issubclass(fr.kit.RecipeError, ValueError)
       True
     """
 

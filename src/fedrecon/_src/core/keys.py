@@ -29,7 +29,7 @@ def run_keys(seed: int) -> RunKeys:
 
     Example:
       >>> import fedrecon as fr
-      >>> fr.run_keys(0)._fields
+      >>> fr.kit.run_keys(0)._fields
       ('init', 'sampling', 'clients')
     """
     return RunKeys(*jax.random.split(jax.random.key(seed), 3))
@@ -44,7 +44,7 @@ def round_key(seed: int, number: int) -> Array:
 
     Example:
       >>> import fedrecon as fr
-      >>> bool(fr.round_key(0, 1) == fr.round_key(0, 1)), bool(fr.round_key(0, 1) == fr.round_key(0, 2))
+      >>> bool(fr.kit.round_key(0, 1) == fr.kit.round_key(0, 1)), bool(fr.kit.round_key(0, 1) == fr.kit.round_key(0, 2))
       (True, False)
     """
     return jax.random.fold_in(run_keys(seed).clients, number)
@@ -66,7 +66,7 @@ def client_keys(key: Array, identity: Any) -> Array:
       >>> import fedrecon as fr
       >>> from fedrecon import kit
       >>> clients = fr.Clients.from_columns({"x": [1, 2]}, client=["ann", "bob"])
-      >>> kit.client_keys(fr.round_key(0, 1), clients.identities()).shape
+      >>> kit.client_keys(fr.kit.round_key(0, 1), clients.identities()).shape
       (2,)
     """
     return jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(identity)

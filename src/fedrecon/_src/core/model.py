@@ -46,7 +46,7 @@ class ClientMetrics(NamedTuple):
       >>> import jax.numpy as jnp
       >>> def examples_of(params, local, support, query):
       ...     return jnp.stack([support.count, query.count]).astype(jnp.float32)
-      >>> fr.ClientMetrics(("support", "query"), examples_of).names
+      >>> fr.kit.ClientMetrics(("support", "query"), examples_of).names
       ('support', 'query')
     """
 
@@ -83,7 +83,7 @@ class ModelState(NamedTuple):
       >>> import fedrecon as fr
       >>> def advance(params, local, batch, mask):
       ...     return {"largest": batch["x"].max()}, {}
-      >>> fr.ModelState(shared=("largest",), local=(), advance=advance).shared
+      >>> fr.kit.ModelState(shared=("largest",), local=(), advance=advance).shared
       ('largest',)
     """
 

@@ -29,7 +29,7 @@ class RowChanges:
     Example:
       >>> import fedrecon as fr
       >>> import jax.numpy as jnp
-      >>> changes = fr.RowChanges(ids=jnp.array([[2]]), values=jnp.array([[0.5]]), count=jnp.array([1]), table=4)
+      >>> changes = fr.kit.RowChanges(ids=jnp.array([[2]]), values=jnp.array([[0.5]]), count=jnp.array([1]), table=4)
       >>> changes.whole().tolist()
       [[0.0, 0.0, 0.5, 0.0]]
     """
@@ -61,7 +61,7 @@ class Upload(NamedTuple):
     Example:
       >>> import fedrecon as fr
       >>> import jax.numpy as jnp
-      >>> upload = fr.Upload({"delta": {"w": jnp.array([0.5])}}, examples=jnp.array([3]), sums=jnp.zeros((1, 1, 2)))
+      >>> upload = fr.kit.Upload({"delta": {"w": jnp.array([0.5])}}, examples=jnp.array([3]), sums=jnp.zeros((1, 1, 2)))
       >>> list(upload.delta)
       ['w']
     """

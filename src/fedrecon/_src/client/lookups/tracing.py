@@ -46,7 +46,7 @@ def find_lookups(model: Model, batch: Batch) -> dict[str, tuple[str, ...]]:
       >>> import fedrecon as fr
       >>> import jax.numpy as jnp
       >>> model = fr.models.matrix_factorization(num_items=100)
-      >>> fr.find_lookups(model, {"item": jnp.array([1, 2]), "rating": jnp.array([4.0, 5.0])})
+      >>> fr.kit.find_lookups(model, {"item": jnp.array([1, 2]), "rating": jnp.array([4.0, 5.0])})
       {'item_embedding': ('item',)}
     """
     return {path: reads.features for path, reads in find_reads(model, batch).items() if reads.features}
