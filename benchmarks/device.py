@@ -21,8 +21,7 @@ import numpy as np
 
 from fedrecon._src.app.cli.demo import SETTINGS
 from fedrecon._src.device.model_bundle import bundle_model
-from fedrecon._src.recommend.config import Factorization, RatingsConfig, Reconstruct, Scale
-from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.config import DEFAULT, Factorization, RatingsConfig, Reconstruct, Scale
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.recommend.tasks.ratings import load_ratings

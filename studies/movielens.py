@@ -11,7 +11,7 @@ from typing import Any
 
 import fedrecon as fr
 from fedrecon._src.recommend.baselines import SIMPLE
-from fedrecon._src.recommend.config import Config, Factorization, Reconstruct, Server, Split, Update
+from fedrecon._src.recommend.config import Config, Factorization, Reconstruct, Server, SplitSettings, Update
 from studies import figures
 from studies.ratings import KIND, Row, Scores, beyond_section, config_for, few_section, paper_section, scores
 from studies.study import Claim, Figure, Grid, Job, Results, Spread, Study
@@ -58,7 +58,7 @@ def job(name: str, title: str, config: Config, grid: Grid | None = None, **optio
 BASE = rates(1.0, 0.5, 0.1)  # .9201; the published 1.0, 0.1, 0.5 had .9256
 SEEN: dict[str, Any] = {"users": "seen", "measures": ("trained",)}
 JOINT = replace(BASE, update=replace(BASE.update, joint=True))  # .9193; 0.1, 0.5, 0.5 had .9311
-REDRAWN = Split(train="redrawn-half")
+REDRAWN = SplitSettings(train="redrawn-half")
 PAPER_JOBS = (
     job("baselines", "Baselines", config_for(rounds=1, evaluate_every=1), method="baselines", measures=SIMPLE),
     # .8943; 1.0 had .9015
@@ -110,7 +110,7 @@ PAPER_JOBS = (
     job(
         "no-split",
         "FedRecon, no split",
-        rates(1.0, 0.1, 0.5, split=Split(train="none")),
+        rates(1.0, 0.1, 0.5, split=SplitSettings(train="none")),
         FEDRECON_GRID,
         continue_to=LONGER,
     ),

@@ -16,8 +16,7 @@ import fedrecon as fr
 from fedrecon._src.client.optimizers import keep_constant, with_prior
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.recommend.budget import Population
-from fedrecon._src.recommend.config import Privacy, RatingsConfig, Update
-from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Update
 from fedrecon._src.recommend.protection import Protection, protect
 from fedrecon._src.recommend.rating_model import FOUND, Items, prepare_privately, prepare_ratings, ridges_of
 from fedrecon._src.recommend.recipe import build_algorithm, build_reconstruction, build_server, build_update

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import fedrecon as fr
-from fedrecon._src.recommend.config import NextWord, Reconstruct, Server, Split, TextConfig, Update
+from fedrecon._src.recommend.config import NextWord, Reconstruct, Server, SplitSettings, TextConfig, Update
 from fedrecon._src.recommend.config import TextData as DataConfig
 from studies import figures
 from studies.study import Claim, Figure, Grid, Job, Study
@@ -25,7 +25,7 @@ COUNTING = ("most used word", "most frequent next word")
 PAPER = TextConfig(
     data=DataConfig(source="", max_sentences=1000),
     model=NextWord(vocabulary=1000, oov_buckets=500, embedding=96, hidden=670, projection=96),
-    split=Split(),
+    split=SplitSettings(),
     reconstruct=Reconstruct(learning_rate=0.1, steps=100, epochs=1, batch_size=16),
     update=Update(learning_rate=0.3, steps=100, batch_size=16),
     server=Server(optimizer="fedyogi", learning_rate=0.1),
@@ -129,7 +129,7 @@ def _jobs_of_size(scale: Scale, size: int) -> list[Job]:
     if size in scale.variants:
         joint = replace(full, update=replace(full.update, joint=True))
         jobs += [
-            job("no-split", "FedRecon, no split", replace(full, split=Split(train="none")), "recon"),
+            job("no-split", "FedRecon, no split", replace(full, split=SplitSettings(train="none")), "recon"),
             job("joint", "FedRecon, joint training", joint, "recon"),
         ]
     return jobs

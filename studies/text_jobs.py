@@ -13,7 +13,7 @@ import numpy as np
 
 import fedrecon as fr
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.recommend import word_baselines
+from fedrecon._src.recommend.baselines import word_baselines
 from fedrecon._src.recommend.config import TextConfig, Update
 from fedrecon._src.recommend.recipe import build_algorithm, build_server, build_update
 from fedrecon.data import Corpus, Sentences, load_text
@@ -113,7 +113,7 @@ def run_job(job: Job, data: TextData, seed: int, part: str = "test", progress: P
         for name in ("train", part)
     )
     if job.method == "counting":
-        table = word_baselines.measure(train_clients, unseen, fr.split.half())
+        table = word_baselines(train_clients, unseen, fr.split.half())
         absent = {"accuracy": float("nan")}  # of clients without a word of the vocabulary
         facts = {"clients": len(unseen), "diverged": 0}
         measured = {name: {"micro": table.get(name, absent), **facts} for name in job.measures}

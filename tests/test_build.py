@@ -6,8 +6,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.recommend.config import Privacy, RatingsConfig, Server, Split, Update, check_config
-from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Server, SplitSettings, Update, check_config
 from fedrecon._src.recommend.rating_model import relaxed_prior
 from fedrecon._src.recommend.recipe import build_server, build_update
 from fedrecon._src.recommend.stopping import (
@@ -147,7 +146,7 @@ def test_few_validation_users_judge_by_more_divisions_than_many():
 
 
 def test_an_order_that_settings_ask_for_is_not_shuffled():
-    in_time = dataclasses.replace(DEFAULT, split=Split(train="half", by_time=True))
+    in_time = dataclasses.replace(DEFAULT, split=SplitSettings(train="half", by_time=True))
     assert divisions_of(in_time, people(10)) == 1
     assert divisions_of(dataclasses.replace(DEFAULT, patience=None), people(10)) == 1
 

@@ -12,9 +12,8 @@ from fedrecon._src.app.tuning import CLICKS_SPACE
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
+from fedrecon._src.recommend.config import DEFAULT, ClickData, ClicksConfig, Reconstruct, check_config
 from fedrecon._src.recommend.evaluation_table import add_coverage, compare_with_baselines, measure_baselines
-from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.tasks import CLICKS
 from fedrecon._src.simulation.evaluation import Evaluation
 

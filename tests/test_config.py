@@ -16,7 +16,7 @@ from fedrecon._src.recommend.config import (
     read_config,
     to_json,
 )
-from fedrecon._src.recommend.settings import Data, Factorization, NextWord, Reconstruct, Server, Split, TextData
+from fedrecon._src.recommend.settings import Data, Factorization, NextWord, Reconstruct, Server, SplitSettings, TextData
 
 CONFIG = RatingsConfig(
     data=Data(source="ratings.csv", user=0, fractions=(0.6, 0.2, 0.2)), server=Server(optimizer="fedyogi")
@@ -99,7 +99,7 @@ def test_a_misspelled_setting_is_told_the_nearest_one():
         (TextConfig(data=TextData(source="x", max_sentences=1)), "data.max_sentences"),
         (TextConfig(model=NextWord(oov_buckets=0)), "model.oov_buckets"),
         (TextConfig(reconstruct=Reconstruct(solver="least-squares")), "reconstruct.solver"),
-        (RatingsConfig(split=Split(train="redrawn-half", by_time=True)), "split.train"),
+        (RatingsConfig(split=SplitSettings(train="redrawn-half", by_time=True)), "split.train"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(config, field):

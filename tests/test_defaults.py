@@ -10,6 +10,8 @@ import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
 from fedrecon._src.recommend.config import (
+    DEFAULT,
+    PRESETS,
     Aggregate,
     Data,
     Factorization,
@@ -20,7 +22,6 @@ from fedrecon._src.recommend.config import (
     to_json,
 )
 from fedrecon._src.recommend.evaluation_table import compare_with_baselines, measure_saved_baselines
-from fedrecon._src.recommend.presets import DEFAULT, PRESETS
 from fedrecon._src.recommend.recommender import shown_scale
 from fedrecon._src.recommend.round_zero import estimate_ratings
 from fedrecon._src.recommend.saved_models import open_model

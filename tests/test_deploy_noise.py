@@ -153,7 +153,7 @@ def test_plans_whose_promise_cannot_be_kept_are_refused(privacy, options, says):
 def test_round_zero_without_noise_is_no_part_of_a_plan_with_noise():
     import dataclasses
 
-    from fedrecon._src.recommend.presets import DEFAULT
+    from fedrecon._src.recommend.config import DEFAULT
 
     config = dataclasses.replace(
         DEFAULT, privacy=Privacy(epsilon=4.0), data=dataclasses.replace(DEFAULT.data, max_examples=9)

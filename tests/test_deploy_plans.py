@@ -19,8 +19,7 @@ from fedrecon._src.deploy.coordinator import ROUND_ZERO
 from fedrecon._src.deploy.messages import Envelope, largest_message, pack, shapes_of, unpack
 from fedrecon._src.deploy.sums import length_of
 from fedrecon._src.privacy import secure_sum
-from fedrecon._src.recommend.config import ClickData, ClicksConfig, Data, Reconstruct
-from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.config import DEFAULT, ClickData, ClicksConfig, Data, Reconstruct
 from fedrecon._src.recommend.rating_model import prepare_ratings
 from fedrecon._src.recommend.recipe import build_algorithm, make_evaluator
 from fedrecon._src.recommend.saved_models import open_model

@@ -15,9 +15,8 @@ from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.progress import silent
 from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.recommend.config import config_from_json
+from fedrecon._src.recommend.config import DEFAULT, config_from_json
 from fedrecon._src.recommend.evaluation_table import measure_baselines
-from fedrecon._src.recommend.presets import DEFAULT
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS
 from fedrecon._src.simulation.training import RecordCallback
 from toy_models import descend, linear, one_by_one, xy

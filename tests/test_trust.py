@@ -14,9 +14,16 @@ from safetensors.numpy import load_file
 
 from fedrecon._src.app.cli import main, show
 from fedrecon._src.data.downloads import cache_folder
-from fedrecon._src.recommend.config import ConfigError, Data, RatingsConfig, TextConfig, config_from_json, read_config
-from fedrecon._src.recommend.health import Watch, remedy, why_failed
-from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.config import (
+    DEFAULT,
+    ConfigError,
+    Data,
+    RatingsConfig,
+    TextConfig,
+    config_from_json,
+    read_config,
+)
+from fedrecon._src.recommend.stopping import Watch, remedy, why_failed
 from fedrecon._src.recommend.tasks import RATINGS
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.storage.arrays import save_arrays

@@ -3,9 +3,9 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.data.sentences import next_word_columns
-from fedrecon._src.recommend import word_baselines
+from fedrecon._src.recommend import baselines
+from fedrecon._src.recommend.baselines import FOLLOWING, MOST_USED, word_baselines
 from fedrecon._src.recommend.evaluation_table import compare_with_baselines
-from fedrecon._src.recommend.word_baselines import FOLLOWING, MOST_USED, measure
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon.data import Sentences, Vocabulary
 
@@ -25,36 +25,36 @@ TRAIN = sentences_of(["the cat sat", "the cat", "the dog"], ["a dog sat the cat"
 
 def test_accuracy_is_that_of_counting_by_hand():
     """Support is left out. Query: `the dog`, `a dog`; after `the` comes `cat`, after `a` comes `dog`."""
-    found = measure(TRAIN, sentences_of(["a a a", "the dog"], ["a a", "a dog"]), fr.split.half())
+    found = word_baselines(TRAIN, sentences_of(["a a a", "the dog"], ["a a", "a dog"]), fr.split.half())
     # Targets are the, dog, a, dog. `the` begins most sentences and is used most.
     assert found == {MOST_USED: {"accuracy": 1 / 4}, FOLLOWING: {"accuracy": 2 / 4}}
 
 
 def test_ends_and_words_outside_the_vocabulary_are_no_targets():
-    found = measure(TRAIN, sentences_of(["sat", "the sat sat"]), fr.split.half())
+    found = word_baselines(TRAIN, sentences_of(["sat", "the sat sat"]), fr.split.half())
     assert found[MOST_USED] == {"accuracy": 1.0}  # `the` is the only target
 
 
 def test_a_word_outside_the_vocabulary_is_followed_by_what_follows_such_words():
-    found = measure(TRAIN, sentences_of(["a", "sat the"]), fr.split.half())  # `sat the` was seen in training
+    found = word_baselines(TRAIN, sentences_of(["a", "sat the"]), fr.split.half())  # `sat the` was seen in training
     assert found[FOLLOWING] == {"accuracy": 1.0}
 
 
 def test_what_nothing_followed_is_followed_by_the_most_used_word():
-    found = measure(TRAIN, sentences_of(["a", "cat the"]), fr.split.half())  # after `cat` there was no word
+    found = word_baselines(TRAIN, sentences_of(["a", "cat the"]), fr.split.half())  # after `cat` there was no word
     assert found[FOLLOWING] == {"accuracy": 1 / 2}  # `cat` first, which `the` begins more often, then `the`
 
 
 @pytest.mark.parametrize("texts", [["sat", "sat"], ["the"]], ids=["no words", "no query"])
-def test_there_is_no_baseline_where_there_is_nothing_to_measure(texts):
-    assert measure(TRAIN, sentences_of(texts), fr.split.half()) == {}
+def test_there_is_no_baseline_where_there_is_nothing_to_word_baselines(texts):
+    assert word_baselines(TRAIN, sentences_of(texts), fr.split.half()) == {}
 
 
 def test_clients_are_looked_at_a_few_at_a_time_with_the_same_result(monkeypatch):
     test = sentences_of(["a a a", "the dog"], ["a a", "a dog"], ["the", "the cat the dog"])
-    expected = measure(TRAIN, test, fr.split.half())
-    monkeypatch.setattr(word_baselines, "ENTRIES", 1)
-    assert measure(TRAIN, test, fr.split.half()) == expected
+    expected = word_baselines(TRAIN, test, fr.split.half())
+    monkeypatch.setattr(baselines, "WORD_ENTRIES", 1)
+    assert word_baselines(TRAIN, test, fr.split.half()) == expected
 
 
 @pytest.mark.parametrize(("ours", "loses"), [(0.4, True), (0.5, False)])

@@ -40,11 +40,10 @@ from fedrecon._src.recommend.evaluation_table import (
     measure_saved_baselines,
     summarize,
 )
-from fedrecon._src.recommend.health import Watch, updates_of, why_failed
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
 from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel, save_model
-from fedrecon._src.recommend.stopping import rounds_of, say_stopped
+from fedrecon._src.recommend.stopping import Watch, rounds_of, say_stopped, updates_of, why_failed
 from fedrecon._src.recommend.task import Dataset, Ready
 from fedrecon._src.recommend.tasks import Task, Users, task_of
 from fedrecon._src.simulation.engine import Layout
@@ -56,7 +55,7 @@ from fedrecon._version import __version__
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExperimentResult:
     """What a run leaves in memory.
 
     Attributes:
@@ -96,7 +95,7 @@ def run_experiment(
     progress: Progress = silent,
     callbacks: Sequence[Callback] = (),
     say: Say = lambda text: None,
-) -> Outcome:
+) -> ExperimentResult:
     """Train with some settings, evaluate on the test users, and write everything to a folder.
 
     Nothing in the folder changes before the data is read and the run can start. A run that is replaced is put aside
@@ -166,7 +165,7 @@ class _Started(NamedTuple):
     facts: dict[str, Any]
 
 
-def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], say: Say) -> Outcome:
+def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], say: Say) -> ExperimentResult:
     """Train, save, measure, and say how it went."""
     folder, task, data, prepared, protection, algorithm, jax_layout, facts = started
     config, users, legend = protection.config, prepared.users, prepared.legend
@@ -215,7 +214,7 @@ def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], s
         folder.complete()
     most = rounds_of(config, users)
     described = bool(prepared.remarks)
-    return Outcome(run, algorithm, users, model, evaluator, test, most, data.skipped, table, described, failed)
+    return ExperimentResult(run, algorithm, users, model, evaluator, test, most, data.skipped, table, described, failed)
 
 
 def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:

@@ -21,10 +21,9 @@ from fedrecon._src.app.plots import write_figure
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
-from fedrecon._src.recommend.config import Config, check_config, to_json
+from fedrecon._src.recommend.config import DEFAULT, Config, check_config, is_default, to_json
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import Table, measure_baselines
-from fedrecon._src.recommend.presets import DEFAULT, is_default
 from fedrecon._src.recommend.recipe import build_algorithm, build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.stopping import rounds_of
 from fedrecon._src.recommend.tasks import Users, task_of

@@ -32,12 +32,12 @@ from fedrecon._src.recommend.config import (
     config_from_json,
     to_json,
 )
-from fedrecon._src.recommend.health import Watch, why_failed
 from fedrecon._src.recommend.protection import is_recipe
 from fedrecon._src.recommend.rating_model import apply_estimate, build_model, round_zero_of
 from fedrecon._src.recommend.recipe import build_algorithm, make_evaluator
 from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.saved_models import save_model
+from fedrecon._src.recommend.stopping import Watch, why_failed
 from fedrecon._src.recommend.task import Read, split_users
 from fedrecon._src.recommend.tasks import Task, Users, task_of
 from fedrecon._src.recommend.tasks.clicks import read_clicks

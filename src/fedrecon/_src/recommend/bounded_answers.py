@@ -28,6 +28,7 @@ from fedrecon._src.recommend.estimate import (
     TRAITS,
     Bounds,
     Estimate,
+    MagnitudeBins,
     Question,
     State,
     Transform,
@@ -35,7 +36,6 @@ from fedrecon._src.recommend.estimate import (
     fit_user_traits,
     transform_ratings,
 )
-from fedrecon._src.recommend.outliers import MagnitudeBins
 
 # How round zero's budget is divided: shares of the sum of 1 / noise^2.
 SHARES: dict[Question, float] = {"range": 0.02, "scale": 0.05, "first biases": 0.4, "biases": 0.48, "traits": 0.05}

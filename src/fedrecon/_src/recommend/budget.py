@@ -112,7 +112,7 @@ SHORT = 8.0  # where noise outweighs everything, a small norm is better
 USUAL = 60.0  # the noise in the summed gradient of everybody that the priors of the recipe can take as they are
 
 
-class Rule(NamedTuple):
+class NoiseRule(NamedTuple):
     """What the recipe changes because of noise.
 
     Attributes:
@@ -124,7 +124,7 @@ class Rule(NamedTuple):
     prior: float
 
 
-def rule(noise_in_mean: float, clients: int, scaling: float = 2.0) -> Rule:
+def rule(noise_in_mean: float, clients: int, scaling: float = 2.0) -> NoiseRule:
     """Choose the clipping norm and the priors for this much noise.
 
     Args:
@@ -134,4 +134,4 @@ def rule(noise_in_mean: float, clients: int, scaling: float = 2.0) -> Rule:
     """
     clip = MEDIAN if noise_in_mean < 1e-3 else SHORT
     noise = scaling * clients * clip * noise_in_mean  # in one entry of the gradient summed over everybody
-    return Rule(clip, max(1.0, noise / USUAL) ** 2)
+    return NoiseRule(clip, max(1.0, noise / USUAL) ** 2)

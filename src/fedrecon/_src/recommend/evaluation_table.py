@@ -13,10 +13,9 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many, lay_out
 from fedrecon._src.data import Sentences
-from fedrecon._src.recommend import baselines, ranking, word_baselines
-from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig
+from fedrecon._src.recommend import baselines, ranking
+from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig, is_default
 from fedrecon._src.recommend.estimate import Estimate
-from fedrecon._src.recommend.presets import is_default
 from fedrecon._src.recommend.recipe import build_algorithm, build_model, build_split, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import JUDGES
@@ -105,7 +104,7 @@ def measure_baselines(config: Config, users: Users, part: str, legend: Any) -> T
         return {}
     split = build_split(config.split.evaluate, config.split)
     if isinstance(config, TextConfig):
-        return word_baselines.measure(cast(Sentences, users.train), measured, split)
+        return baselines.word_baselines(cast(Sentences, users.train), measured, split)
     if isinstance(config, ClicksConfig):
         return _rank_baselines(ranking.item_sets(users.train), ranking.split_items(measured, split), len(legend))
     if not len(baselines.split_ratings(measured, split).query.rating):
@@ -209,7 +208,7 @@ def compare_with_baselines(found: Evaluation, table: Table, config: Config | Non
         return None
     if NDCG in found.micro:
         metric, title, sign, advice = NDCG, "NDCG@100", -1, _try_ranking
-    elif word_baselines.MOST_USED in table:
+    elif baselines.MOST_USED in table:
         metric, title, sign, advice = "accuracy", "accuracy", -1, _try_text
     else:
         metric, title, sign, advice = "rmse", "RMSE", 1, _try_ratings

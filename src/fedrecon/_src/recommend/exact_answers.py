@@ -16,16 +16,20 @@ from typing import Any
 import numpy as np
 
 from fedrecon._src.recommend.estimate import (
+    BINS,
     LEAST_VARIANCE,
     MAX_SKEWNESS,
+    MOMENTS,
     Estimate,
     State,
     Sums,
     Transform,
+    bin_moments,
+    find_range,
     fit_user_biases,
     fit_user_traits,
+    negative_share,
 )
-from fedrecon._src.recommend.outliers import BINS, MOMENTS, bin_moments, find_range, negative_share
 
 MAX_NEGATIVE_SHARE = 0.05  # of counts; they are taken as 0
 SCALE_BINS, SCALE_BIN = 200, 0.1  # to find the ends of the scale: 200 bins, each a tenth of a deviation wide

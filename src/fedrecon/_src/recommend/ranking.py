@@ -30,7 +30,6 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.split import Split
 from fedrecon._src.recommend.baselines import split_ratings
@@ -535,14 +534,3 @@ def score_by_model(algorithm: Algorithm, params: Any) -> Scorer:
         return np.asarray(score(params, reconstruct(algorithm, params, clients)))
 
     return scores
-
-
-def format_results(results: Mapping[str, RankingResult]) -> str:
-    """Return results as a text table, one line each.
-
-    Args:
-      results: the results, by name.
-    """
-    names = list(next(iter(results.values())).metrics)
-    cells = [[name, *(f"{result.metrics[m]:.4f}" for m in names)] for name, result in results.items()]
-    return "\n".join(lay_out([["", *names], *cells], right=True))

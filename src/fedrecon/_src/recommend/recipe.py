@@ -18,7 +18,15 @@ from fedrecon._src.core import split
 from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.model import Model
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, Server, Split, Update
+from fedrecon._src.recommend.config import (
+    ClicksConfig,
+    Config,
+    RatingsConfig,
+    Reconstruct,
+    Server,
+    SplitSettings,
+    Update,
+)
 from fedrecon._src.recommend.rating_model import add_priors, ridges_of
 from fedrecon._src.recommend.rating_model import build_model as build_model
 from fedrecon._src.recommend.settings import relaxed_rounds
@@ -84,7 +92,7 @@ def build_update(settings: Update) -> Solver:
     return gradient_descent(optimizer, batch_size=settings.batch_size, epochs=settings.epochs, steps=settings.steps)
 
 
-def build_split(name: str, settings: Split) -> split.Split:
+def build_split(name: str, settings: SplitSettings) -> split.Split:
     """Return S."""
     return split.named(name)._replace(by="time" if settings.by_time else None)
 

@@ -26,15 +26,16 @@ from fedrecon._src.privacy.ring import quantise, restore
 from fedrecon._src.recommend import bounded_answers, exact_answers
 from fedrecon._src.recommend.bounded_answers import Entries
 from fedrecon._src.recommend.estimate import (
+    BINS,
     Bounds,
     Estimate,
     Question,
+    RatingRange,
     State,
     Sums,
     Transform,
     transform_ratings,
 )
-from fedrecon._src.recommend.outliers import BINS, RatingRange
 
 PURPOSE = "round zero"
 TRANSFORMS: tuple[Transform, ...] = ("none", "log1p")

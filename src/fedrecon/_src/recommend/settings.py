@@ -40,7 +40,7 @@ def relaxed_rounds(rounds: int, times: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class SplitSettings:
     """Which of a client's examples are support (to reconstruct from) and which are query (to learn from or measure on).
 
     Attributes:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.presets import DEFAULT
+from fedrecon._src.recommend.config import DEFAULT
 
 if TYPE_CHECKING:
-    from fedrecon._src.app.experiment import Outcome
+    from fedrecon._src.app.experiment import ExperimentResult
     from fedrecon._src.simulation.evaluation import Evaluation
 
 SETTINGS = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source="movielens-small"))
@@ -93,7 +93,7 @@ def _is_demo(facts: Mapping[str, Any]) -> bool:
     return facts.get("made_by") == "demo"
 
 
-def _compare(outcome: Outcome, test: Evaluation) -> None:
+def _compare(outcome: ExperimentResult, test: Evaluation) -> None:
     """Put the model beside the baselines, and beside itself without reconstruction."""
     from fedrecon._src.recommend.evaluation_table import compare_with_baselines, without_reconstruction
     from fedrecon._src.recommend.recipe import build_split
@@ -116,7 +116,7 @@ def _compare(outcome: Outcome, test: Evaluation) -> None:
     print(f"{compare_with_baselines(test, outcome.baselines, config) or ''}")
 
 
-def _recommend(outcome: Outcome) -> None:
+def _recommend(outcome: ExperimentResult) -> None:
     """Recommend to a test user with a usual number of ratings."""
     import numpy as np
 

@@ -55,10 +55,9 @@ def run(args: Evaluate) -> int:
         measure_saved_baselines,
         summarize,
     )
-    from fedrecon._src.recommend.health import evaluation_failed
     from fedrecon._src.recommend.recipe import build_layout, make_evaluator
     from fedrecon._src.recommend.saved_models import open_model
-    from fedrecon._src.recommend.stopping import say_how_to_test_more
+    from fedrecon._src.recommend.stopping import evaluation_failed, say_how_to_test_more
     from fedrecon._src.recommend.tasks import Users
     from fedrecon._src.simulation.multihost import start_jax_devices
     from fedrecon._src.storage.atomic import without_nan

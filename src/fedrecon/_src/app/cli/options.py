@@ -11,8 +11,17 @@ from typing import Any
 
 import tyro
 
-from fedrecon._src.recommend.config import Config, ConfigError, TaskName, check_config, config_from_json, read_config
-from fedrecon._src.recommend.presets import PRESETS, Preset, preset_of
+from fedrecon._src.recommend.config import (
+    PRESETS,
+    Config,
+    ConfigError,
+    Preset,
+    TaskName,
+    check_config,
+    config_from_json,
+    preset_of,
+    read_config,
+)
 from fedrecon._src.recommend.settings import ClickData, TextData
 
 RUN = "run.json"  # fedrecon._src.storage.ownership.RUN, without its imports

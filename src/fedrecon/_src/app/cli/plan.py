@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, TextConfig
-from fedrecon._src.recommend.presets import Preset
+from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig, TextConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +110,11 @@ def parse(argv: Sequence[str]) -> MakePlan:
 
 def run(args: MakePlan) -> int:
     """Make the plan and say what it is."""
-    from fedrecon._src.app.catalogue import read_items, read_words
     from fedrecon._src.deploy.node_keys import read_public_keys
     from fedrecon._src.deploy.plan import describe
     from fedrecon._src.deploy.settings_plan import make_plan
+    from fedrecon._src.recommend.tasks.ratings import read_items
+    from fedrecon._src.recommend.tasks.text import read_words
 
     config = args.settings
     if config.data.source:

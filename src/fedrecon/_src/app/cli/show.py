@@ -71,8 +71,7 @@ def evaluation(
       advice: what to do if few were measured.
     """
     from fedrecon._src.recommend.evaluation_table import compare_with_baselines
-    from fedrecon._src.recommend.health import evaluation_failed
-    from fedrecon._src.recommend.stopping import JUDGES, say_few
+    from fedrecon._src.recommend.stopping import JUDGES, evaluation_failed, say_few
 
     measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
     if failed:

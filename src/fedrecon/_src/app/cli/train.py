@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, TextConfig, to_json
-from fedrecon._src.recommend.presets import Preset
+from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig, TextConfig, to_json
 
 if TYPE_CHECKING:
-    from fedrecon._src.app.experiment import Outcome
+    from fedrecon._src.app.experiment import ExperimentResult
     from fedrecon._src.recommend.tasks import Task
     from fedrecon._src.storage.run_folder import RunFolder
 
@@ -175,7 +174,7 @@ def run(args: Train) -> int:
     return 130 if outcome.run.interrupted else 0 if outcome.failed is None else FAILED
 
 
-def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Outcome:
+def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> ExperimentResult:
     """Train; the first process shows progress and writes the log."""
     from fedrecon._src.app.experiment import run_experiment
     from fedrecon._src.app.logs import log_to
@@ -198,7 +197,7 @@ def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Outcome
         return run_experiment(config, folder, **modes, progress=bars, callbacks=callbacks, say=show.remark)
 
 
-def _say_how_to_continue(args: Train, outcome: Outcome) -> None:
+def _say_how_to_continue(args: Train, outcome: ExperimentResult) -> None:
     from fedrecon._src.storage.run_folder import list_stashes
 
     assert args.out is not None
@@ -209,12 +208,11 @@ def _say_how_to_continue(args: Train, outcome: Outcome) -> None:
         show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
 
 
-def _report(out: Path, outcome: Outcome, task: Task[Any, Any, Any]) -> None:
+def _report(out: Path, outcome: ExperimentResult, task: Task[Any, Any, Any]) -> None:
     """Print how the model does on the test clients, what it cost, and what to do next."""
     from fedrecon._src.core.formatting import how_many
     from fedrecon._src.privacy.ledger import NOT_COVERED
-    from fedrecon._src.recommend.health import say_updates
-    from fedrecon._src.recommend.stopping import say_how_to_test_more, say_kept
+    from fedrecon._src.recommend.stopping import say_how_to_test_more, say_kept, say_updates
 
     config, run = outcome.model.config, outcome.run
     advice = say_how_to_test_more(config)

@@ -11,8 +11,7 @@ import tyro
 from annotated_types import Ge
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig
-from fedrecon._src.recommend.presets import Preset
+from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -168,6 +169,50 @@ def recall_items(description: Mapping[str, Any]) -> Items:
         None if scale is None else (float(scale[0]), float(scale[1])),
         None if liking is None else Liking.from_json(liking),
     )
+
+
+def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
+    """Read a catalogue: a CSV file with a header, one item per line.
+
+    Items are numbered in the order of their ids, whatever the order of the file.
+
+    Args:
+      path: the file.
+      item: header of the column with ids.
+      title: header of the column with titles, which is optional.
+
+    Raises:
+      DataError: the file is not a catalogue; the message says why.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            if item not in (rows.fieldnames or ()):
+                header = ", ".join(rows.fieldnames or ()) or "nothing"
+                raise DataError(f"{path} has no column {item!r}; its first line names: {header}. Use --item-column.")
+            titles: dict[str, str] = {}
+            for row in rows:
+                if not (item_id := (row[item] or "").strip()):
+                    continue
+                name = (row.get(title) or "").strip()
+                if titles.setdefault(item_id, name) != name:
+                    raise DataError(
+                        f"{path} line {rows.line_num}: item {item_id[:40]!r} has the title {name[:40]!r}, but "
+                        f"{titles[item_id][:40]!r} above; give every item one title"
+                    )
+            named = title in (rows.fieldnames or ())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+    except csv.Error as error:
+        raise DataError(f"{path} is not a CSV file: {error}") from None
+    if not titles:
+        raise DataError(f"{path} lists no items")
+    if all(text.isascii() and text.isdigit() and str(int(text)) == text and len(text) < 19 for text in titles):
+        ids = np.array(sorted(map(int, titles)))
+    else:
+        ids = np.array(sorted(titles))
+    labels = [titles[str(item_id)] or str(item_id) for item_id in ids.tolist()]
+    return Items(ids, np.array(unique_labels(labels, ids.tolist())) if named else None)
 
 
 RMSE = Measure("rmse", "RMSE")

@@ -183,6 +183,24 @@ def _prepare(config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary
     return Ready(config, users, words, model, (data, say_rounds(config, users, "clients")))
 
 
+def read_words(path: Path, most: int, buckets: int) -> Vocabulary:
+    """Read a vocabulary: one word per line, the most used first.
+
+    Args:
+      path: the file.
+      most: take at most this many words, the first ones.
+      buckets: how many buckets hold all other words.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+    words = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not words:
+        raise DataError(f"{path} lists no words")
+    return Vocabulary(tuple(words[:most]), buckets)
+
+
 LOSS = Measure("loss", "loss")
 
 TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
