@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan as AlgorithmPlan
 from fedrecon._src.deploy.algorithm_plan import plan_for as plan_for
-from fedrecon._src.deploy.coordinator import Outcome as Outcome
+from fedrecon._src.deploy.coordinator import ServeResult as ServeResult
 from fedrecon._src.deploy.coordinator import serve as serve
 from fedrecon._src.deploy.memory import Memory as Memory
 from fedrecon._src.deploy.node import Node as Node

@@ -35,6 +35,11 @@ def to_bytes(value: Any) -> bytes:
 
     Args:
       value: a pytree of numpy or JAX arrays.
+
+    Example:
+      >>> data = fr.kit.to_bytes({"bias": np.ones(3, np.float32)})
+      >>> fr.kit.from_bytes(data, like={"bias": np.zeros(3, np.float32)})
+      {'bias': array([1., 1., 1.], dtype=float32)}
     """
     trimmed = jax.tree.map(_trimmed, value, is_leaf=_is_rows)
     arrays = {path or "value": np.asarray(leaf, order="C") for path, leaf in flatten(trimmed)[0].items()}
@@ -55,6 +60,10 @@ def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
 
     Raises:
       WireError: the bytes are not the expected message.
+
+    Example:
+      >>> fr.kit.from_bytes(fr.kit.to_bytes(np.arange(3)), like=np.zeros(3, int))
+      array([0, 1, 2])
     """
     if len(data) > most:
         raise WireError(f"the message has {len(data)} bytes; at most {most} are accepted")

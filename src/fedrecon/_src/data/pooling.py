@@ -13,6 +13,11 @@ def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
     Args:
       clients: whose examples are copied.
       feature: the name of the new column.
+
+    Example:
+      >>> clients = fr.data.synthetic_ratings(num_users=2, num_items=9, mean_ratings=5)
+      >>> fr.data.with_owner(clients).columns["client"].tolist()
+      [0, 0, 0, 1, 1, 1]
     """
     owner = np.repeat(np.arange(len(clients), dtype=np.int32), clients.sizes)
     rows = rows_of(clients.starts, clients.ends)
@@ -28,6 +33,11 @@ def pooled(clients: Clients, *, seed: int, feature: str = "client") -> Clients:
       clients: whose examples are copied.
       seed: decides the order.
       feature: the name of the new column.
+
+    Example:
+      >>> clients = fr.data.synthetic_ratings(num_users=2, num_items=9, mean_ratings=5)
+      >>> fr.data.pooled(clients, seed=0)
+      Clients(1 clients, 6 examples: ...)
     """
     owned = with_owner(clients, feature=feature)
     order = np.random.default_rng(seed).permutation(owned.num_examples)

@@ -42,6 +42,15 @@ class AlgorithmPlan(Plan):
       columns: `{name: [type, *shape]}` of the columns that clients have.
       fractions: shares of the clients that train, validate and test.
       split_seed: the seed of this division.
+
+    Example:
+      >>> model = fr.models.matrix_factorization(num_items=8, dim=2)
+      >>> solver = fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=4)
+      >>> server = fr.optimizers.sgd(1.0)
+      >>> algorithm = fr.federated_reconstruction(model, reconstruct=solver, update=solver, server=server)
+      >>> plan = fr.deploy.plan_for(algorithm, fr.data.synthetic_ratings(num_users=4, num_items=8))
+      >>> isinstance(plan, fr.deploy.AlgorithmPlan), plan.fractions
+      (True, (0.8, 0.1, 0.1))
     """
 
     kind: ClassVar[str] = "algorithm"

@@ -35,7 +35,7 @@ MAX_PAUSE = 60.0  # seconds between two attempts at a round; they grow from one
 ROUND_ZERO, ROUND_ZERO_FORMAT = "round-zero.json", Format("fedrecon-round-zero", 1)  # in the run's folder
 
 
-class Outcome(NamedTuple):
+class ServeResult(NamedTuple):
     """What a deployed training leaves in memory.
 
     Attributes:
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
       interrupted: whether it was stopped before the last round.
 
     Example:
-      >>> fr.deploy.Outcome({"w": 1.0}, [], rounds=0, test=None, failed=None, interrupted=True).interrupted
+      >>> fr.deploy.ServeResult({"w": 1.0}, [], rounds=0, test=None, failed=None, interrupted=True).interrupted
       True
     """
 
@@ -77,7 +77,7 @@ def serve(
     clock: Clock = SYSTEM,
     on_record: Callable[[dict[str, Any]], None] = lambda record: None,
     say: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> ServeResult:
     """Train a plan over nodes, evaluate on their held-out users, and write what `fedrecon train` writes.
 
     Args:
@@ -93,6 +93,11 @@ def serve(
     Raises:
       NotEnoughNodes: too few nodes for too long. What was learned until then is in the folder.
       StorageError: the folder holds another run.
+
+    Example:
+      >>> grid = fr.deploy.InProcess({0: node.handle})  # doctest: +SKIP
+      >>> fr.deploy.serve(plan, grid, "runs/first").rounds  # doctest: +SKIP
+      100
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     with folder.lock():
@@ -134,7 +139,7 @@ def serve(
             **({} if (ledger := training.ledger()) is None else {"privacy": ledger.to_dict()}),
         }
         folder.describe(facts | ended)
-        return Outcome(params, training.history, training.done, test, failed, interrupted)
+        return ServeResult(params, training.history, training.done, test, failed, interrupted)
 
 
 class _Training(NodeRegistry):

@@ -85,7 +85,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), number
 
 
-class Problem(Exception):
+class RequestError(Exception):
     """A request that is refused."""
 
     def __init__(self, status: int, kind: str, detail: str, **headers: str):
@@ -113,7 +113,7 @@ class Api:
                 Route("/v1/broadcasts/{digest}", self.get_broadcast),
                 Route("/v1/rounds/{number}/reports/{ticket}", self.put_report, methods=["PUT"]),
             ],
-            exception_handlers={Problem: self._refuse, HTTPException: self._refuse},
+            exception_handlers={RequestError: self._refuse, HTTPException: self._refuse},
         )
 
     def _wake(self, node: int) -> None:
@@ -129,8 +129,8 @@ class Api:
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:
         if isinstance(problem, HTTPException):  # no such path or method
-            problem = Problem(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
-        assert isinstance(problem, Problem)
+            problem = RequestError(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
+        assert isinstance(problem, RequestError)
         self.problems[problem.kind] += 1
         content = {"type": f"urn:fedrecon:{problem.kind}", "status": problem.status, "detail": str(problem)}
         headers = {"Connection": "close", **problem.headers} if problem.status != 404 else problem.headers
@@ -144,7 +144,9 @@ class Api:
         try:
             key, digest = self.verifier.check(request.method, target, request.headers)
         except SignatureError as error:
-            raise Problem(STATUS.get(error.problem, 401), error.problem, str(error), **{"Retry-After": "1"}) from None
+            raise RequestError(
+                STATUS.get(error.problem, 401), error.problem, str(error), **{"Retry-After": "1"}
+            ) from None
         return self.board.number_of(key), digest
 
     async def get_plan(self, request: Request) -> Response:
@@ -195,7 +197,7 @@ class Api:
         digest = request.path_params["digest"]
         data = self.board.message(node, digest)
         if data is None:
-            raise Problem(404, "no-broadcast", "this node has no task with such a broadcast")
+            raise RequestError(404, "no-broadcast", "this node has no task with such a broadcast")
         return _immutable(request, data, digest, "application/octet-stream")
 
     async def put_report(self, request: Request) -> Response:
@@ -203,11 +205,11 @@ class Api:
         node, digest = self._authenticate(request)
         number, ticket = request.path_params["number"], request.path_params["ticket"]
         if not (number.isascii() and number.isdigit() and len(number) < 10):
-            raise Problem(404, "forged", "the round must be a number")
+            raise RequestError(404, "forged", "the round must be a number")
         state = self.board.state(node, int(number), ticket)
         if state == "open":
             if node in self._uploading:
-                raise Problem(429, "too-many", "this node is sending a report already", **{"Retry-After": "1"})
+                raise RequestError(429, "too-many", "this node is sending a report already", **{"Retry-After": "1"})
             self._uploading.add(node)
             try:
                 data = await self._read_body(request, digest)
@@ -215,28 +217,28 @@ class Api:
                 self._uploading.discard(node)
             state = self.board.report(node, int(number), ticket, data)
         if state == "forged":
-            raise Problem(404, state, "the coordinator gave this node no such ticket")
+            raise RequestError(404, state, "the coordinator gave this node no such ticket")
         if state == "expired":
-            raise Problem(410, state, "the task is over: the round was closed, or its deadline has passed")
+            raise RequestError(410, state, "the task is over: the round was closed, or its deadline has passed")
         return Response(status_code=201 if state == "open" else 200)
 
     async def _read_body(self, request: Request, digest: str) -> bytes:
         length = request.headers.get("content-length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 16):
-            raise Problem(411, "no-length", "a report needs a Content-Length")
+            raise RequestError(411, "no-length", "a report needs a Content-Length")
         if int(length) > self.limits.body_bytes:
-            raise Problem(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
+            raise RequestError(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():  # never more than was announced: the HTTP parser checks it
                     body += chunk
         except TimeoutError:
-            raise Problem(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
+            raise RequestError(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
         except ClientDisconnect:
-            raise Problem(400, "cut-off", "the connection ended before the report") from None
+            raise RequestError(400, "cut-off", "the connection ended before the report") from None
         if hashlib.sha256(body).hexdigest() != digest:
-            raise Problem(400, "wrong-digest", "the body does not have the digest that was signed")
+            raise RequestError(400, "wrong-digest", "the body does not have the digest that was signed")
         return bytes(body)
 
 
@@ -249,7 +251,7 @@ def _immutable(request: Request, data: bytes, digest: str, media_type: str) -> R
 
 def _seconds(text: str) -> float:
     if not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise Problem(400, "bad-wait", "`wait` must be a whole number of seconds")
+        raise RequestError(400, "bad-wait", "`wait` must be a whole number of seconds")
     return min(float(text), MAX_WAIT)
 
 

@@ -55,6 +55,13 @@ class SettingsPlan(Plan):
       config: the settings of task, model, split, R, U, server, aggregator and seed. They name no data.
       legend: what ids stand for: the items of a catalogue, or the words of a vocabulary.
       result: of round zero. It is not part of the agreement: the digest does not depend on it.
+
+    Example:
+      >>> from fedrecon._src.recommend.config import RatingsConfig
+      >>> from fedrecon._src.recommend.rating_model import Items
+      >>> plan = fr.deploy.make_plan(RatingsConfig(rounds=20), Items(np.arange(8)))
+      >>> isinstance(plan, fr.deploy.SettingsPlan), plan.about()
+      (True, 'ratings, 8 items')
     """
 
     kind: ClassVar[str] = "settings"
@@ -210,6 +217,12 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
 
     Raises:
       PlanError: arrays would have no bound, or the settings promise what a deployment cannot keep.
+
+    Example:
+      >>> from fedrecon._src.recommend.config import RatingsConfig
+      >>> from fedrecon._src.recommend.rating_model import Items
+      >>> fr.deploy.make_plan(RatingsConfig(rounds=20), Items(np.arange(8)), least_users=5).rounds
+      20
     """
     if config.aggregate.secure:
         raise PlanError("--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more")

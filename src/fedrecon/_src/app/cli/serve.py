@@ -16,7 +16,7 @@ import tyro
 from fedrecon._src.app.cli import FAILED, options, show
 
 if TYPE_CHECKING:
-    from fedrecon._src.deploy.coordinator import Outcome
+    from fedrecon._src.deploy.coordinator import ServeResult
     from fedrecon._src.deploy.http_server import Tls
     from fedrecon._src.deploy.plan import Plan
 
@@ -136,7 +136,7 @@ def run(args: Serve) -> int:
     return _show_outcome(args, plan, outcome)
 
 
-def _show_outcome(args: Serve, plan: Plan, outcome: Outcome) -> int:
+def _show_outcome(args: Serve, plan: Plan, outcome: ServeResult) -> int:
     from fedrecon._src.deploy.settings_plan import SettingsPlan
     from fedrecon._src.storage.atomic import without_nan
 
