@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedrecon._src.data.downloads import download, fetch_once
-from fedrecon._src.data.movielens import PUBLISHED, check_md5
+from fedrecon._src.data.movielens import PUBLISHED, check_md5, download, fetch_once
 from fedrecon.data import DataError, load, load_movielens
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ml-1m.zip"

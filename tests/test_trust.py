@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.data.downloads import cache_folder
+from fedrecon._src.data.sources import cache_folder
 from fedrecon._src.recommend.config import (
     DEFAULT,
     ConfigError,

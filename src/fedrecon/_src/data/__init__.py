@@ -4,6 +4,7 @@ from fedrecon._src.data.corpus import Corpus as Corpus
 from fedrecon._src.data.corpus_writer import CorpusOptions as CorpusOptions
 from fedrecon._src.data.movielens import load as load
 from fedrecon._src.data.movielens import load_movielens as load_movielens
+from fedrecon._src.data.posts import load_text as load_text
 from fedrecon._src.data.posts import prepare_posts as prepare_posts
 from fedrecon._src.data.posts import prepare_text as prepare_text
 from fedrecon._src.data.ratings import RatingLimits as RatingLimits
@@ -21,7 +22,6 @@ from fedrecon._src.data.summary import Summary as Summary
 from fedrecon._src.data.synthetic import synthetic_ratings as synthetic_ratings
 from fedrecon._src.data.synthetic import synthetic_text as synthetic_text
 from fedrecon._src.data.tables import TextOptions as TextOptions
-from fedrecon._src.data.text_files import load_text as load_text
 from fedrecon._src.data.titles import load_titles as load_titles
 from fedrecon._src.data.titles import unique_labels as unique_labels
 from fedrecon._src.data.vocabulary import Vocabulary as Vocabulary

@@ -9,14 +9,15 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from fedrecon._src.data.sources import DataError, whole_seconds
-from fedrecon._src.data.tables import ArrowTable, TextTable, is_text
+from fedrecon._src.data.tables import Table, is_text
 
 Column = str | int
 
@@ -81,9 +82,7 @@ class ColumnMatch(NamedTuple):
 
 
 def find_columns(
-    table: TextTable | ArrowTable,
-    columns: Mapping[str, Column | None],
-    usual: Mapping[str, Column | None] | None = None,
+    table: Table, columns: Mapping[str, Column | None], usual: Mapping[str, Column | None] | None = None
 ) -> ColumnMatch:
     """Find each column by its name or position, or recognise it by a common name.
 
@@ -119,12 +118,7 @@ def find_columns(
 class _Search:
     """Looks for the columns of one table."""
 
-    def __init__(
-        self,
-        table: TextTable | ArrowTable,
-        columns: Mapping[str, Column | None],
-        usual: Mapping[str, Column | None],
-    ) -> None:
+    def __init__(self, table: Table, columns: Mapping[str, Column | None], usual: Mapping[str, Column | None]) -> None:
         self.table, self.columns, self.usual = table, columns, usual
         self.names = table.names or []
         self.recognised: dict[str, str] = {}
@@ -330,25 +324,14 @@ def encode_ids(ids: np.ndarray) -> Codes:
     return Codes(codes.astype(np.int32), values)
 
 
-class _TextIndex(dict[str, int]):
-    """Numbers texts in the order of their first lookup."""
-
-    def __missing__(self, text: str) -> int:
-        self[text] = number = len(self)
-        return number
-
-    def encode(self, texts: Iterable[str], count: int) -> np.ndarray:
-        """Return the numbers of texts."""
-        return np.fromiter(map(self.__getitem__, texts), np.int32, count)
-
-
 class IdColumn:
     """Collects the ids of a column, batch by batch."""
 
     def __init__(self, source: str, role: str, integers: bool) -> None:
         """Start empty; `integers` allows text to become integers if that loses nothing."""
         self.source, self.role, self.integers = source, role, integers
-        self._index = _TextIndex()
+        self._index: defaultdict[str, int] = defaultdict()  # numbers texts in the order of their first lookup
+        self._index.default_factory = self._index.__len__
         self._parts: list[np.ndarray] = []
         self._is_text = False
 
@@ -359,7 +342,7 @@ class IdColumn:
             self._is_text = True
             used = np.flatnonzero(np.bincount(array, minlength=len(values.texts)))
             numbers = np.zeros(len(values.texts), np.int32)
-            numbers[used] = self._index.encode((values.texts[k] for k in used.tolist()), len(used))
+            numbers[used] = [self._index[values.texts[k]] for k in used.tolist()]
             array = numbers[array]
         self._parts.append(array)
 

@@ -100,9 +100,9 @@ class Corpus:
                 for name in ARRAYS
             )
             words = tuple((folder / "words.txt").read_text("utf-8").split("\n")[:-1])
-            if not (len(begins) - 1 == len(times) == offsets[-1] and begins[-1] == len(tokens)):
-                raise ValueError("its arrays do not fit together")
-            if not (len(offsets) - 1 == len(names) == len(split_of) and len(counts) == len(words)):
+            sentences_fit = len(begins) - 1 == len(times) == offsets[-1] and begins[-1] == len(tokens)
+            clients_fit = len(offsets) - 1 == len(names) == len(split_of) and len(counts) == len(words)
+            if not (sentences_fit and clients_fit):
                 raise ValueError("its arrays do not fit together")
             columns = {"begin": begins[:-1], "end": begins[1:], "time": times}
             return cls(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from fedrecon._src.storage.lock import file_lock
 
 KEPT_WORDS = 50_000
 MAX_SENTENCES = 1_000
+LONGEST_NAME = 200  # of a client
 WORDS_IN_MEMORY = 1 << 22  # before they are written to a run
 RUN_CHARACTERS = 1 << 25  # of different words in a run: a bound for long words
 WORDS = "words.txt"
@@ -99,6 +100,16 @@ class Post(NamedTuple):
     time: float
     sentences: list[list[str]]
     split: int = 0
+
+
+def check_client_name(value: Any) -> str:
+    """Return a client's name, or raise ValueError if it cannot be one."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"client {repr(value)[:50]} is neither text nor a whole number")
+    name = str(value)
+    if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
+        raise ValueError(f"client {name[:50]!r} is not 1 to {LONGEST_NAME} printable characters")
+    return name
 
 
 # ---- sorted runs ----

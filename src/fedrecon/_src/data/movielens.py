@@ -1,20 +1,36 @@
 """Data sets by name: MovieLens 100K, 1M and later from their published archives, and a small one from a package."""
 
 import hashlib
+import math
+import os
+import urllib.request
 import zipfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fedrecon._src.data.columns import encode_ids
-from fedrecon._src.data.downloads import cache_folder, fetch_once
 from fedrecon._src.data.ratings import Ratings, RatingTable, collect_ratings, load_ratings, read_rows
-from fedrecon._src.data.sources import UNPACKING, DataError, RowErrors, ZipSource, is_readable, open_bytes
+from fedrecon._src.data.sources import (
+    UNPACKING,
+    DataError,
+    RowErrors,
+    ZipSource,
+    cache_folder,
+    is_readable,
+    open_bytes,
+    report_wait,
+)
 from fedrecon._src.data.synthetic import synthetic_ratings
 from fedrecon._src.data.tables import TextTable
 from fedrecon._src.data.titles import read_titles
+from fedrecon._src.storage.lock import file_lock
 
 URL = "https://files.grouplens.org/datasets/movielens/"
+PIECE = 1 << 16  # bytes of a download in memory at a time
+MAX_BYTES = 1 << 33  # if nothing is known about the file
 
 
 class Archive(NamedTuple):
@@ -118,31 +134,27 @@ def load_movielens(
 
 def check_md5(path: Path, checked_file: str, md5: str) -> None:
     """Raise `DataError` unless a zip, or a file in it, has this md5."""
-    digest = hashlib.md5(usedforsecurity=False)
     try:
         if not checked_file:
-            digest.update(path.read_bytes())
+            file: Any = path.open("rb")
         else:
             archive = ZipSource(path)
             entry = archive.find(checked_file.rsplit("/", 1)[-1])
             if entry is None or entry.filename != checked_file:
                 raise DataError(f"{path} is not the expected zip file: there is no {checked_file} in it.")
-            with archive.open(entry) as stream:
-                while data := stream.read(1 << 20):
-                    digest.update(data)
+            file = archive.open(entry)
+        with file as stream:
+            digest = hashlib.file_digest(stream, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     except UNPACKING as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} cannot be read ({error}).") from None
-    if digest.hexdigest() != md5:
-        name = checked_file or "the zip"
-        raise DataError(f"{path} is damaged: md5 {digest.hexdigest()} of {name}, expected {md5}.")
+    if digest != md5:
+        raise DataError(f"{path} is damaged: md5 {digest} of {checked_file or 'the zip'}, expected {md5}.")
 
 
 def _fetch_archive(archive: Archive) -> Path:
-    def verify(path: Path) -> None:
-        check_md5(path, archive.checked_file, archive.md5)
-
+    verify = partial(check_md5, checked_file=archive.checked_file, md5=archive.md5)
     return fetch_once(URL + archive.name, cache_folder() / archive.name, verify, archive.max_bytes)
 
 
@@ -204,3 +216,79 @@ def _load_small(min_ratings: int, at_least: float | None) -> Ratings:
     movies = zip(columns["movieId"].tolist(), columns["title"].tolist(), strict=True)
     titles = {str(movie): title for movie, title in movies if isinstance(title, str)}  # a few have none
     return collect_ratings(rows, "movielens-small", min_ratings=min_ratings, titles=titles, at_least=at_least)
+
+
+# ---- downloads: once, by one process at a time, up to a size, checked at every use ----
+
+
+def fetch_once(
+    url: str,
+    target: Path,
+    verify: Callable[[Path], None],
+    max_bytes: int = MAX_BYTES,
+    opener: Callable[..., Any] = urllib.request.urlopen,
+) -> Path:
+    """Return the path of a file that is downloaded once and verified at every use.
+
+    A second process that wants the same file waits for the first and uses its download. `verify` raises `DataError`
+    if the file is not the right one.
+    """
+    if not target.exists():
+        try:
+            lock = target.with_name(f".{target.name}.lock")
+            with file_lock(lock, f"the download of {target.name}", wait=math.inf, on_wait=report_wait):
+                if not target.exists():
+                    download(url, target, verify, max_bytes, opener)
+                    return target
+        except OSError as error:
+            raise DataError(f"cannot keep {target.name} in {target.parent} ({error}).") from error
+    try:
+        verify(target)
+    except DataError as problem:
+        raise DataError(f"{problem} Remove it, and it will be downloaded again.") from None
+    return target
+
+
+def download(
+    url: str,
+    target: Path,
+    verify: Callable[[Path], None],
+    max_bytes: int = MAX_BYTES,
+    opener: Callable[..., Any] = urllib.request.urlopen,
+) -> None:
+    """Fetch a file with a progress bar; it appears at `target` only when it is complete and verified."""
+    from rich.console import Console
+    from rich.progress import wrap_file
+
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with opener(url, timeout=30) as response, temporary.open("wb") as file:
+            size, done = _read_length(response), 0
+            _check_size(url, size, max_bytes)
+            console = Console(stderr=True)
+            with wrap_file(response, size, description=target.name, console=console) as shown:
+                while piece := shown.read(PIECE):
+                    done += len(piece)
+                    _check_size(url, done, max_bytes)
+                    file.write(piece)
+        verify(temporary)
+        temporary.replace(target)
+    except OSError as error:
+        raise DataError(
+            f"cannot download {url} ({error}). Get {target.name} by hand from "
+            f"https://grouplens.org/datasets/movielens/ and pass its path, or put it at {target}."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_length(response: Any) -> int:
+    """Return the size that the server declares, 0 if it declares none."""
+    length = str(response.headers.get("Content-Length") or "0")
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 19 else 0
+
+
+def _check_size(url: str, size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise DataError(f"{url} has {size:,} bytes or more; the file we want has at most {max_bytes:,}.")

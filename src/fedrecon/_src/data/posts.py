@@ -1,11 +1,15 @@
-"""Posts of many people: JSON lines, and the `Posts.xml` of Stack Exchange dumps, prepared as a corpus."""
+"""Text of many people, prepared as a corpus once: JSON lines, `Posts.xml` of Stack Exchange dumps, any source."""
 
 import gzip
+import hashlib
 import io
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from html import unescape
 from pathlib import Path
@@ -13,14 +17,28 @@ from typing import Any, Unpack
 from xml.etree import ElementTree
 
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.data.corpus import Corpus
-from fedrecon._src.data.corpus_writer import CorpusOptions, CorpusSettings, Post, prepare_corpus
-from fedrecon._src.data.sources import GZIP, BadRows, BoundedReader, DataError, RowErrors, UnpackingError, seconds
+from fedrecon._src.data.corpus import FORMAT, Corpus
+from fedrecon._src.data.corpus_writer import CorpusOptions, CorpusSettings, Post, check_client_name, prepare_corpus
+from fedrecon._src.data.sources import (
+    GZIP,
+    BadRows,
+    BoundedReader,
+    DataError,
+    RowErrors,
+    UnpackingError,
+    is_stream,
+    open_bytes,
+    private_cache,
+    report_wait,
+    seconds,
+)
+from fedrecon._src.data.stackoverflow import COMPRESSED, prepare_stackoverflow
 from fedrecon._src.data.vocabulary import split_text
+from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.storage.manifest import file_digest
 
 SEVEN_ZIP = b"7z\xbc\xaf\x27\x1c"
 LONGEST_LINE = 1 << 26  # bytes; anything longer is not a record
-LONGEST_NAME = 200
 LINES_PER_REPORT = 256
 
 QUESTION, ANSWER = 1, 2
@@ -74,14 +92,20 @@ def read_lines(path: str | Path, errors: RowErrors, progress: Progress) -> Itera
                 yield number, line
 
 
-def check_client_name(value: Any) -> str:
-    """Return a client's name, or raise ValueError if it cannot be one."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"client {repr(value)[:50]} is neither text nor a whole number")
-    name = str(value)
-    if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
-        raise ValueError(f"client {name[:50]!r} is not 1 to {LONGEST_NAME} printable characters")
-    return name
+def _read_posts(
+    path: str | Path, parse: Callable[[bytes], Post | None], errors: RowErrors, progress: Progress
+) -> Iterator[Post]:
+    for number, line in read_lines(path, errors, progress):
+        try:
+            post = parse(line)
+        except (ValueError, OverflowError, RecursionError) as problem:
+            errors.add(f"{path} line {number}", problem)
+            continue
+        if post is None:
+            continue
+        if not post.sentences:
+            errors.skipped["posts_without_words"] += 1
+        yield post
 
 
 # ---- JSON lines ----
@@ -119,20 +143,8 @@ def prepare_text(
       Corpus(1 clients (1 train, 0 valid, 0 test), 2 sentences, 7 words)
     """
     errors = RowErrors(bad_rows)
-    posts = _read_json(path, errors, progress)
+    posts = _read_posts(path, _parse_json, errors, progress)
     return prepare_corpus(posts, folder, CorpusSettings(**options), str(path), errors.skipped, progress)
-
-
-def _read_json(path: str | Path, errors: RowErrors, progress: Progress) -> Iterator[Post]:
-    for number, line in read_lines(path, errors, progress):
-        try:
-            post = _parse_json(line)
-        except (ValueError, RecursionError) as problem:
-            errors.add(f"{path} line {number}", problem)
-            continue
-        if not post.sentences:
-            errors.skipped["posts_without_words"] += 1
-        yield post
 
 
 def _parse_json(line: bytes) -> Post:
@@ -205,37 +217,28 @@ def prepare_posts(
       ('?', 'why')
     """
     errors = RowErrors(bad_rows)
-    posts = _read_xml(path, types, errors, progress)
+    type_ids = set(map(str, types))
+    posts = _read_posts(path, lambda line: _parse_row(line.strip(), type_ids, errors.skipped), errors, progress)
     return prepare_corpus(posts, folder, CorpusSettings(**options), str(path), errors.skipped, progress)
 
 
-def _read_xml(path: str | Path, types: Collection[int], errors: RowErrors, progress: Progress) -> Iterator[Post]:
-    """Yield the posts that have an owner; every `<row .../>` has a line of its own, as published."""
-    type_ids = set(map(str, types))
-    for number, line in read_lines(path, errors, progress):
-        line = line.strip()
-        if line.startswith(XML_FRAME):
-            continue
-        try:
-            row = _parse_attributes(line)
-            if row["PostTypeId"] not in type_ids:
-                errors.skipped["posts_of_other_types"] += 1
-                continue
-            owner = row.get("OwnerUserId", "")
-            if not owner or owner.startswith("-"):  # a deleted user, or the site itself
-                errors.skipped["posts_without_owner"] += 1
-                continue
-            sentences = split_text(row.get("Title", "")) + split_text(plain_text(row["Body"]))
-            post = Post(check_client_name(owner), seconds(row["CreationDate"]), sentences)
-        except KeyError as missing:
-            errors.add(f"{path} line {number}", f"a row without {missing.args[0]}")
-            continue
-        except (ValueError, OverflowError) as problem:
-            errors.add(f"{path} line {number}", problem)
-            continue
-        if not sentences:
-            errors.skipped["posts_without_words"] += 1
-        yield post
+def _parse_row(line: bytes, type_ids: Collection[str], skipped: Counter[str]) -> Post | None:
+    """Return the post of a `<row .../>`, which has a line of its own, as published; None if it is left out."""
+    if line.startswith(XML_FRAME):
+        return None
+    row = _parse_attributes(line)
+    try:
+        if row["PostTypeId"] not in type_ids:
+            skipped["posts_of_other_types"] += 1
+            return None
+        owner = row.get("OwnerUserId", "")
+        if not owner or owner.startswith("-"):  # a deleted user, or the site itself
+            skipped["posts_without_owner"] += 1
+            return None
+        sentences = split_text(row.get("Title", "")) + split_text(plain_text(row["Body"]))
+        return Post(check_client_name(owner), seconds(row["CreationDate"]), sentences)
+    except KeyError as missing:
+        raise ValueError(f"a row without {missing.args[0]}") from None
 
 
 def _parse_attributes(line: bytes) -> dict[str, str]:
@@ -278,3 +281,85 @@ def plain_text(html: str) -> str:
             pieces.append("\n")
     add(html[start:])
     return "".join(pieces)
+
+
+# ---- any source, prepared once ----
+
+
+def load_text(source: str | Path, *, progress: Progress = silent, **options: Any) -> Corpus:
+    """Open a corpus, preparing it the first time.
+
+    Args:
+      source: a prepared folder; or a file of JSON lines, a Stack Exchange `Posts.xml`, the federated Stack Overflow
+        database, or a pipe ("-" for standard input) of JSON lines. The prepared corpus is kept in $FEDRECON_CACHE or
+        ~/.cache/fedrecon, under a name that changes when the file or the options do. A second process that needs the
+        same corpus waits for the first.
+      progress: a progress display.
+      **options: options of `prepare_text`, `prepare_posts` or `prepare_stackoverflow`, depending on the source.
+
+    Raises:
+      DataError: there is no such file, or it cannot be read.
+
+    Example:
+      >>> import tempfile, fedrecon as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with open(f"{folder}/posts.jsonl", "w") as file:
+      ...         _ = file.write('{"client": "ann", "text": "The cat sat."}')
+      ...     _ = fr.data.prepare_text(f"{folder}/posts.jsonl", f"{folder}/corpus", fractions=(1, 0, 0))
+      ...     fr.data.load_text(f"{folder}/corpus")
+      Corpus(1 clients (1 train, 0 valid, 0 test), 1 sentences, 4 words)
+    """
+    path = Path(source)
+    if path.is_dir():
+        return Corpus.open(path)
+    if is_stream(source):
+        return _load_stream(source, progress, options)
+    if not path.is_file():
+        raise DataError(f"{source} is neither a file nor a prepared corpus. Check the path.")
+    files = {name: _state(value) for name, value in options.items() if name == "word_count" and value is not None}
+    folder = _cache_folder(path.name.split(".")[0], _state(path), {**options, **files})
+    return _prepare_once(path, folder, progress, options)
+
+
+def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]) -> Corpus:
+    """Store what a pipe gives in a file that is named after its content, and prepare that."""
+    with tempfile.TemporaryDirectory(dir=private_cache("text")) as scratch, open_bytes(source) as stream:
+        copy = Path(scratch) / "stream.jsonl"
+        with copy.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        copied = Path(scratch) / f"stream-{file_digest(copy)[:16]}.jsonl"
+        copy.rename(copied)
+        return _prepare_once(copied, _cache_folder("stream", copied.name, options), progress, options)
+
+
+def _cache_folder(name: str, state: Any, options: dict[str, Any]) -> Path:
+    """Return where the corpus of a file in this state goes."""
+    content = json.dumps([FORMAT.version, state, sorted(options.items())], default=str)
+    return private_cache("text") / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+
+
+def _prepare_once(path: Path, folder: Path, progress: Progress, options: dict[str, Any]) -> Corpus:
+    """Open a corpus, or prepare it; of several processes that want it, one prepares and the others wait."""
+    if not folder.is_dir():
+        lock = folder.with_name(f".{folder.name}.waiting.lock")
+        with file_lock(lock, f"the corpus of {path}", wait=math.inf, on_wait=report_wait):
+            if not folder.is_dir():
+                return choose_preparer(path)(path, folder, progress=progress, **options)
+    return Corpus.open(folder)
+
+
+def _state(path: str | Path) -> list[Any]:
+    """Return what changes when a file does."""
+    try:
+        state = Path(path).stat()
+    except OSError:
+        return [str(path)]
+    return [str(Path(path).resolve()), state.st_size, state.st_mtime_ns]
+
+
+def choose_preparer(path: str | Path) -> Callable[..., Corpus]:
+    """Return what prepares a file of this name: `prepare_posts`, `prepare_stackoverflow` or `prepare_text`."""
+    path = Path(path)
+    if path.suffix in (".sqlite", *COMPRESSED):
+        return prepare_stackoverflow
+    return prepare_posts if ".xml" in path.suffixes[-2:] else prepare_text

@@ -23,7 +23,7 @@ from fedrecon._src.data.columns import (
 )
 from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_choice
 from fedrecon._src.data.summary import Summary, summarize
-from fedrecon._src.data.tables import ArrowTable, Batch, Kind, TextOptions, TextTable, open_table
+from fedrecon._src.data.tables import Batch, Kind, Table, TextOptions, open_table
 
 Duplicates = Literal["last", "first", "mean", "sum", "error"]
 KINDS: Mapping[str, Kind] = {"user": "id", "item": "id", "rating": "number", "time": "time"}
@@ -196,10 +196,7 @@ class RatingTable(NamedTuple):
 
 
 def read_rows(
-    table: TextTable | ArrowTable,
-    columns: Mapping[str, Column | None],
-    errors: RowErrors,
-    schema: RatingsSchema = NO_SCHEMA,
+    table: Table, columns: Mapping[str, Column | None], errors: RowErrors, schema: RatingsSchema = NO_SCHEMA
 ) -> RatingTable:
     """Read the rows of a table, a batch in memory at a time."""
     match = find_columns(table, columns, schema.columns)
@@ -230,7 +227,7 @@ def read_rows(
 
 
 def _check_batch(
-    table: TextTable | ArrowTable, match: ColumnMatch, batch: Batch, rating_limits: RatingLimits | None
+    table: Table, match: ColumnMatch, batch: Batch, rating_limits: RatingLimits | None
 ) -> tuple[dict[str, Values], np.ndarray]:
     """Convert the columns of a batch, and tell which rows are valid."""
     values = {
@@ -244,13 +241,13 @@ def _check_batch(
     return values, valid
 
 
-def _column_name(table: TextTable | ArrowTable, match: ColumnMatch, role: str) -> str | int:
+def _column_name(table: Table, match: ColumnMatch, role: str) -> str | int:
     position = match.positions[role]
     return position if table.names is None else table.names[position]
 
 
 def _describe_error(
-    table: TextTable | ArrowTable, match: ColumnMatch, batch: Batch, row: int, rating_limits: RatingLimits | None
+    table: Table, match: ColumnMatch, batch: Batch, row: int, rating_limits: RatingLimits | None
 ) -> str:
     """Say what is wrong with a row."""
     for role, column in batch.columns.items():

@@ -1,12 +1,15 @@
 """Where data comes from: files, pipes, standard input, gzip and zip, with a bound on what they unpack to.
 
-Also what all loaders share: `DataError`, the policies for bad rows, and ISO dates.
+Also what all loaders share: `DataError`, the policies for bad rows, ISO dates, and the cache.
 """
 
 import codecs
+import contextlib
 import gzip
 import io
+import logging
 import lzma
+import os
 import struct
 import sys
 import zipfile
@@ -17,6 +20,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
+
+from fedrecon._src.storage.lock import Holder
 
 BadRows = Literal["error", "skip"]  # whether records that cannot be read are refused, or left out and counted
 
@@ -49,6 +54,9 @@ UNPACKING = (
     zipfile.BadZipFile,
     zlib.error,
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 class DataError(ValueError):
@@ -280,3 +288,32 @@ def _parse_date(date: str) -> datetime:
     except ValueError:
         raise ValueError(f"{date[:50]!r} is not a date such as 2008-08-10T08:28:52") from None
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time
+
+
+# ---- the cache ----
+
+
+def cache_folder() -> Path:
+    """Return $FEDRECON_CACHE, $XDG_CACHE_HOME/fedrecon or ~/.cache/fedrecon; it need not exist yet."""
+    if folder := os.environ.get("FEDRECON_CACHE"):
+        return Path(folder)
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "fedrecon"
+    try:
+        return Path.home() / ".cache" / "fedrecon"
+    except RuntimeError:  # the system does not know the user
+        raise DataError("there is no home folder to keep prepared data in; set FEDRECON_CACHE to a folder") from None
+
+
+def private_cache(name: str) -> Path:
+    """Return a folder of the cache for personal data, which only the user who runs fedrecon can read."""
+    folder = cache_folder() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # it may be somebody else's, for us to read
+        folder.chmod(0o700)
+    return folder
+
+
+def report_wait(holder: Holder) -> None:
+    """Log which process we wait for."""
+    logger.warning("waiting for %s, which is making the same file", holder)

@@ -10,7 +10,7 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Unpack
 from urllib.parse import quote
@@ -19,10 +19,15 @@ import numpy as np
 
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.corpus import Corpus
-from fedrecon._src.data.corpus_writer import KEPT_WORDS, CorpusOptions, CorpusSettings, Post, prepare_corpus
-from fedrecon._src.data.downloads import report_wait
-from fedrecon._src.data.posts import check_client_name
-from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_expansion, seconds
+from fedrecon._src.data.corpus_writer import (
+    KEPT_WORDS,
+    CorpusOptions,
+    CorpusSettings,
+    Post,
+    check_client_name,
+    prepare_corpus,
+)
+from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_expansion, report_wait, seconds
 from fedrecon._src.storage.lock import file_lock
 
 SPLITS = ("train", "heldout", "test")
@@ -87,13 +92,10 @@ def prepare_stackoverflow(
     words = None if word_count is None else read_word_count(word_count, options.get("kept_words", KEPT_WORDS))
     settings = CorpusSettings(splits=SPLITS, **{**options, "fractions": None, "words": words})  # type: ignore[arg-type]
     path = _unpack_once(Path(database), unpack, progress)
-    with closing(_connect(path)) as connection:
-        try:
-            sizes = _draw_clients(connection, path, numbers, settings.seed)
-            posts = _read_examples(connection, path, sizes, settings.max_sentences, errors, progress)
-            return prepare_corpus(posts, folder, settings, str(database), errors.skipped, progress)
-        except UNREADABLE as problem:
-            raise DataError(f"{path} cannot be read as federated Stack Overflow: {problem}.") from problem
+    with _connect(path) as connection:
+        sizes = _draw_clients(connection, path, numbers, settings.seed)
+        posts = _read_examples(connection, path, sizes, settings.max_sentences, errors, progress)
+        return prepare_corpus(posts, folder, settings, str(database), errors.skipped, progress)
 
 
 def read_word_count(path: str | Path, limit: int = KEPT_WORDS) -> list[str]:
@@ -171,7 +173,8 @@ def _unpack(path: Path, target: Path, progress: Progress) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+@contextmanager
+def _connect(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a database for reading only, and check that it holds two plain tables.
 
     A view or a computed column is a program: it could run forever, or make gigabytes out of nothing.
@@ -179,19 +182,15 @@ def _connect(path: Path) -> sqlite3.Connection:
     with path.open("rb") as file:
         if file.read(len(SQLITE)) != SQLITE:
             raise DataError(f"{path} is not an SQLite database; expected stackoverflow.sqlite, unpacked.")
-    connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True)
-    try:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_ENTRY)
-        connection.execute("PRAGMA trusted_schema = OFF")
-        for table in TABLES:
-            _check_table(connection, path, table)
-    except UNREADABLE as problem:
-        connection.close()
-        raise DataError(f"{path} cannot be read as federated Stack Overflow: {problem}.") from problem
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True)) as connection:
+        try:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_ENTRY)
+            connection.execute("PRAGMA trusted_schema = OFF")
+            for table in TABLES:
+                _check_table(connection, path, table)
+            yield connection
+        except UNREADABLE as problem:
+            raise DataError(f"{path} cannot be read as federated Stack Overflow: {problem}.") from problem
 
 
 def _check_table(connection: sqlite3.Connection, path: Path, table: str) -> None:

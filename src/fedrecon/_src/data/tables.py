@@ -88,7 +88,7 @@ class Batch(NamedTuple):
 
 
 @contextmanager
-def open_table(source: Any, **options: Any) -> Iterator["TextTable | ArrowTable"]:
+def open_table(source: Any, **options: Any) -> Iterator["Table"]:
     """Open a text file or a Parquet file (a path, a pipe, or "-" for standard input), or a data frame.
 
     Args:
@@ -357,6 +357,9 @@ class TextTable:
                     yield line
             finally:
                 self._chunks.give_back(lines.read())
+
+
+Table = TextTable | ArrowTable
 
 
 def _arrow_type(kind: Kind, example: str) -> pa.DataType:

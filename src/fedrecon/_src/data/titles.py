@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from fedrecon._src.data.columns import LONGEST_ID, Column, check_id, find_columns
 from fedrecon._src.data.sources import BadRows, RowErrors
-from fedrecon._src.data.tables import ArrowTable, TextOptions, TextTable, open_table
+from fedrecon._src.data.tables import Table, TextOptions, open_table
 
 LONGEST_TITLE = 500  # characters
 
@@ -45,7 +45,7 @@ def load_titles(
         return read_titles(table, item, title, RowErrors(bad_rows))
 
 
-def read_titles(table: TextTable | ArrowTable, item: Column, title: Column, errors: RowErrors) -> dict[str, str]:
+def read_titles(table: Table, item: Column, title: Column, errors: RowErrors) -> dict[str, str]:
     """Read titles by item id."""
     positions = find_columns(table, {"item": item, "title": title}).positions
     titles: dict[str, str] = {}

@@ -177,11 +177,6 @@ class Vocabulary:
         """
         try:
             content = read_json(Path(path))
-        except StorageError:
-            raise
-        except (OSError, ValueError, RecursionError) as problem:  # a number too long, or nesting too deep
-            raise StorageError(f"{path} cannot be read: {problem}") from None
-        try:
             if content["format"] != FORMAT or content["version"] > VERSION:
                 raise StorageError(
                     f"{path} is of format {content['format']} {content['version']}; "
@@ -193,5 +188,5 @@ class Vocabulary:
             return cls(tuple(words), int(content["buckets"]))
         except StorageError:
             raise
-        except (KeyError, TypeError, ValueError, OverflowError) as problem:
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
             raise StorageError(f"{path} is not a saved vocabulary: {problem!r}") from None

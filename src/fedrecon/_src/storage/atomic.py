@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 2**28  # a catalogue of some millions of items
+PIECE = 2**20  # bytes that are read at a time
 
 
 class StorageError(ValueError):
@@ -53,7 +55,8 @@ def open_regular(path: Path, max_bytes: int | None = None) -> io.BufferedReader:
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Read a regular file of bounded size; raises `StorageError` like `open_regular`."""
     with open_regular(path, max_bytes) as file:
-        content = file.read(max_bytes + 1)  # the file may grow while it is read
+        pieces = iter(lambda: file.read(PIECE), b"")  # `read(max_bytes)` would allocate all of it at once
+        content = b"".join(itertools.islice(pieces, max_bytes // PIECE + 1))  # the file may grow while it is read
     if len(content) > max_bytes:
         raise StorageError(f"{path} cannot be read: it has over {max_bytes:,} bytes")
     return content

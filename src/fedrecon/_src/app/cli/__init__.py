@@ -126,8 +126,7 @@ def cache_compiled_programs() -> None:
     """Keep compiled programs for the next command, unless JAX's own settings name a cache or turn it off."""
     import jax
 
-    from fedrecon._src.data.downloads import private_cache
-    from fedrecon._src.data.sources import DataError
+    from fedrecon._src.data.sources import DataError, private_cache
 
     settings: Any = jax.config
     if settings.jax_compilation_cache_dir is not None or not settings.jax_enable_compilation_cache:

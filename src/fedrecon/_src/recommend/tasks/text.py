@@ -14,10 +14,9 @@ from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
 from fedrecon._src.data.corpus_writer import KEPT_WORDS
-from fedrecon._src.data.downloads import private_cache
-from fedrecon._src.data.sources import DataError, is_stream, open_bytes
+from fedrecon._src.data.posts import choose_preparer
+from fedrecon._src.data.sources import DataError, is_stream, open_bytes, private_cache
 from fedrecon._src.data.tables import PARQUET
-from fedrecon._src.data.text_files import choose_preparer
 from fedrecon._src.models import next_word
 from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, changed
 from fedrecon._src.recommend.stopping import say_rounds
