@@ -98,7 +98,7 @@ audit: .venv/dev.stamp
 lock: .venv/bin/python
 	mkdir -p build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
-	  --report build/report.json -c constraints.txt '.[dev]'
+	  --report build/report.json -c constraints.txt ./src-device '.[dev]'
 	$(BIN)/python .ci/lock.py build/report.json requirements-dev.txt
 
 bench: .venv/dev.stamp

@@ -703,3 +703,18 @@ def test_compiled_programs_are_kept_for_the_next_command(tmp_path, option):
     printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()
     cached = option == "--compilation-cache"
     assert printed == ([str(tmp_path / "compiled"), str(2**29)] if cached else ["None", "-1"])
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "command"),
+    [
+        ("fedrecon_device", "device", "page nothing"),
+        ("uvicorn", "deploy", "serve nothing --out run --insecure"),
+        ("optuna", "tune", "tune synthetic --budget 1s --out tuned"),
+    ],
+)
+def test_a_missing_package_is_no_bug_and_its_extra_is_named(package, extra, command, tmp_path):
+    code = f"import sys; sys.modules[{package!r}] = None; from fedrecon._src.app.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert f"pip install 'fedrecon[{extra}]'" in done.stderr

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from scipy.stats import spearmanr
 
 from fedrecon._src.app.plots import write_figure
+from fedrecon._src.core.extras import require
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
@@ -233,10 +234,7 @@ def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: 
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as problem:
-        raise ImportError(f"tuning needs optuna ({problem}); run: pip install 'fedrecon[tune]'") from problem
+    optuna = require("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -1,7 +1,7 @@
 """Optimizers: those of optax in a form that can be saved, the server optimizers of federated learning, and priors.
 
 `fr.optimizers.sgd(0.1)` is `optax.sgd(0.1)`. Any optax optimizer can train; those made here can also be saved with
-`fr.save`.
+`fr.save_algorithm`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class AlgorithmPlan(Plan):
         return Evaluator(self.trained, chosen, seed=self.seed) if len(chosen) else None
 
     def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
-        """Save the algorithm with its parameters, as `fr.save` does."""
+        """Save the algorithm with its parameters, as `fr.save_algorithm` does."""
         del failed  # the run's own description says it
         save_algorithm(folder, self.trained, params, replace=True)
 

@@ -70,23 +70,20 @@ def bundle_model(
         legend = text_legend(words, saved.config.model.max_words)
         like = personal_text(_made_up_text(words), words, saved.config.model.max_words).columns
         ask = prompt_columns(list(words.words[:3]), words, saved.config.model.max_words)[0]
-    try:
-        return bundle(
-            saved.algorithm,
-            saved.params,
-            out,
-            like=like,
-            most=most,
-            seed=saved.config.seed,
-            quantise=quantise,
-            legend=legend._replace(
-                queries=ask, settings=_settings(saved), page=partial(page_files, vendor=onnxruntime_web)
-            ),
-            onnx=onnx,
-            replace=replace,
-        )
-    except ImportError as problem:
-        raise ValueError(str(problem)) from problem
+    return bundle(
+        saved.algorithm,
+        saved.params,
+        out,
+        like=like,
+        most=most,
+        seed=saved.config.seed,
+        quantise=quantise,
+        legend=legend._replace(
+            queries=ask, settings=_settings(saved), page=partial(page_files, vendor=onnxruntime_web)
+        ),
+        onnx=onnx,
+        replace=replace,
+    )
 
 
 def _settings(saved: SavedModel[Any]) -> dict[str, Any]:

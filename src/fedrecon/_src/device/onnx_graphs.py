@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from fedrecon._src.core.extras import require
 from fedrecon._src.device.inlining import inlined, used_inputs
 
 LARGE = 256  # numbers of a constant that is worth replacing
@@ -44,10 +45,7 @@ def to_onnx(
     Raises:
       ExportError: an operation has no translation; the message names it, and the parameters that it reads.
     """
-    try:
-        import jax2onnx
-    except ImportError:
-        raise ImportError("exporting to ONNX needs jax2onnx: pip install 'fedrecon[device]'") from None
+    jax2onnx = require("jax2onnx")
     shapes = {name: jax.ShapeDtypeStruct(np.shape(array), array.dtype) for name, array in named.items()}
     names = used_inputs(function, shapes)
 

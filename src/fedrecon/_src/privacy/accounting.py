@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from fedrecon._src.core.extras import require
 from fedrecon._src.privacy import renyi
-from fedrecon._src.privacy.extra import require
 
 MOST_ROUNDS = 10**6  # beyond this, rounding up takes over: losses of a round are smaller than its steps
 MOST_EPSILON = 1e4

@@ -22,6 +22,7 @@ from fedrecon._src.algorithms.federated_reconstruction import federated_reconstr
 from fedrecon._src.algorithms.rounds import client_update, server_update
 from fedrecon._src.client.gradient_descent import gradient_descent
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.extras import require
 from fedrecon._src.core.keys import round_key
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.pytrees import flatten
@@ -29,7 +30,6 @@ from fedrecon._src.core.upload import DELTA, Total, Upload, add, no_total
 from fedrecon._src.data.synthetic import synthetic_ratings
 from fedrecon._src.models.factorization import matrix_factorization
 from fedrecon._src.privacy.accounting import check_delta, epsilon_of
-from fedrecon._src.privacy.extra import require
 from fedrecon._src.recommend.round_zero import ANSWER, RoundZero
 from fedrecon._src.server.aggregator import Aggregator
 from fedrecon._src.server.fixed_point import add_noise, secure

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.privacy.extra import require
+from fedrecon._src.core.extras import require
 
 
 @functools.lru_cache(maxsize=16)

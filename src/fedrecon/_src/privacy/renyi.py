@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedrecon._src.privacy.extra import require
+from fedrecon._src.core.extras import require
 
 ORDERS = (*range(2, 65), *range(68, 129, 4), *range(144, 257, 16), 512)
 Divergence = Callable[[int], float]  # of an order

@@ -221,7 +221,8 @@ class Reading:
       rating: the same for ratings; 'auto' takes one if there is one, None takes none, and every row counts 1.
       time: the same for times, in seconds or as ISO dates; 'auto' takes a column 'time' or 'timestamp' if there is one,
         None takes none.
-      delimiter: what separates fields; by default whichever of tab, comma, semicolon or '::' the first line has.
+      delimiter: what separates fields; by default whichever of tab, comma, semicolon, '::' or spaces the first line
+        has.
       header: whether the first line names the columns; by default a line without any number does.
       skip_lines: how many lines to skip before the header or the data.
       encoding: the encoding of a text file.

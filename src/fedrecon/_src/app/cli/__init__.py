@@ -148,8 +148,11 @@ def _sentence(problem: Exception) -> tuple[str, int]:
 
     if isinstance(problem, options.UsageError):
         return str(problem), 2
+    from fedrecon._src.core.extras import install_hint
     from fedrecon._src.data.sources import DataError
 
+    if isinstance(problem, ImportError) and (hint := install_hint(problem)):
+        return hint, 1
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, DataError):

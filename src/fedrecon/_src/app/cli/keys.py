@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +37,10 @@ def parse(argv: Sequence[str]) -> Keys:
 
 def run(args: Keys) -> int:
     """Make the keys and say where they belong."""
+    from fedrecon._src.core.extras import require
     from fedrecon._src.deploy import certificates
 
-    if importlib.util.find_spec("cryptography") is None:
-        raise ValueError("keys need the package cryptography: pip install 'fedrecon[deploy]'")
+    require("cryptography")
     server = args.folder / "server.crt"
     if args.host and server.exists():
         raise options.UsageError(f"{server} exists, so there is no use for --host; move it and its key away first")

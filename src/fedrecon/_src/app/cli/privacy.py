@@ -164,18 +164,15 @@ def _leakage(args: MeasureLeakage) -> int:
 def _audit(args: AuditNoise) -> int:
     from fedrecon._src.privacy.audit import audit_run
 
-    try:
-        audit = audit_run(
-            noise_multiplier=args.noise_multiplier,
-            rounds=args.rounds,
-            canaries=args.canaries,
-            delta=args.delta,
-            seed=args.seed,
-            sabotage=args.sabotage,
-            noise_by=args.noise_by,
-        )
-    except ImportError as problem:
-        raise ValueError(str(problem)) from problem
+    audit = audit_run(
+        noise_multiplier=args.noise_multiplier,
+        rounds=args.rounds,
+        canaries=args.canaries,
+        delta=args.delta,
+        seed=args.seed,
+        sabotage=args.sabotage,
+        noise_by=args.noise_by,
+    )
     print(json.dumps({**audit._asdict(), "broken": audit.broken}) if args.json else audit.summary())
     return FAILED if audit.broken else 0
 
@@ -183,10 +180,7 @@ def _audit(args: AuditNoise) -> int:
 def _plan_and_print(args: PlanNoise) -> int:
     if (args.epsilon is None) == (args.noise_multiplier is None):
         raise options.UsageError("give either --epsilon or --noise-multiplier")
-    try:
-        plan = _plan(args)
-    except ImportError as problem:
-        raise ValueError(str(problem)) from problem
+    plan = _plan(args)
     if args.json:
         print(json.dumps(plan))
     else:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrecon._src.core.extras import require
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten, path_name, unflatten
-from fedrecon._src.models.adapters.network import Arrays, Mode, Network, Options, adapt, moving, need
+from fedrecon._src.models.adapters.network import Arrays, Mode, Network, Options, adapt, moving
 
 
 def from_equinox(
@@ -48,7 +49,7 @@ def from_equinox(
       >>> model.init_local(jax.random.key(0))["bias"].shape
       (2,)
     """
-    eqx = need("equinox", "equinox")
+    eqx = require("equinox")
     original = module[0] if isinstance(module, tuple) else module
     make = (lambda key: module) if isinstance(original, eqx.Module) else module
 

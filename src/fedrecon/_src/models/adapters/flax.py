@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.extras import require
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.models.adapters.network import (
@@ -28,7 +29,6 @@ from fedrecon._src.models.adapters.network import (
     feed,
     mode_arguments,
     moving,
-    need,
     over_examples,
 )
 
@@ -64,14 +64,14 @@ def from_flax(
       (2,)
     """
     check_options(options)
-    linen = need("flax.linen", "flax")
+    linen = require("flax.linen")
     if isinstance(module, linen.Module):
         return adapt(_linen(module, as_batch(example), options), **options)
     return adapt(_nnx(module), **options)
 
 
 def _linen(module: Any, example: Batch | None, options: Options) -> Network:
-    linen = need("flax.linen", "flax")
+    linen = require("flax.linen")
     if example is None:
         raise ValueError("`example` is missing: a Linen module infers its shapes from it; give a batch or clients")
     inputs, named = feed(options["inputs"], {name: jnp.asarray(x) for name, x in example.items() if _is_number(x)})
@@ -161,7 +161,7 @@ _mask: contextvars.ContextVar[Array | None] = contextvars.ContextVar("mask", def
 
 @functools.cache
 def _masked_batch_norm() -> type:
-    layer: Any = need("flax.nnx", "flax").BatchNorm
+    layer: Any = require("flax.nnx").BatchNorm
 
     class MaskedBatchNorm(layer):
         """BatchNorm whose statistics leave out padding."""
@@ -173,7 +173,7 @@ def _masked_batch_norm() -> type:
 
 
 def _nnx(module: Any) -> Network:
-    nnx = need("flax.nnx", "flax")
+    nnx = require("flax.nnx")
     instance = module if isinstance(module, nnx.Module) else None
     if instance is None and not callable(module):
         raise TypeError(f"`module` is {module!r}; give a Flax module, or a function from nnx.Rngs to an NNX module")
@@ -233,5 +233,5 @@ def _name(path: tuple) -> str:
 
 
 def _by_path(state: Any) -> Arrays:
-    nnx = need("flax.nnx", "flax")
+    nnx = require("flax.nnx")
     return {_name(path): variable[...] for path, variable in nnx.to_flat_state(state)}

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.extras import require
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.models.adapters.network import (
     Arrays,
@@ -26,7 +27,6 @@ from fedrecon._src.models.adapters.network import (
     check_options,
     feed,
     moving,
-    need,
     over_examples,
 )
 
@@ -62,7 +62,7 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
       >>> model.init_local(jax.random.key(0))["head/bias"].shape
       (2,)
     """
-    keras = need("keras", "keras")
+    keras = require("keras")
     if "inputs" not in options and (names := _input_names(keras, model)):
         options["inputs"] = names
     check_options(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
@@ -301,18 +300,3 @@ def both(mask: Array | None, other: Array | None) -> Array | None:
     if mask is None or other is None:
         return other if mask is None else mask
     return jnp.logical_and(mask, other)
-
-
-def need(module: str, extra: str) -> Any:
-    """Import a module of a framework; the error names the extra that installs it.
-
-    Args:
-      module: the module to import.
-      extra: the extra of fedrecon that installs it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"this needs {extra}, which cannot be imported ({error}); run: pip install 'fedrecon[{extra}]'"
-        ) from error
