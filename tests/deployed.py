@@ -20,7 +20,7 @@ from fedrecon._src.recommend.config import (
     RatingsConfig,
     Reconstruct,
     Server,
-    Split,
+    SplitSettings,
     Update,
 )
 from fedrecon._src.recommend.tasks import Items
@@ -73,7 +73,7 @@ def config_of(**changes):
     settings = {
         "data": Data(source="", fractions=(0.6, 0.2, 0.2), max_examples=10),
         "model": Factorization(dim=3),
-        "split": Split(),
+        "split": SplitSettings(),
         "reconstruct": Reconstruct(learning_rate=0.1, epochs=2, batch_size=4),
         "update": Update(learning_rate=0.1, batch_size=4),
         "server": Server(learning_rate=1.0),
