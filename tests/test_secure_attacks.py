@@ -230,8 +230,8 @@ def test_the_mean_of_a_secure_sum_is_within_its_stated_error(seed, clients, clip
     norms = np.linalg.norm(deltas.astype(np.float64), axis=1, keepdims=True)
     clipped = deltas * np.minimum(1, clip / np.maximum(norms, 1e-30))
     expected = np.average(clipped, axis=0, weights=weights)
-    code = ring.code(clip, clients, max_weight=most)
-    bound = code.mean_error(clients, weights.sum()) + 1e-5 * clip  # rounding to integers, and single precision
+    grid = ring.grid(clip * most, clients)
+    bound = clients * grid.error / weights.sum() + 1e-5 * clip  # rounding to integers, and single precision
     assert np.abs(np.asarray(secure.parts["delta"]["w"]) - expected).max() <= bound
 
 

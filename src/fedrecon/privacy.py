@@ -4,13 +4,13 @@ from fedrecon._src.privacy.accounting import Release as Release
 from fedrecon._src.privacy.accounting import epsilon_of as epsilon_of
 from fedrecon._src.privacy.accounting import noise_for as noise_for
 from fedrecon._src.privacy.audit import audit_run as audit_run
-from fedrecon._src.privacy.correlated import coefficients as coefficients
-from fedrecon._src.privacy.correlated import correlate as correlate
-from fedrecon._src.privacy.correlated import nothing_yet as nothing_yet
 from fedrecon._src.privacy.leakage import Exposure as Exposure
 from fedrecon._src.privacy.leakage import Leakage as Leakage
 from fedrecon._src.privacy.leakage import leakage as leakage
 from fedrecon._src.privacy.ledger import Ledger as Ledger
+from fedrecon._src.privacy.noise import coefficients as coefficients
+from fedrecon._src.privacy.noise import correlate as correlate
+from fedrecon._src.privacy.noise import nothing_yet as nothing_yet
 from fedrecon._src.server.adaptive_clipping import adaptive_clip as adaptive_clip
 from fedrecon._src.server.fixed_point import from_vector as from_vector
 from fedrecon._src.server.fixed_point import secure as secure

@@ -15,11 +15,16 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+from scipy.special import gammaln, logsumexp
+
+from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.extras import require
-from fedrecon._src.privacy import renyi
 
 MOST_ROUNDS = 10**6  # beyond this, rounding up takes over: losses of a round are smaller than its steps
 MOST_EPSILON = 1e4
+ORDERS = (*range(2, 65), *range(68, 129, 4), *range(144, 257, 16), 512)  # of Rényi divergences
+Divergence = Callable[[int], float]  # of an order
 LEAST_NOISE, MOST_NOISE = 0.05, 1e6  # multipliers: less promises nothing, and cannot be counted in reasonable memory
 
 
@@ -64,18 +69,12 @@ class Release(NamedTuple):
 
     def check(self) -> Release:
         """Return the same release, or say what makes no sense in it."""
-        if not (self.noise_multiplier > 0 and math.isfinite(self.noise_multiplier)):
-            raise ValueError(
-                f"the noise multiplier is {self.noise_multiplier}; without noise there is no privacy to count"
-            )
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"the sampling rate is {self.rate}; it must be a probability above 0")
-        if not 0 <= self.rounds <= MOST_ROUNDS:
-            raise ValueError(f"`rounds` is {self.rounds}; it must be from 0 to {MOST_ROUNDS:,}")
+        check_number("noise_multiplier", self.noise_multiplier, above=True)
+        check_number("rate", self.rate, most=1, above=True)
+        check_number("rounds", self.rounds, most=MOST_ROUNDS)
         if self.apart is not None and (self.apart < 1 or self.rate < 1):
-            raise ValueError(f"rounds {self.apart} apart with rate {self.rate}; rely on one of them, not both")
-        if self.mechanism not in ("gaussian", "skellam"):
-            raise ValueError(f"the mechanism is {self.mechanism!r}; use gaussian or skellam")
+            raise ValueError(f"`apart` is {self.apart} with `rate` {self.rate}; rely on one of them, not both")
+        check_choice("mechanism", self.mechanism, ("gaussian", "skellam"))
         if self.mechanism == "skellam" and (not self.steps or not self.length):
             raise ValueError("skellam noise needs `steps` and `length`")
         return self
@@ -87,7 +86,7 @@ def default_delta(clients: int) -> float:
     Args:
       clients: how many there are in the population.
     """
-    _check_clients(clients)
+    check_number("clients", clients, least=2)
     return clients**-1.1
 
 
@@ -113,7 +112,7 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if not releases:
         return 0.0
     if any(release.mechanism == "skellam" for release in releases):
-        return renyi.epsilon([(_divergence(release), release.times) for release in releases], delta)
+        return renyi_epsilon([(_divergence(release), release.times) for release in releases], delta)
     # Rounding is upwards, and costs about a thousandth with these steps. Small epsilons need fine ones.
     bound = math.inf
     for step, enough in ((3e-3, 2.0), (1e-3, 0.5), (2.5e-4, 0.0)):
@@ -135,13 +134,13 @@ def _losses(releases: Sequence[Release], step: float) -> Any:
     return accountant
 
 
-def _divergence(release: Release) -> renyi.Divergence:
+def _divergence(release: Release) -> Divergence:
     if release.mechanism == "gaussian":
-        return renyi.sampled(renyi.gaussian(release.effective()), release.rate, gaussian=True)
+        return sampled_divergence(gaussian_divergence(release.effective()), release.rate, gaussian=True)
     assert release.steps is not None
     assert release.length is not None
     variance = (release.effective() * release.steps) ** 2
-    return renyi.sampled(renyi.skellam(variance, release.steps, release.length), release.rate)
+    return sampled_divergence(skellam_divergence(variance, release.steps, release.length), release.rate)
 
 
 def epsilon_after(
@@ -159,11 +158,7 @@ def epsilon_after(
     rate = sampling_rate(clients, per_round)
     chosen = default_delta(clients) if delta is None else delta
     release = Release(noise_multiplier, rate, rounds).check()
-    if not LEAST_NOISE <= noise_multiplier <= MOST_NOISE:
-        raise ValueError(
-            f"`noise_multiplier` is {noise_multiplier:g}; it must be from {LEAST_NOISE} to {MOST_NOISE:g}: less "
-            "promises nothing, more drowns everything"
-        )
+    check_number("noise_multiplier", noise_multiplier, least=LEAST_NOISE, most=MOST_NOISE)
     return epsilon_of([release], chosen)
 
 
@@ -200,13 +195,8 @@ def noise_for(
     rate = sampling_rate(clients, per_round)
     chosen = default_delta(clients) if delta is None else delta
     check_delta(chosen)
-    if not 0 < epsilon <= MOST_EPSILON:
-        raise ValueError(
-            f"`epsilon` is {epsilon}; it must be above 0 and at most {MOST_EPSILON:g}. Below about 0.01 nothing is "
-            "learned, above about 20 nothing is promised"
-        )
-    if not 1 <= rounds <= MOST_ROUNDS:
-        raise ValueError(f"`rounds` is {rounds}; it must be from 1 to {MOST_ROUNDS:,}")
+    check_number("epsilon", epsilon, most=MOST_EPSILON, above=True)
+    check_number("rounds", rounds, least=1, most=MOST_ROUNDS)
     spent = epsilon_of(before, chosen)
     if spent >= epsilon:
         raise ValueError(f"epsilon {epsilon:g} cannot be reached: {spent:.3g} was spent before the first round")
@@ -223,8 +213,8 @@ def _start(epsilon: float, rate: float, rounds: int, delta: float) -> float:
     low, high = 0.05, 1e4
     while high / low > 1.05:
         middle = math.sqrt(low * high)
-        divergence = renyi.sampled(renyi.gaussian(middle), rate, gaussian=True)
-        low, high = (middle, high) if renyi.epsilon([(divergence, rounds)], delta) > epsilon else (low, middle)
+        divergence = sampled_divergence(gaussian_divergence(middle), rate, gaussian=True)
+        low, high = (middle, high) if renyi_epsilon([(divergence, rounds)], delta) > epsilon else (low, middle)
     return high
 
 
@@ -276,11 +266,6 @@ def update_noise_for(noise_multiplier: float, count_noise: float) -> float:
     return (noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5
 
 
-def _check_clients(clients: int) -> None:
-    if clients < 2:
-        raise ValueError(f"`clients` is {clients}; nobody can hide among fewer than 2")
-
-
 def sampling_rate(clients: int, per_round: float) -> float:
     """Return the probability with which a client takes part in a round.
 
@@ -288,11 +273,8 @@ def sampling_rate(clients: int, per_round: float) -> float:
       clients: how many there are in the population.
       per_round: how many take part, on average.
     """
-    _check_clients(clients)
-    if not per_round > 0:
-        raise ValueError(f"`per_round` is {per_round}; a round needs clients")
-    if per_round > clients:
-        raise ValueError(f"{per_round:g} clients per round cannot be drawn from {clients}")
+    check_number("clients", clients, least=2)  # among fewer nobody can hide
+    check_number("per_round", per_round, most=clients, above=True)
     return per_round / clients
 
 
@@ -302,11 +284,7 @@ def check_delta(delta: float) -> None:
     Args:
       delta: of a guarantee.
     """
-    if not 0 < delta < 1:
-        raise ValueError(
-            f"`delta` is {delta}; it is the probability that the promise fails, above 0 and well below one over the "
-            "number of clients"
-        )
+    check_number("delta", delta, most=1, above=True, below=True)
 
 
 def check_clip(clip: float) -> None:
@@ -315,5 +293,70 @@ def check_clip(clip: float) -> None:
     Args:
       clip: the largest norm of an upload.
     """
-    if not (clip > 0 and math.isfinite(clip)):
-        raise ValueError(f"`clip` is {clip}; it must be a number above 0: what one client can add must be bounded")
+    check_number("clip", clip, above=True)
+
+
+# ---- Rényi divergences, of whole orders only: that is what the bounds are proven for ----
+
+
+def gaussian_divergence(noise_multiplier: float) -> Divergence:
+    """Return the divergence of Gaussian noise of `noise_multiplier` times the sensitivity."""
+    return lambda order: order / (2 * noise_multiplier**2)
+
+
+def skellam_divergence(variance: float, l2: float, length: int) -> Divergence:
+    """Return a bound on the divergence of Skellam noise of a variance, on integer vectors.
+
+    Args:
+      variance: of the noise in the sum, in steps squared.
+      l2: the largest norm of what a client adds to the sum, in steps.
+      length: how many entries it has.
+
+    References: Agarwal, Kairouz and Liu, The Skellam mechanism for differentially private federated learning, NeurIPS
+    2021, theorem 3.5.
+    """
+    l1 = l2 * min(math.sqrt(length), l2)  # of integers no sum of absolute values exceeds the sum of squares
+
+    def divergence(order: int) -> float:
+        more = min(((2 * order - 1) * l2**2 + 6 * l1) / (4 * variance**2), 3 * l1 / (2 * variance))
+        return order * l2**2 / (2 * variance) + more
+
+    return divergence
+
+
+def sampled_divergence(divergence: Divergence, rate: float, *, gaussian: bool = False) -> Divergence:
+    """Return the divergence if each client takes part with probability `rate`, independently and unseen.
+
+    Args:
+      divergence: without sampling.
+      rate: above 0, at most 1.
+      gaussian: whether the noise is Gaussian, for which the bound is exact and without the factor of three.
+
+    References: Zhu and Wang, Poisson subsampled Rényi differential privacy, ICML 2019, theorems 5 and 6.
+    Mironov, Talwar and Zhang, Rényi differential privacy of the sampled Gaussian mechanism, 2019.
+    """
+    if rate == 1:
+        return divergence
+
+    def amplified(order: int) -> float:
+        k = np.arange(2, order + 1)
+        choose = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+        loss = np.array([(j - 1) * divergence(int(j)) for j in k])
+        terms = choose + (order - k) * math.log1p(-rate) + k * math.log(rate) + loss
+        if not gaussian:
+            terms = terms + np.where(k > 2, math.log(3), 0.0)
+        first = (order - 1) * math.log1p(-rate) + math.log1p((order - 1) * rate)
+        return min(float(logsumexp([first, *terms])) / (order - 1), divergence(order))
+
+    return amplified
+
+
+def renyi_epsilon(divergences: list[tuple[Divergence, int]], delta: float) -> float:
+    """Return epsilon of several mechanisms, each used some number of times.
+
+    Args:
+      divergences: `(divergence, times)` of each.
+      delta: of the guarantee.
+    """
+    total = [sum(times * divergence(order) for divergence, times in divergences) for order in ORDERS]
+    return float(require("dp_accounting.rdp").compute_epsilon(ORDERS, total, delta)[0])

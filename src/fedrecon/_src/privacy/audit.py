@@ -21,6 +21,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm, encode
 from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon._src.algorithms.rounds import client_update, server_update
 from fedrecon._src.client.gradient_descent import gradient_descent
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.extras import require
 from fedrecon._src.core.keys import round_key
@@ -89,10 +90,9 @@ def audit(inside: np.ndarray, outside: np.ndarray, *, claimed: float, delta: flo
     Steinke, Nasr and Jagielski, Privacy auditing with one (1) training run, 2023 (`any_noise`).
     """
     check_delta(delta)
-    if not 0.5 < confidence < 1:
-        raise ValueError(f"`confidence` is {confidence}; it must be above 0.5 and below 1")
+    check_number("confidence", confidence, least=0.5, most=1, above=True, below=True)
     if not claimed > 0:
-        raise ValueError(f"`claimed` is {claimed}; it must be an epsilon above 0")
+        raise ValueError(f"`claimed` must be an epsilon above 0 (got {claimed})")
     inside, outside = _checked("inside", inside), _checked("outside", outside)
     auditor = require("jax_privacy.auditing").CanaryScoreAuditor(inside, outside)
     return Audit(

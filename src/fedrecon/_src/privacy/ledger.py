@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.privacy.accounting import MOST_ROUNDS, Release, check_delta, epsilon_of
 
@@ -51,10 +52,9 @@ class Ledger:
     def __post_init__(self) -> None:
         """Refuse what promises nothing."""
         check_delta(self.delta)
-        if self.clients < 2:
-            raise ValueError(f"`clients` is {self.clients}; nobody can hide among fewer than 2")
+        check_number("clients", self.clients, least=2)  # among fewer nobody can hide
         if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"`budget` is {self.budget}; give an epsilon above 0, or None for no limit")
+            raise ValueError(f"`budget` must be above 0, or None for no limit (got {self.budget})")
 
     @property
     def epsilon(self) -> float:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_choice, check_number
+
 WIDTHS = {32: (np.int32, np.uint32), 64: (np.int64, np.uint64)}
 
 
@@ -60,14 +62,10 @@ def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> Gr
     Returns:
       The grid. Sums stay below 2**53 even with 64 bits, so that they are exact as double precision.
     """
-    if not (limit > 0 and math.isfinite(limit)):
-        raise ValueError(f"`limit` is {limit}; it must be a number above 0")
-    if clients < 1:
-        raise ValueError(f"`clients` is {clients}; a sum has one client or more")
-    if bits not in WIDTHS:
-        raise ValueError(f"`bits` is {bits}; integers have 32 or 64")
-    if headroom < 0:
-        raise ValueError(f"`headroom` is {headroom}; it cannot be negative")
+    check_number("limit", limit, above=True)
+    check_number("clients", clients, least=1)
+    check_choice("bits", bits, WIDTHS)
+    check_number("headroom", headroom)
     room = (2 ** min(bits - 1, 53) - 1 - headroom) // clients  # integers for each client
     if room < 1:
         raise ValueError(
@@ -109,69 +107,3 @@ def restore(grid: Grid, total: Any, xp: ModuleType = np) -> Any:
     """
     signed = WIDTHS[grid.bits][0]
     return total.astype(signed).astype(xp.float64 if xp is np else xp.float32) * grid.step
-
-
-class Code(NamedTuple):
-    """How a client's vector and its weight become integers.
-
-    Attributes:
-      values: the grid of weighted entries.
-      weight: the grid of weights.
-    """
-
-    values: Grid
-    weight: Grid
-
-    def mean_error(self, clients: int, weight: float, mean: float = 0.0) -> float:
-        """Return how far an entry of a weighted mean may be from the exact one.
-
-        Args:
-          clients: how many are in the sum.
-          weight: the sum of their weights, as decoded.
-          mean: the entry's absolute value. Only matters where weights are not multiples of the weight's step.
-        """
-        whole = self.weight.step <= 1
-        return clients * (self.values.error + (0.0 if whole else self.weight.error * abs(mean))) / weight
-
-
-def code(limit: float, clients: int, *, max_weight: float = 1.0, bits: int = 32, headroom: int = 0) -> Code:
-    """Choose grids for vectors whose entries are at most `limit` and that are weighed.
-
-    Args:
-      limit: the largest absolute entry before weighing, such as the clipping norm.
-      clients: how many are added up at most.
-      max_weight: the largest weight.
-      bits: of the ring, 32 or 64.
-      headroom: integers to leave free for noise.
-    """
-    if not (max_weight > 0 and math.isfinite(max_weight)):
-        raise ValueError(f"`max_weight` is {max_weight}; it must be a number above 0")
-    return Code(
-        grid(limit * max_weight, clients, bits=bits, headroom=headroom),
-        grid(max_weight, clients, bits=bits, headroom=headroom),
-    )
-
-
-def encode(code: Code, vector: Any, weight: Any = 1.0, xp: ModuleType = np) -> Any:
-    """Return `(length + 1,)` integers: the vector times the weight, and the weight.
-
-    Args:
-      code: how numbers become integers.
-      vector: `(length,)` finite entries.
-      weight: of this client.
-      xp: numpy, or `jax.numpy`.
-    """
-    weight = xp.asarray(weight)
-    parts = [quantise(code.values, vector * weight, xp), quantise(code.weight, weight, xp).reshape(1)]
-    return xp.concatenate(parts)
-
-
-def decode(code: Code, total: Any, xp: ModuleType = np) -> tuple[Any, Any]:
-    """Return the weighted sum of vectors and the sum of weights.
-
-    Args:
-      code: how numbers became integers.
-      total: `(length + 1,)` the sum of what clients encoded.
-      xp: numpy, or `jax.numpy`.
-    """
-    return restore(code.values, total[:-1], xp), restore(code.weight, total[-1], xp)

@@ -24,7 +24,7 @@ from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total
 from fedrecon._src.privacy.accounting import Release, check_clip, update_noise_for
-from fedrecon._src.privacy.correlated import coefficients, correlate, nothing_yet
+from fedrecon._src.privacy.noise import coefficients, correlate, nothing_yet
 from fedrecon._src.server.aggregator import Aggregator, Report, chain
 from fedrecon._src.server.averaging import Weigh, check_weigh, finite, weigh_and_clip
 from fedrecon._src.server.rescaling import Scales, rescale
@@ -71,7 +71,7 @@ def private(
         that of updates and count together. `privacy.noise_for` computes it from a privacy budget.
       per_round: how many clients take part in a round, on average. The sum is divided by this, whoever takes part.
       rounds: how many rounds are planned; only needed for correlated noise.
-      correlated: correlate the noise of this many rounds in a row (`fedrecon._src.privacy.correlated`), for when random
+      correlated: correlate the noise of this many rounds in a row (`fedrecon._src.privacy.noise`), for when random
         sampling cannot be promised. It needs `rounds`, and holds if a client takes part at most once in this many
         rounds (`Sampling(apart=...)`). None draws the noise of every round independently.
       weigh: multiply uploads by this before they are clipped, as for `mean`: with `examples`, what a client adds is the

@@ -43,8 +43,8 @@ from fedrecon._src.privacy.secure_sum.client_steps import mask as mask
 from fedrecon._src.privacy.secure_sum.client_steps import share as share
 from fedrecon._src.privacy.secure_sum.client_steps import unmask as unmask
 from fedrecon._src.privacy.secure_sum.server_steps import Dropouts as Dropouts
-from fedrecon._src.privacy.secure_sum.server_steps import ServerState as ServerState
 from fedrecon._src.privacy.secure_sum.server_steps import Sum as Sum
+from fedrecon._src.privacy.secure_sum.server_steps import SumState as SumState
 from fedrecon._src.privacy.secure_sum.server_steps import collect as collect
 from fedrecon._src.privacy.secure_sum.server_steps import deliver as deliver
 from fedrecon._src.privacy.secure_sum.server_steps import introduce as introduce

@@ -2,7 +2,7 @@
 
 Each takes the state and the clients' messages as `(client, bytes)` pairs, where `client` is the sender
 according to the transport, and returns the next state and a message for each client. Whoever is missing has dropped
-out. A message that cannot be read counts as missing; `ServerState.refused` says why.
+out. A message that cannot be read counts as missing; `SumState.refused` says why.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ServerState:
+class SumState:
     """What the server keeps between messages.
 
     Attributes:
@@ -80,7 +80,7 @@ class ServerState:
 
 def introduce(
     terms: Terms, hellos: Incoming, *, verify_keys: primitives.VerifyKeys | None = None, entropy: Entropy = SYSTEM
-) -> tuple[ServerState, Outgoing]:
+) -> tuple[SumState, Outgoing]:
     """Draw circles among those who advertised, and tell each client its own.
 
     Args:
@@ -102,7 +102,7 @@ def introduce(
     if len(read_hellos) < terms.threshold:
         raise TooFewClients("advertise", len(read_hellos), terms.threshold)
     drawn = circles(read_hellos, terms.circle, entropy)
-    state = ServerState(terms, "deliver", read_hellos, drawn, refused=refused, entropy=entropy.name)
+    state = SumState(terms, "deliver", read_hellos, drawn, refused=refused, entropy=entropy.name)
     rosters = {
         client: sum_messages.write_roster(terms, client, [sent[member] for member in circle])
         for client, circle in drawn.items()
@@ -110,7 +110,7 @@ def introduce(
     return state, rosters
 
 
-def deliver(state: ServerState, shares: Incoming) -> tuple[ServerState, Outgoing]:
+def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
     """Deliver shares to the clients they are for.
 
     A client whose circle has too few left to continue is left out, as if it had dropped out.
@@ -148,7 +148,7 @@ def deliver(state: ServerState, shares: Incoming) -> tuple[ServerState, Outgoing
     return after, deliveries
 
 
-def collect(state: ServerState, masked: Incoming) -> tuple[ServerState, Outgoing]:
+def collect(state: SumState, masked: Incoming) -> tuple[SumState, Outgoing]:
     """Add up masked inputs, one at a time, and ask for what is needed to take the masks off.
 
     Args:
@@ -171,7 +171,7 @@ def collect(state: ServerState, masked: Incoming) -> tuple[ServerState, Outgoing
     return after, requests
 
 
-def total(state: ServerState, reveals: Incoming) -> Sum:
+def total(state: SumState, reveals: Incoming) -> Sum:
     """Take the masks off the sum.
 
     Args:
@@ -201,7 +201,7 @@ def total(state: ServerState, reveals: Incoming) -> Sum:
 
 
 def _take_off(
-    result: np.ndarray, state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner
+    result: np.ndarray, state: SumState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner
 ) -> None:
     """Take off the masks that others have in common with a client that dropped out."""
     partners = [other for other in state.circles[client] if other in state.answered]
@@ -214,7 +214,7 @@ def _take_off(
         add_mask(result, key, subtract=other < client)
 
 
-def _secret(state: ServerState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner) -> bytes:
+def _secret(state: SumState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner) -> bytes:
     """Put together the seed of a client that answered, or the root of one that did not."""
     circle, digest, hello = state.circles[client], state.terms.digest(), state.hellos[client]
     shares = {holder: revealed[holder][client] for holder in circle if holder in revealed}
@@ -231,15 +231,15 @@ def _secret(state: ServerState, client: int, revealed: Mapping[int, dict[int, by
     return secret
 
 
-def _shares_to_reveal(state: ServerState, client: int) -> dict[int, bool]:
+def _shares_to_reveal(state: SumState, client: int) -> dict[int, bool]:
     return {other: other in state.answered for other in state.circles[client] if other in state.shared}
 
 
-def _present(state: ServerState, client: int, among: Set[int]) -> int:
+def _present(state: SumState, client: int, among: Set[int]) -> int:
     return sum(member in among for member in state.circles[client])
 
 
-def _check_left(state: ServerState, answered: Set[int], left: Set[int], stage: str) -> None:
+def _check_left(state: SumState, answered: Set[int], left: Set[int], stage: str) -> None:
     """Refuse to continue if too few are left of a circle whose secret is needed."""
     needed = state.terms.threshold
     if len(left) < needed:
@@ -275,7 +275,7 @@ def _readable(
         yield client, content
 
 
-def _expect(state: ServerState, step: str) -> None:
+def _expect(state: SumState, step: str) -> None:
     if state.stage != step:
         raise SecureSumError(f"the server was told to {step!r}, and its next step is {state.stage!r}")
 
