@@ -40,28 +40,25 @@ def test_a_plan_in_words(capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["privacy"], 2, "a part is missing; there are: plan"),
-        (["privacy", "plot"], 2, "there is no part 'plot'"),
-        (["privacy", "plan", "--clients", "10"], 2, "--per-round and --rounds are missing"),
         (PLAN, 2, "give either --epsilon or --noise-multiplier"),
         ([*PLAN, "--epsilon", "2", "--noise-multiplier", "1"], 2, "give either"),
-        ([*PLAN, "--epsilon", "2", "--parameters", "0"], 2, "--parameters is 0"),
+        ([*PLAN, "--epsilon", "2", "--parameters", "0"], 2, "--parameters"),
         ([*PLAN, "--epsilon", "0"], 1, "`epsilon`"),
         ([*PLAN, "--epsilon", "2", "--delta", "1"], 1, "`delta`"),
         ([*PLAN, "--noise-multiplier", "0"], 1, "`noise_multiplier`"),
         ([*PLAN, "--noise-multiplier", "1e-300"], 1, "`noise_multiplier`"),
         ([*PLAN, "--noise-multiplier", "1e300"], 1, "`noise_multiplier`"),
-        ([*PLAN, "--epsilon", "inf"], 1, "`epsilon`"),
+        ([*PLAN, "--epsilon", "inf"], 2, "--epsilon"),
         ([*PLAN, "--epsilon", "2", "--clients", "0"], 1, "`clients`"),
         ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "`rounds`"),
         ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "`rounds`"),
-        (["privacy", "audit", "--noise-multiplier", "1e-300"], 1, "--noise-multiplier is 1e-300"),
-        (["privacy", "audit", "--rounds", str(2**70)], 1, "--rounds is 1180591620717411303424"),
-        (["privacy", "audit", "--rounds", "0"], 1, "--rounds is 0; it must be at least 1"),
-        (["privacy", "audit", "--canaries", str(2**70)], 1, "--canaries is 1180591620717411303424"),
-        (["privacy", "audit", "--seed", str(2**70)], 1, "--seed is 1180591620717411303424"),
-        (["privacy", "leakage", "run", "--noise-multiplier", "nan"], 1, "--noise-multiplier is nan"),
-        (["privacy", "leakage", "run", "--clip-norm", "0"], 1, "--clip-norm is 0.0; it must be above 0"),
+        (["privacy", "audit", "--noise-multiplier", "1e-300"], 2, "--noise-multiplier"),
+        (["privacy", "audit", "--rounds", str(2**70)], 2, "--rounds"),
+        (["privacy", "audit", "--rounds", "0"], 2, "--rounds"),
+        (["privacy", "audit", "--canaries", str(2**70)], 2, "--canaries"),
+        (["privacy", "audit", "--seed", str(2**70)], 2, "--seed"),
+        (["privacy", "leakage", "run", "--noise-multiplier", "nan"], 2, "--noise-multiplier"),
+        (["privacy", "leakage", "run", "--clip-norm", "0"], 2, "--clip-norm"),
         ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "`per_round`"),
     ],
 )
@@ -70,6 +67,21 @@ def test_an_error_is_one_sentence(argv, code, message, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["privacy"], ["plan", "leakage", "audit"]),
+        (["privacy", "plot"], ["plot", "plan"]),
+        (["privacy", "plan", "--clients", "10"], ["--per-round", "--rounds"]),
+    ],
+)
+def test_a_part_or_option_that_is_missing_is_named(argv, names, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(name in err for name in names)
 
 
 def test_a_picture_replaces_pictures_alone_and_that_is_known_before_the_work(tmp_path, capsys):
@@ -91,16 +103,16 @@ TRAIN = ["train", "synthetic", "--rounds", "2"]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--privacy.epsilon", "4", "--privacy.clip-norm", "0"], "--privacy.clip-norm is 0.0; it must be above 0"),
-        (["--privacy.epsilon", "4", "--privacy.delta", "1"], "privacy.delta is 1.0; it must be above 0 and below 1"),
-        (["--privacy.epsilon", "0"], "privacy.epsilon is 0.0; it must be"),
-        (["--privacy.epsilon", "nan"], "privacy.epsilon is nan; it must be"),
+        (["--privacy.epsilon", "4", "--privacy.clip-norm", "0"], "--privacy.clip-norm"),
+        (["--privacy.epsilon", "4", "--privacy.delta", "1"], "--privacy.delta"),
+        (["--privacy.epsilon", "0"], "--privacy.epsilon"),
+        (["--privacy.epsilon", "nan"], "--privacy.epsilon"),
         (
             ["--privacy.epsilon", "4", "--privacy.noise-multiplier", "0"],
-            "--privacy.noise-multiplier is 0.0; it must be at least 0.05",
+            "--privacy.noise-multiplier",
         ),
         (["--privacy.epsilon", "1e-7", "--privacy.delta", "1e-12"], "epsilon 1e-07 cannot be reached"),
-        (["--aggregate.secure"], "--aggregate.secure needs --aggregate.clip-norm"),
+        (["--aggregate.secure"], "--aggregate.secure"),
         (
             ["--aggregate.secure", "--aggregate.clip-norm", "1", "--sampling.clients-per-round", "1"],
             "a sum of one hides nobody, so it takes two or more",
@@ -122,7 +134,7 @@ def test_training_that_could_promise_nothing_is_refused_before_anything_is_writt
             ["--aggregate.secure", "--aggregate.clip-norm", "1"],
             "--aggregate.secure is for simulations; here it is --secure",
         ),
-        (["--secure"], "a secure sum of one node hides nothing: set `least_nodes` to 2 or more"),
+        (["--secure"], "`least_nodes`"),
         (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "set `least_users` to 1"),
     ],
 )

@@ -217,7 +217,7 @@ def _plan(args: PlanNoise) -> dict[str, Any]:
         times: accounting.epsilon_of([accounting.Release(this["noise_multiplier"], 1.0, times)], delta)
         for times in sorted({1, min(10, args.rounds)})
     }
-    return {**sizes, **this, "parameters": args.parameters, "alternatives": alternatives, "seen": seen}
+    return {**sizes, **this, "parameters": args.parameters, "others": alternatives, "seen": seen}
 
 
 def _print(plan: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ def _print(plan: dict[str, Any]) -> None:
     if plan["parameters"] is not None:
         columns.append("its norm")
     title = f"{plan['clients']:,} clients, {plan['rounds']:,} rounds, delta {plan['delta']:.2g}"
-    rows = [row(plan), *([tuple("" for _ in columns)] if plan["alternatives"] else []), *map(row, plan["alternatives"])]
+    rows = [row(plan), *([tuple("" for _ in columns)] if plan["others"] else []), *map(row, plan["others"])]
     show.table(title, columns, rows, texts=())
     print("Noise multiplier: standard deviation of the noise in the sum of uploads, in units of the clipping norm.")
     norm = "" if plan["parameters"] is None else " Its norm: over all parameters."
