@@ -266,12 +266,12 @@ def test_one_test_user_says_little_and_is_not_said_to_decide(tmp_path, capsys):
     command = ["train", str(ratings), "--out", str(tmp_path / "run"), "--rounds", "1", "--jax-devices", "1"]
     assert main(command) == 0
     out, err = capsys.readouterr()
-    assert "say little about a model. Train with --data.fractions .6 .2 .2" in err
-    assert "say little about a model. Train with --data.fractions .6 .2 .2" in out
+    assert "too few for reliable results. Train with --data.fractions .6 .2 .2" in err
+    assert "too few for reliable results. Train with --data.fractions .6 .2 .2" in out
     assert "of users are below" not in out
     assert "loses" not in out
     assert "--preset default" not in out
-    assert re.search(r"; (\d+) take part in", err)[1] == re.search(r"(\d+) users train", err)[1]
+    assert re.search(r"; (\d+) in each of", err)[1] == re.search(r"users: (\d+) train", err)[1]
     assert "Predictions stay between 1 and 5." in err
 
 

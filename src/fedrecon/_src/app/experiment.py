@@ -27,7 +27,6 @@ from fedrecon._src.app.resuming import (
     same_layout,
     start_same_devices,
 )
-from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.ledger import spending
@@ -36,14 +35,13 @@ from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import (
     Table,
     add_coverage,
-    measure_baselines,
-    measure_saved_baselines,
+    measure_known_baselines,
     summarize,
 )
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
 from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel, save_model
-from fedrecon._src.recommend.stopping import Watch, rounds_of, say_stopped, updates_of, why_failed
+from fedrecon._src.recommend.stopping import Watch, rounds_of, updates_of, why_failed
 from fedrecon._src.recommend.task import Dataset, Ready
 from fedrecon._src.recommend.tasks import Task, Users, task_of
 from fedrecon._src.simulation.engine import Layout
@@ -175,7 +173,6 @@ def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], s
         folder, jax_layout, protection.ledger, callbacks=[RecordCallback(watch), *callbacks], progress=progress
     )
     run = train_algorithm(config, algorithm, users, prepared.fallback, evaluator, options)
-    run = dataclasses.replace(run, stopped=say_stopped(config, run.stopped, run.best))
     failed = why_failed(run.history, task)
     model = _save(folder, SavedModel(config, run.params, legend, failed))
     test: Evaluation | None = None
@@ -187,12 +184,7 @@ def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], s
         if on_test:
             test = add_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
         if is_first_process():
-            # Baselines of training users would be exact sums of theirs; those of a private run know what it released.
-            table = (
-                measure_saved_baselines(model, users.test)
-                if config.privacy.on
-                else measure_baselines(config, users, "test", legend)
-            )
+            table = measure_known_baselines(config, model, users, "test")
         if (verdict := why_failed(run.history, task, test)) != failed:
             failed = verdict
             model = _save(folder, dataclasses.replace(model, failed=failed))
@@ -261,9 +253,8 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
     alone = int((users.train.sizes < 2).sum())
     if alone and config.split.train != "none":
         say(
-            f"{alone} of {how_many(len(users.train), f'training {task.people}')} {'has' if alone == 1 else 'have'} a "
-            f"single example: nothing is learned from {'it' if alone == 1 else 'them'}, since one example cannot be "
-            "both support and query"
+            f"training {task.people} with a single example: {alone:,} of {len(users.train):,}; nothing is learned from "
+            "them, since one example cannot be both support and query"
         )
 
 
@@ -295,15 +286,9 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         },
         "started": earlier.get("started") if earlier else _now(),
         "resumed": [*earlier["resumed"], _now()] if earlier else [],
-        "ended": None,
-        "rounds": None,
-        "interrupted": None,
-        "failed": None,
-        "updates": None,
-        "privacy": None,
-        "stopped": None,
-        "best_round": None,
-        "test": None,
+        **dict.fromkeys(
+            ("ended", "rounds", "interrupted", "failed", "updates", "privacy", "stopped", "best_round", "test")
+        ),
     }
 
 

@@ -33,6 +33,13 @@ def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = N
 
     Raises:
       ValueError: there is no such tool, or its package is not installed.
+
+    Example:
+      >>> import tempfile
+      >>> import fedrecon as fr
+      >>> with tempfile.TemporaryDirectory() as folder, fr.log_to("tensorboard", folder) as callback:
+      ...     isinstance(callback, fr.Callback)
+      True
     """
     if kind not in get_args(Log):
         raise ValueError(f"`kind` is {kind!r}; it must be one of {', '.join(get_args(Log))}")

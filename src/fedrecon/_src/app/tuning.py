@@ -22,7 +22,7 @@ from fedrecon._src.core.extras import require
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
-from fedrecon._src.recommend.config import DEFAULT, Config, check_config, is_default, to_json
+from fedrecon._src.recommend.config import DEFAULT, Config, check_config, get_setting, is_default, to_json
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import Table, measure_baselines
 from fedrecon._src.recommend.recipe import build_algorithm, build_layout, check_some_can_learn, make_evaluator
@@ -86,6 +86,11 @@ class Trial:
       value: the RMSE, or for clicks the NDCG@100, on the validation users, of the model that training would keep; not
         finite if it diverged.
       finished: whether it was trained to its end; others were given up early.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.Trial({"model.dim": 8}, value=0.9, finished=True).values
+      {'model.dim': 8}
     """
 
     values: Mapping[str, Any]
@@ -103,6 +108,11 @@ class Tuned:
       baselines: how the baselines do on the same query of the validation users.
       interrupted: whether it was stopped before its time was over.
       first: what the settings of the first trial are called.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> tuned = fr.recommend.tune("ratings.csv", trials=10)  # doctest: +SKIP
+      >>> tuned.best.value, len(tuned.trials)  # doctest: +SKIP
     """
 
     config: Config
@@ -161,6 +171,11 @@ def tune(
     Raises:
       ImportError: optuna is not installed.
       StorageError: the folder holds something else, or the results of an earlier tuning.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> tuned = fr.recommend.tune("ratings.csv", budget="5m")  # doctest: +SKIP
+      >>> tuned.best.values  # doctest: +SKIP
     """
     optuna = _optuna()
     if isinstance(config, str):
@@ -210,7 +225,7 @@ def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: 
         sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    study.enqueue_trial({path: _within(space, _get(config, path)) for path, space in goal.space.items()})
+    study.enqueue_trial({path: _within(space, get_setting(config, path)) for path, space in goal.space.items()})
 
     def objective(trial: Any) -> float:
         values = {path: _suggest(trial, path, space) for path, space in goal.space.items()}
@@ -306,7 +321,7 @@ def _trial(trial: Any, config: Config) -> Trial:
     goal, finished = GOALS[config.task], trial.state.name == "COMPLETE"
     last = list(trial.intermediate_values.values())[-1:] or [math.inf]
     # The first trial has the settings as they are, which may be outside optuna's ranges.
-    values = trial.params if trial.number else {path: _get(config, path) for path in goal.space}
+    values = trial.params if trial.number else {path: get_setting(config, path) for path in goal.space}
     return Trial(values, goal.sign * (trial.value if finished else last[0]), finished)
 
 
@@ -340,24 +355,14 @@ def _within(space: Any, value: Any) -> Any:
     return value if value in space else min(space, key=lambda choice: abs(choice - value))
 
 
-def _get(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
-
-
 def _with(config: Config, values: Mapping[str, Any]) -> Config:
     """Return settings with others at some paths."""
-    groups: dict[str, dict[str, Any]] = {}
-    alone = {}
     for path, value in values.items():
         group, _, name = path.rpartition(".")
         if group:
-            groups.setdefault(group, {})[name] = value
-        else:
-            alone[name] = value
-    changed = {group: dataclasses.replace(getattr(config, group), **some) for group, some in groups.items()}
-    return dataclasses.replace(config, **changed, **alone)
+            name, value = group, dataclasses.replace(getattr(config, group), **{name: value})
+        config = dataclasses.replace(config, **{name: value})
+    return config
 
 
 # ---- results ----

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import tyro
 from annotated_types import Ge, Le
@@ -120,10 +120,13 @@ class Config:
     jax_devices: int | None = None
     block: Count | None = None
 
+    divides_clients: ClassVar[bool] = True  # whether `data.fractions` decides who tests; a prepared corpus may say so
+
     @property
     def most_rounds(self) -> int:
-        """How many rounds there are at most: more than `rounds` if validation clients can call for more."""
-        return self.rounds
+        """How many rounds there are at most, with relaxations of the prior unless every round costs privacy."""
+        relaxes = self.patience is not None and not self.privacy.on
+        return self.rounds + (relaxed_rounds(self.rounds, self.relaxations) if relaxes else 0)
 
     @property
     def relaxations(self) -> int:
@@ -134,11 +137,6 @@ class Config:
     def falls_back_on_popularity(self) -> bool:
         """Whether the model before the first round is popularity, which a private run must not know."""
         return False
-
-    @property
-    def divides_clients(self) -> bool:
-        """Whether `data.fractions` decides who tests, whatever the data."""
-        return True
 
     def remedies(self, trained: bool) -> list[str]:
         """Return what to change if numbers run away, in training or, before that, in reconstruction."""
@@ -224,12 +222,6 @@ class RatingsConfig(Config):
         """Return what to change if numbers run away."""
         return [*super().remedies(trained), "rescale the ratings"]
 
-    @property
-    def most_rounds(self) -> int:
-        """How many rounds there are at most, with relaxations of the prior unless every round costs privacy."""
-        relaxes = self.patience is not None and not self.privacy.on
-        return self.rounds + (relaxed_rounds(self.rounds, self.model.relax) if relaxes else 0)
-
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
         yield from super().rules()
@@ -299,10 +291,7 @@ class TextConfig(Config):
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
     rounds: Rounds = 400
 
-    @property
-    def divides_clients(self) -> bool:
-        """Whether `data.fractions` decides who tests; a prepared corpus may say so itself."""
-        return False
+    divides_clients: ClassVar[bool] = False
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
@@ -360,7 +349,7 @@ def _validate(kind: type[T], values: Any, source: str = "") -> T:
     config = getattr(settings, "settings", settings)
     for rule in config.rules() if isinstance(config, Config) else ():
         if rule.broken:
-            raise ConfigError(rule.field, _get(config, rule.field), rule.rule, source)
+            raise ConfigError(rule.field, get_setting(config, rule.field), rule.rule, source)
     return settings
 
 
@@ -390,7 +379,8 @@ def _explain(kind: type, problem: Any, source: str) -> ConfigError:
     return ConfigError(field, value, ", or ".join(dict.fromkeys(rules)), source)
 
 
-def _get(config: Any, path: str) -> Any:
+def get_setting(config: Any, path: str) -> Any:
+    """Return the setting at a path such as `model.dim`."""
     return functools.reduce(getattr, path.split("."), config)
 
 

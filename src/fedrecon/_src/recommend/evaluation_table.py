@@ -71,10 +71,7 @@ class EvaluationTable:
 def evaluate_saved(
     saved: SavedModel[Any], algorithm: Algorithm, users: Users | None, clients: Clients | None
 ) -> EvaluationTable:
-    """Evaluate a model on the test users of its training or on other clients, as the model sees them.
-
-    Baselines of training users are exact sums of theirs, so those of a private run know only what it released.
-    """
+    """Evaluate a model on the test users of its training or on other clients, as the model sees them."""
     config, task = saved.config, saved.task
     assert users is not None or clients is not None
     measured = clients if clients is not None else users.test  # type: ignore[union-attr]
@@ -83,10 +80,7 @@ def evaluate_saved(
     if evaluator is None:
         raise ValueError(f"there are no {task.people} to evaluate on")
     evaluation = add_coverage(config, algorithm, saved.params, measured, evaluator(saved.params))
-    exact = users is not None and not config.privacy.on
-    table = (
-        measure_baselines(config, everyone, "test", saved.legend) if exact else measure_saved_baselines(saved, measured)
-    )
+    table = measure_known_baselines(config, saved, everyone, "test", trained=users is not None)
     return EvaluationTable(evaluation, {"model": evaluation.micro, **table}, task.measures, task.people)
 
 
@@ -112,6 +106,18 @@ def measure_baselines(config: Config, users: Users, part: str, legend: Any) -> T
     return baselines.rating_baselines(users.train, measured, split=split, num_items=len(legend)).table
 
 
+def measure_known_baselines(
+    config: Config, saved: SavedModel[Any], users: Users, part: str, *, trained: bool = True
+) -> Table:
+    """Measure baselines from the training users if `users` has them, else from what the model knows.
+
+    Baselines of training users are exact sums of theirs, so those of a private run know only what it released.
+    """
+    if trained and not config.privacy.on:
+        return measure_baselines(config, users, part, saved.legend)
+    return measure_saved_baselines(saved, getattr(users, part))
+
+
 def measure_saved_baselines(model: SavedModel[Any], clients: Clients) -> Table:
     """Measure the baselines that a saved model knows enough for, on the query of other clients.
 
@@ -122,11 +128,8 @@ def measure_saved_baselines(model: SavedModel[Any], clients: Clients) -> Table:
     config, items = model.config, model.legend
     if isinstance(config, ClicksConfig) and items.counts is not None:
         division = ranking.split_items(clients, build_split(config.split.evaluate, config.split))
-        return (
-            {"popularity": found}
-            if (found := _metrics(ranking.score_by_count(items.counts), division, len(items)))
-            else {}
-        )
+        metrics = _metrics(ranking.score_by_count(items.counts), division, len(items))
+        return {"popularity": metrics} if metrics else {}
     if not isinstance(config, RatingsConfig) or config.model.scale is None or items.liking is None:
         return {}
     known = baselines.split_ratings(clients, build_split(config.split.evaluate, config.split))

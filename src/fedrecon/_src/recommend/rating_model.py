@@ -14,7 +14,7 @@ import optax
 from fedrecon._src.client.least_squares import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import how_many, readable
+from fedrecon._src.core.formatting import readable
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.ratings import RatingLimits
@@ -88,18 +88,16 @@ class Items:
 
     def __post_init__(self) -> None:
         """Check that there is a title, a count and a bias for every item, if there are any."""
-        if self.counts is not None and self.counts.shape != self.ids.shape:
-            raise ValueError("items and counts do not match")
-        if self.ids.ndim != 1 or not len(self.ids) or (self.titles is not None and self.titles.shape != self.ids.shape):
-            raise ValueError("items and titles do not match")
-        if self.liking is not None and self.liking.bias.shape != self.ids.shape:
-            raise ValueError("items and their biases do not match")
+        ids, biases = self.ids, None if self.liking is None else self.liking.bias
+        if ids.ndim != 1 or not len(ids):
+            raise ValueError("`ids` must be a list of at least one item")
+        for name, values in (("titles", self.titles), ("counts", self.counts), ("liking", biases)):
+            if values is not None and values.shape != ids.shape:
+                raise ValueError(f"`{name}` must have one entry for each of {len(ids)} items (got {values.shape})")
         if self.counts is not None and self.counts.min(initial=0) < 0:
             raise ValueError(f"`counts` must not be negative (got {self.counts.min()})")
         if self.scale is not None and not -np.inf < self.scale[0] <= self.scale[1] < np.inf:
             raise ValueError(f"`scale` must be finite, with the lowest rating first (got {self.scale})")
-        if self.liking is not None and not np.isfinite(self.liking.bias).all():
-            raise ValueError("`liking.bias` must be finite")
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -346,10 +344,8 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estima
     if model.round_zero:
         said.append(_say_scale(scale))
         if zero.outliers:
-            far = f"{how_many(zero.outliers, 'ratings of training users')} {'is' if zero.outliers == 1 else 'are'} far"
-            said.append(
-                f"{far} outside the usual range and left out of these sums. Remove from the file what is a mistake."
-            )
+            far = f"ratings of training users far outside the usual range: {zero.outliers:,}"
+            said.append(f"{far}, left out of these sums. Remove from the file what is a mistake.")
     return said
 
 
@@ -359,5 +355,5 @@ def _say_scale(scale: Scale) -> str:
     return (
         f"From sums over the training users: mean {readable(scale.mean)}, deviation {readable(scale.deviation)}, and a "
         f"bias for every item. Predictions stay between {low} and {high}. The prior on a user's bias is as strong as "
-        f"{ridge} {'rating' if ridge == '1' else 'ratings'}."
+        f"{ridge} ratings."
     )

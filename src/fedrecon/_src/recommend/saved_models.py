@@ -103,18 +103,15 @@ def open_model(path: str | Path) -> SavedModel[Any]:
 def _read_description(file: Path) -> SavedModel[Any]:
     """Read all of a model except its parameters."""
     description = read_folder_manifest(file, FORMAT, ARRAYS)
+    if (name := str(description.get("task"))) not in TASKS:
+        raise StorageError(f"{file} is of task {name!r}; this version of fedrecon knows {', '.join(TASKS)}")
     try:
-        name = description["task"]
-        if name not in TASKS:
-            raise StorageError(f"{file} is of task {name!r}; this version of fedrecon knows {', '.join(TASKS)}")
-        settings = {**to_json(TASKS[name].untrained), **{part: description["settings"][part] for part in SETTINGS}}
+        task = TASKS[name]
+        settings = {**to_json(task.untrained), **{part: description["settings"][part] for part in SETTINGS}}
         config = config_from_json(settings, str(file))
-        legend = TASKS[name].recall(description)
-        failed = description["failed"]
+        legend, failed = task.recall(description), description["failed"]
     except ConfigError as problem:
         raise StorageError(str(problem)) from None
-    except StorageError:
-        raise
     except (KeyError, TypeError, AttributeError, OverflowError) as problem:
         raise StorageError(f"{file} is damaged: {problem!r}") from None
     except ValueError as problem:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.core.formatting import how_many
 from fedrecon._src.recommend.config import Config
 from fedrecon._src.recommend.settings import relaxed_rounds
 from fedrecon._src.recommend.task import Task, Users
@@ -21,7 +20,6 @@ GUARDS = {"learned_from": "clients", "shortened": "clipped", "too_long": "zeroed
 JUDGES = 10  # validation or test clients; the loss of fewer is mostly chance
 TESTED = (0.6, 0.2, 0.2)  # fractions that suit few clients
 VERDICTS = 600  # pairs of support and query that a loss should be of, though a client gives several of them
-NUMBERS = {2: "two", 3: "three", 4: "four"}
 MOST_DIVISIONS = 8  # of one client: more of them are too much alike to tell anything new
 
 
@@ -101,29 +99,18 @@ def say_rounds(config: Config, users: Users, people: str = "users") -> str:
     train, test = len(users.train), len(users.test)
     part = min(config.sampling.cohort_size(train), train)
     said = (
-        f"{how_many(train, people)} {'trains' if train == 1 else 'train'}, "
-        f"{_are(len(users.valid))} for choosing settings, {_are(test)} for testing; "
-        f"{part:,} {'takes' if part == 1 else 'take'} part in each of {how_many(config.rounds, 'rounds')}."
+        f"{people}: {train:,} train, {len(users.valid):,} validate, {test:,} test; "
+        f"{part:,} in each of {config.rounds:,} rounds."
     )
-    if patience_of(config, users) is None:
-        said += _say_last_is_kept(users) if config.patience is not None else ""
-    else:
+    if patience_of(config, users) is None and config.patience is not None:
+        few = f"only {judges_of(users)} validation {people} have support and query, of at least {JUDGES} needed"
+        said += f" The model of the last round is kept: {few}."
+    elif config.patience is not None:
         if more := rounds_of(config, users) - config.rounds:
             said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
         simple = "popularity" if config.falls_back_on_popularity else "the one before the first round"
         said += f" The best model for validation users is kept, even if it is {simple}."
     return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test, people))
-
-
-def _are(number: int) -> str:
-    return f"{number:,} {'is' if number == 1 else 'are'}"
-
-
-def _say_last_is_kept(users: Users) -> str:
-    judges = judges_of(users)
-    able = " who have support and query" if judges < len(users.valid) else ""
-    few = f"{how_many(judges, 'validation users')}{able} {'is' if judges == 1 else 'are'} too few to choose a model"
-    return f" {few}, so the model of the last round is kept."
 
 
 def say_few_tested(config: Config, number: int, people: str = "users") -> list[str]:
@@ -147,7 +134,7 @@ def say_few(number: int, people: str) -> str:
       number: how many there are, at least 1.
       people: what they are called.
     """
-    return f"{how_many(number, people)} {'says' if number == 1 else 'say'} little about a model."
+    return f"Fewer than {JUDGES} {people} ({number}) are too few for reliable results."
 
 
 def say_how_to_test_more(config: Config) -> str:
@@ -170,25 +157,6 @@ def say_kept(config: Config, best: int, people: str) -> str:
         return f"kept popularity: the trained model does not rank better for validation {people}"
     when = f"after round {best}" if best else "from before the first round"
     return f"kept the model {when}, the best on validation {people}"
-
-
-def say_stopped(config: Config, stopped: str | None, best: int | None) -> str | None:
-    """Say why training ended early, in relaxations of the prior where these are what decides.
-
-    Args:
-      config: the settings.
-      stopped: why, in evaluations; None if training ended with the last round.
-      best: the round whose model is kept; None if it is the last.
-    """
-    if stopped is None or best is None or config.patience is None or config.most_rounds == config.rounds:
-        return stopped
-    if best >= config.rounds:
-        several = f"{NUMBERS.get(config.patience, config.patience)} relaxations of the prior in a row"
-        return f"{several if config.patience > 1 else 'a relaxation of the prior'} brought nothing"
-    rounds, after = how_many(config.rounds, "rounds"), config.patience - 1
-    if not after:
-        return f"the first {rounds} brought nothing"
-    return f"neither the first {rounds} nor {how_many(after, 'relaxations')} of the prior after them brought anything"
 
 
 # ---- whether it went well ----

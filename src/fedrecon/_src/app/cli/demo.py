@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedrecon._src.app.cli import FAILED, options, show
 from fedrecon._src.recommend.config import DEFAULT
@@ -56,7 +56,7 @@ def run(args: Demo) -> int:
     )
     folder = RunFolder(args.out)
     with folder.lock():
-        if folder.has_run() and not _is_demo(folder.description()):
+        if folder.has_run() and folder.description().get("made_by") != "demo":
             raise StorageError(f"{args.out} holds a run that is not a demo; give another folder with --out")
     outcome = run_experiment(
         config,
@@ -86,11 +86,6 @@ def run(args: Demo) -> int:
         f"page {out}   (rate films in your browser; nothing leaves it)",
     )
     return 0
-
-
-def _is_demo(facts: Mapping[str, Any]) -> bool:
-    """Say whether a run is a demo's."""
-    return facts.get("made_by") == "demo"
 
 
 def _compare(outcome: ExperimentResult, test: Evaluation) -> None:

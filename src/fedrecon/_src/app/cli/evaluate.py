@@ -51,8 +51,7 @@ def run(args: Evaluate) -> int:
     from fedrecon._src.core.progress import bars
     from fedrecon._src.recommend.evaluation_table import (
         add_coverage,
-        measure_baselines,
-        measure_saved_baselines,
+        measure_known_baselines,
         summarize,
     )
     from fedrecon._src.recommend.recipe import build_layout, make_evaluator
@@ -92,12 +91,7 @@ def run(args: Evaluate) -> int:
     evaluation = evaluator(model.params, progress=bars)
     evaluation = add_coverage(config, algorithm, model.params, getattr(users, part), evaluation)
     failed = evaluation_failed(evaluation, task.people)
-    exact = file is None and not config.privacy.on  # baselines of training users are exact sums of theirs
-    table = (
-        measure_baselines(config, users, part, model.legend)
-        if exact
-        else measure_saved_baselines(model, getattr(users, part))
-    )
+    table = measure_known_baselines(config, model, users, part, trained=file is None)
     if args.json:
         why = failed or model.failed
         print(json.dumps(without_nan({**summarize(evaluation, table), **({"failed": why} if why else {})})))

@@ -15,6 +15,7 @@ import tyro
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.core.checks import MOST_ROUNDS, check_number
+from fedrecon._src.core.formatting import listed_counts
 from fedrecon._src.recommend.config import Reading
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def run(args: Join) -> int:
     key = None if args.key is None else read_private_key(args.key)
     folder = args.state or args.source.with_name(args.source.name + ".node")
     node = make_node(args, folder, key, say)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
     say(f"looking for the server at {server}")
     with (
         file_lock(folder / LOCK, f"what this node remembers in {folder}"),
@@ -141,10 +142,10 @@ def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) ->
             assert code.clients is not None
             data = plan.split_clients(code.clients)
         train, valid, test = map(len, data.users)
-        skipped = [f"{count:,} {what.replace('_', ' ')}" for what, count in data.skipped.items() if count]
+        skipped = listed_counts(data.skipped)
         say(
             f"{args.source}: {train:,} {plan.people} train, {valid:,} validate, {test:,} test"
-            + (f"; left out: {', '.join(skipped)}" if skipped else "")
+            + (f"; left out: {skipped}" if skipped else "")
         )
         return data
 
@@ -176,9 +177,3 @@ def acceptance(args: Join, say: Callable[[str], None]) -> Callable[[Plan], bool]
         return input("Take part? [y/N] ").strip().lower() in ("y", "yes")
 
     return accept
-
-
-def _interrupt(number: Any, frame: Any) -> None:
-    """Leave as with Ctrl-C, so that the server is told."""
-    del number, frame
-    raise KeyboardInterrupt

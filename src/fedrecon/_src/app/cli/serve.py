@@ -112,7 +112,7 @@ def run(args: Serve) -> int:
         f"plan {plan.digest}; on every node: fedrecon join FILE --server {scheme}://HOST:{address[1]} {credentials}"
     )
     folder, table, task = RunFolder(args.out), _Table(args.json), _task_of(plan)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
 
     def on_record(record: dict[str, Any]) -> None:
         table.row(record)
@@ -229,9 +229,3 @@ class _Table:
 
     def _print(self, cells: Sequence[str]) -> None:
         print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
-
-
-def _interrupt(number: Any, frame: Any) -> None:
-    """Stop as with Ctrl-C, so that what was learned is saved."""
-    del number, frame
-    raise KeyboardInterrupt
