@@ -24,7 +24,7 @@ from test_secure_sum import MARGIN, Host, exact, until_request
 
 
 def shares_of(reveal, host, me):
-    return sum_messages.read_reveal(reveal, host.terms, me)
+    return sum_messages.read_entries("reveal", reveal, host.terms, me)
 
 
 def test_a_server_that_tells_clients_different_things_never_gets_both_secrets_of_one():
@@ -133,7 +133,7 @@ def test_a_signature_does_not_fit_other_terms_or_another_client():
 def test_no_made_up_share_gives_a_wrong_sum(liar, share, threshold):
     host = until_request(clients=4, threshold=threshold).unmask()
     true = shares_of(host.reveals[liar], host, liar)
-    host.reveals[liar] = sum_messages.write_reveal(host.terms, liar, {**true, 2: share})
+    host.reveals[liar] = sum_messages.write_entries("reveal", host.terms, liar, {**true, 2: share})
     if threshold == 3 and liar == 3:  # three shares are enough, and its own is not looked at
         assert host.total().total.tolist() == exact(host.vectors, range(4)).tolist()
     elif share != true[2]:
@@ -249,7 +249,7 @@ def test_noise_in_integers_is_never_less_than_was_asked_for(clip, length, noise,
 def test_a_reveal_with_more_or_fewer_shares_than_asked_for_is_left_out():
     host = until_request(clients=5, threshold=3).unmask()
     true = shares_of(host.reveals[1], host, 1)
-    host.reveals[1] = sum_messages.write_reveal(host.terms, 1, {**true, 9: bytes(16)})
+    host.reveals[1] = sum_messages.write_entries("reveal", host.terms, 1, {**true, 9: bytes(16)})
     found = host.total()
     assert "reveals other shares" in found.refused[1]
     assert found.total.tolist() == exact(host.vectors, range(5)).tolist()

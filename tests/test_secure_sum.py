@@ -293,9 +293,9 @@ def test_a_client_refuses_a_roster_without_it_or_with_one_key_twice():
 
 def test_a_client_refuses_when_too_few_of_its_circle_shared():
     host = Host(clients=5, threshold=4).introduce().share()
-    sealed = {k: sum_messages.read_shares(host.shares[k], host.terms, k)[0] for k in (1, 2)}
+    sealed = {k: sum_messages.read_entries("shares", host.shares[k], host.terms, k)[0] for k in (1, 2)}
     with pytest.raises(ss.Refusal, match="3 clients of this client's circle shared, and the threshold is 4"):
-        ss.mask(host.state[0], sum_messages.write_delivery(host.terms, 0, sealed), host.vectors[0])
+        ss.mask(host.state[0], sum_messages.write_entries("delivery", host.terms, 0, sealed), host.vectors[0])
 
 
 def test_a_client_never_reveals_both_shares_of_one_client():
@@ -349,8 +349,8 @@ def test_messages_of_another_round_session_or_client_are_refused():
         ss.share(host.state[0], host.rosters[1])
     host.share().deliver()
     # Shares that were meant for client 2, with the address changed to client 0.
-    foreign = sum_messages.read_delivery(host.deliveries[2], host.terms, 2)
-    moved = sum_messages.write_delivery(host.terms, 0, {k: foreign[k] for k in (1, 3, 4)})
+    foreign = sum_messages.read_entries("delivery", host.deliveries[2], host.terms, 2)
+    moved = sum_messages.write_entries("delivery", host.terms, 0, {k: foreign[k] for k in (1, 3, 4)})
     with pytest.raises(ss.MessageError, match="shares of client 1 are damaged, or for another client"):
         ss.mask(host.state[0], moved, host.vectors[0])
 
@@ -505,9 +505,9 @@ def test_wrong_shares_are_noticed():
 
 def test_a_client_that_does_not_share_with_all_its_circle_is_left_out():
     host = Host(clients=5, threshold=3).introduce().share()
-    sealed = sum_messages.read_shares(host.shares[2], host.terms, 2)
+    sealed = sum_messages.read_entries("shares", host.shares[2], host.terms, 2)
     del sealed[4]
-    host.shares[2] = sum_messages.write_shares(host.terms, 2, sealed)
+    host.shares[2] = sum_messages.write_entries("shares", host.terms, 2, sealed)
     result = host.deliver().mask().collect().unmask().total()
     assert result.clients == (0, 1, 3, 4)
     assert "does not share with exactly its circle" in result.refused[2]

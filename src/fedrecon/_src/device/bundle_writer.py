@@ -66,6 +66,20 @@ def bundle(
       ExportError: something cannot be translated to ONNX. The folder is written all the same and holds the StableHLO
         form; the message names the operation and the parameter.
       StorageError: the folder to be replaced holds something that is not part of a bundle.
+
+    Example:
+      >>> import tempfile
+      >>> import jax, optax
+      >>> import fedrecon as fr
+      >>> sgd = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(30, dim=2), reconstruct=sgd, update=sgd, server=optax.sgd(1.0)
+      ... )
+      >>> params = algorithm.params(algorithm.init(jax.random.key(0)))
+      >>> like, out = {"item": [0, 1], "rating": [4.0, 5.0]}, tempfile.mkdtemp() + "/bundle"
+      >>> folder = fr.device.bundle(algorithm, params, out, like=like, onnx=False)  # doctest: +SKIP
+      >>> sorted(file.name for file in folder.iterdir())  # doctest: +SKIP
+      ['global.safetensors', 'manifest.json', 'test_vectors.json']
     """
     if replace:
         check_bundle(Path(out))

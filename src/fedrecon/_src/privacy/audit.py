@@ -235,6 +235,11 @@ def audit_run(
       sabotage: what to break on purpose: half the noise, no clipping, everybody twice. An audit must notice.
       noise_by: whose noise is audited: that of the `server`; that of the `clients`, in integers of a secure sum; or
         that of `round-zero`, whose questions canaries answer as clients do.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.privacy.audit_run(rounds=1, canaries=60).broken  # doctest: +SKIP
+      False
     """
     if noise_by == "round-zero":
         return _audit_round_zero(noise_multiplier / math.sqrt(rounds), canaries, delta, seed, sabotage)

@@ -167,6 +167,10 @@ def leakage(
 
     Returns:
       A `Leakage`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> print(fr.privacy.leakage(algorithm, params, clients, groups=(10,)))  # doctest: +SKIP
     """
     if len(clients) < 2 or most < 2:
         raise ValueError(f"{min(len(clients), most)} people; it takes two or more to ask which of them it was")

@@ -157,9 +157,9 @@ def nothing_yet(bands: int, like: Any) -> Any:
       like: a tree of arrays, or of their shapes, that noise is added to.
 
     Example:
-      >>> import numpy as np
+      >>> import jax.numpy as jnp
       >>> import fedrecon as fr
-      >>> fr.privacy.nothing_yet(3, {"w": np.zeros(4)})["w"].shape
+      >>> fr.privacy.nothing_yet(3, {"w": jnp.zeros(4)})["w"].shape
       (2, 4)
     """
     return jax.tree.map(lambda leaf: jnp.zeros((bands - 1, *leaf.shape), leaf.dtype), like)

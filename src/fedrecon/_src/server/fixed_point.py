@@ -231,6 +231,16 @@ def to_vectors(summand: Summand) -> np.ndarray:
     Returns:
       `(clients, length)` integers: everything that is added, whole, in one order. A client that is left out has zeros,
       its flags apart.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import fedrecon as fr
+      >>> delta, weight = jnp.array([[1, 2], [3, 4]], jnp.uint32), jnp.array([5, 6], jnp.uint32)
+      >>> summand = fr.aggregators.Summand(
+      ...     {"delta": {"w": delta}}, jnp.ones(2), jnp.ones(2), jnp.zeros((2, 1, 2)), {"weight": weight}, {}
+      ... )
+      >>> fr.privacy.to_vectors(summand).tolist()
+      [[1, 2, 5], [3, 4, 6]]
     """
     present = np.asarray(summand.scale) > 0
     parts = [
@@ -249,6 +259,14 @@ def from_vector(vector: np.ndarray, template: Any) -> Total:
     Args:
       vector: the sum of what `to_vectors` returned.
       template: a total, or the shapes of one (`fedrecon._src.algorithms.rounds.total_shapes`).
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> template = fr.aggregators.Total({"delta": {"w": np.zeros(2)}}, {"weight": np.zeros(())})
+      >>> total = fr.privacy.from_vector(np.array([4, 6, 11]), template)
+      >>> total.parts["delta"]["w"].tolist(), int(total.scalars["weight"])
+      ([4, 6], 11)
     """
     arrays: dict[tuple[str, str], Array] = {}
     names = [((name, path), part[path].shape) for name, part in sorted(template.parts.items()) for path in sorted(part)]

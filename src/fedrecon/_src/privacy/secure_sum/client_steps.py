@@ -127,7 +127,7 @@ def share(
             sealed[other] = nonce + primitives.encrypt(key, nonce, roots[other] + seeds[other], digest)
     public = {client: (hello.cipher, hello.mask) for client, hello in circle.items()}
     after = replace(state, stage="mask", circle=public, held={me: (roots[me], seeds[me])})
-    return after, sum_messages.write_shares(terms, me, sealed)
+    return after, sum_messages.write_entries("shares", terms, me, sealed)
 
 
 def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[ClientState, bytes]:
@@ -145,7 +145,7 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
             f"`vector` is {vector.dtype}{list(vector.shape)}; the terms say {terms.dtype}[{terms.length}]"
         )
     held, digest = dict(state.held), terms.digest()
-    for other, text in sum_messages.read_delivery(delivery, terms, me).items():
+    for other, text in sum_messages.read_entries("delivery", delivery, terms, me).items():
         if other == me or other not in state.circle:
             raise MessageError(f"a delivery message has shares of client {other}, who is not in this client's circle")
         key = primitives.agree(state.cipher, state.circle[other][0], digest, b"share", other, me)
@@ -194,7 +194,9 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
             f"{state.terms.threshold}: it reveals nothing"
         )
     shares = {client: state.held[client][1 if yes else 0] for client, yes in answered.items()}
-    return replace(state, stage="done", circle={}, held={}), sum_messages.write_reveal(state.terms, state.me, shares)
+    return replace(state, stage="done", circle={}, held={}), sum_messages.write_entries(
+        "reveal", state.terms, state.me, shares
+    )
 
 
 def pair_key(private: bytes, mine: int, public: bytes, theirs: int, digest: bytes) -> bytes:

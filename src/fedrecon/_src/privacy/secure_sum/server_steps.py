@@ -123,7 +123,7 @@ def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
     terms, refused = state.terms, dict(state.refused)
 
     def read(message: bytes, client: int) -> dict[int, bytes]:
-        sealed = sum_messages.read_shares(message, terms, client)
+        sealed = sum_messages.read_entries("shares", message, terms, client)
         if set(sealed) != set(state.circles[client]) - {client}:
             raise MessageError(f"client {client} does not share with exactly its circle")
         return sealed
@@ -138,7 +138,8 @@ def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
     missing = {**state.missing, "share": tuple(sorted(set(state.circles) - shared))}
     after = replace(state, stage="collect", shared=frozenset(shared), missing=missing, refused=refused)
     deliveries = {
-        client: sum_messages.write_delivery(
+        client: sum_messages.write_entries(
+            "delivery",
             terms,
             client,
             {other: sealed[other][client] for other in state.circles[client] if other in shared - {client}},
@@ -182,7 +183,7 @@ def total(state: SumState, reveals: Incoming) -> Sum:
     terms, refused = state.terms, dict(state.refused)
 
     def read(message: bytes, client: int) -> dict[int, bytes]:
-        shares = sum_messages.read_reveal(message, terms, client)
+        shares = sum_messages.read_entries("reveal", message, terms, client)
         if set(shares) != set(_shares_to_reveal(state, client)):
             raise MessageError(f"client {client} reveals other shares than it was asked for")
         return shares

@@ -8,7 +8,7 @@ made from them. So a hostile message costs no more memory than its size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ _CLIENT = struct.Struct(">Q")
 _ASKED = struct.Struct(">QB")
 _COUNT = struct.Struct(">H")
 NONCE, SEALED = 12, 2 * SECRET + 16  # two shares and the tag of AES-GCM
+ENTRY = {"shares": NONCE + SEALED, "delivery": NONCE + SEALED, "reveal": SECRET}  # bytes of an entry
 
 
 class Hello(NamedTuple):
@@ -96,15 +97,6 @@ class _Reader:
             raise MessageError(f"a {self._kind} message has {len(self._left)} bytes too many: it is damaged")
 
 
-def _once(pairs: Iterable[tuple[int, bytes]], kind: str) -> dict[int, bytes]:
-    entries: dict[int, bytes] = {}
-    for client, value in pairs:
-        if client in entries:
-            raise MessageError(f"a {kind} message names client {client} twice")
-        entries[client] = value
-    return entries
-
-
 # ---- advertise, roster ----
 
 
@@ -148,37 +140,24 @@ def read_roster(
     return circle
 
 
-# ---- shares, delivery ----
+# ---- shares, delivery, reveal ----
 
 
-def _write_sealed(kind: str, terms: Terms, client: int, sealed: Mapping[int, bytes]) -> bytes:
-    entries = b"".join(_CLIENT.pack(other) + text for other, text in sealed.items())
-    return _header(kind, terms, client) + _COUNT.pack(len(sealed)) + entries
+def write_entries(kind: str, terms: Terms, client: int, entries: Mapping[int, bytes]) -> bytes:
+    """Write shares that a client gives (`shares`) or gets (`delivery`), or reveals (`reveal`)."""
+    records = b"".join(_CLIENT.pack(other) + entry for other, entry in entries.items())
+    return _header(kind, terms, client) + _COUNT.pack(len(entries)) + records
 
 
-def _read_sealed(kind: str, message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
-    records = _Reader(message, kind, terms, client).records(_CLIENT.size + NONCE + SEALED)
-    return _once(((_CLIENT.unpack(record[:8])[0], record[8:]) for record in records), kind)
-
-
-def write_shares(terms: Terms, client: int, sealed: Mapping[int, bytes]) -> bytes:
-    """Write the shares that a client gives, encrypted for each member of its circle."""
-    return _write_sealed("shares", terms, client, sealed)
-
-
-def read_shares(message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
-    """Read the shares that a client gives, by who they are for."""
-    return _read_sealed("shares", message, terms, client)
-
-
-def write_delivery(terms: Terms, client: int, sealed: Mapping[int, bytes]) -> bytes:
-    """Write the shares that a client gets."""
-    return _write_sealed("delivery", terms, client, sealed)
-
-
-def read_delivery(message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
-    """Read the shares that a client gets, by who they are from."""
-    return _read_sealed("delivery", message, terms, client)
+def read_entries(kind: str, message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
+    """Read what `write_entries` wrote, by the other client: whom shares are for, from, or whose secret they are of."""
+    entries: dict[int, bytes] = {}
+    for record in _Reader(message, kind, terms, client).records(_CLIENT.size + ENTRY[kind]):
+        (other,) = _CLIENT.unpack(record[: _CLIENT.size])
+        if other in entries:
+            raise MessageError(f"a {kind} message names client {other} twice")
+        entries[other] = record[_CLIENT.size :]
+    return entries
 
 
 # ---- masked ----
@@ -200,7 +179,7 @@ def read_masked(message: bytes, terms: Terms, client: int) -> np.ndarray:
     return np.frombuffer(body, terms.dtype)
 
 
-# ---- request, reveal ----
+# ---- request ----
 
 
 def write_request(terms: Terms, client: int, answered: Mapping[int, bool]) -> bytes:
@@ -215,15 +194,3 @@ def read_request(message: bytes, terms: Terms, client: int) -> list[tuple[int, b
     if any(flag > 1 for _, flag in requested):
         raise MessageError("a request message asks for a kind of share that does not exist")
     return [(other, bool(flag)) for other, flag in requested]
-
-
-def write_reveal(terms: Terms, client: int, shares: Mapping[int, bytes]) -> bytes:
-    """Write the shares that were asked for."""
-    entries = b"".join(_CLIENT.pack(other) + share for other, share in shares.items())
-    return _header("reveal", terms, client) + _COUNT.pack(len(shares)) + entries
-
-
-def read_reveal(message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
-    """Read shares, by the client whose secret they belong to."""
-    records = _Reader(message, "reveal", terms, client).records(_CLIENT.size + SECRET)
-    return _once(((_CLIENT.unpack(record[:8])[0], record[8:]) for record in records), "reveal")
