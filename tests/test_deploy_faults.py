@@ -27,10 +27,9 @@ from deployed import (
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.wire import to_bytes
-from fedrecon._src.deploy.evaluation_sums import sum_users, to_evaluation
 from fedrecon._src.deploy.messages import Envelope, Failure, pack, unpack
 from fedrecon._src.deploy.plan import digest_of, is_prefix
-from fedrecon._src.deploy.sums import from_integers, ring_grid, to_integers
+from fedrecon._src.deploy.sums import from_integers, ring_grid, sum_users, to_evaluation, to_integers
 from fedrecon._src.deploy.transport import read_arrays
 from fedrecon._src.recommend.config import Aggregate, Data, Reconstruct, Update
 from fedrecon._src.recommend.saved_models import open_model

@@ -16,8 +16,8 @@ from fedrecon._src.app.cli import join, main
 from fedrecon._src.core.progress import silent
 from fedrecon._src.deploy import node_keys
 from fedrecon._src.deploy.coordinator import ROUND_ZERO
-from fedrecon._src.deploy.messages import Envelope, largest_message, pack, shapes_of, unpack
-from fedrecon._src.deploy.sums import length_of
+from fedrecon._src.deploy.messages import Envelope, largest_message, pack, unpack
+from fedrecon._src.deploy.sums import length_of, shapes_of
 from fedrecon._src.privacy import secure_sum
 from fedrecon._src.recommend.config import DEFAULT, ClickData, ClicksConfig, Data, Reconstruct
 from fedrecon._src.recommend.rating_model import prepare_ratings

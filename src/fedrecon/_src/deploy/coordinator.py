@@ -18,11 +18,11 @@ from fedrecon._src.algorithms.rounds import server_round
 from fedrecon._src.core.keys import fresh_key, round_key, run_keys
 from fedrecon._src.core.model import finish, metric_names
 from fedrecon._src.core.wire import to_bytes
-from fedrecon._src.deploy import evaluation_sums, plan_privacy
+from fedrecon._src.deploy import plan_privacy
 from fedrecon._src.deploy.messages import MOST_HEADER, PREPARE, TRAIN, Envelope
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.registry import NodeRegistry, NotEnoughNodes, Pace
-from fedrecon._src.deploy.sums import NodeSum, Question, open_sum, secure_sum_of
+from fedrecon._src.deploy.sums import NodeSum, Question, add_sums, open_sum, secure_sum_of, to_evaluation
 from fedrecon._src.deploy.transport import SYSTEM, Channel, Clock, Grid, Replies, open_reply
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.simulation.evaluation import Evaluation
@@ -289,15 +289,7 @@ class _Training(NodeRegistry):
     def _sum(self, question: Question, invited: list[int], enough: int) -> NodeSum:
         pace, plan, channel = self.pace, self.plan, self.channel
         if plan.secure:
-            node_sum = secure_sum_of(
-                plan,
-                channel,
-                question,
-                invited,
-                numbers=self.numbers(invited),
-                stage_seconds=pace.stage_deadline,
-                seconds=pace.deadline,
-            )
+            node_sum = secure_sum_of(plan, channel, question, invited, self.numbers(invited), pace)
         else:
             node_sum = open_sum(plan, channel, question, invited, enough=enough, seconds=pace.deadline)
         late = len(node_sum.nodes) < enough
@@ -311,7 +303,7 @@ class _Training(NodeRegistry):
         if len(node_sum.nodes) < self.plan.least_nodes:
             self.say(f"the {part} users were not measured: {len(node_sum.nodes)} nodes answered")
             return None
-        return evaluation_sums.to_evaluation(self.plan.algorithm.model, evaluation_sums.add_sums(node_sum.parts))
+        return to_evaluation(self.plan.algorithm.model, add_sums(node_sum.parts))
 
     def finish(self, failed: str | None = None) -> None:
         """Give every node the model, for its owner, and say why training failed, if it did."""

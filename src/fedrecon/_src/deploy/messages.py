@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from fedrecon._src.algorithms.rounds import total_shapes
-from fedrecon._src.core.wire import nbytes
-from fedrecon._src.deploy import evaluation_sums
+from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes
 from fedrecon._src.deploy.plan import Plan
 
 MAGIC = b"FRD1"
@@ -112,21 +112,6 @@ def question_number(purpose: str) -> int | None:
     return int(number) if purpose.startswith(PREPARE) and number.isdecimal() and len(number) < 4 else None
 
 
-def shapes_of(plan: Plan, purpose: str) -> Any:
-    """Return what a node sends, as shapes or zeros: for training, an evaluation, or a question of round zero."""
-    if purpose == TRAIN:
-        return total_shapes(plan.algorithm)
-    number = question_number(purpose)
-    if number is None:
-        return evaluation_sums.no_users(plan.algorithm.model)
-    if plan.zero is None or not plan.unprepared:
-        raise Failure("garbage", "this plan has no round zero, or it is over")
-    try:
-        return plan.zero.zeros(number)
-    except ValueError as error:
-        raise Failure("garbage", str(error)) from None
-
-
 @functools.lru_cache(maxsize=16)
 def largest_message(plan: Plan) -> int:
     """Return a bound on the bytes of any message of a plan, in either direction."""
@@ -147,3 +132,18 @@ def unpack_pair(body: bytes) -> tuple[bytes, bytes]:
     if len(body) < _LENGTH.size or (size := _LENGTH.unpack_from(body)[0]) > len(body) - _LENGTH.size:
         raise Failure("garbage", "the message should have two parts")
     return body[_LENGTH.size : _LENGTH.size + size], body[_LENGTH.size + size :]
+
+
+def read_tree(body: bytes, like: Any, *, finite: bool = True) -> Any:
+    """Read the arrays of a body.
+
+    Raises:
+      Failure: they are not the expected ones, or not finite although they should be.
+    """
+    try:
+        tree = from_bytes(body, like, most=nbytes(like) + SLACK)
+    except WireError as error:
+        raise Failure("garbage", str(error)) from None
+    if finite and not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)):
+        raise Failure("not_finite", "the message has numbers that are not finite")
+    return tree

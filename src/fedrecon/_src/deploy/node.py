@@ -13,8 +13,8 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import client_total, total_shapes
 from fedrecon._src.algorithms.validation import check_training
 from fedrecon._src.core.keys import fresh_key, round_key
-from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes, to_bytes
-from fedrecon._src.deploy import evaluation_sums, node_keys, plan_privacy
+from fedrecon._src.core.wire import to_bytes
+from fedrecon._src.deploy import node_keys, plan_privacy
 from fedrecon._src.deploy.memory import MAX_TRIES, Memory
 from fedrecon._src.deploy.messages import (
     MOST_HEADER,
@@ -27,13 +27,13 @@ from fedrecon._src.deploy.messages import (
     largest_message,
     pack,
     question_number,
+    read_tree,
     refusal,
-    shapes_of,
     unpack,
     unpack_pair,
 )
 from fedrecon._src.deploy.plan import MOST_BYTES, NodeData, Plan, PlanError, digest_of, weaker
-from fedrecon._src.deploy.sums import bits_of, length_of, to_integers
+from fedrecon._src.deploy.sums import bits_of, length_of, no_users, shapes_of, sum_users, to_integers
 from fedrecon._src.recommend.tasks import Users
 
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
@@ -87,9 +87,9 @@ class Node:
         self._evaluators: dict[str, Any] = {}
         self._sum: Any = None  # a secure sum that is under way: (purpose, round, state of the client)
         self._stages = {
-            "train": lambda message: self._open(message, TRAIN),
-            "prepare": lambda message: self._open(message, self._question(message)),
-            "evaluate": lambda message: self._open(message, self._part(message)),
+            "train": lambda plan, message: self._open(plan, message, TRAIN),
+            "prepare": lambda plan, message: self._open(plan, message, self._question(message)),
+            "evaluate": lambda plan, message: self._open(plan, message, self._part(message)),
             "advertise": self._advertise,
             "share": self._share,
             "mask": self._mask,
@@ -106,8 +106,7 @@ class Node:
                 return self._reply(message, *self._enroll(message))
             if message.kind not in self._stages:
                 raise Failure("garbage", f"a message of the unknown kind {message.kind[:40]!r}")
-            self._check(message)
-            return self._reply(message, *self._stages[message.kind](message))
+            return self._reply(message, *self._stages[message.kind](self._check(message), message))
         except Failure as failure:
             self._say(f"refused: {failure.why}")
             if message is not None and message.kind == "join" and failure.reason in LASTING:
@@ -186,8 +185,8 @@ class Node:
         self._users = plan.view(self.data.users)
         self.plan, self._evaluators, self._sum = plan, {}, None
 
-    def _check(self, message: Envelope) -> None:
-        """Fail unless a message belongs to this node's plan and run, and to its round or a later one."""
+    def _check(self, message: Envelope) -> Plan:
+        """Return the plan; fail unless a message belongs to it, to this node's run, and to its round or a later one."""
         if self.plan is None:
             raise Failure("not_joined", "this node has just started; ask it to join")
         if message.plan != self.plan.digest:
@@ -198,6 +197,7 @@ class Node:
             raise Failure("old_round", f"round {message.round} is over; this node is in round {self.memory.round}")
         if message.round > self.plan.rounds:
             raise Failure("old_round", f"the plan has {self.plan.rounds} rounds, and this message is for a later one")
+        return self.plan
 
     # ---- what is computed ----
 
@@ -213,32 +213,24 @@ class Node:
             raise Failure("garbage", "a question of round zero without a number")
         return f"{PREPARE}{number}"
 
-    def _open(self, message: Envelope, purpose: str) -> tuple[dict[str, Any], bytes]:
-        assert self.plan is not None
-        if self.plan.secure:
+    def _open(self, plan: Plan, message: Envelope, purpose: str) -> tuple[dict[str, Any], bytes]:
+        if plan.secure:
             raise Failure("weaker_plan", "the plan says that sums are secure; this message asks for an open one")
-        return {}, to_bytes(self._compute(purpose, message.round, message.body))
+        return {}, to_bytes(self._compute(plan, purpose, message.round, message.body))
 
-    def _compute(self, purpose: str, number: int, body: bytes) -> Any:
-        assert self.plan is not None
+    def _compute(self, plan: Plan, purpose: str, number: int, body: bytes) -> Any:
         if purpose.startswith(PREPARE):
             return self._answer(purpose, body)
-        if self.plan.unprepared:
+        if plan.unprepared:
             raise Failure("not_joined", "this node does not have the result of round zero; ask it to join again")
-        if purpose == TRAIN:
-            if number == self.memory.round and self.memory.tries >= MAX_TRIES:
-                raise Failure("old_round", f"this node took part in round {number} {MAX_TRIES} times already")
-            if self.plan.release is not None:
-                self._spend(self.plan)
-            self.memory.see(number)
-        like = self.plan.message_shapes if purpose == TRAIN else self.plan.params_shapes
-        try:
-            value = from_bytes(body, like, most=nbytes(like) + SLACK)
-        except WireError as error:
-            raise Failure("garbage", str(error)) from None
-        if not _finite(value):
-            raise Failure("not_finite", "the server sent numbers that are not finite")
-        return self._train(number, value) if purpose == TRAIN else self._evaluate(purpose, value)
+        if purpose != TRAIN:
+            return self._evaluate(plan, purpose, read_tree(body, plan.params_shapes))
+        if number == self.memory.round and self.memory.tries >= MAX_TRIES:
+            raise Failure("old_round", f"this node took part in round {number} {MAX_TRIES} times already")
+        if plan.release is not None:
+            self._spend(plan)
+        self.memory.see(number)
+        return self._train(plan, number, read_tree(body, plan.message_shapes))
 
     def _answer(self, purpose: str, body: bytes) -> Any:
         """Answer a question of round zero, before the first round."""
@@ -264,10 +256,8 @@ class Node:
             self._say(f"round zero: sums over {len(users)} {plan.people}")
         return zero.answer(state, users)
 
-    def _train(self, number: int, message: Any) -> Any:
-        assert self.plan is not None
+    def _train(self, plan: Plan, number: int, message: Any) -> Any:
         assert self._users is not None
-        plan = self.plan
         users = plan.participants(self._users.train, number)
         if len(users) < plan.least_users:
             self._say(f"round {number + 1}: {len(users)} {plan.people} would take part, too few: sending zeros")
@@ -291,29 +281,24 @@ class Node:
             )
         self.memory.answer(plan.digest)
 
-    def _evaluate(self, part: str, params: Any) -> Any:
-        assert self.plan is not None
-        assert self._users is not None
-        plan, users = self.plan, self._users
+    def _evaluate(self, plan: Plan, part: str, params: Any) -> Any:
+        users = self._users
+        assert users is not None
         count = len(getattr(users, part))
         if count < plan.least_users:
-            return evaluation_sums.no_users(plan.algorithm.model)
+            return no_users(plan.algorithm.model)
         if part not in self._evaluators:
             self._evaluators[part] = plan.evaluator(users, part)
         self._say(f"evaluated {count} {part} {plan.people}")
-        return evaluation_sums.sum_users(plan.algorithm.model, self._evaluators[part].sums(params))
+        return sum_users(plan.algorithm.model, self._evaluators[part].sums(params))
 
-    def _finish(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _finish(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
         """Keep the trained model for the owner."""
-        assert self.plan is not None
-        try:
-            params = from_bytes(message.body, self.plan.params_shapes)
-        except WireError as error:
-            raise Failure("garbage", str(error)) from None
+        params = read_tree(message.body, plan.params_shapes, finite=False)
         if self.memory.folder is not None:
             failed = message.facts.get("failed")
             failed = None if failed is None else str(failed)[:MAX_REASON]
-            self.plan.save_model(self.memory.folder / "model", params, failed)
+            plan.save_model(self.memory.folder / "model", params, failed)
             how = "is over" if failed is None else f"failed: {failed}"
             self._say(f"training {how}; the model is in {self.memory.folder / 'model'}")
         self.finished = True
@@ -321,27 +306,24 @@ class Node:
 
     # ---- secure sums ----
 
-    def _advertise(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _advertise(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
         from fedrecon._src.privacy import secure_sum
 
-        assert self.plan is not None
         purpose, node_number = message.facts.get("purpose"), message.facts.get("me")
         if type(node_number) is not int or (self._number is not None and node_number != self._number):
             raise Failure("garbage", f"a secure sum for node {node_number}, but this is another node")
         if not isinstance(purpose, str) or not (purpose in (TRAIN, *PARTS) or question_number(purpose) is not None):
             raise Failure("garbage", "a secure sum of something unknown")
-        plan = self._agreed if purpose.startswith(PREPARE) else self.plan
-        assert plan is not None
+        subject = self._agreed if purpose.startswith(PREPARE) else plan
+        assert subject is not None
         try:
             terms = secure_sum.Terms.from_bytes(message.body)
-            like = shapes_of(plan, purpose)
+            like = shapes_of(subject, purpose)
             length = length_of(like, wide=question_number(purpose) is not None)
-            if terms.bits != bits_of(like) or terms.length != length or terms.circle > self.plan.most_nodes:
+            if terms.bits != bits_of(like) or terms.length != length or terms.circle > plan.most_nodes:
                 raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
             signing_key = self._key if self._number is not None else None
-            state, hello = secure_sum.advertise(
-                terms, node_number, least=self.plan.least_nodes, signing_key=signing_key
-            )
+            state, hello = secure_sum.advertise(terms, node_number, least=plan.least_nodes, signing_key=signing_key)
         except secure_sum.SecureSumError as error:
             raise Failure("secure_sum", str(error)) from None
         self._sum = (purpose, message.round, state)
@@ -361,33 +343,28 @@ class Node:
         self._sum = (purpose, number, state)
         return {}, reply
 
-    def _share(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _share(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
         from fedrecon._src.privacy import secure_sum
 
-        assert self.plan is not None
-        verify = node_keys.verify_keys(self.plan)
+        verify = node_keys.verify_keys(plan)
         return self._step(message, lambda state: secure_sum.share(state, message.body, verify_keys=verify))
 
-    def _mask(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _mask(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
         from fedrecon._src.privacy import secure_sum
 
         delivery, body = unpack_pair(message.body)
         purpose = None if self._sum is None else self._sum[0]
 
         def take(state: Any) -> tuple[Any, bytes]:
-            assert self.plan is not None
             assert purpose is not None
-            value = self._compute(purpose, message.round, body)
-            vector = to_integers(self.plan, value, wide=question_number(purpose) is not None)
+            value = self._compute(plan, purpose, message.round, body)
+            vector = to_integers(plan, value, wide=question_number(purpose) is not None)
             return secure_sum.mask(state, delivery, vector)
 
         return self._step(message, take)
 
-    def _unmask(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _unmask(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
         from fedrecon._src.privacy import secure_sum
 
+        del plan
         return self._step(message, lambda state: secure_sum.unmask(state, message.body))
-
-
-def _finite(tree: Any) -> bool:
-    return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if np.issubdtype(leaf.dtype, np.floating))

@@ -95,11 +95,10 @@ class NodeRegistry:
         for ticket, reply in grid.poll(list(self._invitations)).items():
             node = self._invitations.pop(ticket)
             try:
-                if reply.data is None:
-                    raise Failure("unreachable", reply.error or "no reply")
+                data = reply.content()
                 # A reply to an invitation may come several rounds later.
-                request = invitation._replace(round=unpack(reply.data, MOST_HEADER).round)
-                self.joined[node] = self._number_in(open_reply(reply.data, request, MOST_HEADER))
+                request = invitation._replace(round=unpack(data, MOST_HEADER).round)
+                self.joined[node] = self._number_in(open_reply(data, request, MOST_HEADER))
                 self._refusals.pop(node, None)
             except Failure as failure:
                 if self._refusals.get(node) != failure.reason:

@@ -7,16 +7,25 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.core.model import Model, evaluated_names, finish
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.deploy import node_keys
-from fedrecon._src.deploy.messages import TRAIN, Envelope, Failure, pack_pair, question_number, shapes_of
+from fedrecon._src.deploy.messages import TRAIN, Envelope, Failure, pack_pair, question_number
 from fedrecon._src.deploy.plan import Plan
+from fedrecon._src.deploy.registry import Pace
 from fedrecon._src.deploy.transport import Channel, Replies, open_reply, read_arrays
 from fedrecon._src.privacy import ring
+from fedrecon._src.simulation.evaluation import QUANTILES, Evaluation, summarize
 
 T = TypeVar("T")
 BITS = 64  # of the integers of a secure sum
 WIDE_LIMIT, WIDE_UNIT = 2.0**60, 2.0**16  # the largest number of a wide sum, and the unit of its first half
+
+
+PER_DECADE, LOWEST, HIGHEST = 100, -4, 5  # of the histograms: quantiles are right to 2.4 %
+# A value v is in bin k where EDGES[k - 1] < v <= EDGES[k]; bin 0 has all that is 0 or less.
+EDGES = np.concatenate([[0.0], 10.0 ** (np.arange(LOWEST * PER_DECADE, HIGHEST * PER_DECADE + 1) / PER_DECADE)])
 
 
 class Question(NamedTuple):
@@ -30,6 +39,21 @@ class Question(NamedTuple):
     def envelope(self, plan: Plan, kind: str, facts: Mapping[str, Any], body: bytes) -> Envelope:
         """Return a message about it."""
         return Envelope(kind, plan.digest, self.run, self.round, facts, body)
+
+
+def shapes_of(plan: Plan, purpose: str) -> Any:
+    """Return what a node sends, as shapes or zeros: for training, an evaluation, or a question of round zero."""
+    if purpose == TRAIN:
+        return total_shapes(plan.algorithm)
+    number = question_number(purpose)
+    if number is None:
+        return no_users(plan.algorithm.model)
+    if plan.zero is None or not plan.unprepared:
+        raise Failure("garbage", "this plan has no round zero, or it is over")
+    try:
+        return plan.zero.zeros(number)
+    except ValueError as error:
+        raise Failure("garbage", str(error)) from None
 
 
 class NodeSum(NamedTuple):
@@ -87,10 +111,8 @@ def secure_sum_of(
     channel: Channel,
     question: Question,
     nodes: Sequence[int],
-    *,
     numbers: Mapping[int, int] | None,
-    stage_seconds: float,
-    seconds: float,
+    pace: Pace,
 ) -> NodeSum:
     """Collect masked sums of nodes, of which the server learns only the total.
 
@@ -100,8 +122,7 @@ def secure_sum_of(
       question: what is summed.
       nodes: who is invited.
       numbers: the nodes' numbers in the plan's list, if keys are signed.
-      stage_seconds: how long to wait for each small message.
-      seconds: how long to wait for masked sums.
+      pace: how long to wait for masked sums, and for each small message.
     """
     from fedrecon._src.privacy import secure_sum
 
@@ -116,12 +137,12 @@ def secure_sum_of(
     run = SecureSum(plan, channel, question, numbers, 8 * length + 2**16 + 256 * cohort)
     try:
         terms_for_all = dict.fromkeys(run.nodes, terms.to_bytes())
-        hellos = run.stage("advertise", terms_for_all, stage_seconds, purpose=question.purpose)
+        hellos = run.stage("advertise", terms_for_all, pace.stage_deadline, purpose=question.purpose)
         state, rosters = secure_sum.introduce(terms, hellos, verify_keys=node_keys.verify_keys(plan))
-        state, deliveries = secure_sum.deliver(state, run.stage("share", rosters, stage_seconds))
+        state, deliveries = secure_sum.deliver(state, run.stage("share", rosters, pace.stage_deadline))
         bodies = {number: pack_pair(delivery, question.body) for number, delivery in deliveries.items()}
-        state, requests = secure_sum.collect(state, run.stage("mask", bodies, seconds))
-        total = secure_sum.total(state, run.stage("unmask", requests, stage_seconds))
+        state, requests = secure_sum.collect(state, run.stage("mask", bodies, pace.deadline))
+        total = secure_sum.total(state, run.stage("unmask", requests, pace.stage_deadline))
     except secure_sum.SecureSumError:
         replies = run.replies
         for node in set(nodes) - set(replies.late):
@@ -202,3 +223,90 @@ def from_integers(plan: Plan, total: np.ndarray, like: T, wide: bool = False) ->
 
 def _wide_grids(plan: Plan) -> tuple[ring.Grid, ring.Grid]:
     return ring_grid(plan, WIDE_LIMIT / WIDE_UNIT), ring_grid(plan, WIDE_UNIT)
+
+
+# ---- evaluation as sums: what nodes say about their held-out users ----
+
+
+class EvaluationSums(NamedTuple):
+    """Sums over the users of a node, or of many.
+
+    Attributes:
+      sums: `(metrics, 2)` totals and weights.
+      macro: `(metrics,)` sums of users' own metrics.
+      histogram: `(metrics, bins)` how many users have which value.
+      users: `(3,)` how many there are, were measured, and diverged.
+    """
+
+    sums: np.ndarray
+    macro: np.ndarray
+    histogram: np.ndarray
+    users: np.ndarray
+
+
+def no_users(model: Model) -> EvaluationSums:
+    """Return the sum over nobody."""
+    metrics = len(evaluated_names(model))
+    sizes = ((metrics, 2), (metrics,), (metrics, len(EDGES) + 1), (3,))
+    return EvaluationSums(*(np.zeros(size) for size in sizes))
+
+
+def sum_users(model: Model, sums: np.ndarray) -> EvaluationSums:
+    """Add up users.
+
+    A user has diverged by the rule of `evaluation.summarize`, with the median of these users alone.
+
+    Args:
+      model: the model that has these metrics.
+      sums: `(users, metrics, 2)`.
+    """
+    evaluation = summarize(model, "recon", sums)
+    good = ~np.isnan(evaluation.per_client["loss"])
+    names = evaluated_names(model)
+    values = np.stack([evaluation.per_client[name][good] for name in names])  # (metrics, users)
+    histogram = np.zeros((len(names), len(EDGES) + 1))
+    for k, row in enumerate(values):
+        np.add.at(histogram[k], np.searchsorted(EDGES, row[~np.isnan(row)]), 1)
+    users = np.array([len(sums), evaluation.clients, evaluation.diverged], float)
+    return EvaluationSums(sums[good].sum(0), np.nansum(values, 1), histogram, users)
+
+
+def to_evaluation(model: Model, total: EvaluationSums) -> Evaluation:
+    """Return an evaluation from sums. Nothing is known about single users: their metrics are NaN."""
+    present, clients, diverged = (round(float(n)) for n in total.users)
+    good = max(clients - diverged, 0)
+    names = evaluated_names(model)
+    macro = {name: float(total.macro[k] / good) if good else float("nan") for k, name in enumerate(names)}
+    quantiles = {name: {f"{q:g}": _quantile(total.histogram[k], q) for q in QUANTILES} for k, name in enumerate(names)}
+    unknown = {name: np.full(present, np.nan) for name in names}
+    micro = finish(model, total.sums)
+    if model.client_metrics is not None:  # some clients may have no value for these
+        macro |= {name: micro[name] for name in model.client_metrics.names}
+    return Evaluation("recon", clients, diverged, round(float(total.sums[0, 1])), micro, macro, quantiles, unknown)
+
+
+def _quantile(histogram: np.ndarray, q: float) -> float:
+    """Return a quantile as numpy does, as far as the histogram tells."""
+    count = float(histogram.sum())
+    if count < 1:
+        return float("nan")
+    rank = q * (count - 1)  # from 0, between two users if not whole
+    low, high = (_of_rank(histogram, int(r)) for r in (np.floor(rank), np.ceil(rank)))
+    return low + (high - low) * (rank - np.floor(rank))
+
+
+def _of_rank(histogram: np.ndarray, rank: int) -> float:
+    """Return the value of the user with a rank, as if users were spread evenly over their bin."""
+    ends = np.cumsum(histogram)
+    index = int(np.searchsorted(ends, rank, side="right"))
+    if index == 0:
+        return 0.0
+    if index >= len(EDGES):
+        return float(EDGES[-1])
+    within = (rank - (ends[index] - histogram[index]) + 0.5) / histogram[index]
+    return float(EDGES[index - 1] + (EDGES[index] - EDGES[index - 1]) * within)
+
+
+def add_sums(parts: list[Any]) -> EvaluationSums:
+    """Add up the sums of nodes."""
+    return EvaluationSums(*(np.sum([np.asarray(part[k], float) for part in parts], 0) for k in range(4)))

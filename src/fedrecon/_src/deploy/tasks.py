@@ -113,9 +113,7 @@ class TaskBoard:
             for name in tickets:
                 self._drop(name)
 
-    def monotonic(self) -> float:
-        """Return seconds since some moment."""
-        return time.monotonic()
+    monotonic = staticmethod(time.monotonic)
 
     def sleep(self, seconds: float, /) -> None:
         """Wait this long, or until a report arrives or a node connects."""

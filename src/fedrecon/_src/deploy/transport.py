@@ -9,11 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import jax
-import numpy as np
-
-from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes
-from fedrecon._src.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, pack, unpack
+from fedrecon._src.core.wire import SLACK, nbytes
+from fedrecon._src.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, pack, read_tree, unpack
 
 
 class Reply(NamedTuple):
@@ -26,6 +23,12 @@ class Reply(NamedTuple):
 
     data: bytes | None
     error: str | None = None
+
+    def content(self) -> bytes:
+        """Return the bytes, or raise `Failure` if there are none."""
+        if self.data is None:
+            raise Failure("unreachable", self.error or "no reply")
+        return self.data
 
 
 class Grid(Protocol):
@@ -198,10 +201,9 @@ class Channel(NamedTuple):
                     break
                 node = waiting.pop(ticket)
                 try:
-                    if reply.data is None:
-                        raise Failure("unreachable", reply.error or "no reply")
-                    replies.received += len(reply.data)
-                    replies.good[node] = read(requests[node], reply.data)
+                    data = reply.content()
+                    replies.received += len(data)
+                    replies.good[node] = read(requests[node], data)
                 except Failure as failure:
                     replies.failed[node] = failure.reason
             elapsed = self.clock.monotonic() - began
@@ -236,12 +238,4 @@ def read_arrays(data: bytes, request: Envelope, like: Any) -> Any:
     Raises:
       Failure: the arrays are not the expected ones, or not finite.
     """
-    max_bytes = nbytes(like) + SLACK
-    body = open_reply(data, request, max_bytes + MOST_HEADER)
-    try:
-        tree = from_bytes(body, like, most=max_bytes)
-    except WireError as error:
-        raise Failure("garbage", str(error)) from None
-    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)):
-        raise Failure("not_finite", "the reply has numbers that are not finite")
-    return tree
+    return read_tree(open_reply(data, request, nbytes(like) + SLACK + MOST_HEADER), like)
