@@ -95,7 +95,7 @@ def test_help_is_of_the_task(capsys):
     assert main(["train", "--task", "text", "--help"]) == 0
     told = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
     assert "--model.oov-buckets INT how many buckets all other words share. (default: 500)" in told
-    assert "a tenth of the population, at least `least`. (default: 5)" in told
+    assert "--sampling.clients-per-round" in told
     assert "--model.dim" not in told
     assert "--data.user" not in told
 
@@ -168,8 +168,8 @@ def test_a_run_on_ratings_is_not_resumed_on_text(trained, tmp_path, capsys):
     facts = json.loads((run / "run.json").read_text())
     facts["config"] = {"data": {"source": "ratings.csv"}}
     write_manifest(tmp_path / "run" / "run.json", RUN_FORMAT, facts)
-    assert main(["train", str(posts), "--resume", str(tmp_path / "run"), *SMALL, *ROUNDS]) == 2
-    assert "--task" in said(capsys)
+    assert main(["train", str(posts), "--resume", str(tmp_path / "run"), *SMALL, *ROUNDS]) == 1
+    assert "ratings" in said(capsys)
 
 
 def test_bad_lines_are_refused_or_counted(tmp_path, capsys):
