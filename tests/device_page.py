@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-WEB = Path(__file__).parent.parent / "src" / "fedrecon" / "_src" / "device" / "web"
+WEB = Path(__file__).parent.parent / "src-device" / "fedrecon_device" / "web"
 SCRIPT = """
 import { readFileSync } from "node:fs";
 import { createInterface } from "node:readline";
