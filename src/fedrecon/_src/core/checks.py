@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # slow to import
+    from pydantic import ValidationError
 
 MOST_FLOAT = 3.4e38  # beyond it, numbers are infinite in 32 bits
 MOST_ROUNDS = 2**31 - 1  # the number of a round has 32 bits
@@ -31,6 +34,10 @@ def check_number(
 
     Raises:
       ValueError: it is not finite, too small or too large.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.check_number("strength", 0.5, least=0, most=1)
     """
     if value is None:
         return
@@ -70,3 +77,18 @@ def check_column(name: str, columns: Collection[str], what: str = "the clients")
     """
     if name not in columns:
         raise ValueError(f"no column {name!r}: {what} have {', '.join(map(str, columns))}")
+
+
+def explain_validation(problem: ValidationError) -> str:
+    """Return the field, the value and the rule of the first error that pydantic found.
+
+    Args:
+      problem: what pydantic raised.
+    """
+    first, *more = problem.errors(include_url=False)
+    field = ".".join(map(str, first["loc"][:1]))
+    if first["type"] == "missing":
+        return f"{field!r} is missing"
+    # of all types of a union
+    rules = [error["msg"] for error in (first, *more) if error["loc"][:1] == first["loc"][:1]]
+    return f"{field} {first['input']!r:.50}: {', or '.join(dict.fromkeys(rules))}".strip()

@@ -7,6 +7,8 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+from fedrecon._src.core.checks import check_number
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -46,22 +48,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        number = 1 if self.clients_per_round is None else self.clients_per_round
-        if number < 1 or self.oversample < 1 or not 0 <= self.drop_out < 1:
+        for name in ("clients_per_round", "oversample", "least", "apart"):
+            check_number(name, getattr(self, name), least=1)
+        check_number("drop_out", self.drop_out, most=1, below=True)
+        if self.poisson and (self.apart is not None or self.oversample != 1):
             raise ValueError(
-                "`clients_per_round` and `oversample` must be at least 1, and `drop_out` at least 0 and below 1 "
-                f"(got {self.clients_per_round}, {self.oversample} and {self.drop_out})"
-            )
-        if self.least < 1:
-            raise ValueError(f"`least` must be at least 1 (got {self.least})")
-        if self.apart is not None and (self.apart < 1 or self.poisson):
-            raise ValueError(
-                "`apart` must be at least 1 and cannot be combined with `poisson` "
-                f"(got apart={self.apart}, poisson={self.poisson})"
-            )
-        if self.poisson and self.oversample != 1:
-            raise ValueError(
-                f"`oversample` must be 1 with `poisson`, so that fast clients are not favoured (got {self.oversample})"
+                "`poisson` cannot be combined with `apart` or `oversample` "
+                f"(got apart={self.apart}, oversample={self.oversample})"
             )
 
     def cohort_size(self, population: int) -> int:
@@ -84,7 +77,7 @@ class Sampling:
         return min(self.cohort_size(clients) / clients, 1.0) if self.poisson else 1.0
 
     def replies(self, generator: np.random.Generator, drawn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return who of the invited answers, as places in `drawn`, whoever answers first first.
+        """Return which invited clients reply, as indices into `drawn`, in the order of their replies.
 
         A subclass may have a model of devices instead, such as which of them are slow.
 
@@ -95,7 +88,6 @@ class Sampling:
         """
         import numpy as np
 
-        del drawn
         enough = sizes >= self.min_examples
         if self.drop_out:
             enough &= generator.random(len(sizes)) >= self.drop_out
@@ -110,7 +102,9 @@ class Sampling:
         Args:
           clients: in the population.
         """
-        return _places(clients, self.rate(clients)) if self.poisson else self.cohort_size(clients)
+        if not self.poisson:
+            return self.cohort_size(clients)
+        return max(1, clients - _fewest(clients, 1 - self.rate(clients)))  # as few as possible are left out
 
     def fewest(self, clients: int) -> int:
         """Return how many clients a round has at least, for noise that clients add together.
@@ -120,7 +114,7 @@ class Sampling:
         Args:
           clients: in the population.
         """
-        return _fewest(clients, self.rate(clients)) if self.poisson else self.cohort_size(clients)
+        return max(1, _fewest(clients, self.rate(clients))) if self.poisson else self.cohort_size(clients)
 
     def overflow_delta(self, rounds: int) -> float:
         """Return what rounds that draw too many or too few clients add to delta, for any epsilon up to 13.
@@ -134,24 +128,8 @@ class Sampling:
 
 
 @functools.lru_cache(maxsize=64)
-def _places(clients: int, rate: float) -> int:
-    """Return the least number of clients that sampling exceeds with probability at most `OVERFLOW`."""
+def _fewest(clients: int, rate: float) -> int:
+    """Return the largest number that sampling stays below with probability at most `OVERFLOW`."""
     from scipy.stats import binom  # slow to import, and rarely needed
 
-    low, high = 0, clients
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if binom.sf(middle, clients, rate) <= OVERFLOW else (middle + 1, high)
-    return max(low, 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _fewest(clients: int, rate: float) -> int:
-    """Return the largest number that sampling stays below with probability at most `OVERFLOW`, 1 at least."""
-    from scipy.stats import binom
-
-    low, high = 1, clients
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if binom.cdf(middle - 1, clients, rate) <= OVERFLOW else (low, middle - 1)
-    return low
+    return int(binom.ppf(OVERFLOW, clients, rate))

@@ -80,17 +80,23 @@ class Clients:
         object.__setattr__(self, "starts", starts)
         object.__setattr__(self, "ends", ends)
         lengths = {name: len(values) for name, values in self.columns.items()}
-        if not lengths:
-            raise ValueError("`columns` is empty: give at least one column of examples.")
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns must have the same number of rows, but have {lengths}.")
-        if starts.ndim != 1 or starts.shape != ends.shape:
-            raise ValueError(f"`starts` and `ends` need one entry per client, not {starts.shape} and {ends.shape}.")
-        if self.names is not None and len(self.names) != len(starts):
-            raise ValueError(f"`names` has {len(self.names)} entries for {len(starts)} clients.")
-        rows = next(iter(lengths.values()))
-        if self.totals is None and len(starts) and not _in_order(starts, ends, rows):
-            raise ValueError(f"every client needs 0 <= start <= end <= {rows}, the number of rows.")
+        rows, names = min(lengths.values(), default=0), starts if self.names is None else self.names
+        checked = self.totals is None and starts.size > 0 and starts.shape == ends.shape
+        rules = {
+            "`columns` must have at least one column of examples": bool(lengths),
+            f"`columns` must have the same number of rows (got {lengths})": len(set(lengths.values())) <= 1,
+            f"`starts` and `ends` must have one entry per client (got {starts.shape} and {ends.shape})": (
+                starts.ndim == 1 and starts.shape == ends.shape
+            ),
+            f"`names` must have one entry per client (got {np.size(names)} for {starts.size})": (
+                np.size(names) == starts.size
+            ),
+            f"every client needs 0 <= start <= end <= {rows}, the number of rows": (
+                not checked or bool(starts.min() >= 0 and ends.max() <= rows and (starts <= ends).all())
+            ),
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise ValueError(broken[0])
 
     def __repr__(self) -> str:
         """Describe the clients in one line, without their data."""
@@ -109,7 +115,7 @@ class Clients:
         """Return the columns of client `i`, as views."""
         i = operator.index(i)
         if not -len(self) <= i < len(self):
-            raise IndexError(f"there is no client {i}: there are {len(self)}, and indices start at 0.")
+            raise IndexError(f"no client {i}: indices go from 0 to {len(self) - 1}.")
         rows = slice(int(self.starts[i]), int(self.ends[i]))
         return {name: np.asarray(values[rows]) for name, values in self.columns.items()}
 
@@ -137,16 +143,12 @@ class Clients:
         Raises:
           KeyError: no client has this name.
         """
-        if self.names is None:
-            raise KeyError("these clients have no names: address them by index.")
+        names = np.empty(0, int) if self.names is None else self.names
         try:
-            matches = np.flatnonzero(self.names == self.names.dtype.type(name))
-        except (ValueError, OverflowError):
-            matches = np.empty(0, np.int64)
-        if not len(matches):
-            example = f" Names look like {self.names[0]!s}." if len(self) else ""
-            raise KeyError(f"no client is named {name!r} among {len(self)}.{example}")
-        return int(matches[0])
+            return int(np.flatnonzero(names == names.dtype.type(name))[0])
+        except (ValueError, OverflowError, IndexError):
+            hint = "without names: address them by index" if self.names is None else f"named {names[:3].tolist()}..."
+            raise KeyError(f"no client is named {name!r} among {len(self)} clients {hint}") from None
 
     # ---- constructors ----
 
@@ -179,7 +181,7 @@ class Clients:
             ids = _plain("client", client)
         short = {name: len(values) for name, values in arrays.items() if len(values) != len(ids)}
         if ids.ndim != 1 or short:
-            raise ValueError(f"every column needs one row per client id ({ids.shape}), but some differ: {short}.")
+            raise ValueError(f"every column must have one row per client id, {ids.shape} (got {short}).")
         if ids.dtype.kind == "f" and np.isnan(ids).any():
             raise ValueError("some client ids are NaN: drop those rows or give them an id.")
         if (ids[1:] < ids[:-1]).any():
@@ -302,10 +304,11 @@ class Clients:
             raise ValueError(f"{folder} is damaged or incomplete: {error}. Write it again.") from error
         totals = Totals(manifest["num_examples"], manifest["max_size"])
         lengths = [totals.num_examples, *(len(values) for values in columns.values())]
-        if len(set(lengths)) > 1 or len(offsets) != manifest["num_clients"] + 1:
-            raise ValueError(f"{folder} is damaged: its arrays do not have the lengths that manifest.json records.")
-        if missing := set(_extra_fields(cls, needed=True)) - set(fields):
-            raise ValueError(f"{folder} holds {manifest['kind']}, not {cls.__name__}: it has no {sorted(missing)}.")
+        missing = set(_extra_fields(cls, needed=True)) - set(fields)
+        if missing or len(set(lengths)) > 1 or len(offsets) != manifest["num_clients"] + 1:
+            wrong_kind = f"it holds {manifest['kind']}, not {cls.__name__}: it has no {sorted(missing)}"
+            damaged = "it is damaged: its arrays do not have the lengths that manifest.json records"
+            raise ValueError(f"{folder}: {wrong_kind if missing else damaged}")
         extra = {name: fields[name] for name in _extra_fields(cls) if name in fields}
         offsets = np.asarray(offsets)
         return cls(columns=columns, starts=offsets[:-1], ends=offsets[1:], names=names, totals=totals, **extra)
@@ -319,14 +322,9 @@ class Clients:
           indices: which clients, or a boolean mask with one entry per client.
         """
         indices = np.asarray(indices)
-        if indices.dtype == bool:
-            if len(indices) != len(self):
-                raise ValueError(f"a mask needs one entry per client: {len(indices)} given for {len(self)}.")
-            indices = np.flatnonzero(indices)
-        indices = indices.astype(np.int64, casting="same_kind" if indices.size else "unsafe")
-        if indices.size and not (-len(self) <= indices.min() and indices.max() < len(self)):
-            raise IndexError(f"indices {indices.min()} to {indices.max()} given, but there are {len(self)} clients.")
-        indices = np.where(indices < 0, indices + len(self), indices)
+        if indices.size == 0 and indices.dtype != bool:
+            indices = indices.astype(np.int64)
+        indices = np.arange(len(self))[indices]  # numpy checks a mask's length and the range of indices
         names = indices if self.names is None else self.names[indices]
         return dataclasses.replace(self, starts=self.starts[indices], ends=self.ends[indices], names=names, totals=None)
 
@@ -437,31 +435,36 @@ class Clients:
         return digest.hexdigest()
 
 
-def check_clients(value: Any) -> None:
-    """Raise a TypeError that says how to make clients, unless these are some.
+def check_clients(value: Any, purpose: str) -> None:
+    """Raise an error unless these are clients, at least one.
 
     Args:
       value: what was passed as clients.
+      purpose: what they are for.
+
+    Raises:
+      TypeError: they are something else; the message says how to make clients.
+      ValueError: there are none.
     """
     if isinstance(value, Clients):
+        if len(value) == 0:
+            raise ValueError(f"`clients` must not be empty: there are no clients to {purpose}")
         return
     frame = hasattr(value, "columns") and hasattr(value, "__getitem__")
     how = 'fr.Clients.from_dataframe(frame, client="user")' if frame else "fr.Clients.from_columns(columns, client=...)"
-    raise TypeError(f"`clients` is of type {type(value).__name__}; expected fr.Clients: make them with {how}")
+    raise TypeError(f"`clients` must be fr.Clients, made with {how} (got {type(value).__name__})")
 
 
 def _plain(name: str, values: Any) -> np.ndarray:
     """Return values as an array that can be mapped from disk: no Python objects, at least one dimension."""
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
     if array.dtype.hasobject or array.dtype.kind == "T":
-        raise TypeError(f"column {name!r} holds Python objects: give numbers, or text of fixed width (astype(str)).")
+        raise TypeError(
+            f"column {name!r} must be numbers or fixed-width text, not Python objects; convert it with astype(str)."
+        )
     if array.ndim == 0:
         raise ValueError(f"column {name!r} is a single value: expected one entry per example.")
     return array
-
-
-def _in_order(starts: np.ndarray, ends: np.ndarray, rows: int) -> bool:
-    return bool(starts.min() >= 0 and ends.max() <= rows and (starts <= ends).all())
 
 
 def rows_of(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -480,7 +483,7 @@ def _edges(fractions: Sequence[float]) -> list[Fraction]:
     """Return 0 and the running sums of the fractions, exact: .8, .1, .1 end at 1, and so do three 1/3."""
     exact = [Fraction(fraction).limit_denominator(1_000_000) for fraction in fractions]
     if not exact or min(exact) < 0 or sum(exact) > 1:
-        raise ValueError(f"fractions must not be negative and add up to at most 1, but are {fractions}.")
+        raise ValueError(f"`fractions` must be at least 0 and sum to at most 1 (got {fractions}).")
     return [sum(exact[:k], Fraction(0)) for k in range(len(exact) + 1)]
 
 

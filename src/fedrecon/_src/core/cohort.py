@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedrecon._src.core.checks import check_column
-from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.keys import as_number, mix_hashes
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.upload import ROW_CHUNK
@@ -135,10 +135,10 @@ def lengths_for(largest: int, needs: Needs) -> Lengths:
       largest: the number of examples of the largest client.
       needs: how its examples are split, and how many of them are used.
     """
-    support, query = needs.split.counts(np.arange(largest + 1))
-    return Lengths(
-        max(1, _limited(int(support.max()), needs.support_limit)), max(1, _limited(int(query.max()), needs.query_limit))
-    )
+    support, query = (int(counts.max()) for counts in needs.split.counts(np.arange(largest + 1)))
+    support = support if needs.support_limit is None else min(support, needs.support_limit)
+    query = query if needs.query_limit is None else min(query, needs.query_limit)
+    return Lengths(max(1, support), max(1, query))
 
 
 class Packer:
@@ -178,7 +178,8 @@ class Packer:
 
         Args:
           indices: of the clients, in the order to pack them; `ABSENT` leaves a slot empty.
-          draws: for each client a number from which, with its identity, a redrawn split draws its order.
+          draws: for each client a number from which, with its identity, a redrawn split draws its order: the words of
+            the round's key.
         """
         split, present = self._needs.split, indices >= 0
         safe = np.where(present, indices, 0)
@@ -419,26 +420,12 @@ def _owners(counts: np.ndarray) -> np.ndarray:
 
 def _counted_from(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Count `begins[i]`, `begins[i] + 1`, ... `counts[i]` times, for each i."""
-    before = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(begins - before, counts)
+    return rows_of(begins, begins + counts)
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Enumerate the `counts[i]` examples of each client i: the client of each, and its number within the client."""
     return _owners(counts), _counted_from(np.zeros(len(counts), np.int64), counts)
-
-
-def redraw(words: np.ndarray) -> np.ndarray:
-    """Return the number from which a round's redrawn splits draw their order.
-
-    Args:
-      words: of the round's key (`keys.words_of`).
-    """
-    return as_number(words)
-
-
-def _limited(length: int, limit: int | None) -> int:
-    return length if limit is None else min(length, limit)
 
 
 def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) -> np.ndarray:

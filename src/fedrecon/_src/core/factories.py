@@ -131,7 +131,7 @@ def follow(recipe: Any, depth: int = 0) -> Any:
     try:
         return factory(*positional, **settings)
     except TypeError as problem:
-        raise RecipeError(f"the recipe for {recipe['make']} cannot be followed: {problem}") from None
+        raise RecipeError(f"the recipe for {recipe['make']} failed: {problem}") from None
 
 
 def digest_of(value: Any) -> str:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Key, Shaped
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -55,12 +56,12 @@ def fresh_key() -> Array:
     return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)))
 
 
-def client_keys(key: Array, identity: Any) -> Array:
+def client_keys(key: Key[Array, ""], identity: Shaped[Any, "clients 2"]) -> Key[Array, " clients"]:
     """Derive every client's key from the round's.
 
     Args:
       key: the round's key.
-      identity: `(clients, 2)` hashes of the clients' names, as two 32-bit words each (`Clients.identities`).
+      identity: hashes of the clients' names, as two 32-bit words each (`Clients.identities`).
 
     Example:
       >>> import fedrecon as fr

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float
 
 from fedrecon._src.core.pytrees import Params
 
@@ -108,8 +109,10 @@ class Model(NamedTuple):
       default_local: `global -> local`, a learned starting point for reconstruction; None if it is not learned.
       evidence: `(global, support batch, mask) -> local`, a learned shift of the starting point, computed from the
         client's support; None for none.
-      fit: `(global, local, batch, step) -> predictions` in a training step, for models that predict differently in
-        training (dropout, batch statistics); None for others.
+      statistics: `(predictions, batch, mask) -> local`, sums over a batch whose predictions were made with the local
+        parameters as they started; `closed_form` adds them up. None for models that need another solver.
+      predict_train: `(global, local, batch, step) -> predictions` in a training step, for models that predict
+        differently in training (dropout, batch statistics); None for others.
       state: leaves that examples set and no optimizer moves; None if there are none.
       frozen: shapes of what else `predict` uses, by path: parameters and state that keep their values and never travel.
       client_metrics: metrics of a client as a whole, which evaluation averages over clients; None for none.
@@ -137,6 +140,7 @@ class Model(NamedTuple):
     lookups: Mapping[str, str | Sequence[str]] | Literal["auto"] = {}
     default_local: Callable[[Params], Params] | None = None
     evidence: Callable[[Params, Batch, Array], Params] | None = None
+    statistics: Callable[[Any, Batch, Array], Params] | None = None
     predict_train: Callable[[Params, Params, Batch, Step], Any] | None = None
     state: ModelState | None = None
     frozen: Mapping[str, Any] = {}
@@ -178,17 +182,19 @@ def evaluated_names(model: Model) -> list[str]:
     return [*metric_names(model), *(model.client_metrics.names if model.client_metrics else ())]
 
 
-def measure(model: Model, predictions: Any, batch: Batch, mask: Array) -> tuple[Array, Array]:
+def measure(
+    model: Model, predictions: Any, batch: Batch, mask: Bool[Array, " examples"]
+) -> tuple[Float[Array, ""], Float[Array, "metrics 2"]]:
     """Measure the loss and the metrics of one batch.
 
     Args:
       model: its loss and metrics are measured.
       predictions: what `model.predict` returned for this batch.
       batch: features of `(examples, ...)`.
-      mask: `(examples,)`, false where an example is padding.
+      mask: false where an example is padding.
 
     Returns:
-      The mean loss, and sums of `(metrics, 2)`: each metric's weighted values and its weights.
+      The mean loss, and sums: each metric's weighted values and its weights.
     """
     sums = [_masked_sums(model.loss(predictions, batch), mask)]
     sums += [_masked_sums(metric.measure(predictions, batch), mask) for metric in model.metrics.values()]

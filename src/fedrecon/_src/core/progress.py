@@ -30,7 +30,6 @@ def silent(title: str, total: int) -> Iterator[Advance]:
       title: of the work.
       total: units of work.
     """
-    del title, total
     yield lambda done=1, note="": None
 
 
@@ -71,7 +70,7 @@ def bars(title: str, total: int) -> Iterator[Advance]:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn whoever called the package.
+    """Warn at the line of the caller outside the package.
 
     Args:
       message: what happened and what to do.

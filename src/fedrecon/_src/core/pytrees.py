@@ -133,10 +133,9 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
         if part != 2 and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ValueError(f"{path!r} is {jnp.result_type(leaf)}, which cannot be trained; match it with `frozen`")
         parts[part][path] = leaf
-    if not parts[1]:
-        raise ValueError(f"`local` matched nothing; the paths are: {', '.join(leaves)}")
-    if not parts[0]:
-        raise ValueError("`local` matched everything: nothing would be left for the server to learn")
+    if not parts[0] or not parts[1]:
+        many = "everything, so nothing would be left for the server to learn" if parts[1] else "nothing"
+        raise ValueError(f"`local` matched {many}; the paths are: {', '.join(leaves)}")
 
     def merge(shared: Mapping[str, Any], local: Mapping[str, Any], frozen: Mapping[str, Any]) -> Params:
         return unflatten(structure, {**shared, **local, **frozen})

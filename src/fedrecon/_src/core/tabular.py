@@ -1,6 +1,7 @@
 """Whole tables as arrays: CSV and Parquet files and data frames, through pyarrow."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ def to_arrow(frame: Any) -> pa.Table:
     """Convert a pandas or polars data frame, a pyarrow table or a dict of columns to a pyarrow table."""
     if isinstance(frame, pa.Table):
         return frame
-    if hasattr(frame, "collect") and not hasattr(frame, "to_pandas"):
-        raise ValueError("`frame` is a lazy data frame: pass frame.collect().")
+    problem: Exception | str = f"it is {type(frame).__name__}"
     try:
         if hasattr(frame, "to_arrow"):
             return frame.to_arrow()
@@ -26,9 +26,20 @@ def to_arrow(frame: Any) -> pa.Table:
             return pa.table(dict(frame))
         if hasattr(frame, "columns") and hasattr(frame, "iloc"):
             return pa.Table.from_pandas(frame, preserve_index=False)
-    except (pa.ArrowException, ValueError, TypeError) as problem:
-        raise ValueError(f"`frame` cannot be read: {problem}") from None
-    raise ValueError(f"`frame` must be a data frame of pandas, polars or pyarrow (got {type(frame).__name__}).")
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        problem = error
+    raise ValueError(
+        f"`frame` must be a data frame of pandas, polars (of a lazy one, pass frame.collect()) or pyarrow: {problem}"
+    ) from None
+
+
+@contextlib.contextmanager
+def _errors_of(path: str | Path) -> Iterator[None]:
+    """Raise a ValueError that names the file if it cannot be read."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, KeyError) as problem:
+        raise ValueError(f"cannot read {path}: {problem}") from None
 
 
 def read_csv(path: str | Path, delimiter: str, dtypes: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
@@ -41,10 +52,8 @@ def read_csv(path: str | Path, delimiter: str, dtypes: Mapping[str, Any] | None)
         include_columns=list(dtypes or []),
         null_values=[""],
     )
-    try:
+    with _errors_of(path):
         table = pa.csv.read_csv(path, parse_options=pa.csv.ParseOptions(delimiter=delimiter), convert_options=convert)
-    except (pa.ArrowException, OSError, KeyError) as problem:
-        raise ValueError(f"cannot read {path}: {problem}") from None
     if not table.num_rows:
         raise ValueError(f"{path} has no rows: expected a header line and one line per example.")
     return to_arrays(table, str(path))
@@ -52,12 +61,9 @@ def read_csv(path: str | Path, delimiter: str, dtypes: Mapping[str, Any] | None)
 
 def read_parquet(path: str | Path, names: Sequence[str] | None) -> dict[str, np.ndarray]:
     """Read the columns with these names, or all."""
-    try:
-        with pa.parquet.ParquetFile(path) as file:
-            _check_names(file.schema_arrow.names, names, str(path))
-            table = file.read(columns=None if names is None else list(names))
-    except (pa.ArrowException, OSError) as problem:
-        raise ValueError(f"cannot read {path}: {problem}") from None
+    with _errors_of(path), pa.parquet.ParquetFile(path) as file:
+        _check_names(file.schema_arrow.names, names, str(path))
+        table = file.read(columns=None if names is None else list(names))
     return to_arrays(table, str(path))
 
 

@@ -75,6 +75,10 @@ class Upload(NamedTuple):
         """The change of the global parameters, by path."""
         return self.parts[DELTA]
 
+    def whole_delta(self) -> dict[str, Array]:
+        """Return the change of the global parameters, by path, with whole tables."""
+        return {path: x.whole() if isinstance(x, RowChanges) else x for path, x in self.delta.items()}
+
 
 class Summand(NamedTuple):
     """What several clients add to the sum, clients first in every leaf.

@@ -70,20 +70,20 @@ def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
     kind = type(like).__name__
     _check_header(data, kind)
     try:
-        found = load(data)
+        arrays = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as problem:
         raise WireError(f"the message is damaged: {problem}") from None
     leaves, structure = flatten(like)
-    wanted = {path or "value": leaf for path, leaf in leaves.items()}
-    if set(found) != set(wanted):
-        odd = sorted(set(found) ^ set(wanted))[0]
+    expected = {path or "value": leaf for path, leaf in leaves.items()}
+    if set(arrays) != set(expected):
+        odd = sorted(set(arrays) ^ set(expected))[0]
         raise WireError(
-            f"the message has {len(found)} arrays, not the {len(wanted)} expected; {odd!r} is only in one of them"
+            f"the message has {len(arrays)} arrays, not the {len(expected)} expected; {odd!r} is only in one of them"
         )
     free = _free_dimensions(like)
-    for name, leaf in wanted.items():
-        _check_array(name, found[name], leaf, free.get(name, 0))
-    value = unflatten(structure, {path: found[path or "value"] for path in leaves})
+    for name, leaf in expected.items():
+        _check_array(name, arrays[name], leaf, free.get(name, 0))
+    value = unflatten(structure, {path: arrays[path or "value"] for path in leaves})
     if isinstance(value, Upload):
         _check_clients(value)
     return jax.tree.map(_padded, value, is_leaf=_is_rows)
@@ -99,18 +99,15 @@ def nbytes(tree: Any) -> int:
 
 
 def _check_header(data: bytes, kind: str) -> None:
-    size = int.from_bytes(data[:8], "little") if len(data) >= 8 else -1
-    if not 0 < size <= min(MOST_HEADER, len(data) - 8):
-        raise WireError(f"the message of {len(data)} bytes has no header; expected {FORMAT} {VERSION}")
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size] if size <= MOST_HEADER else b""
     try:
-        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][ABOUT])
-        format_, version, found = (about.get(name) for name in ("format", "version", "kind"))
+        about = json.loads(json.loads(header)["__metadata__"][ABOUT])
+        actual = tuple(about.get(name) for name in ("format", "version", "kind"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise WireError(f"the message has no header that can be read; expected {FORMAT} {VERSION}") from None
-    if format_ != FORMAT or version != VERSION:
-        raise WireError(f"the message is of format {format_!r} {version!r}; this version reads {FORMAT} {VERSION}")
-    if found != kind:
-        raise WireError(f"the message holds {found!r}; expected {kind!r}")
+        actual = ("no header that can be read",)
+    if actual != (FORMAT, VERSION, kind):
+        raise WireError(f"the message has {actual!r}; expected {(FORMAT, VERSION, kind)!r}")
 
 
 def _check_array(name: str, array: np.ndarray, leaf: Any, free: int) -> None:
@@ -142,13 +139,14 @@ def _check_clients(upload: Upload) -> None:
         rows = change.ids.shape[1]
         if change.values.shape[1] != rows:
             raise WireError(f"{path!r} has {rows} ids and {change.values.shape[1]} rows")
-        if change.ids.size and not (change.ids.min() >= 0 and change.ids.max() < change.table):
-            raise WireError(f"{path!r} names a row outside of 0 to {change.table - 1}")
-        if change.count.size and not (change.count.min() >= 0 and change.count.max() <= rows):
-            raise WireError(f"{path!r} counts {change.count.max()} rows of {rows}")
-        beyond = np.arange(rows)[None] >= change.count[:, None]
-        if np.any(change.values[beyond] != 0):
-            raise WireError(f"{path!r} has values that are not zero in its padding")
+        padding = np.arange(rows)[None] >= change.count[:, None]
+        rules = {
+            f"names a row outside of 0 to {change.table - 1}": (change.ids >= 0) & (change.ids < change.table),
+            f"counts fewer than 0 or more than {rows} rows": (change.count >= 0) & (change.count <= rows),
+            "has values that are not zero in its padding": change.values[padding] == 0,
+        }
+        if broken := [rule for rule, holds in rules.items() if not np.all(holds)]:
+            raise WireError(f"{path!r} {broken[0]}")
 
 
 def _is_rows(value: Any) -> bool:

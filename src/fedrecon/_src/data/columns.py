@@ -11,12 +11,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from fedrecon._src.data.sources import DataError, whole_seconds
+from fedrecon._src.data.sources import DataError, since_1970
 from fedrecon._src.data.tables import Table, is_text
 
 Column = str | int
@@ -39,7 +40,6 @@ _RATINGS = "rating ratings score scores star stars value overall count counts pl
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,400}", re.ASCII)
-_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+", re.ASCII)
 _DATE_START = re.compile(r"[0-9]+[-/.][0-9]+[-/.]|[0-9]{4}-W?[0-9]", re.ASCII)  # no number begins like this
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,7 @@ COMMON: dict[str, frozenset[str]] = {
 
 
 class MissingColumnsError(DataError):
-    """A table without columns that are needed; `roles` says for what."""
-
-    def __init__(self, message: str, roles: Sequence[str]) -> None:
-        super().__init__(message)
-        self.roles = tuple(roles)
+    """A table without columns that are needed; `fields` says for what."""
 
 
 class ColumnMatch(NamedTuple):
@@ -153,7 +149,8 @@ class _Search:
         if len(fits) > 1:
             listed = " and ".join(repr(name[:40]) for name in fits[:5])
             raise DataError(
-                f"{self.table.source}: the columns {listed} could each be the {role} column; name it with {role}=..."
+                f"{self.table.source}: the columns {listed} could each be the {role} column; name it with {role}=...",
+                [role],
             )
         if fits:
             self.recognised[role] = fits[0]
@@ -210,49 +207,40 @@ def describe_columns(recognised: Mapping[str, str]) -> str:
 
 def check_id(role: str, value: Any) -> None:
     """Raise ValueError if a value cannot be an id."""
-    if value is None or value == "":
-        raise ValueError(f"{role} is empty")
-    if isinstance(value, float) and not (abs(value) < MAX_WHOLE_FLOAT and value == int(value)):
-        raise ValueError(f"{role} {value!r} is not a whole number")
-    if isinstance(value, str) and len(value) > LONGEST_ID:
-        raise ValueError(f"{role} {value[:30] + '...'!r} has {len(value)} characters, more than {LONGEST_ID}")
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{role} {value!r} has a zero character")
+    if isinstance(value, float):
+        valid = abs(value) < MAX_WHOLE_FLOAT and value == int(value)
+    else:
+        valid = value is not None and 0 < len(str(value)) <= LONGEST_ID and "\0" not in str(value)
+    if not valid:
+        rule = f"a whole number or 1 to {LONGEST_ID} characters other than NUL"
+        raise ValueError(f"{role} {str(value)[:30]!r} must be {rule}")
 
 
 def parse_rating(value: Any) -> float:
     """Return a rating, or raise ValueError."""
-    rating = _parse_number("rating", value)
-    if abs(rating) > MAX_RATING:
-        raise ValueError(f"rating {str(value)[:50]!r} is beyond {MAX_RATING:.2g}, the largest that can be stored")
-    return rating
+    return _parse_number("rating", value, MAX_RATING)
 
 
 def parse_time(value: Any) -> int:
     """Return a time in whole seconds since 1970 from a number or an ISO date, or raise ValueError."""
     if isinstance(value, str) and _DATE_START.match(value):
-        try:
-            return whole_seconds(value)
-        except ValueError:
-            shown = f"time {value[:50]!r}"
-            raise ValueError(f"{shown} is neither a number of seconds nor a date such as 2024-01-31 10:00") from None
+        return since_1970(value) // timedelta(seconds=1)
     whole = isinstance(value, int) or (isinstance(value, str) and _WHOLE.fullmatch(value))
-    time = int(value) if whole else int(_parse_number("time", value))
+    time = int(value) if whole else int(_parse_number("time", value, MAX_TIME))
     if not -(1 << 63) <= time < 1 << 63:
-        raise ValueError(f"time {str(value)[:50]!r} is beyond the range of 64-bit integers: are these seconds?")
+        raise ValueError(f"time {str(value)[:50]!r} must be a number of seconds in 64 bits")
     return time
 
 
-def _parse_number(role: str, value: Any) -> float:
-    if value is None or value == "":
-        raise ValueError(f"{role} is empty")
+def _parse_number(role: str, value: Any, most: float) -> float:
+    text = "" if value is None else str(value)
     try:
-        number = float(value.replace("_", "x") if isinstance(value, str) else value)  # only Python reads 1_000
+        number = float(text.replace("_", "x"))  # only Python reads 1_000
     except ValueError:
-        advice = ": decimals need a point, not a comma" if _DECIMAL_COMMA.fullmatch(value) else ""
-        raise ValueError(f"{role} {value[:50]!r} is not a number{advice}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{role} {str(value)[:50]!r} is not finite")
+        number = math.nan
+    if not abs(number) <= most:
+        advice = ", with a point for decimals" if "," in text else ""
+        raise ValueError(f"{role} {text[:50]!r} must be a finite number up to {most:.2g}{advice}")
     return number
 
 

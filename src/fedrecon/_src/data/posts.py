@@ -1,45 +1,40 @@
 """Text of many people, prepared as a corpus once: JSON lines, `Posts.xml` of Stack Exchange dumps, any source."""
 
-import gzip
 import hashlib
-import io
+import itertools
 import json
-import math
 import re
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
 from html import unescape
 from pathlib import Path
 from typing import Any, Unpack
 from xml.etree import ElementTree
 
+from pydantic import BaseModel, ValidationError
+
+from fedrecon._src.core.checks import explain_validation
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.corpus import FORMAT, Corpus
 from fedrecon._src.data.corpus_writer import CorpusOptions, CorpusSettings, Post, check_client_name, prepare_corpus
 from fedrecon._src.data.sources import (
-    GZIP,
     BadRows,
-    BoundedReader,
     DataError,
     RowErrors,
     UnpackingError,
     is_stream,
+    make_once,
     open_bytes,
     private_cache,
-    report_wait,
-    seconds,
+    since_1970,
 )
 from fedrecon._src.data.stackoverflow import COMPRESSED, prepare_stackoverflow
 from fedrecon._src.data.vocabulary import split_text
-from fedrecon._src.storage.lock import file_lock
 from fedrecon._src.storage.manifest import file_digest
 
-SEVEN_ZIP = b"7z\xbc\xaf\x27\x1c"
 LONGEST_LINE = 1 << 26  # bytes; anything longer is not a record
-LINES_PER_REPORT = 256
 
 QUESTION, ANSWER = 1, 2
 XML_FRAME = (b"<?xml", b"<posts", b"</posts", b"\xef\xbb\xbf<?xml")  # how the lines that hold no post begin
@@ -58,19 +53,11 @@ def read_lines(path: str | Path, errors: RowErrors, progress: Progress) -> Itera
     if not Path(path).is_file():
         raise DataError(f"{path} is not a file. Check the path.")
     size = Path(path).stat().st_size
-    with ExitStack() as stack:
-        raw = stack.enter_context(open(path, "rb"))
-        start = raw.read(len(SEVEN_ZIP))
-        raw.seek(0)
-        if start == SEVEN_ZIP:
-            raise DataError(f"{path} is a 7z archive: unpack it first and give the file in it.")
-        file: Any = raw
-        if start.startswith(GZIP):
-            file = io.BufferedReader(BoundedReader(stack.enter_context(gzip.open(raw)), str(path), size))
-        advance = stack.enter_context(progress(f"reading {Path(path).name} (kB)", size >> 10))
-        number = done = 0
-        while True:
-            number += 1
+    with (
+        progress(f"reading {Path(path).name} (kB)", size >> 10) as advance,
+        open_bytes(path, on_read=lambda done: advance(done >> 10)) as file,
+    ):
+        for number in itertools.count(1):
             try:
                 line = file.readline(LONGEST_LINE)
                 if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
@@ -79,15 +66,10 @@ def read_lines(path: str | Path, errors: RowErrors, progress: Progress) -> Itera
                     errors.add(f"{path} line {number}", f"longer than {LONGEST_LINE} bytes")
                     continue
             except UnpackingError as problem:
-                errors.add(f"{path} line {number}", f"the gzip data is cut off or damaged ({problem.reason})")
+                errors.add(f"{path} line {number}", problem)
                 return
-            except OSError as problem:
-                raise DataError(f"cannot read {path}: {problem.strerror or problem}") from None
             if not line:
                 return
-            if number % LINES_PER_REPORT == 0:
-                advance((raw.tell() >> 10) - done)
-                done = raw.tell() >> 10
             if not line.isspace():
                 yield number, line
 
@@ -96,16 +78,22 @@ def _read_posts(
     path: str | Path, parse: Callable[[bytes], Post | None], errors: RowErrors, progress: Progress
 ) -> Iterator[Post]:
     for number, line in read_lines(path, errors, progress):
+        problem: object
         try:
             post = parse(line)
-        except (ValueError, OverflowError, RecursionError) as problem:
-            errors.add(f"{path} line {number}", problem)
+        except ValidationError as error:
+            problem = explain_validation(error)
+        except KeyError as missing:
+            problem = f"no {missing}"
+        except (ValueError, OverflowError, RecursionError, ElementTree.ParseError) as error:
+            problem = error
+        else:
+            if post is not None:
+                if not post.sentences:
+                    errors.skipped["posts_without_words"] += 1
+                yield post
             continue
-        if post is None:
-            continue
-        if not post.sentences:
-            errors.skipped["posts_without_words"] += 1
-        yield post
+        errors.add(f"{path} line {number}", problem)
 
 
 # ---- JSON lines ----
@@ -147,36 +135,18 @@ def prepare_text(
     return prepare_corpus(posts, folder, CorpusSettings(**options), str(path), errors.skipped, progress)
 
 
+class _Line(BaseModel, strict=True, allow_inf_nan=False):
+    """A post as a JSON object; any other fields are ignored."""
+
+    client: str | int
+    text: str
+    time: float | str | None = None
+
+
 def _parse_json(line: bytes) -> Post:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"not UTF-8 text ({problem.reason} at byte {problem.start})") from None
-    except ValueError as problem:
-        raise ValueError(f"not JSON ({problem})") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, not an object with client and text")
-    for name in ("client", "text"):
-        if name not in record:
-            raise ValueError(f"no {name!r}; it has: {', '.join(map(str, record)) or 'nothing'}")
-    text = record["text"]
-    if not isinstance(text, str):
-        raise ValueError(f"text {str(text)[:50]!r} is not text")
-    return Post(check_client_name(record["client"]), _parse_time(record.get("time")), split_text(text))
-
-
-def _parse_time(value: Any) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, str):
-        return seconds(value)
-    try:
-        time = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, OverflowError):
-        time = math.nan
-    if not math.isfinite(time):
-        raise ValueError(f"time {str(value)[:50]!r} is neither a number of seconds nor a date")
-    return time
+    post = _Line.model_validate(json.loads(line.decode("utf-8-sig")))
+    time = since_1970(post.time).total_seconds() if isinstance(post.time, str) else post.time or 0.0
+    return Post(check_client_name(post.client), time, split_text(post.text))
 
 
 # ---- Posts.xml ----
@@ -226,28 +196,19 @@ def _parse_row(line: bytes, type_ids: Collection[str], skipped: Counter[str]) ->
     """Return the post of a `<row .../>`, which has a line of its own, as published; None if it is left out."""
     if line.startswith(XML_FRAME):
         return None
-    row = _parse_attributes(line)
-    try:
-        if row["PostTypeId"] not in type_ids:
-            skipped["posts_of_other_types"] += 1
-            return None
-        owner = row.get("OwnerUserId", "")
-        if not owner or owner.startswith("-"):  # a deleted user, or the site itself
-            skipped["posts_without_owner"] += 1
-            return None
-        sentences = split_text(row.get("Title", "")) + split_text(plain_text(row["Body"]))
-        return Post(check_client_name(owner), seconds(row["CreationDate"]), sentences)
-    except KeyError as missing:
-        raise ValueError(f"a row without {missing.args[0]}") from None
-
-
-def _parse_attributes(line: bytes) -> dict[str, str]:
-    if not line.startswith(b"<row"):
+    element = ElementTree.fromstring(line)
+    if element.tag != "row":
         raise ValueError(f"{line[:40]!r} is not a <row .../>, which has a line of its own in a published Posts.xml")
-    try:
-        return ElementTree.fromstring(line).attrib
-    except ElementTree.ParseError as problem:
-        raise ValueError(f"not XML ({problem.msg})") from None
+    row = element.attrib
+    if row["PostTypeId"] not in type_ids:
+        skipped["posts_of_other_types"] += 1
+        return None
+    owner = row.get("OwnerUserId", "")
+    if not owner or owner.startswith("-"):  # a deleted user, or the site itself
+        skipped["posts_without_owner"] += 1
+        return None
+    sentences = split_text(row.get("Title", "")) + split_text(plain_text(row["Body"]))
+    return Post(check_client_name(owner), since_1970(row["CreationDate"]).total_seconds(), sentences)
 
 
 def plain_text(html: str) -> str:
@@ -340,11 +301,7 @@ def _cache_folder(name: str, state: Any, options: dict[str, Any]) -> Path:
 
 def _prepare_once(path: Path, folder: Path, progress: Progress, options: dict[str, Any]) -> Corpus:
     """Open a corpus, or prepare it; of several processes that want it, one prepares and the others wait."""
-    if not folder.is_dir():
-        lock = folder.with_name(f".{folder.name}.waiting.lock")
-        with file_lock(lock, f"the corpus of {path}", wait=math.inf, on_wait=report_wait):
-            if not folder.is_dir():
-                return choose_preparer(path)(path, folder, progress=progress, **options)
+    make_once(folder, lambda: choose_preparer(path)(path, folder, progress=progress, **options))
     return Corpus.open(folder)
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_choice
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import listed_counts
 from fedrecon._src.data.columns import (
@@ -21,7 +22,7 @@ from fedrecon._src.data.columns import (
     parse_rating,
     parse_time,
 )
-from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_choice
+from fedrecon._src.data.sources import BadRows, DataError, RowErrors
 from fedrecon._src.data.summary import Summary, summarize
 from fedrecon._src.data.tables import Batch, Kind, Table, TextOptions, open_table
 
@@ -176,7 +177,7 @@ def load_ratings(
       >>> ratings.item_ids.tolist(), ratings.recognised["rating"]
       (['Alien', 'Brazil'], 'stars')
     """
-    check_choice("duplicates", duplicates, Duplicates)
+    check_choice("duplicates", duplicates, get_args(Duplicates))
     columns = {"user": user, "item": item, "rating": rating, "time": time}
     errors = RowErrors(bad_rows)
     with open_table(source, **text) as table:
@@ -210,8 +211,8 @@ def read_rows(
             values, valid = _check_batch(table, match, batch, schema.rating_limits)
         if not valid.all():
             row = int(np.argmin(valid))
-            problem = _describe_error(table, match, batch, row, schema.rating_limits)
-            errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()))
+            problem, fields = _describe_error(table, match, batch, row, schema.rating_limits)
+            errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()), fields)
         rows = np.flatnonzero(valid)
         user.add(values["user"], rows)
         item.add(values["item"], rows)
@@ -248,8 +249,8 @@ def _column_name(table: Table, match: ColumnMatch, role: str) -> str | int:
 
 def _describe_error(
     table: Table, match: ColumnMatch, batch: Batch, row: int, rating_limits: RatingLimits | None
-) -> str:
-    """Say what is wrong with a row."""
+) -> tuple[str, list[str]]:
+    """Describe what is wrong with a row, and name the arguments that may help."""
     for role, column in batch.columns.items():
         value, name = column[row].as_py(), _column_name(table, match, role)
         try:
@@ -260,11 +261,13 @@ def _describe_error(
             else:
                 rating = parse_rating(value)
                 if rating_limits is not None and not rating_limits.contains(rating):
-                    return rating_limits.describe_error(rating)
+                    return rating_limits.describe_error(rating), []
         except (ValueError, TypeError) as problem:
-            advice = f"; it was detected as the {role} column: pass {role}=None to ignore it"
-            return f"{problem} (column {name!r}{advice if role in match.optional else ''})"
-    return "the row cannot be read"
+            if role not in match.optional:
+                return f"{problem} (column {name!r})", []
+            advice = f"it was detected as the {role} column: pass {role}=None to ignore it"
+            return f"{problem} (column {name!r}; {advice})", [role]
+    return "the row cannot be read", []
 
 
 def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
@@ -321,7 +324,7 @@ def collect_ratings(
 
 
 def _group(columns: dict[str, np.ndarray], user: Codes, **fields: Any) -> Ratings:
-    """Bring each user's rows together, in their order."""
+    """Group the rows by user, in their original order."""
     if (user.codes[1:] < user.codes[:-1]).any():
         order = np.argsort(user.codes, kind="stable")
         for name in columns:
@@ -358,7 +361,7 @@ def _find_ids(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
     order = np.argsort(vocabulary, kind="stable")
     ordered = vocabulary[order]
     if (ordered[1:] == ordered[:-1]).any():
-        raise ValueError("`item_ids` lists an item twice: every item needs one number.")
+        raise ValueError("`item_ids` must not list an item twice.")
     if not len(ordered):
         return np.full(len(ids), -1)
     index = np.minimum(np.searchsorted(ordered, ids), len(ordered) - 1)
@@ -379,7 +382,8 @@ def _drop_duplicates(rows: RatingTable, source: str, duplicates: Duplicates) -> 
         user, item = (ids.values[ids.codes[row]] for ids in (rows.user, rows.item))
         raise DataError(
             f"{source}: user {user} rates item {item} more than once. "
-            "Choose which rating counts with duplicates=...: last, first, mean or sum."
+            "Choose which rating counts with duplicates=...: last, first, mean or sum.",
+            ["duplicates"],
         )
     if duplicates in ("mean", "sum"):
         starts = np.flatnonzero(first)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, split_text
+from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, PAIR_FACTOR, PAIR_ROWS, Vocabulary, split_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -18,12 +18,15 @@ class Sentences(Clients):
 
     Columns: `word` (int32, L), the rows of the global table to read: ids up to that of the end, 0 for padding and
     for words outside the vocabulary; `oov` (L), the rows of the local table counted from 1: bucket + 1 for words
-    outside the vocabulary, else 0; `target` (int32, L), the ids that come next, 0 for padding; `time` (float64),
+    outside the vocabulary, else 0; `pair` (int32, L), a hash of the last two ids, which are
+    rows of a table of trigrams; `target` (int32, L), the ids that come next, 0 for padding; `time` (float64),
     seconds. A client's sentences are in order of time.
 
     Attributes:
       words: the words of the vocabulary; word k has id k + 1.
       buckets: how many ids the words outside share.
+      other_words: words outside the vocabulary, if their spelling is known. The column `other` then has 1 + the
+        index of each target outside the vocabulary, and 0 for all others.
 
     Example:
       >>> import fedrecon as fr
@@ -34,6 +37,7 @@ class Sentences(Clients):
 
     words: np.ndarray = field(kw_only=True)
     buckets: int = field(kw_only=True)
+    other_words: np.ndarray = field(kw_only=True, default_factory=lambda: np.zeros(0, str))
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +56,7 @@ class Sentences(Clients):
 
 
 def next_word_columns(ids: np.ndarray, vocab_size: int, buckets: int) -> dict[str, np.ndarray]:
-    """Return the columns `word`, `oov` and `target` of sentences.
+    """Return the columns `word`, `oov`, `pair` and `target` of sentences.
 
     Args:
       ids: as `Vocabulary.encode` gives them, (sentences, L + 1).
@@ -61,9 +65,11 @@ def next_word_columns(ids: np.ndarray, vocab_size: int, buckets: int) -> dict[st
     """
     inputs, last = ids[:, :-1], vocab_size + 2
     is_global = inputs <= last
+    before = np.pad(inputs[:, :-1], [(0, 0), (1, 0)]).astype(np.int64)
     return {
         "word": np.where(is_global, inputs, PAD).astype(np.int32),
         "oov": np.where(is_global, 0, inputs - last).astype(np.int16 if buckets < 2**15 else np.int32),
+        "pair": np.where(inputs == PAD, 0, (before * PAIR_FACTOR + inputs) % PAIR_ROWS).astype(np.int32),
         "target": ids[:, 1:].astype(np.int32),
     }
 
@@ -88,7 +94,7 @@ class PersonalText(NamedTuple):
     """One person's text as examples, and the words of theirs that each bucket stands for.
 
     Attributes:
-      columns: `word`, `oov` and `target`, like a client's.
+      columns: `word`, `oov`, `pair` and `target`, like a client's.
       words: by bucket, how often the person's own words in it occur in the examples, most used first.
 
     Example:
@@ -139,7 +145,7 @@ def prompt_columns(
       max_words: words per sentence, as the model was trained. Of a longer prompt, only the last words are used.
 
     Returns:
-      `word` and `oov` of shape (1, L), and the position whose prediction is the next word. There is no `target`:
+      `word`, `oov` and `pair` of shape (1, L), and the position whose prediction is the next word. No `target`:
       it is not known.
 
     Example:
@@ -153,4 +159,4 @@ def prompt_columns(
     ids = np.full((1, max_words + 1), PAD, np.int32)
     ids[0, : len(words) + 1] = [vocabulary.bos, *map(vocabulary.id_of, words)]
     columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
-    return {name: columns[name] for name in ("word", "oov")}, len(words)
+    return {name: columns[name] for name in ("word", "oov", "pair")}, len(words)

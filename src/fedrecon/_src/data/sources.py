@@ -9,26 +9,30 @@ import gzip
 import io
 import logging
 import lzma
+import math
 import os
 import struct
 import sys
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import IO, Any, Literal, get_args
 
-from fedrecon._src.storage.lock import Holder
+from fedrecon._src.core.checks import check_choice
+from fedrecon._src.storage.atomic import write_errors
+from fedrecon._src.storage.lock import file_lock
 
 BadRows = Literal["error", "skip"]  # whether records that cannot be read are refused, or left out and counted
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 STANDARD_INPUT = "-"
-GZIP = b"\x1f\x8b"
+GZIP, SEVEN_ZIP = b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c"
 CHUNK = 1 << 23  # bytes of a text file in memory at a time
+BUFFER = 1 << 17  # bytes that are read at a time
 LONGEST_LINE = 1 << 24  # characters
 
 # Ratings and text become 3 to 20 times larger when they are unpacked. Data that becomes 100 times larger is made to
@@ -69,36 +73,34 @@ class DataError(ValueError):
       ... except fr.data.DataError as error:
       ...     print(error)
       none.csv is not a file; expected a table of ratings (text or Parquet). Check the path.
+
+    Attributes:
+      fields: the arguments of the reader that may help.
     """
 
-
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise ValueError unless an argument is one of the values of a `Literal`."""
-    if value not in choices.__args__:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices.__args__)} (got {value!r}).")
+    def __init__(self, message: str, fields: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.fields = tuple(fields)
 
 
 class RowErrors:
     """Raises an error at the first row or record that cannot be read, or counts them all in `skipped`."""
 
     def __init__(self, bad_rows: BadRows) -> None:
-        check_choice("bad_rows", bad_rows, BadRows)
+        check_choice("bad_rows", bad_rows, get_args(BadRows))
         self.bad_rows = bad_rows
         self.skipped = Counter(bad_rows=0)
 
-    def add(self, where: str, problem: object, count: int = 1) -> None:
-        """Raise a `DataError` that names the row, or count it."""
+    def add(self, where: str, problem: object, count: int = 1, fields: Sequence[str] = ()) -> None:
+        """Raise a `DataError` that names the row and the reader's arguments that may help, or count it."""
         if self.bad_rows == "error":
-            raise DataError(f'{where}: {problem}. Fix it, or skip such rows with bad_rows="skip".') from None
+            advice = 'Fix it, or skip such rows with bad_rows="skip".'
+            raise DataError(f"{where}: {problem}. {advice}", [*fields, "bad_rows"]) from None
         self.skipped["bad_rows"] += count
 
 
 class UnpackingError(DataError):
-    """Compressed data that is damaged or cut off."""
-
-    def __init__(self, source: str, reason: object) -> None:
-        super().__init__(f"{source} is damaged or cut off ({reason}). Get it again.")
-        self.reason = reason
+    """Compressed data that is damaged, cut off, encrypted or of an unknown kind."""
 
 
 def is_stream(path: str | Path) -> bool:
@@ -112,110 +114,89 @@ def is_readable(path: str | Path) -> bool:
 
 
 @contextmanager
-def open_bytes(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a file, a pipe or, as "-", standard input; gzip is recognised by its content and unpacked."""
+def open_bytes(path: str | Path, on_read: Callable[[int], None] | None = None) -> Iterator[IO[bytes]]:
+    """Open a file, a pipe or, as "-", standard input; gzip is recognised by its content and unpacked.
+
+    `on_read` is called with the number of bytes whenever some of the file are read.
+    """
     if str(path) == STANDARD_INPUT:
-        yield _unpacked(sys.stdin.buffer, "standard input")
+        yield _unpacked(Reader(sys.stdin.buffer, "standard input", on_read=on_read))
         return
     try:
         raw = open(path, "rb")  # noqa: SIM115
     except (OSError, ValueError) as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
     with raw:
-        yield _unpacked(raw, str(path))
+        yield _unpacked(Reader(raw, str(path), on_read=on_read))
 
 
-def _unpacked(raw: Any, source: str) -> IO[bytes]:
-    counted = CountingReader(raw)
-    buffered = io.BufferedReader(counted, CHUNK)
-    try:
-        start = buffered.peek(len(GZIP))[: len(GZIP)]
-    except OSError as problem:
-        raise DataError(f"cannot read {source}: {problem.strerror or problem}") from None
-    if start != GZIP:
+def _unpacked(reader: "Reader") -> IO[bytes]:
+    buffered = io.BufferedReader(reader, BUFFER)
+    start = buffered.peek(len(SEVEN_ZIP))
+    if start.startswith(SEVEN_ZIP):
+        raise DataError(f"{reader.source} is a 7z archive: unpack it first and give the file in it.")
+    if not start.startswith(GZIP):
         return buffered
-    return io.BufferedReader(BoundedReader(gzip.GzipFile(fileobj=buffered), source, counted), CHUNK)
+    return io.BufferedReader(Reader(gzip.GzipFile(fileobj=buffered), reader.source, reader), BUFFER)
 
 
-class CountingReader(io.RawIOBase):
-    """Reads from a file and counts the bytes; does not close it."""
+class Reader(io.RawIOBase):
+    """Reads from a file, which it does not close, and turns all errors into `DataError`.
 
-    def __init__(self, file: BinaryIO) -> None:
+    `packed` is where compressed data comes from, or its size; data that becomes far too large is refused.
+    """
+
+    def __init__(
+        self, file: Any, source: str, packed: "Reader | int | None" = None, on_read: Callable[[int], None] | None = None
+    ) -> None:
         super().__init__()
-        self.file, self.done = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.file.read1(len(buffer)) if hasattr(self.file, "read1") else self.file.read(len(buffer))
-        buffer[: len(data)] = data
-        self.done += len(data)
-        return len(data)
-
-
-class BoundedReader(io.RawIOBase):
-    """Reads compressed data, whose packed size is given or counted; refuses what is damaged or far too large."""
-
-    def __init__(self, file: Any, source: str, packed: CountingReader | int) -> None:
-        super().__init__()
-        self.file, self.source, self.packed, self.done = file, source, packed, 0
+        self.file, self.source, self.packed, self.on_read, self.done = file, source, packed, on_read, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            data = self.file.read(len(buffer))
+            data = self.file.read1(len(buffer))
         except UNPACKING as problem:
-            raise UnpackingError(self.source, problem) from None
+            if self.packed is None:
+                raise DataError(f"cannot read {self.source}: {problem}") from None
+            raise UnpackingError(f"{self.source} is damaged or cut off: {problem}") from None
         buffer[: len(data)] = data
         self.done += len(data)
-        check_expansion(self.source, self.done, self.packed if isinstance(self.packed, int) else self.packed.done)
+        if self.on_read is not None:
+            self.on_read(len(data))
+        if self.packed is not None:
+            self._check_expansion(self.packed.done if isinstance(self.packed, Reader) else self.packed)
         return len(data)
 
-
-def check_expansion(source: str, unpacked: int, packed: int) -> None:
-    """Refuse compressed data that becomes far larger than ratings or text do."""
-    if unpacked > ALWAYS_ALLOWED and unpacked > MAX_EXPANSION * packed:
-        raise DataError(
-            f"{source} unpacks to more than {MAX_EXPANSION} times its size, which no real data does. "
-            "If you trust it, unpack it yourself and give the unpacked file."
-        )
+    def _check_expansion(self, packed: int) -> None:
+        if self.done > ALWAYS_ALLOWED and self.done > MAX_EXPANSION * packed:
+            raise DataError(
+                f"{self.source} unpacks to more than {MAX_EXPANSION} times its size, which no real data does. "
+                "If you trust it, unpack it yourself and give the unpacked file."
+            )
 
 
-# ---- zip ----
-
-
-class ZipSource:
-    """The files in a zip archive."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+@contextmanager
+def open_member(path: Path, name: str) -> Iterator[IO[bytes] | None]:
+    """Open the first file of this name in a zip archive or a folder; None if there is none."""
+    if path.is_dir():
+        paths = (file for file in (path / name, *sorted(path.glob(f"*/{name}"))) if file.is_file())
+        with open_bytes(first) if (first := next(paths, None)) else nullcontext() as stream:
+            yield stream
+        return
+    with ExitStack() as stack:
         try:
-            with zipfile.ZipFile(path) as archive:
-                self.entries = archive.infolist()
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            entries = (entry for entry in archive.infolist() if entry.filename.rsplit("/", 1)[-1] == name)
+            file = stack.enter_context(archive.open(entry)) if (entry := next(entries, None)) else None
         except UNPACKING as problem:
-            raise DataError(f"{path} is damaged or not a zip file ({problem}). Get it again.") from None
-
-    def find(self, name: str) -> zipfile.ZipInfo | None:
-        """Return the first entry with this file name, in any folder."""
-        return next((entry for entry in self.entries if entry.filename.rsplit("/", 1)[-1] == name), None)
-
-    @contextmanager
-    def open(self, entry: zipfile.ZipInfo) -> Iterator[IO[bytes]]:
-        """Open a file of the archive, unless it is encrypted, damaged or too large."""
-        source = f"{self.path}: {entry.filename}"
-        if entry.flag_bits & 1:
-            raise DataError(f"{source} is encrypted. Unpack it with its password and give the folder.")
-        check_expansion(source, entry.file_size, self.path.stat().st_size)
-        try:
-            archive = zipfile.ZipFile(self.path)
-            file = archive.open(entry)
-        except UNPACKING as problem:
-            raise DataError(f"{source} cannot be unpacked ({problem}). Get it again, or unpack it yourself.") from None
-        with archive, file:
-            yield io.BufferedReader(BoundedReader(file, source, self.path.stat().st_size), CHUNK)
+            raise UnpackingError(
+                f"{path} cannot be unpacked: {problem}. Get it again, or unpack it yourself."
+            ) from None
+        source = f"{path}: {name}"
+        yield file and io.BufferedReader(Reader(file, source, path.stat().st_size), BUFFER)
 
 
 # ---- text ----
@@ -230,7 +211,7 @@ def check_encoding(encoding: str) -> str:
             return "utf-8-sig" if codec.name == "utf-8" else codec.name
     except (LookupError, ValueError, TypeError):
         pass
-    raise DataError(f"{encoding!r} is not an encoding of text; common ones are utf-8, latin-1, cp1252 and utf-16.")
+    raise DataError(f"`encoding` must be a text encoding, such as utf-8, latin-1, cp1252 or utf-16 (got {encoding!r}).")
 
 
 def read_text(stream: IO[bytes], source: str, encoding: str, chunk: int = CHUNK) -> Iterator[str]:
@@ -265,29 +246,20 @@ def _decoding_error(source: str, encoding: str, data: bytes, done: int, problem:
     if b"\0" in data and not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return DataError(f"{source} is not a text file: it holds bytes that no text has. Give another.")
     where = f" at byte {done + problem.start}" if isinstance(problem, UnicodeDecodeError) else ""
-    reason = getattr(problem, "reason", problem)
-    return DataError(f"{source} is not {encoding} text ({reason}{where}). Name its encoding with encoding=...")
+    reason, advice = getattr(problem, "reason", problem), "Name its encoding with encoding=..."
+    return DataError(f"{source} is not {encoding} text ({reason}{where}). {advice}", ["encoding"])
 
 
 # ---- dates ----
 
 
-def seconds(date: str) -> float:
-    """Return the time of an ISO 8601 date in seconds since 1970, in UTC if it names no zone; ValueError otherwise."""
-    return (_parse_date(date) - EPOCH) / timedelta(seconds=1)
-
-
-def whole_seconds(date: str) -> int:
-    """Return the last whole second since 1970 that is not after an ISO 8601 date."""
-    return (_parse_date(date) - EPOCH) // timedelta(seconds=1)
-
-
-def _parse_date(date: str) -> datetime:
+def since_1970(date: str) -> timedelta:
+    """Return the time since 1970 of an ISO 8601 date, in UTC if it names no zone; ValueError if it is none."""
     try:
         time = datetime.fromisoformat(date)
     except ValueError:
-        raise ValueError(f"{date[:50]!r} is not a date such as 2008-08-10T08:28:52") from None
-    return time.replace(tzinfo=UTC) if time.tzinfo is None else time
+        raise ValueError(f"{date[:50]!r} must be a date such as 2008-08-10T08:28:52") from None
+    return (time.replace(tzinfo=UTC) if time.tzinfo is None else time) - EPOCH
 
 
 # ---- the cache ----
@@ -314,6 +286,15 @@ def private_cache(name: str) -> Path:
     return folder
 
 
-def report_wait(holder: Holder) -> None:
-    """Log which process we wait for."""
+def make_once(target: Path, make: Callable[[], object]) -> Path:
+    """Make a file or folder unless it is there; of several processes that want it, one makes it and the others wait."""
+    if not target.exists():
+        lock = target.with_name(f".{target.name}.waiting.lock")
+        with write_errors(target), file_lock(lock, str(target), wait=math.inf, on_wait=_report_wait):
+            if not target.exists():
+                make()
+    return target
+
+
+def _report_wait(holder: str) -> None:
     logger.warning("waiting for %s, which is making the same file", holder)

@@ -5,11 +5,12 @@ Tables: `examples(split_name, client_id, serialized_example_proto)`, with an ind
 it. Examples are read without TensorFlow.
 """
 
+import io
+import itertools
 import lzma
-import math
+import shutil
 import sqlite3
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Unpack
@@ -27,22 +28,29 @@ from fedrecon._src.data.corpus_writer import (
     check_client_name,
     prepare_corpus,
 )
-from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_expansion, report_wait, seconds
-from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.data.sources import (
+    CHUNK,
+    BadRows,
+    DataError,
+    Reader,
+    RowErrors,
+    make_once,
+    open_bytes,
+    read_text,
+    since_1970,
+)
 
 SPLITS = ("train", "heldout", "test")
-SQLITE = b"SQLite format 3\x00"
 COMPRESSED = (".lzma", ".xz")
-FEATURES = ("creation_date", "tokens")
-ROWS_PER_REPORT = 1024
 TABLES = ("examples", "client_metadata")
 LONGEST_ENTRY = 1 << 26  # bytes
-LONGEST_WORD = 10_000  # characters of a line of the word count
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter from messages of SQLite that quote a damaged schema
-IN_ORDER = "SELECT split_name, client_id, rowid, serialized_example_proto FROM examples ORDER BY rowid"
-BY_CLIENT = (
-    "SELECT rowid, serialized_example_proto FROM examples WHERE split_name = ? AND client_id = ? ORDER BY rowid LIMIT ?"
-)
+# Client by client, with the published index or, where that is missing, one that SQLite makes for this query.
+EXAMPLES = """
+SELECT chosen.rowid, split, client, examples.rowid, CAST(ifnull(serialized_example_proto, '') AS BLOB)
+FROM chosen CROSS JOIN examples ON split_name = split AND client_id = client
+ORDER BY chosen.rowid, examples.rowid
+"""
 VARINT, BYTES = 0, 2  # wire types of protocol buffers
 SIZES = {1: 8, 5: 4}  # of wire types of a fixed size
 
@@ -88,13 +96,13 @@ def prepare_stackoverflow(
     errors = RowErrors(bad_rows)
     numbers = dict(clients or {})
     if not set(numbers) <= set(SPLITS) or min(numbers.values(), default=0) < 0:
-        raise ValueError(f"`clients` must map {', '.join(SPLITS)} to numbers that are not negative (got {clients}).")
+        raise ValueError(f"`clients` must map {', '.join(SPLITS)} to numbers of at least 0 (got {clients}).")
     words = None if word_count is None else read_word_count(word_count, options.get("kept_words", KEPT_WORDS))
     settings = CorpusSettings(splits=SPLITS, **{**options, "fractions": None, "words": words})  # type: ignore[arg-type]
     path = _unpack_once(Path(database), unpack, progress)
     with _connect(path) as connection:
-        sizes = _draw_clients(connection, path, numbers, settings.seed)
-        posts = _read_examples(connection, path, sizes, settings.max_sentences, errors, progress)
+        chosen = _draw_clients(connection, numbers, settings.seed)
+        posts = _read_examples(connection, path, chosen, errors, progress)
         return prepare_corpus(posts, folder, settings, str(database), errors.skipped, progress)
 
 
@@ -105,19 +113,15 @@ def read_word_count(path: str | Path, limit: int = KEPT_WORDS) -> list[str]:
       DataError: the file is missing or has other lines.
     """
     words: dict[str, None] = {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_WORD), ""), 1):
-                fields = line.split()
-                if len(fields) != 2 or not fields[1].isdigit():
-                    raise DataError(f"{path} line {number}: {line[:50]!r} is not a word and its count.")
-                if fields[0] in words:
-                    raise DataError(f"{path} line {number}: {fields[0]!r} is listed twice.")
-                words[fields[0]] = None
-                if len(words) == limit:
-                    break
-    except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"cannot read {path}: {problem}. Expected stackoverflow.word_count, unpacked.") from problem
+    with open_bytes(path) as stream:
+        lines = (line for chunk in read_text(stream, str(path), "utf-8") for line in chunk.split("\n")[:-1])
+        for number, line in enumerate(itertools.takewhile(lambda _: len(words) < limit, lines), 1):
+            word, *count = line.split() or [""]
+            if len(count) != 1 or not count[0].isdigit() or word in words:
+                raise DataError(
+                    f"{path} line {number}: {line[:50]!r} must be a word that is not listed yet and its count."
+                )
+            words[word] = None
     if not words:
         raise DataError(f"{path} is empty; expected a word and its count on each line.")
     return list(words)
@@ -133,42 +137,28 @@ def _unpack_once(path: Path, unpack: bool, progress: Progress) -> Path:
     if path.suffix not in COMPRESSED:
         return path
     target = path.with_suffix("")
-    if target.is_file():
-        return target
-    if not unpack:
+    if not unpack and not target.is_file():
         raise DataError(
             f"{path} is compressed. Unpack it to {target.name} first (xz --decompress --keep --format=auto), or "
-            "give unpack=True; the database takes several times the space."
+            "give unpack=True; the database takes several times the space.",
+            ["unpack"],
         )
-    with file_lock(target.with_name(f".{target.name}.lock"), str(target), wait=math.inf, on_wait=report_wait):
-        if not target.is_file():
-            _unpack(path, target, progress)
-    return target
+    return make_once(target, lambda: _unpack(path, target, progress))
 
 
 def _unpack(path: Path, target: Path, progress: Progress) -> None:
     """Unpack a file, which appears under its name when it is complete."""
     temporary = target.with_name(f".{target.name}.partial")
-    size, unpacked = path.stat().st_size, 0
     try:
         with (
+            progress(f"unpacking {path.name} (kB)", path.stat().st_size >> 10) as advance,
             path.open("rb") as raw,
-            lzma.open(raw) as source,
             temporary.open("wb") as file,
-            progress(f"unpacking {path.name} (kB)", size >> 10) as advance,
         ):
-            done = 0
-            while piece := source.read(1 << 20):
-                unpacked += len(piece)
-                check_expansion(str(path), unpacked, size)
-                file.write(piece)
-                advance((raw.tell() >> 10) - done)
-                done = raw.tell() >> 10
+            packed = Reader(raw, str(path), on_read=lambda done: advance(done >> 10))
+            with lzma.open(io.BufferedReader(packed)) as unpacked:
+                shutil.copyfileobj(Reader(unpacked, str(path), packed), file, CHUNK)
         temporary.replace(target)
-    except (lzma.LZMAError, EOFError) as problem:
-        raise DataError(f"{path} is damaged or cut off ({problem}). Get it again.") from problem
-    except OSError as problem:
-        raise DataError(f"cannot unpack {path} to {target}: {problem.strerror}.") from problem
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -179,9 +169,6 @@ def _connect(path: Path) -> Iterator[sqlite3.Connection]:
 
     A view or a computed column is a program: it could run forever, or make gigabytes out of nothing.
     """
-    with path.open("rb") as file:
-        if file.read(len(SQLITE)) != SQLITE:
-            raise DataError(f"{path} is not an SQLite database; expected stackoverflow.sqlite, unpacked.")
     with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True)) as connection:
         try:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_ENTRY)
@@ -198,52 +185,44 @@ def _check_table(connection: sqlite3.Connection, path: Path, table: str) -> None
     query = "SELECT type, sql FROM sqlite_master WHERE name = ?"
     entries = connection.execute(query, (table,)).fetchall()
     kinds = [str(kind) if "virtual" not in str(sql)[:20].lower() else "virtual table" for kind, sql in entries]
-    if kinds and kinds != ["table"]:
-        raise DataError(f"{path}: {table} is a {kinds[0]}; expected a table, as in the published database.")
-    computed = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({table})") if row[6] in (2, 3)]
-    if computed:
-        raise DataError(f"{path}: the column {computed[0]} of {table} is computed; expected plain columns.")
+    plain = kinds in ([], ["table"])
+    computed = (
+        [row[1] for row in connection.execute(f"PRAGMA table_xinfo({table})") if row[6] in (2, 3)] if plain else []
+    )
+    if not plain or computed:
+        raise DataError(f"{path}: {table} must be a table without computed columns (got {[*kinds, *computed]}).")
 
 
-def _draw_clients(
-    connection: sqlite3.Connection, path: Path, numbers: Mapping[str, int], seed: int
-) -> dict[tuple[str, str], int]:
-    """Return how many examples each chosen client has, by split and id, in alphabetical order."""
-    query = "SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?"
-    chosen: dict[tuple[str, str], int] = {}
+def _draw_clients(connection: sqlite3.Connection, numbers: Mapping[str, int], seed: int) -> list[tuple[str, str]]:
+    """Return the split and the id of each chosen client, in alphabetical order."""
+    chosen: list[tuple[str, str]] = []
     for split in SPLITS:
-        sizes = {str(name): _count(path, name, size) for name, size in connection.execute(query, (split,))}
-        names = sorted(sizes)
-        if split in numbers and numbers[split] < len(names):
+        query = connection.execute("SELECT DISTINCT client_id FROM client_metadata WHERE split_name = ?", (split,))
+        names = sorted(str(name) for (name,) in query)
+        if numbers.get(split, len(names)) < len(names):
             picked = np.random.default_rng(seed).permutation(len(names))[: numbers[split]]
             names = [names[k] for k in np.sort(picked)]
-        chosen |= {(split, name): sizes[name] for name in names}
+        chosen += [(split, name) for name in names]
     return chosen
-
-
-def _count(path: Path, client: object, size: object) -> int:
-    if not isinstance(size, int) or size < 0:
-        whose = f"{path}: num_examples of client {str(client)[:50]!r}"
-        raise DataError(f"{whose} in client_metadata is {str(size)[:50]!r}, not a count.")
-    return size
 
 
 def _read_examples(
     connection: sqlite3.Connection,
     path: Path,
-    chosen: Mapping[tuple[str, str], int],
-    max_sentences: int,
+    chosen: Sequence[tuple[str, str]],
     errors: RowErrors,
     progress: Progress,
 ) -> Iterator[Post]:
-    """Yield the first sentences of the chosen clients, each as a post of its own."""
-    errors.skipped["sentences_over_maximum"] += sum(max(0, size - max_sentences) for size in chosen.values())
-    rows = _rows_by_client if _has_index(connection) else _rows_in_order
+    """Yield the sentences of the chosen clients, each as a post of its own."""
+    connection.execute("CREATE TEMP TABLE chosen (split TEXT, client TEXT)")
+    connection.executemany("INSERT INTO chosen VALUES (?, ?)", chosen)
     most_rows = path.stat().st_size
-    with progress("reading sentences", sum(min(size, max_sentences) for size in chosen.values())) as advance:
-        for done, (split, client, row, blob) in enumerate(rows(connection, chosen, max_sentences), 1):
-            if done % ROWS_PER_REPORT == 0:
-                advance(ROWS_PER_REPORT)
+    with progress("reading clients", len(chosen)) as advance:
+        last = 1
+        for done, (number, split, client, row, blob) in enumerate(connection.execute(EXAMPLES), 1):
+            if number > last:
+                advance(number - last)
+                last = number
             if done > most_rows:
                 raise DataError(f"{path} gives more rows than it has bytes: it is damaged. Get it again.")
             try:
@@ -256,47 +235,15 @@ def _read_examples(
             yield post
 
 
-def _has_index(connection: sqlite3.Connection) -> bool:
-    """Tell whether the examples of a client can be found without reading all examples, as in the published file."""
-    return any("client_id=?" in step[3] for step in connection.execute(f"EXPLAIN QUERY PLAN {BY_CLIENT}", ("", "", 0)))
-
-
-def _rows_by_client(
-    connection: sqlite3.Connection, chosen: Mapping[tuple[str, str], int], most: int
-) -> Iterator[tuple[str, str, int, bytes]]:
-    """Yield the first examples of every client in turn, with split, client and row."""
-    for split, client in chosen:
-        for row, blob in connection.execute(BY_CLIENT, (split, client, most)):
-            yield split, client, row, blob
-
-
-def _rows_in_order(
-    connection: sqlite3.Connection, chosen: Mapping[tuple[str, str], int], most: int
-) -> Iterator[tuple[str, str, int, bytes]]:
-    """Yield the same in the order of the table, which is read once as a whole."""
-    seen: Counter[tuple[str, str]] = Counter()
-    for split, client, row, blob in connection.execute(IN_ORDER):
-        key = (split, str(client))
-        if key in chosen and seen[key] < most:
-            seen[key] += 1
-            yield *key, row, blob
-
-
 def _parse_example(blob: bytes, client: str, split: int) -> Post:
     """Return the sentence that an example holds, or raise ValueError with what is wrong."""
-    if not isinstance(blob, bytes):
-        raise ValueError(f"serialized_example_proto is {type(blob).__name__}, not a blob")
-    features = decode_example(blob)
-    texts = {}
-    for name in FEATURES:
-        match features.get(name):
-            case [bytes(value)]:
-                texts[name] = value.decode("utf-8")
-            case other:
-                raise ValueError(f"{name} should be one text, but is {str(other)[:50]}")
-    words = texts["tokens"].split()
-    time = seconds(texts["creation_date"].removesuffix(" UTC"))
-    return Post(check_client_name(client), time, [words] if words else [], split)
+    match decode_example(blob):
+        case {"creation_date": [bytes(date)], "tokens": [bytes(tokens)]}:
+            words = tokens.decode("utf-8").split()
+            time = since_1970(date.decode("utf-8").removesuffix(" UTC")).total_seconds()
+            return Post(check_client_name(client), time, [words] if words else [], split)
+        case features:
+            raise ValueError(f"creation_date and tokens must be one text each (got {str(features)[:100]})")
 
 
 # ---- tf.train.Example ----
@@ -322,17 +269,14 @@ def _read_fields(message: bytes, number: int) -> list[bytes]:
     while position < end:
         tag, position = _read_varint(message, position)
         kind = tag & 7
-        if kind == VARINT:
-            _, position = _read_varint(message, position)
-            continue
-        if kind == BYTES:
-            size, position = _read_varint(message, position)
-        elif kind in SIZES:
-            size = SIZES[kind]
-        else:
-            raise ValueError(f"unknown wire type {kind} at byte {position}")
+        size = SIZES.get(kind, end)  # no field of an unknown type fits
+        if kind in (VARINT, BYTES):
+            value, position = _read_varint(message, position)
+            size = value if kind == BYTES else 0
         if tag >> 3 == 0 or position + size > end:
-            raise ValueError(f"a field of {size} bytes at byte {position} does not fit in a message of {end}")
+            raise ValueError(
+                f"a field of type {kind} and {size} bytes at byte {position} does not fit in a message of {end}"
+            )
         if tag >> 3 == number and kind == BYTES:
             contents.append(message[position : position + size])
         position += size

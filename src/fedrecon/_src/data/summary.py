@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -87,30 +88,25 @@ def summarize(
     recognised: Mapping[str, str],
 ) -> Summary:
     """Describe the ratings in ranges of rows, those of some users in memory at a time."""
+    blocks = partial(_blocks, rating, starts, ends)
     count = int((ends - starts).sum())
-    least, greatest, total, whole = np.inf, -np.inf, 0.0, True
-    for values in _blocks(rating, starts, ends):
-        least, greatest = min(least, values.min()), max(greatest, values.max())
-        total, whole = total + values.sum(), whole and bool((values == np.rint(values)).all())
-    if not count:
-        least = greatest = total = np.nan
-    mean = total / max(1, count)
-    second = third = 0.0 * mean
-    for values in _blocks(rating, starts, ends):
-        deviation = values - mean
-        second, third = second + (deviation**2).sum(), third + (deviation**3).sum()
-    spread = float(np.sqrt(second / max(1, count)))
+    sums = [(v.min(), v.max(), v.sum(), (v == np.rint(v)).all()) for v in blocks()] or [(np.nan, np.nan, np.nan, True)]
+    least, greatest, total, whole = map(np.array, zip(*sums, strict=True))
+    mean = total.sum() / max(1, count)
+    moments = [(((v - mean) ** 2).sum(), ((v - mean) ** 3).sum()) for v in blocks()] or [(np.nan, np.nan)]
+    second, third = np.sum(moments, 0) / max(1, count)
+    spread = float(np.sqrt(second))
     return Summary(
         users=len(starts),
         items=num_items,
         ratings=count,
-        least=float(least),
-        greatest=float(greatest),
+        least=float(least.min()),
+        greatest=float(greatest.max()),
         mean=float(mean),
         spread=spread,
-        skewness=0.0 if spread == 0 else float(third / max(1, count) / spread**3),
+        skewness=0.0 if spread == 0 else float(third / spread**3),
         density=count / max(1, len(starts) * num_items),
-        whole=whole,
+        whole=bool(whole.all()),
         skipped=dict(skipped),
         recognised=dict(recognised),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.data.corpus import Corpus
 from fedrecon._src.data.corpus_writer import FRACTIONS, CorpusSettings, Post, prepare_corpus
 from fedrecon._src.data.ratings import Ratings
@@ -45,11 +46,10 @@ def synthetic_ratings(
       >>> fr.data.synthetic_ratings(num_users=100, num_items=50, mean_ratings=10).num_items
       50
     """
-    if num_users < 1 or num_items < 1 or dim < 1 or mean_ratings <= 0 or noise < 0:
-        raise ValueError(
-            "`num_users`, `num_items`, `mean_ratings` and `dim` must be positive and `noise` not negative "
-            f"(got {num_users}, {num_items}, {mean_ratings}, {dim} and {noise})."
-        )
+    for name, size in zip(("num_users", "num_items", "dim"), (num_users, num_items, dim), strict=True):
+        check_number(name, size, least=1)
+    check_number("mean_ratings", mean_ratings, above=True)
+    check_number("noise", noise)
     rng = np.random.default_rng(seed)
     sizes = _sizes(rng, num_users, num_items, mean_ratings)
     popularity = (np.arange(num_items) + POPULARITY_OFFSET) ** -1.2
@@ -157,11 +157,8 @@ def synthetic_text(
       25
     """
     sizes = (num_clients, sentences, shared_words, private_words, kinds)
-    if min(sizes) < 1:
-        raise ValueError(
-            "`num_clients`, `sentences`, `shared_words`, `private_words` and `kinds` must be positive "
-            f"(got {', '.join(map(str, sizes))})."
-        )
+    for name, size in zip(("num_clients", "sentences", "shared_words", "private_words", "kinds"), sizes, strict=True):
+        check_number(name, size, least=1)
     words = [f"w{k}" for k in range(shared_words)] + [f"k{k}" for k in range(kinds)]
     settings = CorpusSettings(
         fractions=fractions, seed=seed, words=words, kept_words=len(words), max_sentences=sentences

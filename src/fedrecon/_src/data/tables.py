@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.tabular import to_arrow
 from fedrecon._src.data.sources import (
     ALWAYS_ALLOWED,
@@ -211,8 +212,7 @@ class TextTable:
             raise DataError(
                 f"`delimiter` must be characters that are neither quotes nor line ends (got {delimiter!r})."
             )
-        if skip_lines < 0:
-            raise DataError(f"`skip_lines` must be at least 0 (got {skip_lines}).")
+        check_number("skip_lines", skip_lines)
         self.source, self.typed = source, False
         self._chunks = _Chunks(read_text(stream, source, encoding))
         chunk = self._skip_lines(skip_lines)
@@ -259,10 +259,13 @@ class TextTable:
         # every line feed ends a row, and quotes surround whole fields
         self._plain = re.compile(rf'(?:(?:[^"\n{mark}]*+|"(?:[^"\n]++|"")*+")[{mark}\n])*+')
 
+    def _reader(self, lines: Iterable[str]) -> Any:
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quoting else csv.QUOTE_NONE
+        return csv.reader(lines, delimiter=self.delimiter, skipinitialspace=True, quoting=quoting)
+
     def _split(self, line: str) -> list[str]:
         try:
-            fields = next(csv.reader([line], delimiter=self.delimiter, skipinitialspace=True), [])
-            fields = fields if self.quoting else line.split(self.delimiter)
+            fields: list[str] = next(self._reader([line]), [])
         except csv.Error:  # a field that is too long
             fields = line.split(self.delimiter)
         return [field.strip() for field in fields]
@@ -328,13 +331,8 @@ class TextTable:
         """Yield the number of each line that is not blank, and its fields."""
         count = chunk.count("\n")
         first = self._chunks.line - count
-        if not self.quoting:
-            for number, line in enumerate(io.StringIO(chunk), first):
-                if line.strip():
-                    yield number, [field.strip() for field in line.split(self.delimiter)]
-            return
         lines = self._lines(chunk)
-        reader = csv.reader(lines, delimiter=self.delimiter, skipinitialspace=True)
+        reader = self._reader(lines)
         start = first
         try:
             while reader.line_num < count:
@@ -374,7 +372,8 @@ def _find_delimiter(line: str, source: str) -> str:
         return delimiter
     if len(line.split()) > 1:
         return " "
-    raise DataError(f"{source}: cannot tell what separates fields in {line[:60]!r}; name it with delimiter=...")
+    advice = "name it with delimiter=..."
+    raise DataError(f"{source}: cannot tell what separates fields in {line[:60]!r}; {advice}", ["delimiter"])
 
 
 def _convert_marks(delimiter: str, text: str) -> str:

@@ -83,9 +83,9 @@ def unique_labels(titles: Sequence[str], ids: Sequence[Any]) -> list[str]:
       ['Hamlet [1]', 'Brazil', 'Hamlet [3]']
     """
     if len(titles) != len(ids):
-        raise ValueError(f"there are {len(titles)} titles for {len(ids)} items: give one for each.")
+        raise ValueError(f"`titles` and `ids` must have the same length (got {len(titles)} and {len(ids)}).")
     if len(set(map(str, ids))) < len(ids):
-        raise ValueError("some ids occur twice: give a different one for each item.")
+        raise ValueError("`ids` must be distinct.")
     names = [title or str(id_) for title, id_ in zip(titles, ids, strict=True)]
     while clash := {name for name, count in Counter(names).items() if count > 1}:  # a title may look like a label
         names = [f"{name} [{id_}]" if name in clash else name for name, id_ in zip(names, ids, strict=True)]

@@ -24,14 +24,19 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrecon._src.storage.atomic import StorageError, read_json, write_json
+from fedrecon._src.core.checks import check_number
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
 
 PAD = 0
 MAX_WORDS = 20  # of a sentence
-FORMAT = "fedrecon-vocabulary"
-VERSION = 1
+FORMAT = Format("fedrecon-vocabulary", 1)
 URL = "<URL>"  # upper case, so that no lower-cased word can be the same
 HASH_BITS = 31
+PAIR_ROWS, PAIR_FACTOR = (
+    32_749,
+    1_000_003,
+)  # rows of a table of trigrams; both prime, so that pairs spread over all rows
 
 # Marks stand alone; everything else that is not white space makes up words. Listed by code point rather than by
 # Unicode's categories, so that combining marks stay in their words and all versions of Python agree.
@@ -103,8 +108,7 @@ class Vocabulary:
     def __post_init__(self) -> None:
         """Check that there is an id for every word, and one word for every id."""
         object.__setattr__(self, "words", tuple(map(str, self.words)))
-        if self.buckets < 1:
-            raise ValueError(f"`buckets` is {self.buckets}; words outside the vocabulary need at least 1.")
+        check_number("buckets", self.buckets, least=1)
         if len(self._ids) < len(self.words):
             twice = next(word for k, word in enumerate(self.words, 1) if self._ids[word] != k)
             raise ValueError(f"{twice!r} is in the vocabulary twice.")
@@ -165,8 +169,7 @@ class Vocabulary:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file that `load` reads."""
-        content = {"format": FORMAT, "version": VERSION, "buckets": self.buckets, "words": self.words}
-        write_json(Path(path), content)
+        write_manifest(Path(path), FORMAT, {"buckets": self.buckets, "words": self.words})
 
     @classmethod
     def load(cls, path: str | Path) -> "Vocabulary":
@@ -175,18 +178,11 @@ class Vocabulary:
         Raises:
           StorageError: it is missing, damaged or not a vocabulary.
         """
+        facts = read_manifest(Path(path), FORMAT)
         try:
-            content = read_json(Path(path))
-            if content["format"] != FORMAT or content["version"] > VERSION:
-                raise StorageError(
-                    f"{path} is of format {content['format']} {content['version']}; "
-                    f"this version of fedrecon reads {FORMAT} up to {VERSION}"
-                )
-            words = content["words"]
+            words, buckets = facts["words"], facts["buckets"]
             if not all(isinstance(word, str) for word in words):
-                raise TypeError("words must be text")
-            return cls(tuple(words), int(content["buckets"]))
-        except StorageError:
-            raise
-        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
+                raise TypeError("`words` must be strings")
+            return cls(tuple(words), int(buckets))
+        except (KeyError, TypeError, ValueError, OverflowError) as problem:
             raise StorageError(f"{path} is not a saved vocabulary: {problem!r}") from None

@@ -65,11 +65,9 @@ def adaptive_clip(
     check_number("memory", memory, most=1, below=True)
 
     def init(parts: Parts) -> NormsSeen:
-        del parts
         return NormsSeen(jnp.zeros(BINS), jnp.float32(0.0 if start is None else start))
 
     def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
-        del keys
         norm = norms(summand)
         present = (summand.scale > 0).astype(jnp.float32)
         histogram = present[:, None] * (_bin(norm)[:, None] == jnp.arange(BINS))  # (clients, BINS)
@@ -81,7 +79,6 @@ def adaptive_clip(
         return summand._replace(scale=jnp.where(has_limit, clipped.scale, direction), flags=flags)
 
     def decode(state: NormsSeen, total: Total, key: Array) -> tuple[Total, NormsSeen, Report]:
-        del key
         seen = memory * state.histogram + total.scalars[HISTOGRAM]
         norm = quantile_of(seen, quantile)
         length = jnp.where(state.limit > 0, 1.0, norm)

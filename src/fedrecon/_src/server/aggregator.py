@@ -62,11 +62,9 @@ def stateless(
     """
 
     def encode_one(message: Any, summand: Summand, keys: Array) -> Summand:
-        del message, keys
         return encode(summand)
 
     def decode_one(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
-        del key
         total, report = decode(total)
         return total, state, report
 
@@ -108,5 +106,5 @@ def chain(*stages: Aggregator) -> Aggregator:
 
     promises = [(stage.release, stage.share) for stage in stages if stage.release is not None]
     if len(promises) > 1:
-        raise ValueError(f"{len(promises)} of the stages add noise and promise privacy; use only one")
+        raise ValueError(f"only one stage may add noise for differential privacy (got {len(promises)})")
     return Aggregator(init, message, encode, decode, *(promises[0] if promises else ()))

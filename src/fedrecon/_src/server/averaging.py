@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Num
 
 from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.factories import register_factory
@@ -15,7 +16,7 @@ from fedrecon._src.core.model import Model, metric_names
 from fedrecon._src.core.upload import Summand, Total, leave_out, map_values, values_of
 from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
 
-Weigh = Literal["examples", "uniform"] | Callable[[Array, Array], Array]
+Weigh = Literal["examples", "sqrt-examples", "uniform"] | Callable[[Array, Array], Array]
 
 
 @register_factory
@@ -26,7 +27,8 @@ def mean(weigh: Weigh = "examples", *, clip_norm: float | None = None, zero_norm
     weight, or whose mean is not finite, is skipped: the server's state stays as it was.
 
     Args:
-      weigh: `examples` weighs a client by the query examples it processed, `uniform` weighs all alike; or a function
+      weigh: `examples` weighs a client by the query examples it processed, `sqrt-examples` by their square root,
+        `uniform` weighs all alike; or a function
         of `(examples, sums)`, both clients first, that returns `(clients,)` weights, such as `weight_of` makes.
       clip_norm: scale an upload down to this norm over all its entries; None for no limit.
       zero_norm: exclude a client whose upload has a norm above this; None for no limit.
@@ -115,7 +117,7 @@ def by_weight(weigh: Weigh = "examples") -> Aggregator:
 
     def encode(summand: Summand) -> Summand:
         takes_part = summand.scale > 0
-        weight = jnp.where(takes_part, _weights(weigh, summand), 0.0).astype(jnp.float32)
+        weight = jnp.where(takes_part, weigh_clients(weigh, summand.examples, summand.metrics), 0.0).astype(jnp.float32)
         summand = leave_out(summand, ~jnp.isfinite(weight), "non_finite")
         summand = leave_out(summand, ~(weight > 0))
         weight = jnp.where(summand.scale > 0, weight, 0.0)
@@ -155,11 +157,11 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
 def check_weigh(weigh: Weigh) -> None:
     """Refuse a name that is not a way to weigh."""
     if not callable(weigh):
-        check_choice("weigh", weigh, ("examples", "uniform"))
+        check_choice("weigh", weigh, ("examples", "sqrt-examples", "uniform"))
 
 
-def norms(summand: Summand) -> Array:
-    """Return the norm of every client's upload over all its entries, `(clients,)`."""
+def norms(summand: Summand) -> Float[Array, " clients"]:
+    """Return the norm of every client's upload over all its entries."""
     squares = jnp.zeros(summand.examples.shape)
     for values in values_of(summand.parts):
         flat = values.reshape(values.shape[0], -1)
@@ -175,7 +177,7 @@ def weigh_and_clip(summand: Summand, weigh: Weigh, limit: Array) -> tuple[Summan
     if weigh == "uniform":
         norm = norms(summand)
         return clip_to(summand, norm, limit), norm
-    weight = _weights(weigh, summand)
+    weight = weigh_clients(weigh, summand.examples, summand.metrics)
     weight = jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0.0)
     norm = norms(summand) * weight
     summand = clip_to(summand, norm, limit)
@@ -211,7 +213,12 @@ def all_finite(parts: Mapping[str, Mapping[str, Any]], divisor: Array | float = 
     )
 
 
-def _weights(weigh: Weigh, summand: Summand) -> Array:
+def weigh_clients(
+    weigh: Weigh, examples: Num[Array, " clients"], sums: Float[Array, "clients metrics 2"]
+) -> Num[Array, " clients"]:
+    """Return the weights of clients."""
     if callable(weigh):
-        return weigh(summand.examples, summand.metrics)
-    return summand.examples if weigh == "examples" else jnp.ones(summand.examples.shape)
+        return weigh(examples, sums)
+    if weigh == "sqrt-examples":
+        return jnp.sqrt(examples)
+    return examples if weigh == "examples" else jnp.ones(examples.shape)

@@ -30,7 +30,16 @@ from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon._src.privacy.ring import Grid, grid, quantise, restore
 from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
-from fedrecon._src.server.averaging import Weigh, all_finite, by_weight, check_weigh, clip, finite, weigh_and_clip
+from fedrecon._src.server.averaging import (
+    Weigh,
+    all_finite,
+    by_weight,
+    check_weigh,
+    clip,
+    finite,
+    weigh_and_clip,
+    weigh_clients,
+)
 from fedrecon._src.server.gaussian import MARGIN
 from fedrecon._src.server.rescaling import Scales, rescale
 
@@ -75,11 +84,11 @@ def secure(
       >>> aggregate = fr.aggregators.secure(clip_norm=1.0, clients=100)
     """
     if clients < 2:
-        raise ValueError(f"`clients` is {clients}; a sum of one hides nobody, so it takes two or more")
+        raise ValueError(f"`clients` must be at least 2: a sum over one client hides nothing (got {clients})")
     if noise_multiplier is not None:
         if per_round is None or least is None:
             raise ValueError(
-                "with `noise_multiplier`, give `per_round` and `least`: how many clients on average, and at least"
+                "`noise_multiplier` needs `per_round` and `least`, the mean and the least number of clients"
             )
         sized = functools.partial(
             _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least
@@ -103,14 +112,10 @@ def _weighed_and_clipped(weigh: Weigh, limit: float) -> Aggregator:
 
 def _at_most(weigh: Weigh, most: float) -> Weigh:
     def bounded(examples: Array, sums: Array) -> Array:
-        if callable(weigh):
-            weights = weigh(examples, sums)
-        else:
-            weights = examples if weigh == "examples" else jnp.ones(examples.shape)
+        weights = weigh_clients(weigh, examples, sums)
         return jnp.where(jnp.isfinite(weights), jnp.minimum(weights, most), weights)
 
-    if not callable(weigh):
-        by_weight(weigh)  # refuses an unknown name
+    check_weigh(weigh)
     return bounded
 
 
@@ -121,14 +126,12 @@ def _integers(values: Grid, scalar_grids: Mapping[str, Grid], clients: int) -> A
         return scalar_grids[name] if name in scalar_grids else Grid(1.0, clients, 1.0, 32)
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
-        del message, keys
         parts = _map(lambda array: quantise(values, array * broadcast_clients(summand.scale, array), jnp), summand)
         small = {name: quantise(grid_of(name), value, jnp) for name, value in summand.scalars.items()}
         flags = {name: quantise(grid_of(name), value, jnp) for name, value in summand.flags.items()}
         return summand._replace(parts=parts, scalars=small, flags=flags)
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
-        del key
         parts = {
             name: {path: restore(values, array, jnp) for path, array in part.items()}
             for name, part in total.parts.items()
@@ -149,7 +152,6 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
         return sum(math.prod(array.shape[1:] if clients_first else array.shape) for array in arrays)
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
-        del message
         whole = {name: {path: _whole(change) for path, change in part.items()} for name, part in summand.parts.items()}
         share = sized(length_of(whole, True))
         summand = summand._replace(parts=whole, scalars={}, flags={})
@@ -161,7 +163,6 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
         return summand._replace(parts=jax.tree.unflatten(structure, leaves))
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
-        del key
         share = sized(length_of(total.parts, False))
         parts = jax.tree.map(lambda array: restore(share.grid, array, jnp) / per_round, total.parts)
         return Total(parts, {}), state, {"skipped": ~all_finite(parts)}
@@ -208,15 +209,17 @@ def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts
       rng: `system_generator()` in deployment; a simulation may seed one, and must say so.
       hosts: how many hosts; their noise is drawn at once.
     """
-    noise, begin = draw(share, rng, hosts), 0
-    parts: dict[str, dict[str, Any]] = {}
-    for name, part in sorted(total.parts.items()):
-        parts[name] = {}
-        for path, values in sorted(part.items()):
-            share_of_leaf = noise[begin : begin + values.size].reshape(values.shape)
-            parts[name][path] = np.asarray(values, noise.dtype) + share_of_leaf
-            begin += values.size
+    noise = _cut(draw(share, rng, hosts), total.parts)
+    parts = jax.tree.map(lambda values, more: np.asarray(values, more.dtype) + more, total.parts, noise)
     return Total(parts, total.scalars)
+
+
+def _cut(vector: np.ndarray, template: Any) -> Any:
+    """Cut a vector into the leaves of a pytree, in the order of JAX: dicts by sorted keys."""
+    leaves, structure = jax.tree.flatten(template)
+    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])
+    parts = zip(np.split(vector, ends[:-1]), leaves, strict=True)
+    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in parts])
 
 
 # ---- vectors for the protocol ----
@@ -243,14 +246,12 @@ def to_vectors(summand: Summand) -> np.ndarray:
       [[1, 2, 5], [3, 4, 6]]
     """
     present = np.asarray(summand.scale) > 0
-    parts = [
-        np.where(present[:, None], np.asarray(_whole(change)).reshape(len(present), -1), 0)
-        for _, part in sorted(summand.parts.items())
-        for _, change in sorted(part.items())
-    ]
-    small = {**summand.scalars, **summand.flags}
-    parts += [np.asarray(small[name]).reshape(len(present), -1) for name in sorted(small)]
-    return np.concatenate(parts, 1).astype(np.uint32)
+    whole = jax.tree.map(_whole, summand.parts, is_leaf=lambda change: isinstance(change, RowChanges))
+    parts, small = (
+        [np.asarray(leaf).reshape(len(present), -1) for leaf in jax.tree.leaves(tree)]
+        for tree in (whole, {**summand.scalars, **summand.flags})
+    )
+    return np.concatenate([*(np.where(present[:, None], part, 0) for part in parts), *small], 1).astype(np.uint32)
 
 
 def from_vector(vector: np.ndarray, template: Any) -> Total:
@@ -268,15 +269,7 @@ def from_vector(vector: np.ndarray, template: Any) -> Total:
       >>> total.parts["delta"]["w"].tolist(), int(total.scalars["weight"])
       ([4, 6], 11)
     """
-    arrays: dict[tuple[str, str], Array] = {}
-    names = [((name, path), part[path].shape) for name, part in sorted(template.parts.items()) for path in sorted(part)]
-    names += [(("", name), template.scalars[name].shape) for name in sorted(template.scalars)]
-    length = sum(math.prod(shape) for _, shape in names)
+    length = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(template))
     if vector.shape != (length,):
-        raise ValueError(f"the sum has the shape {vector.shape}; this algorithm's has ({length},)")
-    begin = 0
-    for name, shape in names:
-        arrays[name] = jnp.asarray(vector[begin : begin + math.prod(shape)], jnp.uint32).reshape(shape)
-        begin += math.prod(shape)
-    parts = {name: {path: arrays[name, path] for path in part} for name, part in template.parts.items()}
-    return Total(parts, {name: arrays["", name] for name in template.scalars})
+        raise ValueError(f"`vector` must have shape ({length},) (got {vector.shape})")
+    return jax.tree.map(lambda part: jnp.asarray(part, jnp.uint32), _cut(vector, template))

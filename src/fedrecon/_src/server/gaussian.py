@@ -100,10 +100,11 @@ def private(
     noise = Noise(noise_multiplier)
     bands: tuple[float, ...] = (1.0,)
     if correlated is not None:
-        if rounds is None:
-            raise ValueError("`correlated` noise is made for a number of rounds: give `rounds`, too")
-        if quantile is not None:
-            raise ValueError("`correlated` noise needs one clipping norm for all rounds; it excludes `quantile`")
+        if rounds is None or quantile is not None:
+            raise ValueError(
+                "`correlated` noise is made for a number of rounds with one clipping norm: give `rounds`, and no "
+                f"`quantile` (got rounds={rounds}, quantile={quantile})"
+            )
         bands = coefficients(correlated, rounds)
     if quantile is not None:
         of_count = per_round / 20 if count_noise is None else count_noise
@@ -136,7 +137,6 @@ def _clip_and_noise(stage: _Stage) -> Aggregator:
     clip, noise, per_round, weigh, quantile, clip_rate, bands = stage
 
     def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
-        del keys
         present = summand.scale > 0
         summand, norm = weigh_and_clip(summand, weigh, limit * (1 - MARGIN))
         # A half up or down, so that one client changes the count by one half at most.

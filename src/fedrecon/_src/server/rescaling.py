@@ -43,13 +43,11 @@ def rescale(scales: Scales) -> Aggregator:
         return by_pattern(scales, "scales", dict.fromkeys(parts[DELTA], 0))
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
-        del message, keys
         factors = of(summand.parts)
         changes = {path: _multiplied(change, factors.get(path)) for path, change in summand.parts[DELTA].items()}
         return summand._replace(parts={**summand.parts, DELTA: changes})
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
-        del key
         factors = of(total.parts)
         changes = {path: _divided(values, factors.get(path)) for path, values in total.parts[DELTA].items()}
         return total._replace(parts={**total.parts, DELTA: changes}), state, {}

@@ -55,14 +55,11 @@ def load_arrays(path: Path, like: Any) -> Any:
         arrays = load_file(path)
     except Exception as problem:
         raise StorageError(f"{path} cannot be read: {problem}") from None
-    if set(arrays) != set(expected):
-        raise StorageError(f"{path} holds {sorted(arrays)}; expected {sorted(expected)}")
-    for name, leaf in expected.items():
-        if arrays[name].shape != tuple(leaf.shape) or arrays[name].dtype != leaf.dtype:
-            raise StorageError(
-                f"{path}: {name!r} is {arrays[name].dtype}{arrays[name].shape}; "
-                f"expected {leaf.dtype}{tuple(leaf.shape)}"
-            )
+    actual = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
+    described = {name: f"{np.dtype(leaf.dtype)}{tuple(leaf.shape)}" for name, leaf in expected.items()}
+    if wrong := sorted(name for name in {*actual, *described} if actual.get(name) != described.get(name)):
+        name = wrong[0]
+        raise StorageError(f"{path}: {name!r} is {actual.get(name, 'missing')}; expected {described.get(name, 'none')}")
     return jax.tree.map(np.asarray, unflatten(structure, {name: arrays[name or "value"] for name in leaves}))
 
 

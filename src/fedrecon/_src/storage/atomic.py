@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 2**28  # a catalogue of some millions of items
-PIECE = 2**20  # bytes that are read at a time
 
 
 class StorageError(ValueError):
@@ -37,38 +35,30 @@ def open_regular(path: Path, max_bytes: int | None = None) -> io.BufferedReader:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise StorageError(f"{path} is missing") from None
     except (OSError, ValueError) as problem:  # ValueError: a null byte in the name
-        raise StorageError(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
-    status, refusal = os.fstat(descriptor), None
-    if not stat.S_ISREG(status.st_mode):
-        refusal = "it is not a regular file"
-    elif max_bytes is not None and status.st_size > max_bytes:
-        refusal = f"it has {status.st_size:,} bytes; at most {max_bytes:,} are accepted"
-    if refusal is not None:
+        reason = "is missing" if isinstance(problem, FileNotFoundError) else f"cannot be read: {problem}"
+        raise StorageError(f"{path} {reason}") from None
+    status = os.fstat(descriptor)
+    is_regular = stat.S_ISREG(status.st_mode)
+    if not is_regular or (max_bytes is not None and status.st_size > max_bytes):
         os.close(descriptor)
-        raise StorageError(f"{path} cannot be read: {refusal}")
+        rule = f"a regular file of at most {max_bytes:,} bytes" if max_bytes is not None else "a regular file"
+        size = f"{status.st_size:,} bytes" if is_regular else "something else"
+        raise StorageError(f"{path} cannot be read: it must be {rule} (got {size})")
     return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Read a regular file of bounded size; raises `StorageError` like `open_regular`."""
     with open_regular(path, max_bytes) as file:
-        pieces = iter(lambda: file.read(PIECE), b"")  # `read(max_bytes)` would allocate all of it at once
-        content = b"".join(itertools.islice(pieces, max_bytes // PIECE + 1))  # the file may grow while it is read
-    if len(content) > max_bytes:
-        raise StorageError(f"{path} cannot be read: it has over {max_bytes:,} bytes")
-    return content
+        return file.read(min(os.fstat(file.fileno()).st_size, max_bytes))  # it may grow while it is read
 
 
 def parse_json(content: bytes, path: Path) -> Any:
     """Parse JSON; raises a `StorageError` that names the file it came from."""
     try:
         return json.loads(content.decode("utf-8"))
-    except RecursionError:
-        raise StorageError(f"{path} is not valid JSON: it is nested too deeply") from None
-    except ValueError as problem:  # not JSON, not UTF-8, or a number of thousands of digits
+    except (ValueError, RecursionError) as problem:  # not JSON, not UTF-8, a number of thousands of digits, or too deep
         raise StorageError(f"{path} is not valid JSON: {problem}") from None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.lib import format as npy
 
-from fedrecon._src.storage.atomic import StorageError, open_regular
+from fedrecon._src.storage.atomic import open_regular
 from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
 
 Columns = Mapping[str, np.ndarray]
@@ -78,20 +78,19 @@ class ClientStream:
             for column, values in client.items():
                 file = ArrayFile(column_path(self.folder, column), values.dtype, values.shape[1:])
                 self.columns[column] = self.files.enter_context(file)
-        sizes = {len(values) for values in client.values()}
-        first = {column: (file.dtype, file.shape) for column, file in self.columns.items()}
-        if len(sizes) != 1 or client.keys() != first.keys():
-            raise ValueError(f"client {name!r} has columns {_shapes(client)}; expected {list(first)} of one length.")
+        rows = {column: f"{file.dtype}{list(file.shape)}" for column, file in self.columns.items()}
+        size = len(next(iter(client.values()), ()))
+        fits = client.keys() == rows.keys() and all(
+            len(values) == size
+            and values.shape[1:] == self.columns[column].shape
+            and np.can_cast(values.dtype, self.columns[column].dtype, "safe")
+            for column, values in client.items()
+        )
+        if not fits:
+            columns = {column: f"{values.dtype}{list(values.shape)}" for column, values in client.items()}
+            raise ValueError(f"client {name!r} has columns {columns}; expected rows of {rows}, all of one length.")
         for column, values in client.items():
-            dtype, shape = first[column]
-            if values.shape[1:] != shape or not np.can_cast(values.dtype, dtype, "safe"):
-                given, expected = f"{values.dtype}{list(values.shape[1:])}", f"{dtype}{list(shape)}"
-                raise ValueError(
-                    f"client {name!r}: rows of column {column!r} are {given}, but the first client's are "
-                    f"{expected}: give every client the same dtype and shape."
-                )
             self.columns[column].append(values)
-        size = sizes.pop()
         self.totals = Totals(self.totals.num_examples + size, max(self.totals.max_size, size))
         self.offsets.append(np.array([self.totals.num_examples]))
         self._add_name(name)
@@ -116,10 +115,6 @@ class ClientStream:
                 while lines := list(islice(self.names, CLIENTS_PER_BLOCK)):
                     names.append(np.array([line[:-1] for line in lines]).astype(dtype))
         (self.folder / "names.txt").unlink()
-
-
-def _shapes(columns: Columns) -> str:
-    return ", ".join(f"{name} {values.shape}" for name, values in columns.items()) or "none"
 
 
 def column_path(folder: Path, name: str) -> Path:
@@ -166,8 +161,6 @@ def read_clients_manifest(folder: Path, max_hashed: int | None = QUICK_BYTES) ->
     Files up to `max_hashed` bytes are read and compared with their digests. For larger files only the size is compared,
     so that millions of clients open in milliseconds.
     """
-    if not (folder / MANIFEST).is_file():
-        raise StorageError(f"{folder} is not a saved Clients folder: it has no {MANIFEST}.")
     return read_folder_manifest(folder / MANIFEST, FORMAT, max_hashed=max_hashed)
 
 

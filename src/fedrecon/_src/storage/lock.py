@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import socket
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from fedrecon._src.storage.atomic import StorageError, read_bytes
 
@@ -19,31 +18,8 @@ SECONDS_BETWEEN_TRIES = 0.1
 MAX_LOCK_BYTES = 2**16
 
 
-class Holder(NamedTuple):
-    """The process that holds a lock; a field is None if the lock file does not have it."""
-
-    pid: int | None = None
-    host: str | None = None
-    since: str | None = None
-
-    def __str__(self) -> str:
-        """Name the process in words."""
-        if self.pid is None:
-            return "another process"
-        return f"process {self.pid} on {self.host} (since {self.since})"
-
-
 class LockedError(StorageError):
-    """Another process holds the lock.
-
-    Attributes:
-      holder: that process.
-    """
-
-    def __init__(self, message: str, holder: Holder) -> None:
-        """Make an error."""
-        super().__init__(message)
-        self.holder = holder
+    """Another process holds the lock."""
 
 
 @contextmanager
@@ -52,7 +28,7 @@ def file_lock(
     what: str | None = None,
     *,
     wait: float = 0.0,
-    on_wait: Callable[[Holder], None] | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[Path]:
     """Lock a file while a block runs.
 
@@ -64,7 +40,7 @@ def file_lock(
       path: the lock file, which names the holder. Missing folders are made; the file is removed at the end.
       what: what is being locked, for the message; None for the lock file's own name.
       wait: how many seconds to wait for the lock; `math.inf` for as long as it takes.
-      on_wait: called once with the holder if the lock is taken.
+      on_wait: called once with a description of the holder if the lock is taken.
 
     Raises:
       LockedError: another process holds it; the message says which.
@@ -75,13 +51,11 @@ def file_lock(
     while (file := _try_lock(path)) is None:
         holder = read_holder(path)
         if time.monotonic() >= until:
-            raise LockedError(
-                f"{what or path} is in use by {holder}. Wait until it ends, or choose another folder.", holder
-            )
+            raise LockedError(f"{what or path} is in use by {holder}. Wait until it ends, or choose another folder.")
         if on_wait is not None:
             on_wait(holder)
             on_wait = None
-        time.sleep(SECONDS_BETWEEN_TRIES if math.isinf(until) else min(SECONDS_BETWEEN_TRIES, wait))
+        time.sleep(min(SECONDS_BETWEEN_TRIES, wait))
     with file:
         try:
             yield path
@@ -89,13 +63,13 @@ def file_lock(
             path.unlink(missing_ok=True)  # before releasing the lock: others that opened this file see that it is gone
 
 
-def read_holder(path: str | Path) -> Holder:
-    """Return the process that last wrote a lock file, whether or not it still runs."""
+def read_holder(path: str | Path) -> str:
+    """Describe the process that last wrote a lock file, whether or not it still runs."""
     try:
         content = json.loads(read_bytes(Path(path), MAX_LOCK_BYTES))
-        return Holder(int(content["pid"]), str(content["host"])[:100], str(content["since"])[:40])
+        return f"process {int(content['pid'])} on {content['host']!s:.100} (since {content['since']!s:.40})"
     except (ValueError, KeyError, TypeError, RecursionError):  # StorageError is a ValueError
-        return Holder()
+        return "another process"
 
 
 def _try_lock(path: Path) -> IO[str] | None:

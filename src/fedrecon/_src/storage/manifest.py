@@ -57,11 +57,10 @@ def read_manifest(path: Path, file_format: Format) -> dict[str, Any]:
     """
     content = read_bytes(path)
     facts = parse_json(content, path)
-    if not isinstance(facts, dict):
-        raise DamagedError(f"{path} is damaged: it is not a JSON object")
-    if (facts.get("format"), facts.get("version")) != file_format:
+    header = (facts.get("format"), facts.get("version")) if isinstance(facts, dict) else ("not an object", None)
+    if header != file_format:
         raise StorageError(
-            f"{path} is of format {facts.get('format')!r} {facts.get('version')!r}; this version of fedrecon reads "
+            f"{path} is of format {header[0]!r} {header[1]!r}; this version of fedrecon reads "
             f"{file_format.name!r} {file_format.version}"
         )
     end = _END.search(content)
@@ -130,10 +129,13 @@ def verify_file(path: Path, entry: Any, max_hashed: int | None = None) -> None:
     try:
         size, digest = int(entry["bytes"]), str(entry["sha256"])
     except (KeyError, TypeError, ValueError):
-        raise DamagedError(f"the manifest does not say what {path} should be") from None
+        raise DamagedError(f"{path} is not in the manifest") from None
     if not path.is_file():
-        raise DamagedError(f"{path} is missing")
-    if (actual := path.stat().st_size) != size:
-        raise DamagedError(f"{path} is damaged: it has {actual:,} bytes, but {size:,} were written")
-    if (max_hashed is None or size <= max_hashed) and file_digest(path) != digest:
-        raise DamagedError(f"{path} is damaged: its content is not what was written (sha256 differs)")
+        problem = "is missing or not a regular file"
+    elif (actual := path.stat().st_size) != size:
+        problem = f"is damaged: it has {actual:,} bytes, but {size:,} were written"
+    elif (max_hashed is None or size <= max_hashed) and file_digest(path) != digest:
+        problem = "is damaged: its content is not what was written (sha256 differs)"
+    else:
+        return
+    raise DamagedError(f"{path} {problem}")

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedrecon._src.storage.atomic import read_bytes, without_nan, write_bytes, write_errors
 
@@ -18,29 +18,17 @@ class StorageWarning(UserWarning):
     """A file is damaged, but nothing in it is needed to continue."""
 
 
-class _Content(NamedTuple):
-    lines: list[bytes]  # complete lines
-    records: list[tuple[bytes, dict[str, Any]]]
-    bad: list[int]  # numbers of the lines that are not records
-
-
 class MetricsLog:
     """A file with one JSON object per round or evaluation."""
 
     def __init__(self, path: Path):
         """Use a file, which need not exist."""
         self.path = path
-        self._digest: Any = None  # of the lines so far, kept up to date so that sealing costs the same in every round
-        self._lines = 0
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Append the line of a round or evaluation."""
-        self._catch_up()
-        line = (json.dumps(without_nan(entry)) + "\n").encode()
         with write_errors(self.path), self.path.open("ab") as file:
-            file.write(line)
-        self._digest.update(line)
-        self._lines += 1
+            file.write((json.dumps(without_nan(entry)) + "\n").encode())
 
     def read(self) -> list[dict[str, Any]]:
         """Read all complete lines. A last line that was cut off is ignored.
@@ -48,15 +36,15 @@ class MetricsLog:
         Warns:
           StorageWarning: other lines are damaged; they are left out.
         """
-        content = self._read()
-        if content.bad:
-            self._warn(f"line {content.bad[0]} is not a record; {len(content.bad)} lines are left out")
-        return [record for _, record in content.records]
+        records = [_record(line) for line in self._lines()]
+        if bad := records.count(None):
+            self._warn(f"line {records.index(None) + 1} is not a record; {bad} lines are left out")
+        return [record for record in records if record is not None]
 
     def seal(self) -> dict[str, Any]:
         """Return the number of lines and their digest, for a checkpoint."""
-        self._catch_up()
-        return {"lines": self._lines, "sha256": self._digest.hexdigest()}
+        lines = self._lines()
+        return {"lines": len(lines), "sha256": _digest(lines)}
 
     def cut(self, done: int, seal: Any) -> list[dict[str, Any]]:
         """Cut the file back to a checkpoint and return its records.
@@ -71,41 +59,32 @@ class MetricsLog:
         Warns:
           StorageWarning: the file is damaged.
         """
-        content, seal = self._read(), seal if isinstance(seal, Mapping) else {}
-        lines = seal.get("lines", 0)
-        good = hashlib.sha256(b"".join(content.lines[:lines])).hexdigest() == seal.get("sha256", _NOTHING)
-        if not good or any(number <= lines for number in content.bad):
+        lines, seal = self._lines(), seal if isinstance(seal, Mapping) else {}
+        records = [_record(line) for line in lines]
+        sealed = seal.get("lines", 0)
+        if None in records[:sealed] or _digest(lines[:sealed]) != seal.get("sha256", _digest([])):
             aside = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
             if self.path.exists() and not aside.exists():
                 write_bytes(aside, read_bytes(self.path, MAX_METRICS_BYTES))
             self._warn(f"it is not what was written. The run continues; the damaged file is kept as {aside}")
-        records = [(line, record) for line, record in content.records if record["round"] <= done]
-        if self.path.exists() or records:
-            write_bytes(self.path, b"".join(line for line, _ in records))
-        self._digest = None
-        return [record for _, record in records]
+        remaining = [
+            (line, record) for line, record in zip(lines, records, strict=True) if record and record["round"] <= done
+        ]
+        if self.path.exists():
+            write_bytes(self.path, b"".join(line for line, _ in remaining))
+        return [record for _, record in remaining]
 
-    def _read(self) -> _Content:
-        lines = read_bytes(self.path, MAX_METRICS_BYTES).split(b"\n")[:-1] if self.path.exists() else []
-        records, bad = [], []
-        for number, line in enumerate(lines, 1):
-            record = _record(line)
-            if record is None:
-                bad.append(number)
-            else:
-                records.append((line + b"\n", record))
-        return _Content([line + b"\n" for line in lines], records, bad)
-
-    def _catch_up(self) -> None:
-        if self._digest is None:
-            lines = self._read().lines
-            self._digest, self._lines = hashlib.sha256(b"".join(lines)), len(lines)
+    def _lines(self) -> list[bytes]:
+        """Read all complete lines."""
+        content = read_bytes(self.path, MAX_METRICS_BYTES) if self.path.exists() else b""
+        return [line + b"\n" for line in content.split(b"\n")[:-1]]
 
     def _warn(self, problem: str) -> None:
         warnings.warn(f"{self.path} is damaged: {problem}.", StorageWarning, stacklevel=4)
 
 
-_NOTHING = hashlib.sha256(b"").hexdigest()
+def _digest(lines: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -51,16 +51,15 @@ def mark_folder(path: Path) -> None:
 
 def check_replaceable(path: Path, own_files: Collection[str]) -> None:
     """Raise `StorageError` unless a folder does not exist or holds no files but `own_files` (relative names)."""
-    if path.exists() and not path.is_dir():
-        raise StorageError(f"{path} is a file; give a new folder")
-    names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+    files = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
+    names = {file.relative_to(path).as_posix() for file in files} if path.is_dir() else _list_names(path)
     if foreign := names - set(own_files):
         raise _foreign_folder(path, foreign)
 
 
 def check_names(path: Path, own_names: re.Pattern[str]) -> None:
     """Raise `StorageError` unless a folder does not exist or all names in it match `own_names`."""
-    if foreign := {name for name in _list_names(path) if not path.is_dir() or not own_names.fullmatch(name)}:
+    if foreign := {name for name in _list_names(path) if not own_names.fullmatch(name)}:
         raise _foreign_folder(path, foreign)
 
 
@@ -72,13 +71,11 @@ def check_overwritable(path: Path, beginning: bytes, what: str) -> None:
       beginning: how files of its kind begin.
       what: it is, for the message.
     """
-    if path.is_dir():
-        raise StorageError(f"{path} is a folder; give the name of a file")
     if not path.exists():
         return
     with open_regular(path) as file:
         if file.read(len(beginning)) not in (b"", beginning):
-            raise StorageError(f"{path} is there, and it is not {what}; give another name")
+            raise StorageError(f"{path} already exists and is not {what}; choose another name")
 
 
 def check_model_folder(path: Path) -> None:
@@ -94,8 +91,6 @@ def check_model_folder(path: Path) -> None:
 
 def _check_marked(path: Path, kind: str) -> None:
     """Raise `StorageError` unless a folder is new, empty, or one of this kind that fedrecon made."""
-    if path.exists() and not path.is_dir():
-        raise StorageError(f"{path} is a file; give a new or empty folder, or the folder of a {kind}")
     names = _list_names(path) - {LOCK, f".{MARKER}.partial"}
     if names and MARKER not in names:
         raise _foreign_folder(path, names)
@@ -105,7 +100,9 @@ def _check_marked(path: Path, kind: str) -> None:
 
 
 def _list_names(path: Path) -> set[str]:
-    return {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name} if path.exists() else set()
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file; give a new or empty folder")
+    return {entry.name for entry in path.iterdir()} if path.exists() else set()
 
 
 def _foreign_folder(path: Path, names: set[str]) -> StorageError:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.storage.arrays import load_arrays, save_arrays
 from fedrecon._src.storage.atomic import StorageError, atomic_folder, find_complete, read_bytes, sync, write_bytes
 from fedrecon._src.storage.lock import file_lock
@@ -54,6 +55,7 @@ class RunFolder:
 
     Args:
       path: the folder; it is made when something is first written.
+      checkpoint_every: how many rounds are lost, at most, when the process is killed.
 
     Example:
       >>> import tempfile
@@ -66,11 +68,12 @@ class RunFolder:
       False
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, checkpoint_every: int = 100):
         """Use a folder."""
-        self.path = Path(path)
+        check_number("checkpoint_every", checkpoint_every, least=1)
+        self.path, self.checkpoint_every = Path(path), checkpoint_every
         self.metrics = MetricsLog(self.path / METRICS)
-        self._locked = self._marked = False
+        self._locked = False
 
     @property
     def metrics_path(self) -> Path:
@@ -131,11 +134,6 @@ class RunFolder:
         """Return whether the folder has any part of a run."""
         return any((self.path / name).exists() for name in PARTS)
 
-    def _mark(self) -> None:
-        if not self._marked:
-            mark_folder(self.path)
-        self._marked = True
-
     # ---- contents ----
 
     def describe(self, facts: Mapping[str, Any]) -> None:
@@ -144,7 +142,7 @@ class RunFolder:
         Args:
           facts: settings, seed, versions, data, times.
         """
-        self._mark()
+        mark_folder(self.path)
         write_manifest(self.path / RUN, RUN_FORMAT, facts)
 
     def description(self) -> dict[str, Any]:
@@ -157,7 +155,7 @@ class RunFolder:
         Args:
           entry: of a round or an evaluation.
         """
-        self._mark()
+        mark_folder(self.path)
         self.metrics.append(entry)
 
     def records(self) -> list[dict[str, Any]]:
@@ -174,7 +172,7 @@ class RunFolder:
         folder = self.path / CHECKPOINTS / f"round-{done:09d}"
         if folder.exists():
             return
-        self._mark()
+        mark_folder(self.path)
         server_state, client_state = _split_state(tree)
         with atomic_folder(folder) as temporary:
             save_arrays(temporary / ARRAYS, server_state)
@@ -269,7 +267,7 @@ def keyed_fingerprint(run: Path, fingerprint: str, *, create: bool = False) -> s
     try:
         key = bytes.fromhex(read_bytes(path, 2**10).decode("ascii"))
     except StorageError as problem:
-        raise StorageError(f"{problem}; without this key nobody can check that the data is that of {run}") from None
+        raise StorageError(f"{problem}; without this key the data of {run} cannot be verified") from None
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
