@@ -18,7 +18,7 @@ STATE_BATCH = 64  # examples that statistics are computed over at once; of more 
 def set_local_state(model: Model, params: Params, local: Params, examples: Examples) -> Params:
     """Set the local state of several clients from their examples.
 
-    A moving average (`ModelState.momenta`) becomes the mean of the batches' own values, over batches of `SETTLE_BATCH`
+    A moving average (`ModelState.momenta`) becomes the mean of the batches' own values, over batches of `STATE_BATCH`
     examples; its initial value and its momentum do not matter. Any other leaf becomes the mean of its values after each
     single batch. Without examples the state is unchanged.
 

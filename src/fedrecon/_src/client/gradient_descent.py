@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -76,7 +77,8 @@ def gradient_descent(
       optimizer: any optax optimizer.
       batch_size: examples per step; a client's last batch may be smaller.
       epochs: how often a client goes through its examples.
-      steps: at most this many steps; None for no limit. 0 leaves the parameters as they started.
+      steps: at most this many steps; None for no limit. 0 leaves the parameters as they started
+        and puts no limit on the support, which evidence or finetuning may still read.
 
     Example:
       >>> import fedrecon as fr
@@ -116,8 +118,12 @@ def gradient_descent(
         seen = whole * examples.count + jnp.minimum(rest * batch_size, examples.count)
         return Solution(carry.params, tables.cut(carry.changes) if tables else {}, carry.sums, seen, todo)
 
-    limit = None if steps is None else max(1, steps * batch_size)
-    return Solver(solve, limit, reach_once, lambda *args: None, batch_size)
+    limit = steps * batch_size if steps else None  # without steps, whatever else reads the support reads all of it
+
+    def count_steps(examples: np.ndarray) -> np.ndarray:
+        return np.minimum(-(-examples // batch_size) * epochs, np.inf if steps is None else steps)
+
+    return Solver(solve, limit, reach_once, lambda *args: None, batch_size, count_steps)
 
 
 def _start(problem: Problem, optimizer: optax.GradientTransformation) -> Carry:
@@ -189,7 +195,6 @@ def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> Ta
         return optax.apply_updates(params, updates), new_state, jnp.where(active, sums, 0)
 
     def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
-        del t
         params, state, sums = jax.vmap(step_client)(
             carry.params, carry.state, problem.context, turn.batch, turn.mask, turn.active, turn.keys
         )

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import Array
+from jaxtyping import Float
 
 from fedrecon._src.client.batches import fold_batches
 from fedrecon._src.client.lookups.lookup_tables import LookupTables, original_batch
@@ -16,6 +19,11 @@ from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names, predict_in
 from fedrecon._src.core.pytrees import Params, split_params
 
+# parameters -> (mean loss of the batch, sums of loss and metrics)
+Measure = Callable[[Params], tuple[Array, Array]]
+# (measure, what is solved for, context) -> (number to minimise, sums of loss and metrics)
+Surrogate = Callable[[Measure, Params, Any], tuple[Array, Array]]
+
 
 class Objective(NamedTuple):
     """What one client minimises: the model's loss as a function of what is solved for.
@@ -23,9 +31,11 @@ class Objective(NamedTuple):
     Attributes:
       model: its loss is minimised, and its metrics are measured.
       predict: `(params, context, batch) -> predictions`, where `params` is solved for and `context` is held fixed.
-      fit: the same in a training step, `(params, context, batch, step) -> predictions`; None if there is no difference.
-      penalty: `(params, context) -> number`, added to the mean loss of every batch, such as a pull towards the server's
-        parameters; None for none.
+      predict_train: the same in a training step, `(params, context, batch, step) -> predictions`; None if there is no
+        difference.
+      surrogate: `(measure, params, context) -> (number, sums)`, what a step minimises instead of the mean loss of its
+        batch, such as the loss plus a pull towards the server's parameters. `measure(params)` returns that mean loss
+        and the sums of loss and metrics. None for the loss itself.
 
     Example:
       >>> import fedrecon as fr
@@ -37,7 +47,7 @@ class Objective(NamedTuple):
     model: Model
     predict: Callable[[Params, Any, Batch], Any]
     predict_train: Callable[[Params, Any, Batch, Step], Any] | None = None
-    penalty: Callable[[Params, Any], Array] | None = None
+    surrogate: Surrogate | None = None
 
     def measure(
         self, params: Params, context: Any, batch: Batch, mask: Array, step: Step | None = None
@@ -51,12 +61,15 @@ class Objective(NamedTuple):
           mask: `(examples,)`, false for padding.
           step: the training step, to predict as in training; None to predict as in use.
         """
-        if self.predict_train is None or step is None:
-            predictions = self.predict(params, context, batch)
-        else:
-            predictions = self.predict_train(params, context, batch, step)
-        loss, sums = measure(self.model, predictions, original_batch(batch), mask)
-        return loss if self.penalty is None else loss + self.penalty(params, context), sums
+
+        def measure_at(params: Params) -> tuple[Array, Array]:
+            if self.predict_train is None or step is None:
+                predictions = self.predict(params, context, batch)
+            else:
+                predictions = self.predict_train(params, context, batch, step)
+            return measure(self.model, predictions, original_batch(batch), mask)
+
+        return measure_at(params) if self.surrogate is None else self.surrogate(measure_at, params, context)
 
 
 class Solution(NamedTuple):
@@ -121,7 +134,7 @@ class Problem(NamedTuple):
 
 
 class Solver(NamedTuple):
-    """A way to solve for parameters, such as `gradient_descent` or `least_squares`.
+    """A way to solve for parameters, such as `gradient_descent`, `least_squares` or `closed_form`.
 
     Attributes:
       solve: `Problem -> Solution`.
@@ -129,6 +142,7 @@ class Solver(NamedTuple):
       reach: returns how much of a lookup table it needs (see `lookups.reach`); "whole" if it cannot work on rows.
       check: `(objective, params, context, batch, mask)` of one client; raises if this solver cannot solve it.
       batch_size: how many examples a step uses; None for all.
+      steps: `examples -> steps`, how many steps a client with so many examples takes; a direct solution is one step.
 
     Example:
       >>> import fedrecon as fr
@@ -143,6 +157,7 @@ class Solver(NamedTuple):
     reach: Callable[[], Reach]
     check: Callable[[Objective, Params, Any, Batch, Array], None]
     batch_size: int | None = None
+    steps: Callable[[np.ndarray], np.ndarray] = lambda examples: np.minimum(examples, 1)
 
 
 def solve_local(
@@ -185,6 +200,62 @@ def solve_local(
     return merge(solver.solve(problem).params, fixed)
 
 
+def add_proximal(measured: tuple[Array, Array], params: Params, center: Params, strength: float) -> tuple[Array, Array]:
+    """Add `strength / 2` times the squared distance between parameters and a center to a loss, for a surrogate.
+
+    Args:
+      measured: a loss, and sums of loss and metrics, which stay as they are.
+      params: what is solved for.
+      center: what it is pulled towards.
+      strength: strength of the pull.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> float(kit.add_proximal((jnp.float32(1), jnp.zeros(2)), {"w": jnp.float32(5)}, {"w": jnp.float32(3)}, 0.5)[0])
+      2.0
+    """
+    loss, sums = measured
+    return loss + strength / 2 * optax.tree.norm(optax.tree.sub(params, center), squared=True), sums
+
+
+def solve_params(
+    model: Model,
+    solver: Solver,
+    start: Params,
+    examples: Examples,
+    *,
+    surrogate: Surrogate | None = None,
+    differentiable: bool = False,
+) -> Params:
+    """Solve for every client's own copy of all parameters, of a model with nothing local.
+
+    Args:
+      model: a model without local parameters.
+      solver: how clients solve.
+      start: where the copies start, clients first.
+      examples: each client's examples.
+      surrogate: what a step minimises instead of the loss; see `Objective`.
+      differentiable: whether gradients must flow back through the solution.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from fedrecon import kit
+      >>> model = fr.models.from_function(
+      ...     lambda params, x: params["w"] * x, {"w": jnp.zeros(())}, local=(), inputs="x", label="y", loss="mse"
+      ... )
+      >>> examples = kit.Examples({"x": jnp.ones((1, 1)), "y": jnp.full((1, 1), 3.0)}, jnp.array([1]))
+      >>> solver = fr.gradient_descent(optax.sgd(0.5), batch_size=1)
+      >>> kit.solve_params(model, solver, {"w": jnp.zeros(1)}, examples)["w"].tolist()
+      [3.0]
+    """
+    objective = Objective(model, lambda params, _, batch: model.predict(params, (), batch), surrogate=surrogate)
+    problem = Problem(objective, start, (), examples, measured=False, differentiable=differentiable)
+    return solver.solve(problem).params
+
+
 def local_objective(model: Model, params: Params, merge: Callable[[Params, Params], Params]) -> Objective:
     """Return what R minimises: the loss as a function of the local parameters that are solved for.
 
@@ -219,7 +290,9 @@ def start_local(model: Model, params: Params, fresh: Params, support: Examples) 
     return jax.tree.map(jnp.add, start, model.evidence(params, support.columns, mask))
 
 
-def measure_all(objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int) -> Array:
+def measure_all(
+    objective: Objective, params: Params, context: Any, examples: Examples, *, batch_size: int
+) -> Float[Array, "clients metrics 2"]:
     """Measure several clients on all their examples, without solving.
 
     Args:
@@ -230,7 +303,7 @@ def measure_all(objective: Objective, params: Params, context: Any, examples: Ex
       batch_size: how many examples are measured at once.
 
     Returns:
-      Sums of `(clients, metrics, 2)`.
+      Sums of loss and metrics.
     """
 
     def step(total: Array, batch: Batch, mask: Array, inputs: tuple[Params, Any]) -> Array:
@@ -239,8 +312,8 @@ def measure_all(objective: Objective, params: Params, context: Any, examples: Ex
     return fold_batches(step, zero_sums(objective.model, examples), (params, context), examples, batch_size)
 
 
-def zero_sums(model: Model, examples: Examples) -> Array:
-    """Return zero sums of loss and metrics, `(clients, metrics, 2)`.
+def zero_sums(model: Model, examples: Examples) -> Float[Array, "clients metrics 2"]:
+    """Return zero sums of loss and metrics.
 
     Args:
       model: its metrics are summed.

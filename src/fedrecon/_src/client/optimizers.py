@@ -65,7 +65,6 @@ def fedadagrad(
     def update(
         updates: optax.Updates, state: optax.Updates, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.Updates]:
-        del params
         state = jax.tree.map(lambda total, g: total + g**2, state, updates)
         return jax.tree.map(lambda total, g: -learning_rate * g / (jnp.sqrt(total) + eps), state, updates), state
 
@@ -112,13 +111,18 @@ Strength = float | Callable[[Any], Any]  # constant, or an optax schedule
 
 
 class PriorState(NamedTuple):
-    """The state of a prior that changes: how many steps were taken."""
+    """The state of a prior: how many steps were taken, and the parameters that it is around, None for zeros."""
 
     step: Array
+    start: Any = None
 
 
 def with_prior(
-    optimizer: optax.GradientTransformation, prior: Strength | Mapping[str, Strength], *, examples: float
+    optimizer: optax.GradientTransformation,
+    prior: Strength | Mapping[str, Strength],
+    *,
+    examples: float,
+    around_start: bool = False,
 ) -> optax.GradientTransformation:
     """Add a ridge on global parameters to what the server's optimizer minimises.
 
@@ -134,6 +138,7 @@ def with_prior(
       prior: one value for all global parameters, or a mapping from patterns on their paths to values; parameters that
         no pattern matches have no prior. A value may be a schedule, a function of the number of steps so far.
       examples: how many examples all clients together would update on, as counted in round zero.
+      around_start: draw parameters to where they started instead of to zero.
 
     Example:
       >>> import fedrecon as fr
@@ -149,23 +154,27 @@ def with_prior(
             check_number("prior", value)
     check_number("examples", examples, above=True)
 
-    def add(updates: optax.Updates, params: optax.Params, step: Array | None) -> optax.Updates:
+    def add(updates: optax.Updates, params: optax.Params, state: PriorState) -> optax.Updates:
         strengths = by_pattern(prior, "prior", params)
-        values, structure = flatten(params)
+        values, structure = flatten(params if state.start is None else jax.tree.map(jnp.subtract, params, state.start))
         slopes, _ = flatten(updates)
-        now = {path: value(step) if callable(value) else value for path, value in strengths.items()}
+        now = {path: value(state.step) if callable(value) else value for path, value in strengths.items()}
         total = {path: examples * slope + now.get(path, 0.0) * values[path] for path, slope in slopes.items()}
         return unflatten(structure, total)
 
     def add_and_count(
         updates: optax.Updates, state: PriorState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, PriorState]:
-        return add(updates, params, state.step), PriorState(state.step + 1)
+        return add(updates, params, state), state._replace(step=state.step + 1)
 
-    if any(map(callable, prior.values() if isinstance(prior, Mapping) else [prior])):
-        start = PriorState(jnp.zeros([], jnp.int32))
-        return optax.chain(optax.GradientTransformation(lambda params: start, add_and_count), optimizer)
-    return optax.chain(optax.stateless(lambda updates, params: add(updates, params, None)), optimizer)
+    def init(params: optax.Params) -> PriorState:
+        return PriorState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.asarray, params) if around_start else None)
+
+    if around_start or any(map(callable, prior.values() if isinstance(prior, Mapping) else [prior])):
+        return optax.chain(optax.GradientTransformation(init, add_and_count), optimizer)
+    return optax.chain(
+        optax.stateless(lambda updates, params: add(updates, params, PriorState(jnp.int32(0)))), optimizer
+    )
 
 
 def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> optax.GradientTransformation:

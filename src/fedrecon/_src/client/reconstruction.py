@@ -57,7 +57,6 @@ def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
     """
 
     def run(params: Params, client_state: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
-        del client_state
         fresh = jax.vmap(model.init_local)(keys)
         local = jax.vmap(lambda start, examples: start_local(model, params, start, examples))(fresh, support)
         if jax.tree.leaves(split_params(local, model.local_state).free):

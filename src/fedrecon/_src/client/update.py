@@ -13,9 +13,11 @@ from jax import Array
 from fedrecon._src.client.batch_statistics import advance_shared
 from fedrecon._src.client.lookups.lookup_tables import (
     LookupTables,
+    check_paths,
     group_name,
     lookup_groups,
     renumber,
+    row_groups,
     rows_in_order,
     slots_in_order,
 )
@@ -28,10 +30,29 @@ from fedrecon._src.core.upload import DELTA, RowChanges, Upload
 
 # (global, local parameters that are solved for too, context, support, batch, step) -> predictions
 Predict = Callable[[Params, Params, Any, Examples, Batch, Step | None], Any]
-# (global, pull) -> number that is added to the mean loss of every batch
-Penalty = Callable[[Params, Any], Array]
 
 GLOBAL, LOCAL = "global/", "local/"  # prefixes of the paths of what is solved for
+
+
+class Point(NamedTuple):
+    """What one client solves for in U.
+
+    Attributes:
+      params: the global parameters, as the client has them; of lookup tables, only its rows.
+      local: local parameters that are solved for too; empty if there are none.
+
+    Example:
+      >>> from fedrecon import kit
+      >>> kit.Point(params={"w": 1.0}, local=()).params
+      {'w': 1.0}
+    """
+
+    params: Params
+    local: Params
+
+
+# (measure of a point, point, global parameters at the start of the round, pull) -> (number, sums)
+PointSurrogate = Callable[[Callable[[Point], tuple[Array, Array]], Point, Params, Any], tuple[Array, Array]]
 
 
 class UpdateResult(NamedTuple):
@@ -61,13 +82,15 @@ class Held(NamedTuple):
       support: its support examples, if gradients flow through them; else empty.
       statistics: global state by path, which no step changes.
       local_state: local leaves that no step changes.
-      pull: the second argument of the penalty.
+      start: the global parameters as the server sent them, if there is a surrogate; else empty.
+      pull: the last argument of the surrogate.
     """
 
     context: Any
     support: Any
     statistics: dict[str, Array]
     local_state: Params
+    start: Params
     pull: Any
 
 
@@ -104,7 +127,15 @@ class Updater:
       50
     """
 
-    def __init__(self, model: Model, update: Solver, *, through_support: bool = False, penalty: Penalty | None = None):
+    def __init__(
+        self,
+        model: Model,
+        update: Solver,
+        *,
+        through_support: bool = False,
+        surrogate: PointSurrogate | None = None,
+        whole_tables: bool = False,
+    ):
         """Prepare to run U.
 
         Args:
@@ -112,15 +143,18 @@ class Updater:
           update: the solver.
           through_support: whether gradients also reach rows that only support examples touch. They always do if the
             model takes evidence from support.
-          penalty: `(global, pull) -> number`, added to the mean loss of every batch; `run` takes `pull`. A penalty may
-            move rows that no example touches, so clients then work on whole tables.
+          surrogate: `(measure, point, start, pull) -> (number, sums)`, what a step minimises instead of the mean loss
+            of its batch. `measure(point)` returns that loss and the sums of loss and metrics at any `Point`; `start`
+            holds the global parameters as the server sent them; `run` takes `pull`.
+          whole_tables: whether the surrogate moves rows that no example of the client touches, so that clients must
+            work on whole tables.
         """
         through_support = through_support or model.evidence is not None
         self.model, self._update, self._through_support = model, update, through_support
-        self._penalty = penalty
-        features = {} if penalty is not None else lookup_groups(model)
+        self._surrogate = surrogate
+        features = {} if whole_tables else lookup_groups(model)
         reach = update.reach() if features else "whole"
-        self._by_steps = reach in ("each", "rows") and not through_support
+        self._by_steps = reach in ("each", "rows") and not through_support and surrogate is None
         self._features = {} if reach == "whole" else features
         self.groups = {path: group_name(features) for path, features in self._features.items()}
 
@@ -132,13 +166,8 @@ class Updater:
           support_limit: how many support examples are used at most; None for no limit.
         """
         shapes = flatten(jax.eval_shape(lambda: self.model.init_global(jax.random.key(0))))[0]
-        groups: dict[str, tuple[int, tuple[str, ...]]] = {}
-        for path, features in self._features.items():
-            if path not in shapes:
-                raise ValueError(f"`lookups` names {path!r}; the global parameters are: {', '.join(shapes)}")
-            name = group_name(features)
-            rows = min(shapes[path].shape[0], groups.get(name, (shapes[path].shape[0],))[0])
-            groups[name] = (rows, features)
+        check_paths(self._features, shapes)
+        groups = row_groups(self._features, {path: shapes[path].shape[0] for path in self._features})
         return Needs(split, support_limit, self._update.limit, groups, self._through_support)
 
     def run(
@@ -161,7 +190,7 @@ class Updater:
           context: what each client holds fixed, clients first.
           solved: local parameters to solve for besides the global ones, clients first.
           keys: the clients' keys, for what is random in their steps.
-          pull: the second argument of the penalty, clients first.
+          pull: the last argument of the surrogate, clients first.
         """
         leaves, structure = flatten(params)
         cohort = self._with_rows(cohort, leaves)
@@ -173,19 +202,22 @@ class Updater:
         trained = {GLOBAL + path: leaf for path, leaf in working.copies.items() if path not in statistics}
         trained |= {LOCAL + path: leaf for path, leaf in local_leaves.items()}
         support = working.cohort.support if self._through_support else ()
-        held = Held(context, support, statistics, local.fixed, pull)
+        start = () if self._surrogate is None else unflatten(structure, working.copies)
+        held = Held(context, support, statistics, local.fixed, start, pull)
+        # A surrogate sees all rows of a client in every step, and so does a gradient through support.
+        growing = () if self._through_support or self._surrogate is not None else working.growing
 
         def local_of(trained: Mapping[str, Any], local_state: Params) -> Params:
             return local.merge(unflatten(local_structure, _under(LOCAL, trained)), local_state)
 
         solution = self._update.solve(
             Problem(
-                objective=self._objective(predict, structure, local_of),
+                objective=self._objective(predict, structure, local_structure, local_of),
                 params=trained,
                 context=held,
                 examples=working.cohort.query,
                 tables=working.tables,
-                grows={} if self._through_support else {GLOBAL + p: self._ids(p, cohort) for p in working.growing},
+                grows={GLOBAL + path: self._ids(path, cohort) for path in growing},
                 keys=keys,
             )
         )
@@ -200,7 +232,9 @@ class Updater:
         upload = self._upload({path: delta[path] for path in leaves}, leaves, cohort, solution)
         return UpdateResult(upload, local_after, solution.steps)
 
-    def _objective(self, predict: Predict, structure: Structure, local_of: Callable[..., Params]) -> Objective:
+    def _objective(
+        self, predict: Predict, structure: Structure, local_structure: Structure, local_of: Callable[..., Params]
+    ) -> Objective:
         """Return what U minimises, as a function of what is solved for and of what is held fixed."""
 
         def params_of(trained: Mapping[str, Any], held: Held) -> Params:
@@ -210,22 +244,35 @@ class Updater:
             local = local_of(trained, held.local_state)
             return predict(params_of(trained, held), local, held.context, held.support, batch, step)
 
-        penalty = self._penalty
+        surrogate = self._surrogate
+
+        def in_points(measure: Any, trained: dict[str, Any], held: Held) -> tuple[Array, Array]:
+            assert surrogate is not None
+
+            def measure_point(point: Point) -> tuple[Array, Array]:
+                params, local = flatten(point.params)[0], flatten(point.local)[0]
+                leaves = {GLOBAL + path: leaf for path, leaf in params.items() if path not in held.statistics}
+                return measure(leaves | {LOCAL + path: leaf for path, leaf in local.items()})
+
+            point = Point(params_of(trained, held), unflatten(local_structure, _under(LOCAL, trained)))
+            return surrogate(measure_point, point, held.start, held.pull)
+
         return Objective(
             self.model,
             whole,
             None if self.model.predict_train is None else whole,
-            None if penalty is None else lambda trained, held: penalty(params_of(trained, held), held.pull),
+            None if surrogate is None else in_points,
         )
 
     def _with_rows(self, cohort: Cohort, leaves: Mapping[str, Any]) -> Cohort:
         """Add the lists of rows that packing left out, since they follow from the examples."""
-        rows, query = dict(cohort.rows), cohort.query
-        for path, group in self.groups.items():
-            if group not in rows:
-                fewest = min(jnp.shape(leaves[other])[0] for other, same in self.groups.items() if same == group)
-                rows[group] = rows_in_order(query.columns, query.count, self._features[path], fewest)
-        return cohort._replace(rows=rows)
+        query, groups = cohort.query, row_groups(self._features, {p: jnp.shape(leaves[p])[0] for p in self._features})
+        in_order = {
+            group: rows_in_order(query.columns, query.count, features, fewest)
+            for group, (fewest, features) in groups.items()
+            if group not in cohort.rows
+        }
+        return cohort._replace(rows={**cohort.rows, **in_order})
 
     def _ids(self, path: str, cohort: Cohort) -> int:
         """Return how many ids of a table one example has."""
@@ -349,7 +396,6 @@ def second_order_predict(model: Model, reconstruct: Solver) -> Predict:
     def predict(
         params: Params, solved: Params, context: Any, support: Examples, batch: Batch, step: Step | None
     ) -> Any:
-        del solved
         fresh, key = context
         start = start_local(model, params, fresh, support)
         if jax.tree.leaves(start):

@@ -13,4 +13,6 @@ from fedrecon._src.models.factorization import matrix_factorization as matrix_fa
 from fedrecon._src.models.item_ranking import popularity_factors as popularity_factors
 from fedrecon._src.models.item_ranking import ranking_factorization as ranking_factorization
 from fedrecon._src.models.item_ranking import ranking_metrics as ranking_metrics
+from fedrecon._src.models.item_ranking import ranking_params as ranking_params
+from fedrecon._src.models.logistic import logistic_factorization as logistic_factorization
 from fedrecon._src.models.text.next_word import next_word as next_word

@@ -45,40 +45,28 @@ def learned_default(model: Model) -> Model:
         shared_key, local_key = jax.random.split(key)
         return {"shared": model.init_global(shared_key), "default_local": model.init_local(local_key)}
 
-    def predict(params: Params, local: Params, batch: Batch) -> Array:
-        return model.predict(params["shared"], local, batch)
+    extended = _under_shared(model, init_global, prefixed("shared", model.lookups))
+    return extended._replace(default_local=lambda params: params["default_local"])
+
+
+def _under_shared(model: Model, init_global: Callable[[Array], Params], lookups: Any) -> Model:
+    """Return a model whose global parameters are those of another under `shared`, and more."""
+
+    def within(function: Callable[..., Any] | None) -> Any:
+        return None if function is None else lambda params, *rest: function(params["shared"], *rest)
 
     return model._replace(
         init_global=init_global,
-        predict=predict,
-        lookups=prefixed("shared", model.lookups),
-        default_local=lambda params: params["default_local"],
-        evidence=within_shared(model.evidence),
-        predict_train=within_shared(model.predict_train),
-        state=state_within_shared(model.state),
+        predict=within(model.predict),
+        lookups=lookups,
+        default_local=within(model.default_local),
+        evidence=within(model.evidence),
+        predict_train=within(model.predict_train),
+        state=None if model.state is None else _state_under_shared(model.state),
     )
 
 
-def within_shared(function: Callable[..., Params] | None) -> Callable[..., Params] | None:
-    """Return a function of a model's global parameters that finds them under `shared`.
-
-    Args:
-      function: its first argument is the global parameters; None stays None.
-    """
-    if function is None:
-        return None
-    return lambda params, *rest: function(params["shared"], *rest)
-
-
-def state_within_shared(state: ModelState | None) -> ModelState | None:
-    """Return a model's state for when its global parameters are under `shared`.
-
-    Args:
-      state: the model's state; None stays None.
-    """
-    if state is None:
-        return None
-
+def _state_under_shared(state: ModelState) -> ModelState:
     def advance(params: Params, local: Params, batch: Batch, mask: Array) -> tuple[dict[str, Array], dict[str, Array]]:
         shared, local_values = state.advance(params["shared"], local, batch, mask)
         return {f"shared/{path}": value for path, value in shared.items()}, local_values
@@ -113,11 +101,9 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", move
       >>> model.init_global(jax.random.key(0))["evidence"]["user_embedding"].shape
       (10, 2)
     """
-    if model.evidence is not None:
-        raise ValueError("the model already takes evidence from support")
     local = jax.eval_shape(model.init_local, jax.random.key(0))
-    if not jax.tree.leaves(local):
-        raise ValueError("the model has no local parameters, so there is nothing that evidence could shift")
+    if model.evidence is not None or not jax.tree.leaves(local):
+        raise ValueError("`model` must have local parameters and must not use implicit feedback already")
 
     leaves, structure = flatten(local)
     matches = matcher(moves, "moves", leaves)
@@ -138,15 +124,7 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", move
     lookups: Any = prefixed("shared", model.lookups)
     if lookups != AUTO:
         lookups |= {f"evidence/{path}": feature for path in moved}
-    return model._replace(
-        init_global=init_global,
-        predict=lambda params, local, batch: model.predict(params["shared"], local, batch),
-        lookups=lookups,
-        default_local=within_shared(model.default_local),
-        evidence=evidence,
-        predict_train=within_shared(model.predict_train),
-        state=state_within_shared(model.state),
-    )
+    return _under_shared(model, init_global, lookups)._replace(evidence=evidence)
 
 
 @register_factory
@@ -248,7 +226,7 @@ def standardize(
     check_number("mean", mean, least=-MOST_FLOAT)
     check_number("deviation", deviation, above=True)
     if not low <= high:
-        raise ValueError(f"`low` is {low}, `high` is {high}; `low` must not be above `high`")
+        raise ValueError(f"`low` must not be above `high` (got low={low}, high={high})")
 
     def predict_train(params: Params, local: Params, batch: Batch, step: Step) -> Any:
         return mean + deviation * predict_in(model, params, local, batch, step)

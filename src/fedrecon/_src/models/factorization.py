@@ -55,10 +55,11 @@ def matrix_factorization(
     """
     check_number("num_items", num_items, least=1)
     check_number("dim", dim, least=1)
-    if init_item_bias is not None and np.shape(init_item_bias) != (num_items,):
-        raise ValueError(f"`init_item_bias` has shape {np.shape(init_item_bias)}; expected ({num_items},)")
-    if item_traits is not None and (np.ndim(item_traits) != 2 or np.shape(item_traits)[0] != num_items):
-        raise ValueError(f"`item_traits` has shape {np.shape(item_traits)}; expected ({num_items}, traits)")
+    of_items = {"init_item_bias": (init_item_bias, 1), "item_traits": (item_traits, 2)}
+    for name, (values, dimensions) in of_items.items():
+        if values is not None and (np.ndim(values) != dimensions or len(values) != num_items):
+            expected = f"{dimensions} dimensions, and {num_items} entries in the first"
+            raise ValueError(f"`{name}` must have {expected} (got shape {np.shape(values)})")
     bias_start = np.zeros(num_items) if init_item_bias is None else np.asarray(init_item_bias)
     local_scale = init_scale if init_local_scale is None else init_local_scale
     traits = None if item_traits is None else np.asarray(item_traits, np.float32)

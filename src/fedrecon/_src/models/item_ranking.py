@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, ClientMetrics, Metric, Model, Weighted
@@ -23,9 +24,13 @@ def ranking_factorization(
 ) -> Model:
     """Score an item for a person as the product of both embeddings; what a person has should score 1, all else 0.
 
-    A batch has `item` (ids below `num_items`): an example says that the person has the item. The
-    global parameters are the item embeddings V and their Gram matrix V'V, from which a client computes the cost of its
-    embedding on all items without having them. `fr.federated_ials` trains the model and keeps the matrix up to date.
+    A batch has `item` (ids below `num_items`): an example says that the person has the item. The global parameters are
+    the item embeddings V and their Gram matrix V'V, from which a client computes the cost of its embedding on all items
+    without having them, and an offset for each item: having it says embedding plus offset about a person.
+    `fr.federated_ials` trains them and keeps the matrix up to date.
+
+    Scores of items can be blended with their popularity, with a weight that depends on how many items a person has:
+    `popularity_weight` has one for persons with 0, 1, 2, 5, 10 and 20 items or more. At first, all but the first are 0.
 
     `fr.evaluate` reports `score` (the mean score of hidden items), and recall, NDCG and hit rate as `fr.recommend.rank`
     defines them, with support as known and query as hidden items.
@@ -47,10 +52,11 @@ def ranking_factorization(
 
     def init_global(key: Array) -> Params:
         items = jax.random.normal(key, (num_items, dim)) * (init_scale / dim**0.5)
-        return {"gram": items.T @ items, "item_embedding": items}
+        return ranking_params(items)
 
     def predict(shared: Params, local: Params, batch: Batch) -> Array:
-        return shared["item_embedding"][batch["item"]] @ local["user_embedding"]
+        personal = shared["item_embedding"][batch["item"]] @ local["user_embedding"]
+        return personal + local["popularity_weight"] * shared["item_popularity"][batch["item"]]
 
     def squared_error(predictions: Array, batch: Batch) -> Weighted:
         return (predictions - 1) ** 2, jnp.ones_like(predictions) if weight is None else batch[weight]
@@ -63,20 +69,41 @@ def ranking_factorization(
 
     return Model(
         init_global=init_global,
-        init_local=lambda key: {"user_embedding": jnp.zeros(dim)},
+        init_local=lambda key: {"popularity_weight": jnp.zeros(()), "user_embedding": jnp.zeros(dim)},
         predict=predict,
         loss=squared_error,
         metrics={"score": Metric(score)},
-        lookups={"item_embedding": "item"},
+        lookups=dict.fromkeys(("history_offset", "item_embedding", "item_popularity"), "item"),
         client_metrics=ranking_metrics(scores),
     )
 
 
-def popularity_factors(counts: np.ndarray, dim: int) -> Params:
-    """Return global parameters of `ranking_factorization` that rank items by popularity.
+def ranking_params(items: Any, counts: Any = None) -> Params:
+    """Return global parameters of `ranking_factorization` as training starts with them.
 
-    Each embedding has one number that is not zero, and it grows with the count. Reconstruction gives a positive number
-    there to everybody who has an item that is counted; for all others, all items score 0.
+    Args:
+      items: `(items, dim)` embeddings.
+      counts: `(items,)` how many people have each item; None where that is not known.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> params = fr.models.ranking_params(np.float32([[1], [2]]), counts=np.array([4, 1]))
+      >>> params["gram"].tolist(), params["item_popularity"].tolist()
+      ([[5.0]], [1.0, 0.25])
+    """
+    popularity = np.zeros(len(items)) if counts is None else counts / max(np.max(counts, initial=0), 1)
+    return {
+        "gram": items.T @ items,
+        "history_offset": 0 * items,
+        "item_embedding": items,
+        "item_popularity": np.asarray(popularity, np.float32),
+        "popularity_weight": np.eye(1, len(BLEND_AFTER), dtype=np.float32)[0],
+    }
+
+
+def popularity_factors(counts: np.ndarray, dim: int) -> Params:
+    """Return global parameters of `ranking_factorization` that rank items by popularity, for everybody.
 
     Args:
       counts: `(items,)` how many people have each item.
@@ -85,12 +112,11 @@ def popularity_factors(counts: np.ndarray, dim: int) -> Params:
     Example:
       >>> import fedrecon as fr
       >>> import numpy as np
-      >>> fr.models.popularity_factors(np.array([4, 1]), dim=2)["item_embedding"].tolist()
-      [[1.0, 0.0], [0.25, 0.0]]
+      >>> fr.models.popularity_factors(np.array([4, 1]), dim=2)["item_popularity"].tolist()
+      [1.0, 0.25]
     """
-    items = np.zeros((len(counts), dim), np.float32)
-    items[:, 0] = counts / max(np.max(counts, initial=0), 1)
-    return {"gram": items.T @ items, "item_embedding": items}
+    params = ranking_params(np.zeros((len(counts), dim), np.float32), counts)
+    return {**params, "popularity_weight": np.ones(len(BLEND_AFTER), np.float32)}
 
 
 def ranking_metrics(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
+from fedrecon._src.core.checks import check_column
 from fedrecon._src.core.cohort import row_capacity
 from fedrecon._src.core.model import AUTO, Batch, Model
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
@@ -124,6 +125,31 @@ def group_name(features: Sequence[str]) -> str:
     return ",".join(features)
 
 
+def row_groups(features: Mapping[str, tuple[str, ...]], rows: Mapping[str, int]) -> dict[str, tuple[int, Any]]:
+    """Return the groups of lookup tables, by name: the rows of their smallest table, and their features.
+
+    Args:
+      features: those that index each table, by its path.
+      rows: how many rows each table has.
+    """
+    groups: dict[str, tuple[int, Any]] = {}
+    for path, group in features.items():
+        name = group_name(group)
+        groups[name] = (min(rows[path], groups.get(name, (rows[path],))[0]), group)
+    return groups
+
+
+def check_paths(lookups: Collection[str], leaves: Collection[str]) -> None:
+    """Raise an error if a lookup table is none of the global parameters.
+
+    Args:
+      lookups: paths of the tables.
+      leaves: paths of the global parameters.
+    """
+    if missing := [path for path in lookups if path not in leaves]:
+        raise ValueError(f"`lookups` names {missing[0]!r}; the global parameters are: {', '.join(leaves)}")
+
+
 def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> None:
     """Raise an error if a declared lookup table is not only read by rows.
 
@@ -140,33 +166,27 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
       ValueError: naming the table, if it does not exist, a feature is missing, or the predictions differ.
     """
     leaves, structure = flatten(params)
-    for path, features in lookup_groups(model).items():
-        if path not in leaves:
-            raise ValueError(f"`lookups` names {path!r}; the global parameters are: {', '.join(leaves)}")
+    groups = lookup_groups(model)
+    check_paths(groups, leaves)
+    for features in groups.values():
         for feature in features:
-            if feature not in batch:
-                raise ValueError(
-                    f"`lookups` says {path!r} is read at feature {feature!r}; a batch has: {', '.join(batch)}"
-                )
+            check_column(feature, batch, "`lookups` names it; the clients")
     noise, local = random_params(leaves), random_params(local)
     whole = jax.jit(lambda leaves, local, batch: _use(model, unflatten(structure, leaves), local, batch))
-    groups = lookup_groups(model)
     for features in dict.fromkeys(groups.values()):
         # Ids are renumbered for all tables that they index, so these tables must be narrowed together.
         paths = [path for path, group in groups.items() if group == features]
         batch = _other_ids(batch, features, min(noise[path].shape[0] for path in paths))
 
         def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
-            fetched = {path: fetch_rows(leaves[path], batch, features) for path in paths}
-            narrowed = {**leaves, **{path: rows for path, (_, rows) in fetched.items()}}
-            return _use(model, unflatten(structure, narrowed), local, renumber(batch, fetched[paths[0]][0]))
+            tables = LookupTables({path: leaves[path] for path in paths}, dict.fromkeys(paths, features), {}, {})
+            fetched = tables.fetch(dict.fromkeys(paths, jnp.float32(0)), batch)
+            narrowed = {**leaves, **fetched.as_tables(fetched.rows)}
+            return _use(model, unflatten(structure, narrowed), local, fetched.batch)
 
         try:
-            pairs = zip(
-                jax.tree.leaves(whole(noise, local, batch)),
-                jax.tree.leaves(jax.jit(narrow)(noise, local, batch)),
-                strict=True,
-            )
+            results = whole(noise, local, batch), jax.jit(narrow)(noise, local, batch)
+            pairs = zip(*map(jax.tree.leaves, results), strict=True)
             honest = all(a.shape == b.shape and np.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
         except (TypeError, ValueError, IndexError, AttributeError):
             honest = False
@@ -206,19 +226,6 @@ def random_params(tree: Any) -> Any:
     """
     generator = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype), tree)
-
-
-def fetch_rows(table: Array, batch: Batch, features: Sequence[str]) -> tuple[dict[str, Array], BatchRows]:
-    """Fetch the rows of a batch from a table, and the batch's ids renumbered to match.
-
-    Args:
-      table: `(rows, ...)`.
-      batch: by feature.
-      features: those that index the table.
-    """
-    renumbered, places = _lay_out({feature: batch[feature].shape for feature in features})
-    values = table[_flat(batch, features)]
-    return renumbered, BatchRows(values, renumbered, places)
 
 
 def _flat(batch: Batch, features: Sequence[str]) -> Array:
@@ -381,12 +388,14 @@ def merge_repeats(
     return jnp.where(keep, summed, 0), jnp.where(first, slot, jnp.iinfo(jnp.int32).max)
 
 
-def rows_in_order(columns: Mapping[str, Array], count: Array, features: Sequence[str], rows: int) -> Array:
-    """List the rows of clients that have no id twice, `(clients, rows)`: the ids of their examples, in order.
+def rows_in_order(
+    columns: Mapping[str, Array], count: Int[Array, " clients"], features: Sequence[str], rows: int
+) -> Int[Array, "clients rows"]:
+    """List the rows of clients that have no id twice: the ids of their examples, in order.
 
     Args:
       columns: of `(clients, examples, ...)`.
-      count: `(clients,)` how many of the examples are a client's own.
+      count: how many of the examples are a client's own.
       features: those that index the table.
       rows: how many rows the table has.
     """

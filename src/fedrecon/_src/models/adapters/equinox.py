@@ -70,9 +70,9 @@ def from_equinox(
 
     def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
         whole = _in_mode(eqx, eqx.combine(unflatten(structure, params), static), mode)
-        # Equinox compares the types of old and new state, and a counter from outside the trace has another type than
-        # the result of an addition.
-        state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf for name, leaf in state.items()}
+        # Equinox compares the types of old and new state, and what comes from outside the trace has another type (and
+        # from JAX 0.11 on another sharding) than the result of an addition.
+        state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.number) else leaf for name, leaf in state.items()}
         states = (_put_leaves(fixed_state, state),) if has_state else ()
 
         def call(inputs: tuple, named: dict[str, Any], key: Array | None) -> Any:

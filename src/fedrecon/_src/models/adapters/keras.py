@@ -83,19 +83,18 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
 
 
 def _network(keras: Any, model: Any) -> Network:
-    layers = model._flatten_layers()
+    layers = _all_layers(keras, model)
     named_variables = {_path(model, variable): variable for variable in model.weights}
     if len(named_variables) != len(model.weights):
         raise ValueError("two weights of the Keras model have the same path; give their layers different names")
-    # Statistics and the like; those of a frozen layer are constants, like all its weights.
-    untrained = {id(v) for layer in layers if layer.trainable for v in layer._non_trainable_variables}
-    state = {path: v for path, v in named_variables.items() if id(v) in untrained}
-    frozen = {path: v for path, v in named_variables.items() if not v.trainable and path not in state}
-    params = {path: v for path, v in named_variables.items() if path not in state and path not in frozen}
-    seeds = [variable for variable in model.variables if variable.name == SEED]
+    params = {path: v for path, v in named_variables.items() if v.trainable}
     initializers = {
         id(v): initializer for layer in layers for v in layer.weights if (initializer := _initializer(layer, v))
     }
+    # Statistics and the like. All weights of a frozen layer are constants, and so is a frozen weight that was drawn.
+    frozen = {id(v) for layer in layers for v in layer.weights if not layer.trainable or _is_drawn(layer, v)}
+    state = {path: v for path, v in named_variables.items() if not v.trainable and id(v) not in frozen}
+    seeds = [variable for variable in model.variables if variable.name == SEED]
 
     def init(key: Array) -> tuple[Arrays, Arrays]:
         def value(number: int, variable: Any) -> Array:
@@ -134,6 +133,22 @@ def _network(keras: Any, model: Any) -> Network:
     return Network(init, apply, bool(seeds), locate, moving(averages))
 
 
+def _all_layers(keras: Any, model: Any) -> list[Any]:
+    """List the model and its layers at any depth: its `layers`, and those that attributes of a layer hold."""
+    layers: dict[int, Any] = {}
+    pending: list[Any] = [model]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, keras.layers.Layer) and id(item) not in layers:
+            layers[id(item)] = item
+            pending += [*getattr(item, "layers", ()), *vars(item).values()]
+        elif isinstance(item, list | tuple | set):
+            pending += item
+        elif isinstance(item, dict):
+            pending += item.values()
+    return list(layers.values())
+
+
 def _input_names(keras: Any, model: Any) -> list[str] | dict[str, str] | None:
     """Return what a functional model calls its inputs, in the form it takes them; None for other models."""
     if not isinstance(model, keras.Function) or isinstance(model, keras.Sequential):
@@ -164,6 +179,11 @@ def _initializer(layer: Any, variable: Any) -> Any:
         if seeded and callable(candidate) and _makes(candidate, variable):
             return candidate
     return None
+
+
+def _is_drawn(layer: Any, variable: Any) -> bool:
+    """Say whether a weight started at random, as no statistic does."""
+    return hasattr(getattr(layer, f"{variable.name}_initializer", None), "seed")
 
 
 def _makes(initializer: Any, variable: Any) -> bool:
@@ -213,7 +233,6 @@ def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
 
 def _normalizing(call: Callable, mode: Mode) -> Callable:
     def normalize(inputs: Array, training: Any = None, mask: Array | None = None) -> Array:
-        del training
         real = over_examples(mode.mask, inputs)
         # Keras's masks have no channels.
         return call(inputs, training=mode.statistics, mask=both(mask, None if real is None else real[..., 0]))

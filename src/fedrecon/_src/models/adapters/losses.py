@@ -16,7 +16,7 @@ from fedrecon._src.models.adapters.selection import near_miss
 
 Values = Callable[[Any, Any], Any]  # (predictions, labels) -> (examples, ...)
 Loss = str | Values
-Metrics = Sequence[str] | Mapping[str, str | Values | Metric]
+Metrics = Sequence[str | Values] | Mapping[str, str | Values | Metric]
 
 
 def _aligned(predictions: Any, labels: Array) -> Array:
@@ -30,22 +30,6 @@ def _aligned(predictions: Any, labels: Array) -> Array:
             "compare; make the model return the labels' shape, or give a function of predictions and labels"
         )
     return predictions
-
-
-def _squared_error(predictions: Any, labels: Array) -> Array:
-    return (_aligned(predictions, labels) - labels) ** 2
-
-
-def _absolute_error(predictions: Any, labels: Array) -> Array:
-    return jnp.abs(_aligned(predictions, labels) - labels)
-
-
-def _huber(predictions: Any, labels: Array) -> Array:
-    return optax.huber_loss(_aligned(predictions, labels), labels)
-
-
-def _binary_cross_entropy(logits: Any, labels: Array) -> Array:
-    return optax.sigmoid_binary_cross_entropy(_aligned(logits, labels), labels.astype(jnp.float32))
 
 
 def _cross_entropy(logits: Any, labels: Array) -> Array:
@@ -72,18 +56,17 @@ def _accuracy(predictions: Any, labels: Array) -> Array:
 
 
 LOSSES: dict[str, Values] = {
-    "mse": _squared_error,
-    "mae": _absolute_error,
-    "huber": _huber,
+    "mse": lambda predictions, labels: (_aligned(predictions, labels) - labels) ** 2,
+    "mae": lambda predictions, labels: jnp.abs(_aligned(predictions, labels) - labels),
+    "huber": lambda predictions, labels: optax.huber_loss(_aligned(predictions, labels), labels),
     "cross_entropy": _cross_entropy,
-    "binary_cross_entropy": _binary_cross_entropy,
+    "binary_cross_entropy": lambda logits, labels: optax.sigmoid_binary_cross_entropy(
+        _aligned(logits, labels), labels.astype(jnp.float32)
+    ),
 }
-METRICS: dict[str, tuple[Values, Callable[[Any], Any]]] = {
-    **{name: (values, lambda mean: mean) for name, values in LOSSES.items()},
-    "rmse": (_squared_error, lambda mean: mean**0.5),
-    "accuracy": (_accuracy, lambda mean: mean),
-    "perplexity": (_cross_entropy, math.exp),
-}
+CLASS_LOSSES = ("cross_entropy", optax.softmax_cross_entropy_with_integer_labels)  # their labels may be class numbers
+METRICS = {**LOSSES, "rmse": LOSSES["mse"], "accuracy": _accuracy, "perplexity": _cross_entropy}
+FINISH: dict[Any, Callable[[Any], Any]] = {"rmse": lambda mean: mean**0.5, "perplexity": math.exp}  # of the mean
 
 
 def feature(batch: Batch, name: str, argument: str) -> Array:
@@ -116,33 +99,23 @@ def make_metrics(metrics: Metrics, label: str | None, weight: str | None) -> dic
     """Make the metrics of a model from names, functions or `Metric`s; see `Options`.
 
     Args:
-      metrics: names, or a mapping from names.
+      metrics: names or functions, or a mapping from names to them.
       label: the feature with the labels; None for the whole batch.
       weight: the feature with the weights; None if all weigh the same.
     """
-    named = metrics if isinstance(metrics, Mapping) else {name: name for name in _names(metrics)}
-    made = {}
-    for name, metric in named.items():
-        if isinstance(metric, Metric):
-            made[name] = metric
-        elif isinstance(metric, str):
-            values = _values(metric, "metrics", METRICS)
-            made[name] = Metric(_weighted(values, name, label, weight), METRICS[metric][1])
-        else:
-            made[name] = Metric(_weighted(_values(metric, "metrics", {}), name, label, weight))
-    return made
+    listed = [metrics] if isinstance(metrics, str) else metrics
+    named = listed if isinstance(listed, Mapping) else {getattr(m, "__name__", str(m)): m for m in listed}
+    return {name: _metric(metric, name, label, weight) for name, metric in named.items()}
 
 
-def _names(metrics: Sequence[str]) -> list[str]:
-    if isinstance(metrics, str):
-        return [metrics]
-    for metric in metrics:
-        if not isinstance(metric, str):
-            raise TypeError(f"`metrics` holds {metric!r}; give names, or a mapping from names to functions")
-    return list(metrics)
+def _metric(metric: Any, name: str, label: str | None, weight: str | None) -> Metric:
+    if isinstance(metric, Metric):
+        return metric
+    measure = _weighted(_values(metric, "metrics", METRICS), name, label, weight)
+    return Metric(measure, FINISH[metric]) if metric in FINISH else Metric(measure)
 
 
-def _values(which: Any, argument: str, choices: Mapping[str, Any]) -> Values:
+def _values(which: Any, argument: str, choices: Mapping[str, Values]) -> Values:
     if callable(which):
         return which
     if which not in choices:
@@ -151,14 +124,16 @@ def _values(which: Any, argument: str, choices: Mapping[str, Any]) -> Values:
             f"`{argument}` is {which!r}{hint}; give one of {', '.join(choices)}, "
             "or a function of predictions and labels"
         )
-    entry = choices[which]
-    return entry[0] if isinstance(entry, tuple) else entry
+    return choices[which]
 
 
 def _weighted(values: Values, name: str, label: str | None, weight: str | None) -> Callable[[Any, Batch], Weighted]:
     def measure(predictions: Any, batch: Batch) -> Weighted:
         target = batch if label is None else feature(batch, label, "label")
-        result = values(predictions, target)
+        try:
+            result = values(predictions, target)
+        except ValueError as problem:
+            raise ValueError(f"`{name}` with the labels in column {label!r}: {problem}") from None
         examples = len(jax.tree.leaves(predictions if label is None else target)[0])
         if isinstance(result, tuple):
             return result

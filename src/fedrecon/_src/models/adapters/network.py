@@ -15,13 +15,13 @@ from fedrecon._src.core.checks import check_choice
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step
 from fedrecon._src.core.pytrees import Params
-from fedrecon._src.models.adapters.losses import Loss, Metrics, feature, make_loss, make_metrics
+from fedrecon._src.models.adapters.losses import CLASS_LOSSES, Loss, Metrics, feature, make_loss, make_metrics
 from fedrecon._src.models.adapters.selection import Locate, near_miss, select
 
 Treatment = Literal["local", "averaged", "frozen"]
 Inputs = str | Sequence[str] | Mapping[str, str]
 Arrays = dict[str, Any]  # by path
-NEEDED = ("local", "inputs", "loss")  # of the options
+REQUIRED = ("local", "inputs", "loss")  # of the options
 
 
 class Mode(NamedTuple):
@@ -68,7 +68,7 @@ class Options(TypedDict, total=False):
       loss: "mse", "mae", "huber", "cross_entropy" (of logits), "binary_cross_entropy" (of logits), or a function
         `(predictions, labels) -> values` with one or more values per example; it must not take the mean.
       label: the feature with the labels, "label" by default; with None, functions get the whole batch instead.
-      metrics: names ("accuracy", "rmse", "perplexity", or a loss) or a mapping from names to functions like a loss.
+      metrics: names ("accuracy", "rmse", "perplexity", or a loss) or functions like a loss, or a mapping from names.
       weight: the feature with the weight of each value of loss and metrics; by default all weigh the same.
       frozen: which parameters keep their values, in the forms of `local`. Those that are not floating point always do.
       state: how to treat running statistics and other state that training changes. "local": training normalises by
@@ -152,7 +152,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         lookups=options.get("lookups", AUTO),
         predict_train=predict_train if live or network.random else None,
         state=ModelState(averaged, local_state, advance, momenta) if live else None,
-        class_label=label if options["loss"] == "cross_entropy" else None,
+        class_label=label if options["loss"] in CLASS_LOSSES else None,
         frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
     )
 
@@ -163,15 +163,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     Args:
       options: as given to an adapter.
     """
-    for name in options:
-        if name not in Options.__annotations__:
-            suggestion = near_miss(name, Options.__annotations__)
-            raise TypeError(
-                f"`{name}` is not an option{suggestion}; the options are: {', '.join(Options.__annotations__)}"
-            )
-    for name in NEEDED:
-        if name not in options:
-            raise TypeError(f"`{name}` is missing; `local`, `inputs` and `loss` are required")
+    names = Options.__annotations__
+    problems = [f"`{name}` is not an option{near_miss(name, names)}" for name in options if name not in names]
+    problems += [f"`{name}` is missing" for name in REQUIRED if name not in options]
+    if problems:
+        raise TypeError(f"{'; '.join(problems)}; the options are: {', '.join(names)}")
 
 
 class _Parts:

@@ -68,9 +68,8 @@ def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate 
     by_row: dict[str, np.ndarray] = {}
     for item in which if _is_several(which) else [which]:
         if isinstance(item, LocalRows):
-            by_row |= {
-                path: _row_numbers(path, leaves[path], item.ids) for path in _match(item.pattern, argument, leaves)
-            }
+            paths = _paths(item.pattern, argument, leaves, locate)
+            by_row |= {path: _row_numbers(path, leaves[path], item.ids) for path in paths}
         else:
             whole |= set(_paths(item, argument, leaves, locate))
     both = sorted(whole & set(by_row))
@@ -85,29 +84,22 @@ def _is_several(which: Any) -> bool:
 
 def _paths(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate) -> Collection[str]:
     if isinstance(which, str):
-        return _match(which, argument, leaves)
-    located = locate(which)
-    if located is not None:
+        paths = [p for p in leaves if fnmatch.fnmatchcase(p, which) or fnmatch.fnmatchcase(p, f"{which}/*")]
+    elif (located := locate(which)) is not None:
         paths = [path for path in leaves if path in located]
-        if not paths:
-            raise ValueError(f"`{argument}` is a layer without parameters of this model; {_listing(leaves)}")
-        return paths
-    if not callable(which):
+    elif callable(which):
+        paths = [path for path, leaf in leaves.items() if which(path, leaf)]
+    else:
         raise TypeError(
-            f"`{argument}` is {which!r}; give a path pattern, a layer of this model, a predicate of path and leaf, "
-            "or a list of these"
+            f"`{argument}` must be a path pattern, a layer of this model, a predicate of path and leaf, or a list of "
+            f"these (got {which!r})"
         )
-    paths = [path for path, leaf in leaves.items() if which(path, leaf)]
     if not paths:
-        raise ValueError(f"`{argument}` is a predicate that selects no parameter; {_listing(leaves)}")
-    return paths
-
-
-def _match(pattern: str, argument: str, leaves: Mapping[str, Any]) -> list[str]:
-    paths = [p for p in leaves if fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}/*")]
-    if not paths:
+        hint = near_miss(which, leaves) if isinstance(which, str) else ""
+        more = f" and {len(leaves) - MOST_LISTED} more" if len(leaves) > MOST_LISTED else ""
         raise ValueError(
-            f"`{argument}` is {pattern!r}, which matches nothing{near_miss(pattern, leaves)}; {_listing(leaves)}"
+            f"`{argument}` is {which!r:.60}, which selects no parameter of this model{hint}; "
+            f"the parameters are: {', '.join(list(leaves)[:MOST_LISTED])}{more}"
         )
     return paths
 
@@ -124,16 +116,12 @@ def near_miss(name: str, names: Collection[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
-def _listing(leaves: Collection[str]) -> str:
-    more = f" and {len(leaves) - MOST_LISTED} more" if len(leaves) > MOST_LISTED else ""
-    return f"the parameters are: {', '.join(list(leaves)[:MOST_LISTED])}{more}"
-
-
 def _row_numbers(path: str, leaf: Any, ids: Any) -> np.ndarray:
     size = leaf.shape[0] if leaf.shape else 0
     numbers = np.arange(size)[ids] if isinstance(ids, slice) else np.unique(np.asarray(ids, np.int64))
-    if numbers.ndim != 1 or numbers.size == 0 or numbers.min(initial=0) < 0 or numbers.max(initial=0) >= size:
-        raise ValueError(f"`rows` of {path!r} must be some of its rows 0 to {size - 1}, not {ids!r}")
-    if numbers.size == size:
-        raise ValueError(f"`rows` of {path!r} are all its {size} rows; give its path itself to make the table local")
+    if numbers.ndim != 1 or not 0 < numbers.size < size or numbers.min() < 0 or numbers.max() >= size:
+        raise ValueError(
+            f"`rows` of {path!r} must be some of its rows 0 to {size - 1}; for all of them, give its path itself "
+            f"(got {ids!r})"
+        )
     return np.sort(numbers)

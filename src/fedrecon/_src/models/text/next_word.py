@@ -1,9 +1,9 @@
-"""Next-word prediction: an LSTM whose embeddings of out-of-vocabulary words are local."""
+"""Next-word prediction: an LSTM with a local part, the embeddings of out-of-vocabulary words or an output bias."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from fedrecon._src.core.pytrees import Params
 from fedrecon._src.models.text.lstm import lstm
 from fedrecon._src.models.text.softmax import Logits
 
+LocalPart = Literal["oov_embedding", "output_bias", "nothing"]
+PRIOR = 5.0  # imagined uses of every word, as many as the global model expects: with few words the bias stays near 0
+
 
 @register_factory
 def next_word(
@@ -25,20 +28,26 @@ def next_word(
     embedding: int = 96,
     hidden: int = 670,
     projection: int = 96,
-    local_oov: bool = True,
+    local: LocalPart = "oov_embedding",
+    pair_rows: int = 0,
     loss_over: Literal["tokens", "positions"] = "tokens",
 ) -> Model:
     """Predict the next word at every position of a sentence.
 
     Words are embedded, run through an LSTM, projected and compared with all outputs; no weights are tied. Words outside
-    the vocabulary are hashed into buckets. Their input embeddings are local, so every client has its own; their output
-    embeddings are global.
+    the vocabulary are hashed into buckets.
+
+    What is local is either of two things. As in the paper, the input embeddings of the buckets, which gradient descent
+    reconstructs. Or a bias of every output, `log((count + 5) / (expected + 5))`, from how often the client used a word
+    and how often the global model expected it; all buckets share one bias. `closed_form` reconstructs the two counts,
+    and since they are sums, a client can go on adding to them.
 
     A batch has, each `(examples, length)`:
 
     - `word`: the row of the input in the global table: 0 for padding and for words outside the vocabulary, 1 to
       `vocabulary` for words, then one for the beginning and one for the end of a sentence;
     - `oov`: 0 where the input is in the vocabulary, else its bucket + 1;
+    - `pair`: with `pair_rows`, the row of the last two inputs, a hash of their ids;
     - `target`: the output that should come next: 0 for padding, words and end as above, then the buckets.
 
     Padding comes last in a sentence. It changes nothing: no earlier output depends on it, and it has no weight.
@@ -52,8 +61,10 @@ def next_word(
       embedding: length of the embeddings.
       hidden: width of the LSTM.
       projection: width of the projection that is compared with the outputs.
-      local_oov: whether the embeddings of out-of-vocabulary words are local; if not, they are global, as
-        `oov_embedding`, and nothing is local.
+      local: the `oov_embedding` of the buckets, the `output_bias`, or `nothing`. Embeddings of buckets that are not
+        local are global.
+      pair_rows: rows of a hashed table of trigrams: the row of the last two words, and one of the last word alone
+        (bigrams), are added to the projection. They are trained like all other global parameters. 0 for neither.
       loss_over: take the mean loss over `tokens` that are not padding, or over all `positions`, where padding adds 0.
 
     Returns:
@@ -76,6 +87,8 @@ def next_word(
     for name, size in sizes.items():
         check_number(name, size, least=1)
     check_choice("loss_over", loss_over, ("tokens", "positions"))
+    check_choice("local", local, get_args(LocalPart))
+    check_number("pair_rows", pair_rows)
     end, outputs = vocabulary + 2, vocabulary + 3 + oov_buckets
 
     def init_oov(key: Array) -> Params:
@@ -95,12 +108,33 @@ def next_word(
             "projection": {"kernel": glorot(keys[3], (hidden, projection)), "bias": jnp.zeros(projection)},
             "output": {"kernel": glorot(keys[4], (projection, outputs)), "bias": jnp.zeros(outputs)},
         }
-        return params if local_oov else params | init_oov(keys[5])
+        if pair_rows:
+            params["bigrams"] = jnp.zeros((vocabulary + 3, projection))
+            params["trigrams"] = jnp.zeros((pair_rows, projection))
+        return params if local == "oov_embedding" else params | init_oov(keys[5])
+
+    def init_counts(key: Array) -> Params:
+        return {"count": jnp.zeros(end + 2), "expected": jnp.zeros(end + 2)}  # the last is of all buckets together
+
+    def predict(shared: Params, local_params: Params, batch: Batch) -> Logits:
+        oov_embedding = (local_params if local == "oov_embedding" else shared)["oov_embedding"]
+        bias = None
+        if local == "output_bias":
+            bias = _of_outputs(jnp.log((local_params["count"] + PRIOR) / (local_params["expected"] + PRIOR)), outputs)
+        return _predict(shared, oov_embedding, bias, batch)
+
+    def statistics(predictions: Logits, batch: Batch, mask: Array) -> Params:
+        target = jnp.where(mask[:, None], batch["target"], 0)
+        return {
+            "count": _per_word(_one_hot_sums(target, outputs), end),
+            "expected": _per_word(predictions.expected(target), end),
+        }
 
     return Model(
         init_global=init_global,
-        init_local=init_oov if local_oov else lambda key: {},
-        predict=lambda shared, local, batch: _predict(shared, (local if local_oov else shared)["oov_embedding"], batch),
+        init_local={"oov_embedding": init_oov, "output_bias": init_counts, "nothing": lambda key: {}}[local],
+        predict=predict,
+        statistics=statistics if local == "output_bias" else None,
         loss=_cross_entropy if loss_over == "tokens" else _cross_entropy_over_positions,
         metrics={
             "accuracy": _accuracy(end),
@@ -108,11 +142,25 @@ def next_word(
             "accuracy_with_oov_eos": _accuracy(end, with_oov=True, with_end=True),
             "perplexity": Metric(_cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
         },
-        lookups={"word_embedding": "word"},
+        lookups={"word_embedding": "word"} | ({"bigrams": "word", "trigrams": "pair"} if pair_rows else {}),
     )
 
 
-def _predict(shared: Params, oov_embedding: Array, batch: Batch) -> Logits:
+def _one_hot_sums(target: Array, outputs: int) -> Array:
+    return jnp.zeros(outputs).at[target.reshape(-1)].add((target.reshape(-1) != 0).astype(jnp.float32))
+
+
+def _per_word(sums: Array, end: int) -> Array:
+    """Add up the buckets, whose sums come last."""
+    return jnp.append(sums[: end + 1], jnp.sum(sums[end + 1 :]))
+
+
+def _of_outputs(per_word: Array, outputs: int) -> Array:
+    """Give every bucket what `_per_word` has for all of them."""
+    return jnp.concatenate([per_word[:-1], jnp.broadcast_to(per_word[-1], (outputs - len(per_word) + 1,))])
+
+
+def _predict(shared: Params, oov_embedding: Array, bias: Array | None, batch: Batch) -> Logits:
     oov = batch["oov"]
     of_bucket = oov_embedding[jnp.maximum(oov - 1, 0)]
     of_word = shared["word_embedding"][batch["word"]]
@@ -122,11 +170,16 @@ def _predict(shared: Params, oov_embedding: Array, batch: Batch) -> Logits:
     after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
     states, frozen_states = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
 
-    def project(states: Array) -> Array:
-        return states @ dense["kernel"] + dense["bias"]  # (examples, length, projection)
+    ngrams: Any = 0.0
+    if "trigrams" in shared:
+        ngrams = shared["bigrams"][batch["word"]] + shared["trigrams"][batch["pair"]]
 
-    held = of_word, *weights, dense["kernel"], dense["bias"]
-    return Logits(project(states + frozen_states), output["kernel"], output["bias"], after_oov, project(states), held)
+    def project(states: Array) -> Array:
+        return states @ dense["kernel"] + dense["bias"] + ngrams  # (examples, length, projection)
+
+    held = of_word, *weights, dense["kernel"], dense["bias"], jnp.asarray(ngrams)
+    of_outputs = output["bias"] if bias is None else output["bias"] + bias
+    return Logits(project(states + frozen_states), output["kernel"], of_outputs, after_oov, project(states), held)
 
 
 def _cross_entropy(predictions: Logits, batch: Batch) -> Weighted:

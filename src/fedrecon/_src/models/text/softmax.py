@@ -68,6 +68,16 @@ class Logits:
             self.scored = (target, (losses.reshape(target.shape), best.reshape(target.shape)))
         return self.scored[1]
 
+    def expected(self, target: Array) -> Array:
+        """Return how often each output is expected where the target is not padding, `(outputs,)`.
+
+        Args:
+          target: `(...)`; 0 is padding.
+        """
+        rows, real = self.hidden.reshape(-1, self.hidden.shape[-1]), target.reshape(-1) != 0
+        probabilities = jax.nn.softmax(rows @ self.kernel + self.bias)
+        return jnp.where(real, 1.0, 0.0) @ probabilities
+
     def values(self) -> Array:
         """Return the logits, `(..., outputs)`."""
         return self.hidden @ self.kernel + self.bias
