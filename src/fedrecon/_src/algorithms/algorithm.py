@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
+from fedrecon._src.client.update import Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
+from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
-from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, summand_of
+from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, broadcast_clients, summand_of
 from fedrecon._src.server.aggregator import Aggregator, Report
 from fedrecon._src.server.averaging import all_finite
 
@@ -101,10 +104,13 @@ class Method(NamedTuple):
       params: `state -> global parameters`.
       parts: `state -> parts`, arrays in the shapes that uploads add up to. By default one part, `delta`, in the shapes
         of the global parameters.
-      init_client: `keys -> client state`, what clients keep before their first round; None if they keep nothing.
+      init_client: `(initial global parameters, keys) -> client state`, what clients keep before their first round; None
+        if they keep nothing.
       check: `(global, local, batch, mask)` of one client; raises if the model does not fit the method.
       support_limit: how many support examples `reconstruct` can use; None for no limit.
       stages: `client` as two stages, `prepare` and then `finish`; None if it cannot be divided.
+      steps: `(support examples, query examples) -> steps` that a client with so many examples takes in a round, for
+        comparisons; None if that is not known.
 
     Example:
       >>> import fedrecon as fr
@@ -126,10 +132,11 @@ class Method(NamedTuple):
     message: Callable[[Any], Any] = lambda state: state.params
     params: Callable[[Any], Params] = lambda state: state.params
     parts: Callable[[Any], Parts] = lambda state: {DELTA: flatten(state.params)[0]}
-    init_client: Callable[[Array], Any] | None = None
+    init_client: Callable[[Params, Array], Any] | None = None
     check: Callable[[Params, Params, Batch, Array], None] = lambda *args: None
     support_limit: int | None = None
     stages: Stages | None = None
+    steps: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,6 +290,46 @@ def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
     return fold(keys, 1), fold(keys, 2)
 
 
+def update_keys(model: Model, key: Array, cohort: Cohort) -> Array | None:
+    """Derive a cohort's keys for the steps of U; None for a model whose steps are not random.
+
+    Args:
+      model: only models with a `predict_train` have random steps.
+      key: of the round.
+      cohort: the block of clients.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> kit.update_keys(fr.models.matrix_factorization(10), None, None) is None  # nothing in its steps is random
+      True
+    """
+    return None if model.predict_train is None else step_keys(model, client_keys(key, cohort.identity))[1]
+
+
+def stateless_client(model: Model, updater: Updater) -> Client:
+    """Return the client function of a method whose clients run U on the whole model and keep nothing.
+
+    Args:
+      model: with everything global.
+      updater: runs U.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> from fedrecon import kit
+      >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
+      >>> updater = kit.Updater(model, fr.gradient_descent(optax.sgd(0.1), batch_size=5))
+      >>> client = kit.stateless_client(model, updater)  # for `Method.client`
+    """
+
+    def client(params: Params, _: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+        keys = update_keys(model, key, cohort)
+        return updater.run(params, cohort, first_order_predict(model), (), keys=keys).upload, ()
+
+    return client
+
+
 def averaged_paths(model: Model) -> tuple[str, ...]:
     """Return the paths of the global state: leaves that the server averages without its optimizer.
 
@@ -346,3 +393,109 @@ def step_server(
     if as_is:
         updates = unflatten(structure, flatten(updates)[0] | {path: mean[path] for path in as_is})
     return TrainState(optax.apply_updates(state.params, updates), optimizer)
+
+
+def averaging_method(model: Model, server: optax.GradientTransformation, **fields: Any) -> Method:
+    """Return a method whose server averages the clients' changes and takes a step with an optax optimizer.
+
+    Args:
+      model: what is trained.
+      server: the optimizer that takes the negative mean change as a gradient.
+      **fields: the other fields of `Method`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import optax
+      >>> from fedrecon import kit
+      >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
+      >>> updater = kit.Updater(model, fr.gradient_descent(optax.sgd(0.1), batch_size=5))
+      >>> method = kit.averaging_method(
+      ...     model,
+      ...     optax.sgd(1.0),
+      ...     client=kit.stateless_client(model, updater),
+      ...     reconstruct=kit.reconstruction(model, None).run,
+      ...     needs=updater.needs(kit.query_only(), 1),
+      ... )
+    """
+    return Method(
+        init=lambda key: init_server(model, server, key),
+        server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
+        **fields,
+    )
+
+
+def copy_params(params: Params, keys: Array) -> Params:
+    """Return a copy of the global parameters for every client, clients first.
+
+    Args:
+      params: the global parameters.
+      keys: the clients' keys, of which only the number counts.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> kit.copy_params({"w": jnp.float32(2)}, jax.random.split(jax.random.key(0), 3))["w"].tolist()
+      [2.0, 2.0, 2.0]
+    """
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(keys), *jnp.shape(leaf))), params)
+
+
+def personal_model(model: Model) -> Model:
+    """Return the model as it predicts with a client's own copy of all parameters, which is then its local part.
+
+    Args:
+      model: a model without local parameters.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> model = fr.models.client_table(fr.models.matrix_factorization(10, 2), num_clients=5)
+      >>> kit.shapes_of(kit.personal_model(model).init_local)["shared"]["item_embedding"].shape
+      (10, 2)
+    """
+    return model._replace(
+        init_local=model.init_global,
+        predict=lambda _, personal, batch: model.predict(personal, (), batch),
+        predict_train=None,
+        state=None,
+        lookups={},
+    )
+
+
+def check_whole_model(model: Model, method: str) -> None:
+    """Fail if a model has local parameters, for methods that train whole models.
+
+    Args:
+      model: what is trained.
+      method: its name, for the error message.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> kit.check_whole_model(fr.models.client_table(fr.models.matrix_factorization(10), 5), "SCAFFOLD")
+    """
+    local = flatten(shapes_of(model.init_local))[0]
+    if local:
+        raise ValueError(
+            f"{method} trains whole models, but `model` has local parameters ({', '.join(local)}); "
+            "make it with everything global"
+        )
+
+
+def keep_finite(new: Params, old: Params) -> Params:
+    """Return what clients keep after a round. A client whose training diverged keeps its old value.
+
+    Args:
+      new: local parameters after the round, clients first.
+      old: those before it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> kit.keep_finite({"b": jnp.array([2.0, jnp.nan])}, {"b": jnp.array([1.0, 1.0])})["b"].tolist()
+      [2.0, 1.0]
+    """
+    finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(new)]
+    fine = functools.reduce(jnp.logical_and, finite, jnp.bool_(True))  # a model may have nothing local
+    return jax.tree.map(lambda a, b: jnp.where(broadcast_clients(fine, a), a, b), new, old)

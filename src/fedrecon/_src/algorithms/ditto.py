@@ -6,7 +6,6 @@ References:
 
 from typing import Any
 
-import jax
 import optax
 from jax import Array
 
@@ -30,7 +29,7 @@ def ditto(
       update: how a client trains the global model.
       personal: how a client trains its own model, on the loss plus `strength / 2` times the squared distance from the
         global model.
-      strength: strength of the pull; 0 means local training that starts from the global model.
+      strength: strength of the pull (lambda in the paper); 0 means local training that starts from the global model.
       server: the optimizer that takes the negative mean change as a gradient.
       aggregate: weights, clipping; `aggregators.mean()` by default.
 
@@ -43,47 +42,34 @@ def ditto(
       >>> import optax
       >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
-      >>> algorithm = fr.ditto(model, update=descend, personal=descend, strength=0.1, server=optax.sgd(1.0))
+      >>> ditto = fr.algorithms.ditto(model, update=descend, personal=descend, strength=0.1, server=optax.sgd(1.0))
     """
-    if jax.tree.leaves(kit.shapes_of(model.init_local)):
-        raise ValueError("Ditto trains whole models; this one has local parameters: make it with everything global")
-    if not strength >= 0:
-        raise ValueError(f"`strength` is {strength}; it must be at least 0")
+    kit.check_whole_model(model, "Ditto")
+    kit.check_number("strength", strength)
 
-    def train_personal(params: kit.Params, personal_params: kit.Params, examples: kit.Examples) -> kit.Params:
-        def pull(trained: kit.Params, context: Any) -> Array:
-            return strength / 2 * optax.tree.norm(optax.tree.sub(trained, params), squared=True)
+    def train_personal(params: kit.Params, start: kit.Params, examples: kit.Examples) -> kit.Params:
+        def pulled(measure: Any, trained: kit.Params, context: Any) -> tuple[Array, Array]:
+            return kit.add_proximal(measure(trained), trained, params, strength)
 
-        objective = kit.Objective(model, lambda trained, _, batch: model.predict(trained, (), batch), penalty=pull)
-        return personal.solve(kit.Problem(objective, personal_params, (), examples, measured=False)).params
+        return kit.solve_params(model, personal, start, examples, surrogate=pulled)
 
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update)
 
-        def client(params: kit.Params, personal_params: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
-            of_steps = kit.step_keys(model, kit.client_keys(key, cohort.identity))[1]
+        def client(params: kit.Params, state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
+            of_steps = kit.update_keys(model, key, cohort)
             upload = updater.run(params, cohort, kit.first_order_predict(model), (), keys=of_steps).upload
-            return upload, train_personal(params, personal_params, cohort.query)
+            return upload, kit.keep_finite(train_personal(params, state, cohort.query), state)
 
-        def reconstruct(params: kit.Params, client_state: Any, support: kit.Examples, keys: Array) -> kit.Params:
-            start = jax.vmap(lambda key: params, out_axes=0)(keys)
-            return train_personal(params, start, support)
-
-        return kit.Method(
-            init=lambda key: kit.init_server(model, server, key),
+        return kit.averaging_method(
+            model,
+            server,
             client=client,
-            server=lambda state, mean, _: kit.step_server(server, state, mean[kit.DELTA], kit.averaged_paths(model)),
-            reconstruct=reconstruct,
+            reconstruct=lambda params, _, support, keys: train_personal(params, kit.copy_params(params, keys), support),
             needs=updater.needs(kit.query_only(), 1),
-            init_client=jax.vmap(model.init_global),
+            init_client=kit.copy_params,
             support_limit=personal.limit,
+            steps=lambda support, query: update.steps(query) + personal.steps(query),
         )
 
-    serving = model._replace(
-        init_local=model.init_global,
-        predict=lambda _, personal_params, batch: model.predict(personal_params, (), batch),
-        predict_train=None,
-        state=None,
-        lookups={},
-    )
-    return kit.Algorithm(serving, define, aggregate or kit.mean())
+    return kit.Algorithm(kit.personal_model(model), define, aggregate or kit.mean())

@@ -10,22 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, init_server, step_keys, step_server
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaging_method, keep_finite, update_keys
 from fedrecon._src.client.batch_statistics import set_local_state
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.reconstruction import reconstruction
 from fedrecon._src.client.update import Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.core.split import query_only
-from fedrecon._src.core.upload import DELTA, Upload, broadcast_clients
+from fedrecon._src.core.upload import Upload
 from fedrecon._src.server import Aggregator
 from fedrecon._src.server import mean as mean_of_uploads
 
@@ -69,7 +67,7 @@ def federated_averaging(
     """
     if model.default_local is not None or model.evidence is not None:
         raise ValueError(
-            "federated averaging starts local parameters once and keeps them, so it cannot learn where they start; "
+            "federated averaging initializes local parameters only once, so it cannot train their initial values; "
             "use a model without a learned default or implicit feedback"
         )
 
@@ -78,7 +76,7 @@ def federated_averaging(
         has_local = bool(jax.tree.leaves(jax.eval_shape(lambda: model.init_local(jax.random.key(0)))))
 
         def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-            of_steps = step_keys(model, client_keys(key, cohort.identity))[1]
+            of_steps = update_keys(model, key, cohort)
             updated = updater.run(params, cohort, first_order_predict(model), (), solved=client_state, keys=of_steps)
             if not has_local:
                 return updated.upload, client_state
@@ -86,27 +84,16 @@ def federated_averaging(
                 set_local_state(model, params, updated.local, cohort.query), client_state
             )
 
-        return Method(
-            init=lambda key: init_server(model, server, key),
+        return averaging_method(
+            model,
+            server,
             client=client,
-            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
             reconstruct=recon.run,
             needs=updater.needs(query_only(), 1),
-            init_client=jax.vmap(model.init_local) if has_local else None,
+            init_client=(lambda _, keys: jax.vmap(model.init_local)(keys)) if has_local else None,
             check=recon.check,
             support_limit=recon.limit,
+            steps=lambda support, query: update.steps(query),
         )
 
     return Algorithm(model, define, aggregate or mean_of_uploads())
-
-
-def keep_finite(new: Params, old: Params) -> Params:
-    """Return what clients keep after a round. A client whose training diverged keeps its old value.
-
-    Args:
-      new: local parameters after the round, clients first.
-      old: those before it.
-    """
-    finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(new)]
-    fine = jnp.stack(finite).all(0)
-    return jax.tree.map(lambda a, b: jnp.where(broadcast_clients(fine, a), a, b), new, old)

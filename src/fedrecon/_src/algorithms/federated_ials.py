@@ -6,6 +6,9 @@ matrix G = V'V of the item embeddings V, so a client needs only its own rows of 
 just as small: one of those rows, one of G. The server turns the gradient of G into one of all rows: V times the sum of
 the matrix and its transpose.
 
+An item has two embeddings: v, by which it is scored, and v + t, which says what having it tells about a person. With
+one for both, an item that many people have for different reasons is either never recommended or tells too much.
+
 References:
   Hu, Koren, Volinsky, Collaborative Filtering for Implicit Feedback Datasets, ICDM 2008 (the loss, the Gram matrix).
   Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
@@ -13,7 +16,9 @@ References:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +26,32 @@ import optax
 from jax import Array
 
 from fedrecon import kit
-from fedrecon._src.client.least_squares import solve_positive
+from fedrecon._src.client.least_squares import invert_positive
 from fedrecon._src.core.checks import check_number
 
-ITEMS, GRAM, LOCAL = "item_embedding", "gram", "user_embedding"
+T = TypeVar("T")
+
+ITEMS, HISTORY, GRAM, LOCAL = "item_embedding", "history_offset", "gram", "user_embedding"
+TABLES = (ITEMS, HISTORY)
+INVERSE = "inverse"  # of the system of a client without examples: the server computes it once a round, for all
+POPULARITY, POPULARITY_WEIGHT = "item_popularity", "popularity_weight"
+BLEND_AFTER = (0, 1, 2, 5, 10, 20)  # examples of a client, from which on popularity has another weight
+LENGTHS = (16, 64)  # room for the examples of a side, of clients in a block that all have fewer than most others
 
 
-class _SideExamples(NamedTuple):
-    """Support or query of one client: positions in its rows, and weights, zero where there is no example."""
+class _Side(NamedTuple):
+    """Support or query of one client: rows of the two tables for its items, and weights, zero where there is none."""
 
-    position: Array
+    rows: Array
+    offsets: Array
     weight: Array
+
+
+class _Everything(NamedTuple):
+    """What stands for all items: their Gram matrix, and `_Cost.inverse` of it."""
+
+    gram: Array
+    inverse: Array
 
 
 class _Cost(NamedTuple):
@@ -41,44 +61,72 @@ class _Cost(NamedTuple):
     ridge: float
     second_order: bool
 
-    def embedding(self, rows: Array, gram: Array, side: _SideExamples) -> Array:
-        """Solve for a client's embedding on one side of its examples."""
-        side_rows = rows[side.position]
-        matrix = side_rows.T @ (side.weight[:, None] * side_rows) + self.unobserved * gram
-        return solve_positive(matrix + self.ridge * jnp.eye(len(gram)), side_rows.T @ side.weight)
+    def everything(self, gram: Array) -> _Everything:
+        """Return the Gram matrix with the inverse of the system of a client without examples, which all share."""
+        return _Everything(gram, invert_positive(self.unobserved * gram + self.ridge * jnp.eye(len(gram))))
 
-    def on_query(self, rows: Array, gram: Array, support: _SideExamples, query: _SideExamples) -> tuple[Array, Array]:
+    def embedding(self, items: _Everything, side: _Side) -> Array:
+        """Solve for a client's embedding on one side of its examples.
+
+        With fewer examples than dimensions, the shared inverse is corrected for them (Woodbury's identity), so the
+        client solves a system with one equation for each example.
+        """
+        rows = jnp.sqrt(side.weight)[:, None] * side.rows
+        solve = _correct_inverse(*jax.lax.stop_gradient((rows, items)), self)
+
+        def apply(x: Array) -> Array:
+            return rows.T @ (rows @ x) + self.unobserved * (items.gram @ x) + self.ridge * x
+
+        def refine(_: Any, right: Array) -> Array:
+            first = solve(right)
+            return first + solve(right - apply(first))
+
+        return jax.lax.custom_linear_solve(apply, (side.rows + side.offsets).T @ side.weight, refine, symmetric=True)
+
+    def on_query(self, items: _Everything, support: _Side, query: _Side) -> tuple[Array, Array]:
         """Return half the cost on the query, and there the sums of squared errors and of errors."""
-        user = self.embedding(rows, gram, support)
+        user = self.embedding(items, support)
         user = user if self.second_order else jax.lax.stop_gradient(user)
-        error, support_scores = rows[query.position] @ user - 1, rows[support.position] @ user
+        error, support_scores = query.rows @ user - 1, support.rows @ user
         squares = jnp.sum(query.weight * error**2)
-        everything = user @ gram @ user - jnp.sum(jnp.where(support.weight > 0, support_scores, 0) ** 2)
+        everything = user @ items.gram @ user - jnp.sum(jnp.where(support.weight > 0, support_scores, 0) ** 2)
         errors = jnp.where(query.weight > 0, error, 0)
         return (squares + self.unobserved * everything) / 2, jnp.stack([jnp.sum(errors**2), jnp.sum(errors)])
 
-    def gradients(self, rows: Array, gram: Array, ways: list[tuple[_SideExamples, _SideExamples]]) -> _Gradients:
-        """Return what a client sends, from each `(support, query)` of `ways`."""
-        counts = jnp.stack([jnp.sum(side.weight > 0) for _, side in ways]).astype(jnp.float32)
-        takes_part = jnp.any(ways[0][0].weight > 0) & jnp.any(ways[0][1].weight > 0)
-        count = jnp.where(takes_part, counts.sum(), 0)
+    def gradients(self, items: _Everything, sides: tuple[_Side, _Side], both_ways: bool) -> _Gradients:
+        """Return what a client sends, from support to query, and back if `both_ways`."""
+        counts = jnp.stack([jnp.sum(side.weight > 0) for side in sides]).astype(jnp.float32)
+        takes_part = jnp.all(counts > 0)
+        count = jnp.where(takes_part, counts.sum() if both_ways else counts[1], 0)
 
-        def total(rows: Array, gram: Array) -> tuple[Array, Array]:
-            costs, errors = zip(*(self.on_query(rows, gram, *way) for way in ways), strict=True)
+        def total(gram: Array, sides: tuple[_Side, _Side]) -> tuple[Array, Array]:
+            ways = [sides, sides[::-1]][: 1 + both_ways]
+            costs, errors = zip(*(self.on_query(items._replace(gram=gram), *way) for way in ways), strict=True)
             return jnp.where(takes_part, sum(costs) / jnp.maximum(count, 1), 0.0), sum(errors, jnp.zeros(2))
 
-        (of_rows, of_gram), errors = jax.grad(total, (0, 1), has_aux=True)(rows, gram)
+        (of_gram, of_sides), errors = jax.grad(total, (0, 1), has_aux=True)(items.gram, sides)
         sums = jnp.stack([jnp.stack([errors[0], count]), jnp.stack([errors[1] + count, count])])
-        return _Gradients(of_rows, of_gram, count, jnp.where(takes_part, sums, 0))
+        return _Gradients(of_gram, of_sides, count, jnp.where(takes_part, sums, 0))
 
 
 class _Gradients(NamedTuple):
-    """Gradients of a client by its rows and by the Gram matrix, its number of examples, and its sums of metrics."""
+    """Gradients of a client by the Gram matrix and its sides, its number of examples, and its sums of metrics."""
 
-    rows: Array
     gram: Array
+    sides: tuple[_Side, _Side]
     examples: Array
     sums: Array
+
+
+def _correct_inverse(rows: Array, items: _Everything, cost: _Cost) -> Callable[[Array], Array]:
+    """Return how to solve with the matrix of a client, `rows' rows + unobserved gram + ridge`."""
+    if len(rows) < len(items.gram):
+        correction = rows @ items.inverse
+        small = invert_positive(jnp.eye(len(rows)) + correction @ rows.T)
+        return lambda right: items.inverse @ right - correction.T @ (small @ (correction @ right))
+    shared = cost.unobserved * items.gram + cost.ridge * jnp.eye(len(items.gram))
+    whole = invert_positive(rows.T @ rows + shared)
+    return lambda right: whole @ right
 
 
 @kit.register_factory
@@ -95,10 +143,11 @@ def federated_ials(
 ) -> kit.Algorithm:
     """Train item embeddings so that a client's hidden items score high once it has reconstructed its own embedding.
 
-    Each client reconstructs on its support, `z = (X'X + unobserved G + ridge)^-1 X'1`. It sends the gradient of half
-    the cost on its query, `sum (q'z - 1)^2 + unobserved z'Gz`, by rows and as one `(dim, dim)` matrix. Items of its
-    support do not count in this cost. Both gradients are means over its query examples, so uploads weighted by examples
-    give the mean over the cohort's examples, as `with_prior` expects.
+    Each client reconstructs on its support, `z = (X'X + unobserved G + ridge)^-1 (X + T)'1`, with the rows X and T of
+    the tables `item_embedding` and `history_offset` for its items. It sends the gradient of half the cost on its query,
+    `sum (q'z - 1)^2 + unobserved z'Gz`, by rows and as one `(dim, dim)` matrix. Items of its support do not count in
+    this cost. Both gradients are means over its query examples, so uploads weighted by examples give the mean over the
+    cohort's examples, as `with_prior` expects.
 
     Args:
       model: as `models.ranking_factorization` makes it, with an embedding of items, their Gram matrix, and an embedding
@@ -127,37 +176,48 @@ def federated_ials(
     num_items = _check_model(model)
     cost = _Cost(unobserved, ridge, second_order)
 
-    def side_of(examples: kit.Examples, position: Array) -> _SideExamples:
-        real = jnp.arange(position.shape[1]) < examples.count[:, None]
-        weights = model.loss(jnp.ones(position.shape), examples.columns)[1]
-        return _SideExamples(position, jnp.where(real, weights, 0.0))
-
-    def client_gradients(rows: Array, gram: Array, support: _SideExamples, query: _SideExamples) -> _Gradients:
-        return cost.gradients(rows, gram, [(support, query), (query, support)][: 1 + both_ways])
+    def side_of(params: kit.Params, examples: kit.Examples, length: int) -> _Side:
+        columns = {name: column[:, :length] for name, column in examples.columns.items()}
+        item = columns["item"]
+        real = jnp.arange(item.shape[1]) < examples.count[:, None]
+        weights = jnp.where(real, model.loss(jnp.ones(item.shape), columns)[1], 0.0)
+        return _Side(params[ITEMS][item], params[HISTORY][item], weights)
 
     def define(model: kit.Model) -> kit.Method:
         by_rows = ITEMS in model.lookups
 
         def client(params: kit.Params, client_state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
-            del key
+            items, sides = _Everything(params[GRAM], params[INVERSE]), (cohort.support, cohort.query)
+            slots = [side.columns["item"] for side in sides]
+            rows = num_items
             if by_rows:
-                rows, axis = params[ITEMS][cohort.rows["item"]], 0
-                positions = cohort.support_slots["item"], cohort.slots["item"]
-            else:
-                rows, axis = params[ITEMS], None
-                positions = cohort.support.columns["item"], cohort.query.columns["item"]
-            sides = side_of(cohort.support, positions[0]), side_of(cohort.query, positions[1])
-            gradients = jax.vmap(client_gradients, (axis, None, 0, 0))(rows, params[GRAM], *sides)
-            change: Any = -gradients.rows
+                slots, rows = [cohort.support_slots["item"], cohort.slots["item"]], cohort.rows["item"].shape[1]
+
+            def run(length: int) -> kit.Upload:
+                support, query = (side_of(params, side, length) for side in sides)
+                gradients = jax.vmap(partial(cost.gradients, both_ways=both_ways), (None, 0))(items, (support, query))
+                changes: dict[str, Any] = {GRAM: -gradients.gram}
+                for name, part in ((ITEMS, "rows"), (HISTORY, "offsets")):
+                    values = jnp.concatenate([-getattr(side, part) for side in gradients.sides], 1)
+                    positions = jnp.concatenate([slot[:, :length] for slot in slots], 1)
+                    changes[name] = _place(values, positions, rows)
+                return kit.Upload({kit.DELTA: changes}, gradients.examples, gradients.sums)
+
+            upload = _run_shortest(run, sides)
             if by_rows:
-                change = kit.RowChanges(cohort.rows["item"], change, cohort.num_rows["item"], num_items)
-            parts = {kit.DELTA: {GRAM: -gradients.gram, ITEMS: change}}
-            return kit.Upload(parts, gradients.examples, gradients.sums), client_state
+                delta = upload.parts[kit.DELTA]
+                ids, count = cohort.rows["item"], cohort.num_rows["item"]
+                delta |= {name: kit.RowChanges(ids, delta[name], count, num_items) for name in TABLES}
+            return upload, client_state
 
         def reconstruct(params: kit.Params, client_state: Any, support: kit.Examples, keys: Array) -> kit.Params:
-            del client_state, keys
-            sides = side_of(support, support.columns["item"])
-            return {LOCAL: jax.vmap(cost.embedding, (None, None, 0))(params[ITEMS], params[GRAM], sides)}
+            items = cost.everything(params[GRAM])
+
+            def run(length: int) -> Array:
+                return jax.vmap(cost.embedding, (None, 0))(items, side_of(params, support, length))
+
+            after = jnp.sum(support.count[:, None] >= jnp.array(BLEND_AFTER), 1) - 1
+            return {LOCAL: _run_shortest(run, [support]), POPULARITY_WEIGHT: params[POPULARITY_WEIGHT][after]}
 
         groups = {"item": (num_items, ("item",))} if by_rows else {}
         halves = kit.half()._replace(redrawn=True) if split is None else split
@@ -167,15 +227,35 @@ def federated_ials(
             server=lambda state, mean, report: _step_server(server, state, mean[kit.DELTA]),
             reconstruct=reconstruct,
             needs=kit.Needs(halves, groups=groups, support_rows=True),
+            message=lambda state: {**state.params, INVERSE: cost.everything(state.params[GRAM]).inverse},
+            parts=lambda state: {kit.DELTA: {name: state.params[name] for name in sorted((GRAM, *TABLES))}},
         )
 
     return kit.Algorithm(model, define, aggregate or kit.mean())
 
 
+def _run_shortest(run: Callable[[int], T], sides: Sequence[kit.Examples]) -> T:
+    """Run a block of clients with no more room for examples than they need: most clients have far fewer than some."""
+    full = max(side.columns["item"].shape[1] for side in sides)
+    if len(sides[0].count) == 1:  # a device, which has room as it needs
+        return run(full)
+    lengths = [*(length for length in LENGTHS if length < full), full]
+    most = jnp.max(jnp.stack([jnp.max(side.count) for side in sides]))
+    return jax.lax.switch(jnp.searchsorted(jnp.array(lengths), most), [partial(run, length) for length in lengths])
+
+
+def _place(values: Array, positions: Array, rows: int) -> Array:
+    """Add up values of `(clients, examples, dim)` by position: `(clients, rows, dim)`."""
+    clients = values.shape[0]
+    flat = (positions + rows * jnp.arange(clients)[:, None]).reshape(-1)
+    placed = jnp.zeros((clients * rows, values.shape[2])).at[flat].add(values.reshape(len(flat), -1))
+    return placed.reshape(clients, rows, -1)
+
+
 def _check_model(model: kit.Model) -> int:
     """Raise an error unless the model has the parameters of `models.ranking_factorization`; return how many items."""
     shared, local = (kit.flatten(kit.shapes_of(init))[0] for init in (model.init_global, model.init_local))
-    if (set(shared), set(local)) != ({ITEMS, GRAM}, {LOCAL}):
+    if not {*TABLES, GRAM, POPULARITY, POPULARITY_WEIGHT} == set(shared) or LOCAL not in local:
         raise ValueError(
             f"federated_ials trains {ITEMS} and {GRAM} and reconstructs {LOCAL}, as models.ranking_factorization has "
             f"them; this model has {', '.join(shared)} and {', '.join(local) or 'nothing local'}"
@@ -185,13 +265,14 @@ def _check_model(model: kit.Model) -> int:
 
 def _init_server(model: kit.Model, server: optax.GradientTransformation, key: Array) -> kit.TrainState:
     params = model.init_global(key)
-    return kit.TrainState(params, server.init({ITEMS: params[ITEMS]}))
+    return kit.TrainState(params, server.init({name: params[name] for name in TABLES}))
 
 
 def _step_server(server: optax.GradientTransformation, state: kit.TrainState, change: Any) -> kit.TrainState:
     """Turn the gradient of the Gram matrix into one of all rows, take a step, and compute the matrix anew."""
-    items = state.params[ITEMS]
-    whole = change[ITEMS] + items @ (change[GRAM] + change[GRAM].T)
-    stepped = kit.step_server(server, kit.TrainState({ITEMS: items}, state.optimizer), {ITEMS: whole})
+    tables = {name: state.params[name] for name in TABLES}
+    whole = change[ITEMS] + tables[ITEMS] @ (change[GRAM] + change[GRAM].T)
+    changes = {ITEMS: whole, HISTORY: change[HISTORY]}
+    stepped = kit.step_server(server, kit.TrainState(tables, state.optimizer), changes)
     new = stepped.params[ITEMS]
-    return kit.TrainState({GRAM: new.T @ new, ITEMS: new}, stepped.optimizer)
+    return kit.TrainState({**state.params, **stepped.params, GRAM: new.T @ new}, stepped.optimizer)

@@ -19,10 +19,8 @@ from fedrecon._src.algorithms.algorithm import (
     Client,
     Method,
     Stages,
-    averaged_paths,
-    init_server,
+    averaging_method,
     step_keys,
-    step_server,
 )
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.reconstruction import Reconstruction, reconstruction
@@ -34,7 +32,7 @@ from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.split import half as half_split
-from fedrecon._src.core.upload import DELTA, RowChanges, Upload, broadcast_clients
+from fedrecon._src.core.upload import RowChanges, Upload, broadcast_clients
 from fedrecon._src.server import Aggregator
 from fedrecon._src.server import mean as mean_of_uploads
 
@@ -89,7 +87,7 @@ def federated_reconstruction(
     """
     if joint and second_order:
         raise ValueError(
-            "`joint` and `second_order` exclude each other: one changes the local parameters, the other differentiates "
+            "`joint` and `second_order` cannot be combined: one changes the local parameters, the other differentiates "
             "through them"
         )
     if second_order and model.state is not None and model.state.shared:
@@ -107,15 +105,17 @@ def federated_reconstruction(
         else:
             stages = _stages(model, recon, updater, joint)
             client = _in_one_stage(stages)
-        return Method(
-            init=lambda key: init_server(model, server, key),
+        passes = 2 if both_ways else 1
+        return averaging_method(
+            model,
+            server,
             client=_run_both_ways(client) if both_ways else client,
-            server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
             reconstruct=recon.run,
             needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
             check=recon.check,
             support_limit=reconstruct.limit,
             stages=None if both_ways else stages,
+            steps=lambda support, query: passes * (reconstruct.steps(support) + update.steps(query)),
         )
 
     return Algorithm(model, define, aggregate or mean_of_uploads())
@@ -130,7 +130,6 @@ def _stages(model: Model, recon: Reconstruction, updater: Updater, joint: bool) 
         return recon.run(params, client_state, cohort.support, keys, of_r), of_u, client_state
 
     def update_global(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        del key
         local, of_u, client_state = prepared
         context, solved = ((), local) if joint else (local, ())
         predict = first_order_predict(model)

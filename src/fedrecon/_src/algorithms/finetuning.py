@@ -87,6 +87,8 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
         limit = None if None in limits else max(limit or 0 for limit in limits)
         return algorithm.method._replace(reconstruct=reconstruct, check=check, support_limit=limit)
 
+    # Ids are renumbered for all tables that they index, and a client's own tables are whole.
+    own_features = {feature for path in paths for feature in lookup_groups(model).get(path, ())}
     serving = model._replace(
         init_local=init_local,
         predict=predict,
@@ -94,6 +96,6 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
         evidence=None,
         predict_train=None,
         state=None,
-        lookups=lookup_groups(model),
+        lookups={path: ids for path, ids in lookup_groups(model).items() if not own_features & set(ids)},
     )
     return dataclasses.replace(algorithm, model=serving, define=define)

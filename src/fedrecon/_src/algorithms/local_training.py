@@ -43,7 +43,6 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
     shared = flatten(shapes_of(model.init_global))[0]
     if shared:
         raise ValueError(
-            f"in local training everything is local, but the model has global parameters ({', '.join(shared)}); "
-            "make it with local='*'"
+            f"local training needs a model without global parameters (got {', '.join(shared)}); make it with local='*'"
         )
     return federated_reconstruction(model, reconstruct=train, update=train, server=optax.identity())

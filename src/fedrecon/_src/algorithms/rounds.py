@@ -23,9 +23,9 @@ from fedrecon._src.algorithms.algorithm import (
     summand_shapes,
 )
 from fedrecon._src.algorithms.validation import features_of
-from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.cohort import ABSENT, Cohort, Lengths, Needs, Packer, redraw
-from fedrecon._src.core.keys import client_keys, fresh_key, words_of
+from fedrecon._src.core.clients import Clients, check_clients
+from fedrecon._src.core.cohort import ABSENT, Cohort, Lengths, Needs, Packer
+from fedrecon._src.core.keys import as_number, client_keys, fresh_key, run_keys, words_of
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.upload import Total, Upload, add, no_total
 from fedrecon._src.server.aggregator import Report
@@ -80,7 +80,8 @@ def client_update(
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
       >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.kit.round_key(0, 0), client="ann")
+      >>> message, key = algorithm.message(state), fr.kit.round_key(0, 0)
+      >>> upload = fr.kit.client_update(algorithm, message, examples, key, client="ann")
       >>> upload.delta["item_embedding"].ids[0, :1].tolist()  # the one item of ann's query
       [5]
     """
@@ -179,6 +180,32 @@ def client_total(
     return ClientTotal(jax.tree.map(np.asarray, total), jax.tree.map(lambda *leaves: np.concatenate(leaves), *left))
 
 
+def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
+    """Return the state of clients before their first round, clients first; an empty tuple if they keep nothing.
+
+    Args:
+      algorithm: what is trained.
+      clients: the population.
+      seed: the run's seed.
+
+    Example:
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": [0, 1], "rating": [5.0, 3.0]}, client=["ada", "bob"])
+      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=1)
+      >>> algorithm = fr.federated_averaging(
+      ...     fr.models.matrix_factorization(2, 3), update=steps, server=optax.sgd(1.0)
+      ... )
+      >>> fr.kit.init_client_state(algorithm, clients, seed=0)["user_embedding"].shape
+      (2, 3)
+    """
+    if algorithm.method.init_client is None:
+        return ()
+    keys = client_keys(jax.random.key(seed), clients.identities())
+    params = algorithm.params(algorithm.init(run_keys(seed).init))
+    return jax.tree.map(np.array, algorithm.method.init_client(params, keys))
+
+
 def server_update(
     algorithm: Algorithm, state: ServerState, uploads: Iterable[Upload | Total], key: Array | None = None
 ) -> ServerState:
@@ -202,8 +229,9 @@ def server_update(
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
       >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.kit.round_key(0, 0), client="ann")
-      >>> state = fr.server_update(algorithm, state, [upload])
+      >>> message, key = algorithm.message(state), fr.kit.round_key(0, 0)
+      >>> upload = fr.kit.client_update(algorithm, message, examples, key, client="ann")
+      >>> state = fr.kit.server_update(algorithm, state, [upload])
     """
     return server_round(algorithm, state, uploads, key)[0]
 
@@ -231,7 +259,8 @@ def server_round(
       >>> algorithm = fr.federated_reconstruction(model, reconstruct=descend, update=descend, server=optax.sgd(1.0))
       >>> state = algorithm.init(fr.kit.run_keys(0).init)
       >>> examples = {"item": np.array([3, 5]), "rating": np.float32([4, 1])}
-      >>> upload = fr.client_update(algorithm, algorithm.message(state), examples, fr.kit.round_key(0, 0), client="ann")
+      >>> message, key = algorithm.message(state), fr.kit.round_key(0, 0)
+      >>> upload = fr.kit.client_update(algorithm, message, examples, key, client="ann")
       >>> state, report = fr.kit.server_round(algorithm, state, [upload])
       >>> float(report["clients"])
       1.0
@@ -258,20 +287,17 @@ def as_clients(examples: Clients | Mapping[str, Any], client: Any = 0) -> Client
     if isinstance(examples, Clients):
         return examples
     arrays = {name: np.asarray(column) for name, column in examples.items()}
-    lengths = {len(column) for column in arrays.values()}
-    if len(lengths) != 1:
-        raise ValueError(f"a client's columns must all have the same length, not {sorted(lengths)}")
-    return Clients(arrays, np.array([0]), np.array([lengths.pop()]), np.array([client]))
+    examples_of_client = max(map(len, arrays.values()), default=0)
+    return Clients(arrays, np.array([0]), np.array([examples_of_client]), np.array([client]))
 
 
 def _blocks(
     algorithm: Algorithm, clients: Clients, key: Array, client_state: Any, lengths: Lengths | None
 ) -> Iterable[tuple[Cohort, Any, int]]:
     """Pack clients in blocks of one size; yield each with what its clients keep and how many clients it has."""
-    if len(clients) == 0:
-        raise ValueError("there are no clients to run")
-    packer = Packer(clients, _needs(algorithm, _specification(clients)), lengths)
-    draw = redraw(words_of(key))
+    check_clients(clients, "run")
+    packer = Packer(clients, _needs(algorithm, clients), lengths)
+    draw = as_number(words_of(key))
     block = 1 if len(clients) == 1 else AT_ONCE
     for begin in range(0, len(clients), block):
         indices = np.full(block, ABSENT)
@@ -292,19 +318,8 @@ def _state_of_block(algorithm: Algorithm, client_state: Any, indices: np.ndarray
     return jax.tree.map(lambda leaf: np.asarray(leaf)[np.maximum(indices, 0)], client_state)
 
 
-Specification = tuple[tuple[str, str, tuple[int, ...]], ...]
-
-
-def _specification(clients: Clients) -> Specification:
-    return tuple((name, column.dtype.str, column.shape[1:]) for name, column in clients.columns.items())
-
-
-@functools.lru_cache(maxsize=64)
-def _needs(algorithm: Algorithm, specification: Specification) -> Needs:
-    """Return which parts of data with these columns a method needs. Cached, since finding out traces the model."""
-    columns = {name: np.zeros((0, *shape), dtype) for name, dtype, shape in specification}
-    no_clients = Clients(columns, np.zeros(0, int), np.zeros(0, int))
-    return algorithm.method.needs._replace(columns=features_of(algorithm, no_clients))
+def _needs(algorithm: Algorithm, clients: Clients) -> Needs:
+    return algorithm.method.needs._replace(columns=features_of(algorithm, clients))
 
 
 @functools.lru_cache(maxsize=64)
@@ -346,17 +361,44 @@ def upload_shapes(algorithm: Algorithm, examples: Clients | Mapping[str, Any]) -
       examples: data with the columns that clients have; it may have no rows, since nothing is computed.
     """
     clients = as_clients(examples)
-    packer = Packer(clients, _needs(algorithm, _specification(clients)))
-    cohort = packer.pack(np.array([ABSENT]))
+    packer = Packer(clients, _needs(algorithm, clients))
+    return jax.eval_shape(functools.partial(_first_upload, algorithm), packer.pack(np.array([ABSENT])))
 
-    def run(cohort: Cohort) -> Upload:
-        key = jax.random.key(0)
-        message = algorithm.message(algorithm.init(key))
-        init_client = algorithm.method.init_client
-        client_state = () if init_client is None else init_client(client_keys(key, cohort.identity))
-        return algorithm.method.client(message.method, client_state, cohort, key)[0]
 
-    return jax.eval_shape(run, cohort)
+def _first_upload(algorithm: Algorithm, cohort: Cohort) -> Upload:
+    key = jax.random.key(0)
+    state = algorithm.init(key)
+    message, init_client = algorithm.message(state), algorithm.method.init_client
+    keys = client_keys(key, cohort.identity)
+    client_state = () if init_client is None else init_client(algorithm.params(state), keys)
+    return algorithm.method.client(message.method, client_state, cohort, key)[0]
+
+
+def upload_groups(algorithm: Algorithm, clients: Clients) -> tuple[dict[tuple[str, str], str], list[tuple]]:
+    """Find which changes a client uploads by rows, by tracing one upload.
+
+    Args:
+      algorithm: what is trained, with decided lookups.
+      clients: the data.
+
+    Returns:
+      The group of lookup tables by part and path, for changes by rows; and all changes as `(part, path, whole shape)`.
+    """
+    packer = Packer(clients, _needs(algorithm, clients))
+    groups: dict[tuple[str, str], str] = {}
+
+    def trace(cohort: Cohort) -> Upload:
+        upload = _first_upload(algorithm, cohort)
+        for part, changes in upload.parts.items():
+            for path, change in changes.items():
+                # A table's change counts its rows with the very list that its group was packed with.
+                same = [name for name, count in cohort.num_rows.items() if getattr(change, "count", None) is count]
+                groups.update(dict.fromkeys([(part, path)], *same) if same else {})
+        return upload
+
+    jax.eval_shape(trace, packer.pack(np.array([ABSENT])))
+    parts = jax.eval_shape(lambda: algorithm.method.parts(algorithm.init(jax.random.key(0)).method))
+    return groups, [(part, path, leaf) for part, leaves in parts.items() for path, leaf in leaves.items()]
 
 
 def total_shapes(algorithm: Algorithm) -> Total:

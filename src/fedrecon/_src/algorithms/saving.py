@@ -28,11 +28,11 @@ _FACTORY_MODULES = (
     "fedrecon.models",
     "fedrecon.optimizers",
     "fedrecon.split",
+    "fedrecon._src.client.closed_form",
     "fedrecon._src.client.gradient_descent",
     "fedrecon._src.client.least_squares",
-    *(f"fedrecon._src.algorithms.{name}" for name in ("ditto", "federated_averaging", "federated_ials")),
-    *(f"fedrecon._src.algorithms.{name}" for name in ("federated_reconstruction", "finetuning", "local_training")),
-    "fedrecon._src.algorithms.scaffold",
+    "fedrecon.algorithms",
+    "fedrecon._src.algorithms.finetuning",
 )
 
 
@@ -113,10 +113,12 @@ def load_algorithm(folder: str | Path, algorithm: Algorithm | None = None) -> Sa
             raise StorageError(f"{path}: {problem}") from None
     algorithm = with_lookups(algorithm, {name: tuple(features) for name, features in facts["lookups"].items()})
     actual = _describe(algorithm)
-    if facts["recipe"] is not None and actual["digest"] != facts["digest"] and actual["recipe"] is not None:
-        raise StorageError(f"{folder} was saved from another algorithm (digest {facts['digest'][:12]})")
-    if actual["parameters"] != facts["parameters"]:
-        raise StorageError(f"{folder} holds parameters of other shapes than the `algorithm` has")
+    comparable = facts["recipe"] is not None and actual["recipe"] is not None
+    if actual["parameters"] != facts["parameters"] or (comparable and actual["digest"] != facts["digest"]):
+        raise StorageError(
+            f"{folder} was saved from another algorithm, or with parameters of other shapes "
+            f"(digest {facts['digest'][:12]}, not {actual['digest'][:12]})"
+        )
     params = load_arrays(Path(folder) / ARRAYS, shapes_of(algorithm.model.init_global))
     check_parameters(Path(folder) / ARRAYS, params)
     return SavedAlgorithm(algorithm, params)
@@ -154,7 +156,9 @@ def _describe(algorithm: Algorithm) -> dict[str, Any]:
     """Return what is saved of an algorithm besides its parameters, as a JSON value."""
     model = algorithm.model
     if model.lookups == AUTO:
-        raise ValueError("the model's lookups are not decided: use fr.kit.decide_lookups(algorithm, clients) first")
+        raise ValueError(
+            "the model's lookups are not decided yet: call fr.kit.decide_lookups(algorithm, clients) first"
+        )
     why = None
     try:
         recipe = recipe_of(algorithm, "the algorithm")
@@ -174,4 +178,6 @@ def _check_shapes(folder: Path, algorithm: Algorithm, params: Params) -> None:
     wrong = sorted(set(expected) ^ set(actual))
     wrong += [path for path in expected if path in actual and expected[path].shape != np.shape(actual[path])]
     if wrong:
-        raise ValueError(f"the `params` to save in {folder} are not those of the model: look at {wrong[0]!r}")
+        raise ValueError(
+            f"`params` must have the names and shapes of the model's parameters (got a different {wrong[0]!r})"
+        )

@@ -14,12 +14,12 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.client.lookups.lookup_tables import check_lookups, lookup_groups, random_params
 from fedrecon._src.client.lookups.tracing import Reads, by_rows, find_reads
-from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import AUTO, Model, Step, measure, predict_in
 from fedrecon._src.core.pytrees import flatten
 
 LARGEST_CHECKED = 2**26  # columns with more numbers than this are not read through before training
-CHECKED_AT_ONCE = 2**22  # rows of a column
+CHECKED_AT_ONCE = 2**14  # clients
 PROBED = 8  # examples of the batch that a model is traced with
 NUMBERED = "Number them from 0 first: ids, numbers = numpy.unique(column, return_inverse=True)."
 
@@ -112,23 +112,16 @@ def check_values(algorithm: Algorithm, clients: Clients) -> None:
 
 def _check_column(clients: Clients, name: str, is_bad: Callable[[np.ndarray], np.ndarray], rule: str) -> None:
     column = clients.columns[name]
-    if column.size > LARGEST_CHECKED:
-        return
-    chunks = (column[begin : begin + CHECKED_AT_ONCE] for begin in range(0, len(column), CHECKED_AT_ONCE))
-    bad = np.concatenate([is_bad(chunk).reshape(len(chunk), -1).any(1) for chunk in chunks])
-    if not bad.any():
-        return
-    before = np.append(
-        0, np.cumsum(bad)
-    )  # rows that belong to no client, such as those of a client left out, may be bad
-    with_bad = np.flatnonzero(before[clients.ends] > before[clients.starts])
-    if len(with_bad):
-        client = int(with_bad[0])
-        examples = column[clients.starts[client] : clients.ends[client]]
-        example = int(np.argmax(is_bad(examples).reshape(len(examples), -1).any(1)))
-        value = examples[example].reshape(-1)[np.argmax(is_bad(examples[example]).reshape(-1))]
-        shown = client if clients.names is None else clients.names[client]
-        raise ValueError(f"column {name!r} holds {value} (client {shown}, example {example}); {rule}")
+    for first in range(0, len(clients) if column.size <= LARGEST_CHECKED else 0, CHECKED_AT_ONCE):
+        starts, ends = (bounds[first : first + CHECKED_AT_ONCE] for bounds in (clients.starts, clients.ends))
+        rows = rows_of(starts, ends)  # rows that belong to no client, such as those of a client left out, may be bad
+        bad = is_bad(column[rows])  # (rows, ...)
+        if bad.any():
+            at = int(bad.any(tuple(range(1, bad.ndim))).argmax())
+            client = int(np.searchsorted(np.cumsum(ends - starts), at, side="right"))
+            value, example = np.ravel(column[rows[at]])[bad[at].argmax()], rows[at] - starts[client]
+            shown = first + client if clients.names is None else clients.names[first + client]
+            raise ValueError(f"column {name!r} holds {value} (client {shown}, example {example}); {rule}")
 
 
 def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
@@ -170,10 +163,10 @@ class _Recorder(Mapping[str, Any]):
         self._columns, self._used, self._all_columns = columns, used, all_columns
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._columns and name in self._all_columns:
-            raise ValueError(f"the model reads the feature {name!r}, which holds text, not numbers. {NUMBERED}")
         if name not in self._columns:
-            raise ValueError(f"the model reads the feature {name!r}; the clients have: {', '.join(self._columns)}")
+            is_text = name in self._all_columns
+            why = f"holds text, not numbers. {NUMBERED}" if is_text else f"is none of {', '.join(self._columns)}"
+            raise ValueError(f"the model reads the feature {name!r}, which {why}")
         self._used.add(name)
         return self._columns[name]
 
