@@ -1,149 +1,402 @@
-"""Compare algorithms: train each of them, and evaluate all on the same unseen clients."""
+"""Compare algorithms: tune and train each of them, and evaluate all on the same unseen clients."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+import io
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.rounds import upload_groups
+from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.formatting import lay_out
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.cohort import Needs, Packer
+from fedrecon._src.core.formatting import lay_out, readable
+from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.split import Split
-from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, evaluate
-from fedrecon._src.simulation.explanation import explain
-from fedrecon._src.simulation.training import Run, train
+from fedrecon._src.simulation.explanation import ID_BYTES, SAMPLED, format_size
+from fedrecon._src.simulation.training import Run, Validation, train
+
+Candidates = Algorithm | Mapping[Any, Algorithm]  # one algorithm, or several by their setting
 
 
-class ComparisonRow(NamedTuple):
-    """The result of one algorithm in a comparison.
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a method asks of a client.
 
     Attributes:
-      algorithm: what was trained.
-      run: its training; without rounds if the model has nothing global.
-      evaluation: on the unseen clients.
-      sent: bytes that a client sends in a round; for tables that are read by rows, only the client's rows count.
+      down: bytes that a client receives in a round.
+      up: bytes that it sends; for tables that are read by rows, only the client's rows count (a mean over clients).
+      state: bytes that it keeps from round to round, besides its examples.
+      steps: steps that it takes in a round, a mean over clients; NaN if the method does not say.
+      once: whether the method works where a client takes part only once: it keeps nothing that a later round needs.
+    """
+
+    down: float
+    up: float
+    state: int
+    steps: float
+    once: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonRow:
+    """The result of one method in a comparison; tuples have one entry per seed.
+
+    Attributes:
+      algorithm: what was trained, with the best setting.
+      setting: that setting; None if there was nothing to choose.
+      runs: its trainings; without rounds if the model has nothing global.
+      unseen: evaluations on the unseen clients.
+      seen: evaluations on later examples of the training clients; empty if they were not asked for.
+      costs: bytes, steps, and whether clients must come back.
+      seconds: the time of each training, compiling included.
     """
 
     algorithm: Algorithm
-    run: Run
-    evaluation: Evaluation
-    sent: float
+    setting: Any
+    runs: tuple[Run, ...]
+    unseen: tuple[Evaluation, ...]
+    seen: tuple[Evaluation, ...]
+    costs: Costs
+    seconds: tuple[float, ...]
+
+    def numbers(self, metric: str) -> dict[str, list[float]]:
+        """Return what a table shows of one metric, one value per seed.
+
+        Args:
+          metric: its name.
+        """
+        values = {
+            "unseen": [evaluation.micro.get(metric, np.nan) for evaluation in self.unseen],
+            "worst tenth": [evaluation.worst(0.1).get(metric, np.nan) for evaluation in self.unseen],
+        }
+        return values | ({"seen": [e.micro.get(metric, np.nan) for e in self.seen]} if self.seen else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Algorithms side by side; `print` it for a table. See `compare`.
+    """Methods side by side; `print` it for a table, or write it as CSV, Markdown or LaTeX. See `compare`.
 
     Attributes:
-      rows: the result of each algorithm, by name.
+      rows: the result of each method, by name.
     """
 
     rows: dict[str, ComparisonRow]
 
     def __getitem__(self, name: str) -> dict[str, float]:
-        """Return the metrics of one algorithm, over all query examples together."""
-        return self.rows[name].evaluation.micro
+        """Return the metrics of one method over all query examples of unseen clients, a mean over seeds."""
+        evaluations = [evaluation.micro for evaluation in self.rows[name].unseen]
+        return {metric: float(np.mean([micro[metric] for micro in evaluations])) for metric in evaluations[0]}
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all metrics, the loss first."""
+        return list(dict.fromkeys(metric for row in self.rows.values() for metric in row.unseen[0].micro))
+
+    def cells(self, metric: str | None = None) -> list[list[str]]:
+        """Return the table as text, the header first: means over seeds, and their standard deviation if there are more.
+
+        Args:
+          metric: what to show of unseen clients, of the worst tenth of them (those with the highest loss) and of seen
+            clients; by default the model's first metric besides the loss.
+        """
+        metric = metric or self.metrics[min(1, len(self.metrics) - 1)]
+        shown = list(dict.fromkeys(name for row in self.rows.values() for name in row.numbers(metric)))
+        header = ["", *(f"{name} {metric}" if name == "unseen" else name for name in shown)]
+        table = [[*header, "down", "up", "keeps", "steps", "seconds", "once"]]
+        for name, row in self.rows.items():
+            numbers, costs = row.numbers(metric), row.costs
+            diverged = sum(evaluation.diverged for evaluation in row.unseen)
+            table.append(
+                [
+                    name if row.setting is None else f"{name} ({row.setting})",
+                    *(_spread(numbers[column]) if column in numbers else "" for column in shown),
+                    *map(format_size, (costs.down, costs.up, costs.state)),
+                    "" if np.isnan(costs.steps) else readable(costs.steps, 3),
+                    readable(float(np.mean(row.seconds)), 2),
+                    "yes" if costs.once else "no",
+                    *([f"({diverged} diverged)"] if diverged else []),
+                ]
+            )
+        return table
 
     def __str__(self) -> str:
-        """Return a table of metrics (means over query examples) and of what a client sends in a round."""
-        metrics = list(dict.fromkeys(metric for row in self.rows.values() for metric in row.evaluation.micro))
-        cells = [["", *metrics, "sent a round"]]
-        for name, row in self.rows.items():
-            means = row.evaluation.micro
-            values = [f"{means[metric]:.3f}" if metric in means else "" for metric in metrics]
-            diverged = row.evaluation.diverged
-            cells.append([name, *values, f"{row.sent:,.0f} B", *([f"({diverged} diverged)"] if diverged else [])])
+        """Return a table of the first metric and of what methods cost, and on whom it was measured."""
         clients, examples = (
-            max(getattr(row.evaluation, n) for row in self.rows.values()) for n in ("clients", "examples")
+            max(getattr(row.unseen[0], n) for row in self.rows.values()) for n in ("clients", "examples")
         )
         sizes = f"{clients:,} clients never seen in training, {examples:,} query examples"
-        return "\n".join([*lay_out(cells, right=True), sizes])
+        return "\n".join([*lay_out(self.cells(), right=True), sizes])
+
+    def to_markdown(self, metric: str | None = None) -> str:
+        """Return the table for Markdown.
+
+        Args:
+          metric: as for `cells`.
+        """
+        header, *rows = self.cells(metric)
+        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+    def to_latex(self, metric: str | None = None) -> str:
+        """Return the table for LaTeX, with the rules of the package booktabs.
+
+        Args:
+          metric: as for `cells`.
+        """
+        header, *rows = (" & ".join(map(_escape, line)) + r" \\" for line in self.cells(metric))
+        columns = "l" + "r" * (len(self.cells(metric)[0]) - 1)
+        lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *rows, r"\bottomrule"]
+        return "\n".join([*lines, r"\end{tabular}"]) + "\n"
+
+    def to_csv(self) -> str:
+        """Return all metrics and costs as CSV, in full precision: means and standard deviations over seeds."""
+        lines = []
+        for name, row in self.rows.items():
+            line: dict[str, Any] = {"method": name, "setting": row.setting, "seeds": len(row.runs)}
+            for metric in self.metrics:
+                for group, values in row.numbers(metric).items():
+                    column = f"{group} {metric}".replace(" ", "_")
+                    line |= {column: np.mean(values), f"{column}_std": _deviation(values)}
+            line |= {"diverged": sum(evaluation.diverged for evaluation in row.unseen)}
+            lines.append(line | dataclasses.asdict(row.costs) | {"seconds": np.mean(row.seconds)})
+        out = io.StringIO()
+        writer = csv.DictWriter(out, list(dict.fromkeys(column for line in lines for column in line)))
+        writer.writeheader()
+        writer.writerows(lines)
+        return out.getvalue()
 
 
 def compare(
-    algorithms: Mapping[str, Algorithm],
+    algorithms: Mapping[str, Candidates],
     clients: Clients,
     unseen: Clients,
     *,
     rounds: int,
-    clients_per_round: int | None = None,
+    valid: Clients | Validation | None = None,
+    seen: Split | None = None,
     split: Split | None = None,
-    valid: Clients | None = None,
-    evaluate_every: int = 0,
-    seed: int = 0,
-    layout: Layout | None = None,
-    progress: Progress = silent,
+    seeds: Sequence[int] = (0,),
+    **training: Any,
 ) -> Comparison:
-    """Train every algorithm on the same clients, and evaluate all on the same query examples of unseen clients.
+    """Train every method on the same clients, and evaluate all on the same query examples of unseen clients.
 
-    An algorithm may reconstruct local parameters from an unseen client's support examples. If its model has nothing
-    local, it never reads them. If its model has nothing global, there is nothing to train, and it runs no rounds.
+    A method may use an unseen client's support examples to reconstruct local parameters or to adapt the model. If its
+    model has nothing local, it never reads them. If its model has nothing global, there is nothing to train, and it
+    runs no rounds.
 
     Args:
-      algorithms: the algorithms, by the names that the table shows.
+      algorithms: by the names that the table shows: an algorithm, or the same method with several settings, as
+        `{setting: algorithm}`. Of these, the one with the lowest loss on `valid` is reported. Every method must have
+        equally many settings.
       clients: the clients to train on.
       unseen: the clients to measure on. They take no part in training.
-      rounds: rounds of training for each algorithm.
-      clients_per_round: how many clients take part in a round; all of them if there are fewer.
-      split: support and query of unseen clients; half and half by default, whatever training does.
-      valid: clients to evaluate on during training, for curves; see the histories of the runs.
-      evaluate_every: how many rounds there are between evaluations on `valid`.
-      seed: for everything random.
-      layout: on which JAX devices and in what blocks clients run.
-      progress: a progress display.
+      rounds: rounds of training for each method.
+      valid: clients to choose settings on. A `Validation` also evaluates during training, for curves; see the histories
+        of the runs.
+      seen: how to divide every training client's examples into those that it trains on and later ones, on which it is
+        measured: with the local parameters that it keeps, or with those reconstructed from all that it trained on.
+        None trains on all examples.
+      split: support and query of unseen and validation clients; half and half by default, whatever training does.
+      seeds: the seeds to train with. Settings are chosen with the first one.
+      **training: other arguments of `train`, such as `clients_per_round`, `layout` and `progress`.
 
     Returns:
       A `Comparison`.
 
     Raises:
-      ValueError: if an unseen client also trains. This is only noticed if both are views of the same data, such
-        as those that `split_clients` returns.
+      ValueError: if methods have different numbers of settings, or an unseen client also trains. The latter is only
+        noticed if both are views of the same data, such as those that `split_clients` returns.
       KeyboardInterrupt: on Ctrl-C, while any of the algorithms trains.
 
     Example:
       >>> import optax
       >>> import fedrecon as fr
-      >>> ratings = fr.Clients.from_columns({"item": [0, 1, 0, 1], "rating": [5.0, 3.0, 4.0, 2.0]}, client=[0, 0, 1, 1])
-      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=2, steps=2)
-      >>> algorithm = fr.federated_reconstruction(
-      ...     fr.models.matrix_factorization(2, 3), reconstruct=steps, update=steps, server=optax.sgd(1.0)
-      ... )
-      >>> train, test = ratings.take([0]), ratings.take([1])
-      >>> results = fr.compare({"reconstruction": algorithm}, train, test, rounds=1)
-      >>> results.rows["reconstruction"].sent
+      >>> def reconstruction(rate):
+      ...     steps = fr.gradient_descent(optax.sgd(rate), batch_size=2, steps=2)
+      ...     model = fr.models.matrix_factorization(2, 3)
+      ...     return fr.federated_reconstruction(model, reconstruct=steps, update=steps, server=optax.sgd(1.0))
+      >>> ratings = fr.Clients.from_columns({"item": [0, 1] * 3, "rating": [5.0, 3.0] * 3}, client=[0, 0, 1, 1, 2, 2])
+      >>> train, valid, test = (ratings.take([i]) for i in range(3))
+      >>> methods = {"reconstruction": {rate: reconstruction(rate) for rate in (0.01, 0.1)}}
+      >>> results = fr.compare(methods, train, test, valid=valid, rounds=1)
+      >>> results.rows["reconstruction"].costs.up
       16.0
     """
-    if not algorithms:
-        raise ValueError("`algorithms` is empty; give at least one, by name")
-    for held_out, name in ((unseen, "unseen"), (valid, "valid")):
-        if held_out is not None:
+    candidates = {name: dict(a) if isinstance(a, Mapping) else {None: a} for name, a in algorithms.items()}
+    trials = {len(settings) for settings in candidates.values()}
+    if not algorithms or 0 in trials or len(trials) > 1 or not seeds:
+        counts = {name: len(settings) for name, settings in candidates.items()}
+        raise ValueError(f"`algorithms` and `seeds` must not be empty, with equally many settings each (got {counts})")
+    if max(trials) > 1 and valid is None:
+        raise ValueError("`valid` is missing: settings are chosen on validation clients")
+    validation = valid if isinstance(valid, Validation) or valid is None else Validation(valid)
+    for held_out, name in ((unseen, "unseen"), (validation and validation.data, "valid")):
+        if isinstance(held_out, Clients):
             _check_disjoint(clients, held_out, name)
-    per_round = None if clients_per_round is None else min(clients_per_round, len(clients))
+    earlier, later = (clients, None) if seen is None else _divide(clients, seen)
+    trainer = _Trainer(earlier, later, validation, split, {"rounds": rounds, **training})
     rows = {}
-    for name, algorithm in algorithms.items():
-        explained = explain(algorithm, clients)
-        run = train(
-            algorithm,
-            clients,
-            rounds=rounds if explained.sends else 0,
-            clients_per_round=per_round,
-            valid=None if valid is None else Evaluator(algorithm, valid, split=split, seed=seed, layout=layout),
-            evaluate_every=evaluate_every,
-            seed=seed,
-            layout=layout,
-            progress=progress,
+    for name, settings in candidates.items():
+        first = {setting: trainer.run(algorithm, seeds[0]) for setting, algorithm in settings.items()}
+        setting = min(first, key=lambda setting: _validation_loss(first[setting].run))
+        algorithm = settings[setting]
+        trainings = [first[setting], *(trainer.run(algorithm, seed) for seed in seeds[1:])]
+        rows[name] = ComparisonRow(
+            algorithm=algorithm,
+            setting=setting,
+            runs=tuple(trained.run for trained in trainings),
+            unseen=tuple(
+                evaluate(algorithm, trained.run.params, unseen, split=split, seed=seed, layout=training.get("layout"))
+                for trained, seed in zip(trainings, seeds, strict=True)
+            ),
+            seen=tuple(
+                trainer.evaluate_seen(algorithm, trained.run, clients, seen, seed)
+                for trained, seed in zip(trainings, seeds, strict=True)
+                if seen is not None
+            ),
+            costs=measure_costs(algorithm, trainer.clients),
+            seconds=tuple(trained.seconds for trained in trainings),
         )
+    return Comparison(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    run: Run
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trainer:
+    """Trains algorithms on the same clients."""
+
+    clients: Clients
+    later: Clients | None
+    validation: Validation | None
+    split: Split | None
+    options: Mapping[str, Any]
+
+    def run(self, algorithm: Algorithm, seed: int) -> _Trained:
+        options: dict[str, Any] = dict(self.options)
+        if isinstance(per_round := options.get("clients_per_round"), int):
+            options["clients_per_round"] = min(per_round, len(self.clients))
+        if not flatten(jax.eval_shape(lambda: algorithm.params(algorithm.init(jax.random.key(0)))))[0]:
+            options["rounds"] = 0  # there is nothing to train
+        validation = self.validation
+        if validation is not None and isinstance(validation.data, Clients):
+            layout = options.get("layout")
+            evaluator = Evaluator(algorithm, validation.data, split=self.split, seed=seed, layout=layout)
+            validation = dataclasses.replace(validation, data=evaluator)
+        start = time.perf_counter()
+        run = train(algorithm, self.clients, valid=validation, seed=seed, **options)
         if run.interrupted:
             raise KeyboardInterrupt
-        evaluation = evaluate(algorithm, run.params, unseen, split=split, seed=seed, layout=layout, progress=progress)
-        by_rows = explained.sends_by_rows
-        rows[name] = ComparisonRow(algorithm, run, evaluation, explained.sends if by_rows is None else by_rows)
-    return Comparison(rows)
+        return _Trained(run, time.perf_counter() - start)
+
+    def evaluate_seen(self, algorithm: Algorithm, run: Run, clients: Clients, split: Split, seed: int) -> Evaluation:
+        """Measure the clients that trained on their later examples."""
+        layout = self.options.get("layout")
+        if not keeps_local(algorithm):
+            return evaluate(algorithm, run.params, clients, split=split, seed=seed, layout=layout)
+        assert self.later is not None
+        state = run.client_state
+        return evaluate(algorithm, run.params, self.later, client_state=state, protocol="standard", layout=layout)
+
+
+def keeps_local(algorithm: Algorithm) -> bool:
+    """Return whether what clients keep are their local parameters, and not something else, such as control variates.
+
+    Args:
+      algorithm: the method.
+    """
+    if algorithm.method.init_client is None:
+        return False
+    local = jax.eval_shape(algorithm.model.init_local, jax.random.key(0))
+    return list(flatten(_client_state(algorithm))[0]) == list(flatten(local)[0])  # the same paths
+
+
+def _client_state(algorithm: Algorithm) -> Any:
+    """Return the shapes of what one client keeps; empty if it keeps nothing."""
+
+    def init(key: Any) -> Any:
+        init_client = algorithm.method.init_client
+        params = algorithm.params(algorithm.init(key))
+        return () if init_client is None else init_client(params, jax.random.split(key, 1))
+
+    return jax.eval_shape(init, jax.random.key(0))
+
+
+def measure_costs(algorithm: Algorithm, clients: Clients) -> Costs:
+    """Measure what a method asks of a client, without running it.
+
+    Args:
+      algorithm: the method.
+      clients: whose rows and steps are counted: rows of at most `SAMPLED`, steps of all.
+    """
+    algorithm = decide_lookups(algorithm, clients)
+    method, key = algorithm.method, jax.random.key(0)
+    state = jax.eval_shape(algorithm.init, key)
+    chosen = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), SAMPLED)).astype(np.int64))
+    rows, uploaded = upload_groups(algorithm, clients)
+    counts = Packer(clients, method.needs._replace(columns=_ids(method.needs))).pack(chosen).num_rows if rows else {}
+    up = 0.0
+    for part, path, leaf in uploaded:
+        group = rows.get((part, path))
+        up += _nbytes(leaf) if group is None else _nbytes(leaf) / leaf.shape[0] * float(np.mean(counts[group]))
+    up += sum(ID_BYTES * float(np.mean(counts[group])) for group in set(rows.values()))
+    support, query = method.needs.split.counts(clients.sizes)
+    steps = np.nan if method.steps is None else float(np.mean(method.steps(support, query)))
+    down = _nbytes(jax.eval_shape(algorithm.message, state))
+    return Costs(down, up, _nbytes(_client_state(algorithm)), steps if up else 0.0, method.init_client is None)
+
+
+def _ids(needs: Needs) -> list[str]:
+    return sorted({feature for _, features in needs.groups.values() for feature in features})
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _divide(clients: Clients, split: Split) -> tuple[Clients, Clients]:
+    """Return clients with the examples that they train on, and with later ones."""
+    if split.pattern is not None or split.by is not None or split.redrawn:
+        raise ValueError("`seen` must divide examples in their order, such as `split.fraction(0.8)`; sort them first")
+    sides = zip(split.begins(clients.sizes), split.counts(clients.sizes), strict=True)
+    views = [(clients.starts + begin, clients.starts + begin + count) for begin, count in sides]
+    earlier, later = (dataclasses.replace(clients, starts=start, ends=end, totals=None) for start, end in views)
+    return earlier, later
+
+
+def _validation_loss(run: Run) -> tuple[float, float]:
+    evaluations = [entry for entry in run.history if entry["kind"] == "evaluation"]
+    if not evaluations:  # there was nothing to choose
+        return 0, 0
+    loss = evaluations[-1]["micro"]["loss"]
+    return evaluations[-1]["diverged"], np.inf if loss is None or np.isnan(loss) else loss
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.3f}" + (f" ± {_deviation(values):.3f}" if len(values) > 1 else "")
+
+
+def _escape(text: str) -> str:
+    for character in "&%_#":
+        text = text.replace(character, f"\\{character}")
+    return text.replace("±", r"$\pm$")
 
 
 def _check_disjoint(clients: Clients, held_out: Clients, argument: str) -> None:
@@ -154,4 +407,6 @@ def _check_disjoint(clients: Clients, held_out: Clients, argument: str) -> None:
     if clients.names is not None and held_out.names is not None:
         both |= np.intersect1d(clients.names, held_out.names).size > 0
     if both:
-        raise ValueError(f"`{argument}` has clients that train too; divide them with `split_clients` first")
+        raise ValueError(
+            f"`{argument}` must not contain training clients; divide the clients with `split_clients` first"
+        )

@@ -103,7 +103,7 @@ def describe_evaluation(clients: int, diverged: int) -> str | None:
 
 
 class DivergenceMonitor:
-    """Looks at every record of a training, and warns once if it goes nowhere."""
+    """Watches the records of a training, and warns once if it stops learning."""
 
     def __init__(self) -> None:
         """Start without records."""

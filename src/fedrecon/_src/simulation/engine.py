@@ -24,6 +24,7 @@ from fedrecon._src.algorithms.algorithm import (
     summand_shapes,
 )
 from fedrecon._src.client.lookups.lookup_tables import lookup_groups
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Cohort, Drawn, arrange
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Model, metric_names
@@ -124,11 +125,10 @@ def layout(
     mesh = _mesh(jax_devices, alone)
     chosen = _default_blocks(model) if block is None and model is not None else (block, block)
     block = MOST_IN_BLOCK if chosen[0] is None else chosen[0]
-    if block < 1:
-        raise ValueError(f"`block` is {block}; it must be at least 1")
+    check_number("block", block, least=1)
     sharing = (chosen[1] or block) if sharing is None else sharing
     if sharing < 1 or sharing % block:
-        raise ValueError(f"`sharing` is {sharing}; it must be a multiple of `block`, which is {block}")
+        raise ValueError(f"`sharing` must be a multiple of `block` (got sharing={sharing}, block={block})")
     return Layout(mesh, block, sharing)
 
 
@@ -164,12 +164,8 @@ def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
     if memory is None:
         copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
     else:
-        copies, shared, most, most_sharing = (
-            memory // 4 // COPIES,
-            memory // 4,
-            MOST_ON_ACCELERATOR,
-            MOST_ON_ACCELERATOR,
-        )
+        copies, shared = memory // 4 // COPIES, memory // 4
+        most = most_sharing = MOST_ON_ACCELERATOR
     block = int(np.clip(copies // max(dense, 1), 1, most))
     if block == most:
         return block, block

@@ -16,6 +16,7 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import check_reconstruction, check_values, features_of
 from fedrecon._src.client.objectives import Objective, measure_all
+from fedrecon._src.core.checks import check_choice
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Needs, Packer
 from fedrecon._src.core.keys import client_keys
@@ -69,6 +70,17 @@ class Evaluation:
         del values["per_client"]
         return values
 
+    def worst(self, share: float) -> dict[str, float]:
+        """Return the metrics of the worst clients, those with the highest loss: means over clients.
+
+        Args:
+          share: which share of the clients these are, at least one; clients that diverged are not among them.
+        """
+        measured = np.flatnonzero(~np.isnan(self.per_client["loss"]))
+        count = max(1, round(share * len(measured)))
+        chosen = measured[np.argsort(-self.per_client["loss"][measured], kind="stable")[:count]]
+        return {name: _over_clients(np.mean, values[chosen]) for name, values in self.per_client.items()}
+
 
 class Evaluator:
     """Evaluates one algorithm on one set of clients, as often as needed, compiled once.
@@ -109,11 +121,8 @@ class Evaluator:
           seed: for the initial local parameters.
           layout: on which JAX devices and in what blocks clients run.
         """
-        if protocol not in ("recon", "standard"):
-            raise ValueError(f"`protocol` is {protocol!r}; use 'recon' or 'standard'")
-        check_clients(clients)
-        if len(clients) == 0:
-            raise ValueError("`clients` must not be empty: there is nobody to evaluate on")
+        check_choice("protocol", protocol, ("recon", "standard"))
+        check_clients(clients, "evaluate on")
         if protocol == "recon":
             check_reconstruction(algorithm, clients)
         check_values(algorithm, clients)
@@ -135,8 +144,7 @@ class Evaluator:
         Args:
           clients: the clients to measure.
         """
-        if len(clients) == 0:
-            raise ValueError("`clients` must not be empty: there is nobody to evaluate on")
+        check_clients(clients, "evaluate on")
         other = copy.copy(self)
         other.clients = clients
         other._packer = Packer(clients, self._needs)
@@ -171,7 +179,7 @@ class Evaluator:
         return evaluation
 
     def measure(self, params: Any, client_state: Any = (), *, progress: Progress = silent) -> Evaluation:
-        """Evaluate global parameters, and leave it to the caller to say how many clients diverged.
+        """Evaluate global parameters without warning about diverged clients.
 
         Args:
           params: global parameters.
@@ -305,31 +313,6 @@ def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) ->
     """Return a statistic over the clients that have a value; NaN if none has."""
     measured = values[~np.isnan(values)]
     return float(statistic(measured)) if measured.size else float("nan")
-
-
-def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
-    """Return the state of clients before their first round, clients first; an empty tuple if they keep nothing.
-
-    Args:
-      algorithm: what is trained.
-      clients: the population.
-      seed: the run's seed.
-
-    Example:
-      >>> import optax
-      >>> import fedrecon as fr
-      >>> clients = fr.Clients.from_columns({"item": [0, 1], "rating": [5.0, 3.0]}, client=["ada", "bob"])
-      >>> steps = fr.gradient_descent(optax.sgd(0.1), batch_size=1)
-      >>> algorithm = fr.federated_averaging(
-      ...     fr.models.matrix_factorization(2, 3), update=steps, server=optax.sgd(1.0)
-      ... )
-      >>> fr.init_client_state(algorithm, clients, seed=0)["user_embedding"].shape
-      (2, 3)
-    """
-    if algorithm.method.init_client is None:
-        return ()
-    keys = client_keys(jax.random.key(seed), clients.identities())
-    return jax.tree.map(np.array, algorithm.method.init_client(keys))
 
 
 def _select(client_state: Any, order: np.ndarray) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import known_lookups, probe
-from fedrecon._src.client.lookups.lookup_tables import group_name, lookup_groups
+from fedrecon._src.client.lookups.lookup_tables import group_name, lookup_groups, row_groups
 from fedrecon._src.client.lookups.tracing import Reads, find_reads
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Needs, Packer
@@ -74,24 +74,22 @@ class Explanation:
         rows = [("parameter", "part", "shape", "size", "read")]
         for part in self.parts:
             read = f"by rows at {', '.join(part.features)}" if part.features else part.note
-            rows.append((part.path, part.kind, str(part.shape), _size(part.nbytes), read))
+            rows.append((part.path, part.kind, str(part.shape), format_size(part.nbytes), read))
         lines = lay_out(rows)
         local = sum(part.nbytes for part in self.parts if part.kind.startswith("local"))
         lines += [
             "",
-            f"A client receives {_size(self.receives)} a round, sends {_size(self.sends)}, "
-            f"and keeps {_size(local)} to itself.",
+            f"A client receives {format_size(self.receives)} a round, sends {format_size(self.sends)}, "
+            f"and keeps {format_size(local)} to itself.",
         ]
         if self.receives_by_rows is not None and self.sends_by_rows is not None:
-            lines.append(
-                f"Row-wise it would receive {_size(self.receives_by_rows)} and send {_size(self.sends_by_rows)} "
-                f"(mean over {self.clients} clients)."
-            )
+            down, up = format_size(self.receives_by_rows), format_size(self.sends_by_rows)
+            lines.append(f"Row-wise it would receive {down} and send {up} (mean over {self.clients} clients).")
         if self.noised:
-            saved = "" if self.sends_by_rows is None else f", not {_size(self.sends_by_rows)} of rows"
+            saved = "" if self.sends_by_rows is None else f", not {format_size(self.sends_by_rows)} of rows"
             lines.append(
                 "Noise is added to every row, and row ids would reveal which items a client has. For privacy against "
-                f"the server a client sends all {_size(self.sends)}{saved}."
+                f"the server a client sends all {format_size(self.sends)}{saved}."
             )
         return "\n".join(lines)
 
@@ -124,13 +122,13 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     shared = flatten(jax.eval_shape(model.init_global, key))[0]
     local = flatten(jax.eval_shape(model.init_local, key))[0]
     state = ((), ()) if model.state is None else (model.state.shared, model.state.local)
-    starts = _starts(model)
+    starts = _starts(model) | dict.fromkeys(state[1], "set from support")
     parts = [
         _part(path, leaf, "global state" if path in state[0] else "global", reads[path])
         for path, leaf in shared.items()
     ]
     parts += [
-        _part(path, leaf, "local state" if path in state[1] else "local", Reads((), _note(path, state[1], starts)))
+        _part(path, leaf, "local state" if path in state[1] else "local", Reads((), starts[path]))
         for path, leaf in local.items()
     ]
     parts += [_part(path, leaf, "frozen", Reads((), "keeps its value")) for path, leaf in model.frozen.items()]
@@ -172,10 +170,6 @@ def _part(path: str, leaf: Any, kind: str, reads: Reads) -> Part:
     return Part(path, kind, tuple(leaf.shape), leaf.size * leaf.dtype.itemsize, reads.features, reads.why)
 
 
-def _note(path: str, state: Sequence[str], starts: Mapping[str, str]) -> str:
-    return "set from support" if path in state else starts[path]
-
-
 def _starts(model: Model) -> dict[str, str]:
     """Describe where each local parameter starts: drawn for every client, the same for all, or learned."""
     first, second = (flatten(model.init_local(jax.random.key(n)))[0] for n in (0, 1))
@@ -188,10 +182,7 @@ def _starts(model: Model) -> dict[str, str]:
 def _by_rows(sparse: Mapping[str, Part], clients: Clients, algorithm: Algorithm | None) -> tuple[float, float, int]:
     """Return the mean bytes of rows that clients touch with all examples and with query, and how many clients."""
     chosen = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), SAMPLED)).astype(np.int64))
-    groups: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for part in sparse.values():
-        name = group_name(part.features)
-        groups[name] = (min(part.shape[0], groups.get(name, (part.shape[0],))[0]), part.features)
+    groups = row_groups({p: part.features for p, part in sparse.items()}, {p: q.shape[0] for p, q in sparse.items()})
     columns = sorted({feature for part in sparse.values() for feature in part.features})
 
     def mean_bytes(needs: Needs) -> float:
@@ -205,7 +196,12 @@ def _by_rows(sparse: Mapping[str, Part], clients: Clients, algorithm: Algorithm 
     return down, down if algorithm is None else mean_bytes(algorithm.method.needs), len(chosen)
 
 
-def _size(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
+    """Write a number of bytes with its unit: `780 B`, `2.9 kB`.
+
+    Args:
+      nbytes: how many.
+    """
     for unit in ("B", "kB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

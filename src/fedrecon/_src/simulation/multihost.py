@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.storage.run_folder import RunFolder
 
 AXIS = "clients"
@@ -51,8 +52,7 @@ def start_jax_devices(jax_devices: int | None = None) -> None:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number, most = cores if jax_devices is None else jax_devices, max(MAX_CPU_DEVICES, cores)
-    if not 1 <= number <= most:
-        raise ValueError(f"`jax_devices` must be between 1 and {most} on this machine (got {number})")
+    check_number("jax_devices", number, least=1, most=most)
     _compile_small_loops()
     with contextlib.suppress(RuntimeError):  # JAX has started already
         jax.config.update("jax_num_cpu_devices", number)
@@ -98,7 +98,7 @@ def start_hosts(
       timeout: seconds after which a process that has not connected, or no longer answers, counts as dead.
 
     Raises:
-      HostError: the processes could not connect, or JAX has been used before.
+      HostError: a `ValueError`; the processes could not connect, or JAX has been used before.
 
     Example:
       >>> import fedrecon as fr
@@ -181,11 +181,12 @@ def check_same(facts: Mapping[str, Any]) -> None:
     expected = broadcast(lambda: facts)
     names = sorted(name for name in {**facts, **expected} if facts.get(name) != expected.get(name))
     differs = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(names))))
-    if names:
-        values = "; ".join(f"`{name}` is {facts.get(name)!r}, not {expected.get(name)!r}" for name in names)
-        raise HostError(f"process {jax.process_index()} differs from the first process: {values}")
     if differs.size:
-        raise HostError(f"process {differs[0]} has other settings, data or versions than the first process")
+        values = "; ".join(f"`{name}` is {facts.get(name)!r}, not {expected.get(name)!r}" for name in names)
+        raise HostError(
+            f"process {jax.process_index() if names else differs[0]} differs from the first process: "
+            f"{values or 'in settings, data or versions'}"
+        )
 
 
 @contextlib.contextmanager
@@ -267,9 +268,9 @@ class _FirstProcessFolder(RunFolder):
 
 def share_folder(folder: RunFolder) -> RunFolder:
     """Return the same folder, which only the first of several processes then reads and writes."""
-    return (
-        _FirstProcessFolder(folder.path) if type(folder) is RunFolder and jax.distributed.is_initialized() else folder
-    )
+    if type(folder) is not RunFolder or not jax.distributed.is_initialized():
+        return folder
+    return _FirstProcessFolder(folder.path, folder.checkpoint_every)
 
 
 # ---- arrays ----

@@ -71,9 +71,9 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
-def _round_up(number: int, most: int | None = None) -> int:
-    """Return the next power of two, at least 16 and at most `most`, so that few lengths are compiled."""
-    rounded = max(SHORTEST, 1 << max(0, number - 1).bit_length())
+def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> int:
+    """Return the next power of two, at least `least` and at most `most`, so that few lengths are compiled."""
+    rounded = max(least, 1 << max(0, number - 1).bit_length())
     return rounded if most is None else max(number, min(rounded, most))
 
 
@@ -81,7 +81,7 @@ def _reconstruct_part(
     compiled: _Reconstruction, packer: Packer, examples: Clients, chosen: np.ndarray, shared: Any
 ) -> Any:
     """Reconstruct the local parameters of the chosen clients, in that order."""
-    indices = np.full(_round_up(len(chosen)), ABSENT)
+    indices = np.full(_round_up(len(chosen), least=1), ABSENT)  # absent clients would be computed too
     indices[: len(chosen)] = chosen
     sizes = np.zeros(len(indices), np.int64)
     sizes[: len(chosen)] = examples.sizes[chosen]

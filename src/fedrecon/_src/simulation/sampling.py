@@ -17,7 +17,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import features_of
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.cohort import ABSENT, Cohort, Drawn, Packer, redraw
+from fedrecon._src.core.cohort import ABSENT, Cohort, Drawn, Packer
 from fedrecon._src.core.keys import RunKeys, as_number, fold_words, words_of
 from fedrecon._src.simulation.engine import Layout, put_on_devices
 
@@ -145,5 +145,5 @@ class Cohorts:
         """Return from what each of a call's clients redraws its split; None if splits are not redrawn."""
         if not self._redrawn:
             return None
-        draws = [redraw(fold_words(self._client_words, first + r)) for r in range(self._at_once)]
+        draws = [as_number(fold_words(self._client_words, first + r)) for r in range(self._at_once)]
         return np.repeat(np.stack(draws), clients)

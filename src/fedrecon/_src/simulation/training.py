@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,9 @@ import numpy as np
 from jax import Array
 
 from fedrecon._src.algorithms.algorithm import Algorithm, ServerState
+from fedrecon._src.algorithms.rounds import init_client_state
 from fedrecon._src.algorithms.validation import check_training, decide_lookups
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.keys import run_keys
@@ -26,7 +29,7 @@ from fedrecon._src.server.aggregator import Report
 from fedrecon._src.simulation.divergence import DivergenceMonitor
 from fedrecon._src.simulation.engine import Layout, compile_rounds, put_on_devices
 from fedrecon._src.simulation.engine import layout as choose_layout
-from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, init_client_state
+from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.simulation.multihost import check_same, interruptible, share_folder
 from fedrecon._src.simulation.sampling import Cohorts, PackedRounds
 from fedrecon._src.storage.run_folder import KEPT, RunFolder
@@ -122,8 +125,7 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.patience < 1:
-            raise ValueError(f"`patience` must be at least 1 (got {self.patience})")
+        check_number("patience", self.patience, least=1)
 
     def counts(self, record: Record) -> bool:
         """Return whether a record is of an evaluation that counts.
@@ -141,6 +143,34 @@ class EarlyStopping:
         """
         score = self.score({name: np.nan if value is None else value for name, value in record["micro"].items()})
         return record["diverged"], score if np.isfinite(score) else np.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """Evaluations during training, and what follows from them.
+
+    Attributes:
+      data: what `train` takes as `valid`: clients, an `Evaluator` or a function.
+      every: evaluate every this many rounds, and after the last; 0 for only after the last.
+      early_stopping: when to stop early, and which parameters to keep. None runs all rounds and returns the last
+        parameters.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": [0, 1], "rating": [5.0, 3.0]}, client=[0, 0])
+      >>> fr.Validation(clients, every=10, early_stopping=fr.EarlyStopping(patience=3)).every
+      10
+    """
+
+    data: Clients | Evaluate
+    every: int = 0
+    early_stopping: EarlyStopping | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_number("every", self.every)
+        if not callable(self.data):
+            check_clients(self.data, "evaluate on")
 
 
 @dataclasses.dataclass(repr=False)
@@ -190,15 +220,11 @@ def train(
     clients: Clients,
     *,
     rounds: int,
-    clients_per_round: int | None = None,
-    sampling: Sampling | None = None,
-    valid: Clients | Evaluate | None = None,
-    evaluate_every: int = 0,
-    early_stopping: EarlyStopping | None = None,
+    clients_per_round: int | Sampling | None = None,
+    valid: Clients | Evaluate | Validation | None = None,
     seed: int = 0,
     ledger: Ledger | None = None,
-    folder: RunFolder | None = None,
-    checkpoint_every: int = 100,
+    folder: RunFolder | str | Path | None = None,
     layout: Layout | None = None,
     progress: Progress = silent,
     callbacks: Sequence[Callback] = (),
@@ -209,18 +235,16 @@ def train(
       algorithm: what to run.
       clients: the population.
       rounds: how many rounds in all, those of a resumed run included.
-      clients_per_round: short for `sampling=Sampling(clients_per_round=...)`.
-      sampling: how the clients of a round are chosen.
-      valid: clients to evaluate on, half of whose examples are support; an `Evaluator`, for another split or protocol;
-        or any function of the global parameters and the training clients' state that returns an `Evaluation`.
-      evaluate_every: evaluate every this many rounds, and after the last; 0 for only after the last.
-      early_stopping: when to stop early, and which parameters to keep. None runs all rounds and returns the last
-        parameters.
+      clients_per_round: how many clients take part in a round, or a `Sampling` that says how they are chosen; 100 by
+        default.
+      valid: clients to evaluate on after the last round, half of whose examples are support; an `Evaluator`, for
+        another split or protocol; any function of the global parameters and the training clients' state that returns
+        an `Evaluation`; or a `Validation`, to evaluate during training, too, and to stop early.
       seed: for everything random.
       ledger: the privacy already spent on these clients (`fedrecon.privacy.Ledger`), for an aggregator that adds
         noise. Evaluations then report `epsilon`, and training ends before the ledger's budget is exceeded.
-      folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one.
-      checkpoint_every: how many rounds are lost, at most, when the process is killed.
+      folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one. A
+        `RunFolder` says how often there is a checkpoint.
       layout: on which JAX devices and in what blocks clients run.
       progress: a progress display.
       callbacks: called after every round and evaluation, and at the end.
@@ -240,27 +264,38 @@ def train(
       >>> fr.train(algorithm, ratings, rounds=2, clients_per_round=2).rounds
       2
     """
-    sampling = _check_arguments(clients, rounds, clients_per_round, sampling, evaluate_every, checkpoint_every)
-    folder = None if folder is None else share_folder(folder)
-    checkpoint_every = checkpoint_every if folder else 0
-    numbers = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "seed": seed}
-    check_same({"clients": len(clients), "examples": clients.num_examples} | numbers)
+    check_clients(clients, "train on")
+    check_number("rounds", rounds)
+    sampling = _as_sampling(clients_per_round)
+    validation = valid if isinstance(valid, Validation) or valid is None else Validation(valid)
+    folder = None if folder is None else share_folder(folder if isinstance(folder, RunFolder) else RunFolder(folder))
+    check_same(
+        {
+            "clients": len(clients),
+            "examples": clients.num_examples,
+            "rounds": rounds,
+            "evaluate_every": None if validation is None else validation.every,
+            "checkpoint_every": None if folder is None else folder.checkpoint_every,
+            "seed": seed,
+        }
+    )
     algorithm = decide_lookups(algorithm, clients)
     check_training(algorithm, clients)
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
     affordable = rounds if spent is None else spent.allowed(rounds)
     loop = _Loop(algorithm, clients, sampling, seed, layout or choose_layout(model=algorithm.model))
-    if isinstance(valid, Clients):
-        valid = Evaluator(algorithm, valid, seed=seed, layout=loop.layout)
-    if early_stopping is not None:
-        loop.stopper = _Stopper(early_stopping, loop.params(), loop.now.client_state, evaluates=valid is not None)
+    if validation is not None:
+        if isinstance(validation.data, Clients):
+            evaluator = Evaluator(algorithm, validation.data, seed=seed, layout=loop.layout)
+            validation = dataclasses.replace(validation, data=evaluator)
+        loop.stopper = _Stopper(validation.early_stopping, loop)
     log = _Log(folder, callbacks)
     done = loop.restore(folder, log.history) if folder else 0
-    evaluations = _Evaluations(valid, evaluate_every, affordable, spent, log)
+    evaluations = _Evaluations(validation, affordable, spent, log)
     lock = folder.lock() if folder else contextlib.nullcontext()
     with lock, progress("training", affordable) as advance, interruptible() as stop_requested:
         advance(done, "compiling" if done < affordable else "")
-        interrupted = _run_rounds(loop, affordable, evaluations, checkpoint_every, log, advance, stop_requested)
+        interrupted = _run_rounds(loop, affordable, evaluations, log, advance, stop_requested)
     run = _result(loop, log.history, spent, interrupted)
     if spent and not interrupted and run.stopped is None and run.rounds < rounds:
         run.stopped = spent.why_stopped(run.rounds)
@@ -269,36 +304,23 @@ def train(
     return run
 
 
-def _check_arguments(
-    clients: Clients, rounds: int, per_round: int | None, sampling: Sampling | None, evaluate: int, checkpoint: int
-) -> Sampling:
-    """Check numbers, and return how clients are chosen."""
-    check_clients(clients)
-    if len(clients) == 0:
-        raise ValueError("`clients` must not be empty: there are no clients to train on")
-    if rounds < 0 or checkpoint < 1 or evaluate < 0:
-        raise ValueError(
-            "`rounds` and `evaluate_every` must be at least 0 and `checkpoint_every` at least 1 "
-            f"(got {rounds}, {evaluate} and {checkpoint})"
-        )
-    if sampling is not None and per_round is not None:
-        raise ValueError(f"`clients_per_round` ({per_round}) cannot be combined with `sampling`")
-    if sampling is not None:
-        return sampling
-    return Sampling() if per_round is None else Sampling(per_round)
+def _as_sampling(clients_per_round: int | Sampling | None) -> Sampling:
+    if isinstance(clients_per_round, Sampling):
+        return clients_per_round
+    return Sampling() if clients_per_round is None else Sampling(clients_per_round)
 
 
 def _run_rounds(
     loop: _Loop,
     rounds: int,
     evaluations: _Evaluations,
-    checkpoint_every: int,
     log: _Log,
     advance: Advance,
     stop_requested: Callable[[], bool],
 ) -> bool:
     """Run rounds until the last one, with evaluations and checkpoints; return whether Ctrl-C stopped them."""
     folder = log.folder
+    checkpoint_every = folder.checkpoint_every if folder else 0
 
     def record_pending() -> None:
         while loop.pending:
@@ -307,17 +329,17 @@ def _run_rounds(
 
     try:
         evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation
-        while loop.now.round < rounds and not loop.out_of_patience:
+        while loop.now.round < rounds and not loop.stopper.out_of_patience:
             if stop_requested():
                 raise KeyboardInterrupt
             stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every)
-            stop = min([stop, *(number for number in loop.rounds_to_evaluate if number > loop.now.round)])
+            stop = min([stop, *(number for number in loop.stopper.rounds if number > loop.now.round)])
             loop.advance(stop, record_pending)
             if loop.now.round < stop:
                 continue  # records of these rounds are written while the devices run the next ones
             record_pending()
             evaluations.run_if_due(loop)
-            if folder and (loop.out_of_patience or _due(loop.now.round, rounds, checkpoint_every)):
+            if folder and (loop.stopper.out_of_patience or _due(loop.now.round, rounds, checkpoint_every)):
                 folder.checkpoint(loop.now.round, loop.checkpoint())
     except KeyboardInterrupt:
         record_pending()
@@ -329,7 +351,7 @@ def _run_rounds(
 
 def _result(loop: _Loop, history: list[Record], spent: Spending | None, interrupted: bool) -> Run:
     done, stopper = loop.now.round, loop.stopper
-    best = None if stopper is None else stopper.better_than_last(done)
+    best = stopper.better_than_last(done)
     run = Run(
         params=jax.tree.map(np.asarray, loop.params() if best is None else best.params),
         history=history,
@@ -339,8 +361,8 @@ def _result(loop: _Loop, history: list[Record], spent: Spending | None, interrup
         ledger=None if spent is None else spent.after(done),
         best=None if best is None else best.round,
     )
-    if best is not None and loop.out_of_patience and not interrupted:
-        run.stopped = f"early stopping: no improvement in {loop.patience} evaluations; keeping round {best.round}"
+    if best is not None and stopper.out_of_patience and not interrupted:
+        run.stopped = f"early stopping: no improvement in {stopper.worse} evaluations; keeping round {best.round}"
     return run
 
 
@@ -372,27 +394,27 @@ class _Log:
 class _Evaluations:
     """The evaluations during training: when they are due, and what they record."""
 
-    def __init__(self, evaluate: Evaluate | None, every: int, rounds: int, spent: Spending | None, log: _Log):
-        self.every = 0 if evaluate is None else every
-        self._evaluate, self._rounds, self._spent, self._log = evaluate, rounds, spent, log
+    def __init__(self, validation: Validation | None, rounds: int, spent: Spending | None, log: _Log):
+        self.every = 0 if validation is None else validation.every
+        self._evaluate: Any = None if validation is None else validation.data
+        self._rounds, self._spent, self._log = rounds, spent, log
         self._last = max((entry["round"] for entry in log.history if entry["kind"] == "evaluation"), default=-1)
 
     def run_if_due(self, loop: _Loop) -> None:
         now, stopper = loop.now.round, loop.stopper
-        due = stopper is not None if now == 0 else now in loop.rounds_to_evaluate or _due(now, self._rounds, self.every)
+        due = stopper.settings is not None if now == 0 else now in stopper.rounds or _due(now, self._rounds, self.every)
         if self._evaluate is None or now == self._last or not due:
             return
         state, evaluate = loop.now.client_state, self._evaluate
         if isinstance(evaluate, Evaluator):
             state = () if evaluate.protocol == "recon" else state
             evaluate = evaluate.measure  # the log warns of clients that diverged, once
-        falls_back = now == 0 and stopper is not None and stopper.fallback is not None
-        params = stopper.fallback if stopper is not None and falls_back else loop.params()
+        falls_back = now == 0 and stopper.fallback is not None
+        params = stopper.fallback if falls_back else loop.params()
         entry = {"kind": "evaluation", "round": now, **({"fallback": True} if falls_back else {})}
         entry |= evaluate(params, state).summary()
         entry |= {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
-        if stopper is not None:
-            stopper.judge(entry, params)
+        stopper.judge(entry, params)
         self._log.record(entry)
         self._last = now
 
@@ -406,23 +428,26 @@ class _Best(NamedTuple):
 
 
 class _Stopper:
-    """Early stopping: the best evaluation, and how many after it were no better."""
+    """Early stopping: the best evaluation, and how many after it were no better; without settings, never."""
 
-    def __init__(self, settings: EarlyStopping, params: Any, client_state: Any, *, evaluates: bool):
-        if not evaluates:
-            raise ValueError("`early_stopping` needs `valid`: clients to evaluate on")
-        if jax.tree.leaves(client_state):
+    def __init__(self, settings: EarlyStopping | None, loop: _Loop):
+        if settings is not None and jax.tree.leaves(loop.now.client_state):
             raise ValueError(
-                "`early_stopping` keeps only global parameters, but the clients of this method keep state, too"
+                "`early_stopping` restores global parameters only, so it cannot be used if clients keep state"
             )
-        self.settings = settings
+        self.settings, self.rounds = settings, () if settings is None else settings.rounds
         self.best: _Best | None = None
-        self.fallback = None if settings.fallback is None else _convert_fallback(settings.fallback, params)
+        fallback = None if settings is None else settings.fallback
+        self.fallback = None if fallback is None else _convert_fallback(fallback, loop.params())
         self.worse = self._judged = 0
+
+    @property
+    def out_of_patience(self) -> bool:
+        return self.settings is not None and self.worse >= self.settings.patience
 
     def judge(self, record: Record, params: Any) -> None:
         """Keep the parameters if this evaluation is better than all before it."""
-        if not self.settings.counts(record):
+        if self.settings is None or not self.settings.counts(record):
             return
         self._judged, rank = record["round"], self.settings.rank(record)
         if self.best is None or rank < self.best.rank:
@@ -437,15 +462,17 @@ class _Stopper:
         return None if is_last and not (done == 0 and self.fallback is not None) else self.best
 
     def checkpoint(self, params: Any) -> dict[str, Any]:
+        if self.settings is None:
+            return {}
         best = _Best(-1, (np.inf, np.inf), params) if self.best is None else self.best
         numbers = np.array([best.round, *best.rank], np.float64)
         return {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
 
     def restore(self, saved: Mapping[str, Any], records: Sequence[Record]) -> None:
-        number, diverged, score = map(float, saved["numbers"])
-        if number < 0:
+        if self.settings is None or saved["best"]["numbers"][0] < 0:
             return
-        self.best = _Best(int(number), (diverged, score), saved["params"])
+        number, diverged, score = map(float, saved["best"]["numbers"])
+        self.best = _Best(int(number), (diverged, score), saved["best"]["params"])
         judged = [record["round"] for record in records if self.settings.counts(record)]
         self._judged, self.worse = max(judged), sum(r > self.best.round for r in judged)
 
@@ -472,7 +499,6 @@ class _Loop:
 
     def __init__(self, algorithm: Algorithm, clients: Clients, sampling: Sampling, seed: int, layout: Layout):
         self.layout, self._algorithm = layout, algorithm
-        self.stopper: _Stopper | None = None
         keys = run_keys(seed)
         self._key = put_on_devices(keys.clients, layout)
         client_state = init_client_state(algorithm, clients, seed)
@@ -483,26 +509,14 @@ class _Loop:
         self._ahead: Future[PackedRounds] | None = None
         self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
+        self.stopper = _Stopper(None, self)
 
     def params(self) -> Any:
         return self._algorithm.params(self.now.server)
 
-    @property
-    def patience(self) -> int:
-        return 0 if self.stopper is None else self.stopper.settings.patience
-
-    @property
-    def out_of_patience(self) -> bool:
-        return self.stopper is not None and self.stopper.worse >= self.patience
-
-    @property
-    def rounds_to_evaluate(self) -> Collection[int]:
-        """The rounds after which early stopping wants an evaluation."""
-        return () if self.stopper is None else self.stopper.settings.rounds
-
     def checkpoint(self) -> dict[str, Any]:
         state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), KEPT: self.now.client_state}
-        return state if self.stopper is None else state | self.stopper.checkpoint(self.params())
+        return state | self.stopper.checkpoint(self.params())
 
     def restore(self, folder: RunFolder, history: list[Record]) -> int:
         newest = folder.restore(self.checkpoint())
@@ -511,8 +525,7 @@ class _Loop:
         done, saved, records = newest
         self.now = _State(done, put_on_devices(ServerState(**saved["server"]), self.layout), saved[KEPT])
         history.extend(records)
-        if self.stopper is not None:
-            self.stopper.restore(saved["best"], records)
+        self.stopper.restore(saved, records)
         return done
 
     def advance(self, stop: int, meanwhile: Callable[[], None]) -> None:
