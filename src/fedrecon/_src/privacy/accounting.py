@@ -68,15 +68,17 @@ class Release(NamedTuple):
         return combined_noise(self.noise_multiplier, self.count_noise)
 
     def check(self) -> Release:
-        """Return the same release, or say what makes no sense in it."""
+        """Return the release unchanged; raise if a field is invalid."""
         check_number("noise_multiplier", self.noise_multiplier, above=True)
         check_number("rate", self.rate, most=1, above=True)
         check_number("rounds", self.rounds, most=MOST_ROUNDS)
         if self.apart is not None and (self.apart < 1 or self.rate < 1):
-            raise ValueError(f"`apart` is {self.apart} with `rate` {self.rate}; rely on one of them, not both")
+            raise ValueError(
+                f"`apart` must be at least 1 and needs `rate` 1 (got apart={self.apart}, rate={self.rate})"
+            )
         check_choice("mechanism", self.mechanism, ("gaussian", "skellam"))
         if self.mechanism == "skellam" and (not self.steps or not self.length):
-            raise ValueError("skellam noise needs `steps` and `length`")
+            raise ValueError("Skellam noise needs `steps` and `length`")
         return self
 
 
@@ -199,7 +201,9 @@ def noise_for(
     check_number("rounds", rounds, least=1, most=MOST_ROUNDS)
     spent = epsilon_of(before, chosen)
     if spent >= epsilon:
-        raise ValueError(f"epsilon {epsilon:g} cannot be reached: {spent:.3g} was spent before the first round")
+        raise ValueError(
+            f"`epsilon` must be above {spent:.3g}, which is spent before the first round (got {epsilon:g})"
+        )
 
     def excess(noise: float) -> float:
         now = Release(noise, rate, rounds) if release is None else release(noise)
@@ -226,7 +230,9 @@ def _least(excess: Callable[[float], float], guess: float, epsilon: float) -> fl
     while excess(high) > 0:
         high *= 1.5
         if high > 1e6:
-            raise ValueError(f"epsilon {epsilon:.3g} cannot be reached with any noise; allow more, or fewer rounds")
+            raise ValueError(
+                f"no amount of noise gives epsilon {epsilon:.3g}; allow a larger epsilon, or use fewer rounds"
+            )
     low = 0.7 * high
     while excess(low) <= 0:
         low, high = 0.7 * low, low
@@ -260,8 +266,7 @@ def update_noise_for(noise_multiplier: float, count_noise: float) -> float:
     """
     if not 2 * count_noise > noise_multiplier:
         raise ValueError(
-            f"noise of {count_noise:g} in the count of adaptive clipping gives more away than noise of "
-            f"{noise_multiplier:g} allows in all; use more than {noise_multiplier / 2:.3g}"
+            f"`count_noise` must be above {noise_multiplier / 2:.3g}, half of `noise_multiplier` (got {count_noise:g})"
         )
     return (noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5
 

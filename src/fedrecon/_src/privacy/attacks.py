@@ -16,8 +16,8 @@ from fedrecon._src.algorithms.rounds import client_update
 from fedrecon._src.algorithms.validation import features_of
 from fedrecon._src.client.lookups.lookup_tables import lookup_groups
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.cohort import Cohort, Examples, Packer, redraw
-from fedrecon._src.core.keys import client_keys, words_of
+from fedrecon._src.core.cohort import Cohort, Examples, Packer
+from fedrecon._src.core.keys import as_number, client_keys, words_of
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import RowChanges
@@ -95,7 +95,7 @@ def observe(
 def _cohort(algorithm: Algorithm, clients: Clients, key: Any) -> Cohort:
     """Pack clients as `client_update` does, so that a split that is drawn anew in every round is that of the round."""
     needs = algorithm.method.needs._replace(columns=features_of(algorithm, clients))
-    draws = np.full(len(clients), redraw(words_of(key)))
+    draws = np.full(len(clients), as_number(words_of(key)))
     return Packer(clients, needs).pack(np.arange(len(clients)), draws)
 
 

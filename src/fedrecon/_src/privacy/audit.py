@@ -148,10 +148,8 @@ def _upper(count: np.ndarray, of: int, doubt: float) -> np.ndarray:
 
 def _checked(name: str, scores: np.ndarray) -> np.ndarray:
     array = np.asarray(scores, np.float64)
-    if array.ndim != 1 or len(array) < 10:
-        raise ValueError(f"`{name}` has the shape {array.shape}; an audit needs one dimension with ten or more scores")
-    if not np.isfinite(array).all():
-        raise ValueError(f"`{name}` has scores that are not finite; without finite models there is nothing to audit")
+    if array.ndim != 1 or len(array) < 10 or not np.isfinite(array).all():
+        raise ValueError(f"`{name}` must be one dimension of ten or more finite scores (got shape {array.shape})")
     return array
 
 
@@ -174,7 +172,9 @@ class Canaries:
           seed: of the audit.
         """
         if not 20 <= count <= length:
-            raise ValueError(f"{count} canaries for uploads of {length} entries; expected from 20 to one per entry")
+            raise ValueError(
+                f"the number of canaries must be from 20 to {length}, the length of an upload (got {count})"
+            )
         rng = np.random.default_rng(seed)
         entries = length // count  # of each canary
         self._length = length
@@ -325,7 +325,7 @@ def _row(params: Any) -> np.ndarray:
 def _audit_round_zero(noise: float, canaries: int, delta: float, seed: int, sabotage: Sabotage) -> Audit:
     """Ask canaries the questions of round zero, each with items that nobody else has; look for their answers."""
     if sabotage == "no-clipping":
-        raise ValueError("answers of round zero have norm 1 by construction; there is no clipping to leave out")
+        raise ValueError("round zero does not clip: its answers have norm 1 by construction")
     rng = np.random.default_rng([seed, 2])
     items = canaries * RATED
     item = rng.permutation(items)

@@ -77,7 +77,9 @@ class Leakage:
         for exposure in self.exposures:
             if exposure.kind == kind:
                 return exposure
-        raise KeyError(f"{kind!r} is not one of the kinds: {', '.join(exposure.kind for exposure in self.exposures)}")
+        raise KeyError(
+            f"`kind` must be one of {', '.join(exposure.kind for exposure in self.exposures)} (got {kind!r})"
+        )
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of columns, and rows of text."""
@@ -88,7 +90,7 @@ class Leakage:
         ]
 
     def summary(self) -> str:
-        """Say in plain words what the server learns about somebody who sends a plain upload."""
+        """Describe in a few sentences what the server learns from a plain upload."""
         plain, guess = self.exposures[0], self.exposures[-1]
         sentences = []
         if np.isfinite(plain.rows):
@@ -102,7 +104,7 @@ class Leakage:
         return (
             f"From one plain upload a server learns about a person {'; '.join(sentences)}. About one in a {last.kind}: "
             f"{_share(last.rows)} of rows, cosine {_number(last.local)}, and who they are in {_share(last.first)}. "
-            "These are the attacks that we know; where they fail, that proves nothing."
+            "These are known attacks only: a failed attack does not prove privacy."
         )
 
     def __str__(self) -> str:
@@ -148,7 +150,7 @@ def leakage(
     rating: str = "rating",
     seed: int = 0,
 ) -> Leakage:
-    """Attack uploads as a curious server would, and say what it learns.
+    """Attack uploads as a curious server would, and report what it learns.
 
     The attacker knows the model, the settings and what was sent to clients. To say whose upload it is, it also knows
     all the data of these people, and asks which of them took part. Uploads are attacked as they are, in sums of several
@@ -173,11 +175,11 @@ def leakage(
       >>> print(fr.privacy.leakage(algorithm, params, clients, groups=(10,)))  # doctest: +SKIP
     """
     if len(clients) < 2 or most < 2:
-        raise ValueError(f"{min(len(clients), most)} people; it takes two or more to ask which of them it was")
+        raise ValueError(f"`clients` and `most` must be at least 2 (got {len(clients)} clients, most={most})")
     algorithm = decide_lookups(algorithm, clients)
     if algorithm.method.init_client is not None:
         raise ValueError(
-            "this method's clients keep something from round to round; only methods without that can be attacked"
+            "`leakage` attacks only methods without client state, but clients of this method keep state between rounds"
         )
     people = clients.take(np.arange(min(len(clients), most)))
     state = algorithm.init(jax.random.key(seed))
@@ -186,7 +188,7 @@ def leakage(
     victims, _ = observe(algorithm, message, people, round_key(seed, 0), rating=rating)
     if not np.isfinite(victims.uploads).all():
         wild = int((~np.isfinite(victims.uploads).all(1)).sum())
-        raise ValueError(f"{wild} of {len(people)} uploads are not finite; a model that diverges cannot be attacked")
+        raise ValueError(f"{wild} of {len(people)} uploads are not finite: the model has diverged")
     attack = None
     if victims.ratings is not None and victims.vector is not None and victims.table is not None:
         feature = lookup_groups(algorithm.model)[victims.table][0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -53,8 +52,7 @@ class Ledger:
         """Refuse what promises nothing."""
         check_delta(self.delta)
         check_number("clients", self.clients, least=2)  # among fewer nobody can hide
-        if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"`budget` must be above 0, or None for no limit (got {self.budget})")
+        check_number("budget", self.budget, above=True)  # None for no limit
 
     @property
     def epsilon(self) -> float:
@@ -114,7 +112,7 @@ class Ledger:
           other: of the later run, with the same delta. Its budget is dropped; this one's applies.
         """
         if other.delta != self.delta:
-            raise ValueError(f"the ledgers have delta {self.delta:g} and {other.delta:g}; epsilons do not add up")
+            raise ValueError(f"epsilons add up only at the same delta (got {self.delta:g} and {other.delta:g})")
         releases = self.releases
         for release in other.releases:
             releases = _append_release(releases, release)
@@ -142,7 +140,7 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Ledger:
-        """Return the ledger that `to_dict` wrote.
+        """Return the ledger that `to_dict` wrote, such as `privacy` in the `run.json` of a run.
 
         Args:
           values: as read from JSON.
@@ -152,19 +150,6 @@ class Ledger:
             return cls(values["clients"], values["delta"], values["budget"], releases, values["randomness"])
         except (KeyError, TypeError) as problem:
             raise ValueError(f"this is not a ledger of privacy: {problem}") from problem
-
-    def to_json(self) -> str:
-        """Write the ledger as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Ledger:
-        """Read a ledger from JSON.
-
-        Args:
-          text: of `to_json`.
-        """
-        return cls.from_dict(json.loads(text))
 
 
 def _append_release(releases: tuple[Release, ...], more: Release) -> tuple[Release, ...]:
@@ -222,17 +207,16 @@ def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int
       ledger: of the population, with what was spent before. What rounds with more clients than places add to delta is
         taken off its delta beforehand.
     """
-    if algorithm.aggregator.release is None:
-        raise ValueError("a ledger was given, but the aggregator promises nothing: use aggregators.private")
-    if ledger.clients != clients:
-        raise ValueError(f"the ledger is for {ledger.clients} clients, and there are {clients}")
     parts = algorithm.method.parts(jax.eval_shape(algorithm.method.init, jax.random.key(0)))
-    each = algorithm.aggregator.release(parts)
-    if each.apart is not None and (sampling.apart or 0) < each.apart:
-        raise ValueError(
-            f"correlated noise of {each.apart} bands holds for clients that are {each.apart} rounds apart or more; use "
-            f"Sampling(apart={each.apart}), not {sampling}"
-        )
+    each, problem = algorithm.aggregator.release and algorithm.aggregator.release(parts), None
+    if each is None:
+        problem = "`ledger` needs an aggregator that adds noise: use aggregators.private"
+    elif ledger.clients != clients:
+        problem = f"`ledger` must be for {clients} clients (got one for {ledger.clients})"
+    elif each.apart is not None and (sampling.apart or 0) < each.apart:
+        problem = f"correlated noise of {each.apart} bands needs Sampling(apart={each.apart}) or more (got {sampling})"
+    if each is None or problem is not None:
+        raise ValueError(problem)
     each = each._replace(rate=sampling.rate(clients), rounds=1, apart=sampling.apart)
     # For more rounds than anybody plans, so that the same rounds cost the same to the digit when more are planned.
     left = ledger.delta - sampling.overflow_delta(max(rounds, MOST_ROUNDS))

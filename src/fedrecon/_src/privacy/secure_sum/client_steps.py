@@ -82,7 +82,7 @@ def advertise(
     """
     terms.check()
     if not 0 <= me < 2**64:
-        raise SecureSumError(f"`me` is {me}; a client's number is from 0 and below 2**64")
+        raise SecureSumError(f"`me` must be from 0 to 2**64 - 1 (got {me})")
     if terms.threshold < least:
         raise Refusal(
             f"client {me} takes part in sums of {least} or more; these terms allow a sum of {terms.threshold}"
@@ -141,9 +141,7 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
     _expect(state, "mask")
     terms, me = state.terms, state.me
     if vector.shape != (terms.length,) or vector.dtype != terms.dtype:
-        raise SecureSumError(
-            f"`vector` is {vector.dtype}{list(vector.shape)}; the terms say {terms.dtype}[{terms.length}]"
-        )
+        raise SecureSumError(f"`vector` must be {terms.dtype}[{terms.length}] (got {vector.dtype}{list(vector.shape)})")
     held, digest = dict(state.held), terms.digest()
     for other, text in sum_messages.read_entries("delivery", delivery, terms, me).items():
         if other == me or other not in state.circle:
@@ -179,29 +177,26 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
     _expect(state, "unmask")
     requested = sum_messages.read_request(request, state.terms, state.me)
     answered = dict(requested)
+    count, problem = sum(answered.values()), None
     if len(answered) != len(requested):
-        twice = next(client for k, (client, _) in enumerate(requested) if client in dict(requested[:k]))
-        raise Refusal(f"the server asks for shares of client {twice} twice; both its secrets would reveal its input")
-    if set(answered) != set(state.held):
-        raise Refusal("the clients that the server asks about are not those that shared with this one")
-    if not answered[state.me]:
-        raise Refusal(
-            f"the server says that client {state.me} did not answer; its input was sent, so nothing is revealed"
-        )
-    if sum(answered.values()) < state.terms.threshold:
-        raise Refusal(
-            f"{sum(answered.values())} clients of this client's circle answered, and the threshold is "
-            f"{state.terms.threshold}: it reveals nothing"
-        )
+        problem = "the server asks for shares of a client twice; both its secrets would reveal its input"
+    elif set(answered) != set(state.held):
+        problem = "the clients that the server asks about are not those that shared with this one"
+    elif not answered[state.me]:
+        problem = f"the server says that client {state.me} did not answer; its input was sent, so nothing is revealed"
+    elif count < state.terms.threshold:
+        problem = f"{count} clients of this client's circle answered, and the threshold is {state.terms.threshold}"
+    if problem is not None:
+        raise Refusal(problem)
     shares = {client: state.held[client][1 if yes else 0] for client, yes in answered.items()}
     return replace(state, stage="done", circle={}, held={}), sum_messages.write_entries(
         "reveal", state.terms, state.me, shares
     )
 
 
-def pair_key(private: bytes, mine: int, public: bytes, theirs: int, digest: bytes) -> bytes:
+def pair_key(private: bytes, client: int, public: bytes, other: int, digest: bytes) -> bytes:
     """Return the key of the mask that two clients have in common: the lower number adds it, the other subtracts."""
-    return primitives.agree(private, public, digest, b"pair mask", min(mine, theirs), max(mine, theirs))
+    return primitives.agree(private, public, digest, b"pair mask", min(client, other), max(client, other))
 
 
 def _expect(state: ClientState, step: str) -> None:
@@ -211,16 +206,17 @@ def _expect(state: ClientState, step: str) -> None:
 
 def _check_circle(state: ClientState, circle: Mapping[int, sum_messages.Hello]) -> None:
     terms, me = state.terms, state.me
-    mine = circle.get(me)
+    hello = circle.get(me)
     expected = (
         primitives.public_of(state.cipher),
         primitives.public_of(primitives.mask_private(state.root, terms.digest(), me)),
     )
-    if mine is None or (mine.cipher, mine.mask) != expected:
-        raise Refusal(f"the server's roster does not have client {me} with the keys that it advertised")
-    if len(circle) < terms.threshold:
-        raise Refusal(f"client {me} got a circle of {len(circle)}, and the threshold is {terms.threshold}")
-    if len(circle) > terms.circle:
-        raise Refusal(f"client {me} got a circle of {len(circle)}; the terms say {terms.circle} at most")
-    if len({key for hello in circle.values() for key in (hello.cipher, hello.mask)}) < 2 * len(circle):
-        raise Refusal("two clients of the server's roster have the same key: it names one client twice")
+    keys, problem = {key for each in circle.values() for key in (each.cipher, each.mask)}, None
+    if hello is None or (hello.cipher, hello.mask) != expected:
+        problem = f"the server's roster does not have client {me} with the keys that it advertised"
+    elif not terms.threshold <= len(circle) <= terms.circle:
+        problem = f"a circle of {len(circle)} clients; the terms allow {terms.threshold} to {terms.circle}"
+    elif len(keys) < 2 * len(circle):
+        problem = "two clients of the server's roster have the same key: it names one client twice"
+    if problem is not None:
+        raise Refusal(problem)

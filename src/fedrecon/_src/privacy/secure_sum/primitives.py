@@ -77,15 +77,17 @@ def sign(key: Any, text: bytes) -> bytes:
 def verify(keys: VerifyKeys, client: int, signature: bytes, text: bytes) -> None:
     """Raise `MessageError` unless the client's own key signed the text."""
     key = keys(client) if callable(keys) else keys.get(client)
-    if key is None:
-        raise MessageError(f"client {client} has no verify key here: it is not one of the devices that are known")
     try:
-        if isinstance(key, ed25519.Ed25519PublicKey):
-            key.verify(signature, text)
+        if key is None:
+            problem: str | None = "has no verify key here: it is not one of the devices that are known"
+        elif isinstance(key, ed25519.Ed25519PublicKey):
+            problem = key.verify(signature, text)
         else:
-            key.verify(signature, text, ec.ECDSA(hashes.SHA256()))
+            problem = key.verify(signature, text, ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:
-        raise MessageError(f"client {client} has not signed its keys, or not with the key that is known here") from None
+        problem = "has not signed its keys, or not with the key that is known here"
+    if problem is not None:
+        raise MessageError(f"client {client} {problem}")
 
 
 _ZEROS = bytes(1 << 18)  # a stretch that stays in the processor's cache

@@ -243,12 +243,13 @@ def _present(state: SumState, client: int, among: Set[int]) -> int:
 def _check_left(state: SumState, answered: Set[int], left: Set[int], stage: str) -> None:
     """Refuse to continue if too few are left of a circle whose secret is needed."""
     needed = state.terms.threshold
-    if len(left) < needed:
-        raise TooFewClients(stage, len(left), needed)
-    affected = [client for client in state.shared if _present(state, client, answered)]
-    worst = min(affected, key=lambda client: _present(state, client, left))
-    if _present(state, worst, left) < needed:
-        raise TooFewClients(stage, _present(state, worst, left), needed, f" of the circle of client {worst}")
+    count, scope = len(left), ""
+    if count >= needed:
+        affected = [client for client in state.shared if _present(state, client, answered)]
+        worst = min(affected, key=lambda client: _present(state, client, left))
+        count, scope = _present(state, worst, left), f" of the circle of client {worst}"
+    if count < needed:
+        raise TooFewClients(stage, count, needed, scope)
 
 
 def _readable(

@@ -55,20 +55,22 @@ class _Reader:
     """Takes a message apart from the front."""
 
     def __init__(self, message: bytes, kind: str, terms: Terms, client: int | None) -> None:
-        if not isinstance(message, bytes | bytearray | memoryview):
-            raise MessageError(f"a {kind} message is bytes, not {type(message).__name__}")
-        self._left, self._kind = memoryview(message), kind
+        self._left, self._kind = (
+            memoryview(message if isinstance(message, bytes | bytearray | memoryview) else b""),
+            kind,
+        )
         magic, version, number, digest, self.client = _HEADER.unpack(self.take(_HEADER.size))
-        if magic != MAGIC:
-            raise MessageError("this is not a message of a secure sum")
-        if version != VERSION:
-            raise MessageError(f"a message of protocol version {version}; this is version {VERSION}")
-        if number != _NUMBER[kind]:
-            raise MessageError(f"a message of kind {KINDS.get(number, number)!r} came where {kind!r} was expected")
-        if digest != terms.digest():
-            raise MessageError(f"the {kind} message is from another session, round or group")
-        if client is not None and self.client != client:
-            raise MessageError(f"the {kind} message names client {self.client}; it should name client {client}")
+        problem = None
+        if (magic, version) != (MAGIC, VERSION):
+            problem = f"this is not a message of a secure sum of protocol version {VERSION}"
+        elif number != _NUMBER[kind]:
+            problem = f"a message of kind {KINDS.get(number, number)!r} came where {kind!r} was expected"
+        elif digest != terms.digest():
+            problem = f"the {kind} message is from another session, round or group"
+        elif client not in (None, self.client):
+            problem = f"the {kind} message names client {self.client}; it should name client {client}"
+        if problem is not None:
+            raise MessageError(problem)
 
     def take(self, size: int) -> bytes:
         if len(self._left) < size:

@@ -33,7 +33,7 @@ class TooFewClients(SecureSumError):
     """
 
     def __init__(self, stage: str, present: int, needed: int, where: str = "") -> None:
-        """Say how many were left."""
+        """Describe how many clients remained."""
         self.stage, self.present, self.needed = stage, present, needed
         super().__init__(
             f"{present} clients{where} are left after '{stage}', and the threshold is {needed}: there is no sum, and "
@@ -57,7 +57,7 @@ SYSTEM = Entropy("system", os.urandom)
 
 
 def seeded(seed: int) -> Entropy:
-    """Draw bytes that follow from a seed: for tests and simulation only, they protect nobody.
+    """Draw bytes from a seed: for tests and simulations only, without any protection.
 
     Args:
       seed: any whole number from 0.
@@ -95,20 +95,18 @@ class Terms(NamedTuple):
         return WIDTHS[self.bits]
 
     def check(self) -> Terms:
-        """Return the same, or say which term makes no sense."""
-        if len(self.session) != 16:
-            raise SecureSumError(f"`session` has {len(self.session)} bytes; it must have 16")
-        if not (0 <= self.round < 2**64 and 1 <= self.length < 2**64):
-            raise SecureSumError(f"`round` is {self.round} and `length` {self.length}; they must be at least 0 and 1")
-        if self.bits not in WIDTHS:
-            raise SecureSumError(f"`bits` is {self.bits}; integers have 32 or 64")
-        if not 2 <= self.circle < 2**16:
-            raise SecureSumError(f"`circle` is {self.circle}; it must be from 2 to 65535")
-        if not self.circle < 2 * self.threshold <= 2 * self.circle:
-            raise SecureSumError(
-                f"`threshold` is {self.threshold} for circles of {self.circle}; it must be above half of that, so that "
-                "nobody can collect both secrets of a client, and no more than all of it"
-            )
+        """Return the terms unchanged; raise if one is invalid."""
+        rules = {
+            "`session` must have 16 bytes": len(self.session) == 16,
+            "`round` must be from 0 to 2**64 - 1": 0 <= self.round < 2**64,
+            "`length` must be from 1 to 2**64 - 1": 1 <= self.length < 2**64,
+            "`bits` must be 32 or 64": self.bits in WIDTHS,
+            "`circle` must be from 2 to 65535": 2 <= self.circle < 2**16,
+            "`threshold` must be above half of `circle`, so that nobody can collect both secrets of a client, and not "
+            "above `circle`": self.circle < 2 * self.threshold <= 2 * self.circle,
+        }
+        if broken := next((rule for rule, holds in rules.items() if not holds), None):
+            raise SecureSumError(f"{broken} (got {self})")
         return self
 
     def to_bytes(self) -> bytes:
@@ -120,12 +118,9 @@ class Terms(NamedTuple):
     @classmethod
     def from_bytes(cls, message: bytes) -> Terms:
         """Read the terms from a message of the server."""
-        if len(message) != _LAYOUT.size or message[:4] != MAGIC:
-            raise MessageError(f"{len(message)} bytes are not the terms of a secure sum")
-        _, version, *rest = _LAYOUT.unpack(message)
-        if version != VERSION:
-            raise MessageError(f"the terms are of protocol version {version}; this is version {VERSION}")
-        return cls(*rest).check()
+        if len(message) != _LAYOUT.size or _LAYOUT.unpack(message)[:2] != (MAGIC, VERSION):
+            raise MessageError(f"{len(message)} bytes are not the terms of a secure sum of protocol version {VERSION}")
+        return cls(*_LAYOUT.unpack(message)[2:]).check()
 
     def digest(self) -> bytes:
         """Return 32 bytes that stand for exactly these terms."""
@@ -160,9 +155,7 @@ def plan(
     """
     size = min(circle, cohort)
     if size < 2:
-        raise SecureSumError(
-            f"a secure sum of {cohort} clients in circles of {circle} hides nobody; it takes two or more"
-        )
+        raise SecureSumError(f"`cohort` and `circle` must be at least 2 (got cohort={cohort}, circle={circle})")
     needed = -(-3 * size // 5) if threshold is None else threshold
     return Terms(session or entropy.draw(16), round, length, bits, size, needed).check()
 
@@ -185,6 +178,6 @@ def circles(clients: Iterable[int], size: int, entropy: Entropy = SYSTEM) -> dic
     ring = sorted(members, key=tags.__getitem__)
     reach = (size - 1) // 2
     return {
-        client: tuple(sorted(ring[(place + step) % len(ring)] for step in range(-reach, reach + 1)))
-        for place, client in enumerate(ring)
+        client: tuple(sorted(ring[(position + step) % len(ring)] for step in range(-reach, reach + 1)))
+        for position, client in enumerate(ring)
     }
