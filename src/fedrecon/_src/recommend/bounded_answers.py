@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon._src.privacy.ring import WIDTHS, Grid, quantise
 from fedrecon._src.recommend.estimate import (
     LEAST_VARIANCE,
     MAX_SKEWNESS,
@@ -31,6 +32,7 @@ from fedrecon._src.recommend.estimate import (
     MagnitudeBins,
     Question,
     State,
+    StateError,
     Transform,
     fit_user_biases,
     fit_user_traits,
@@ -47,6 +49,7 @@ SMALL = 0.25  # clients with more ratings than this share of clients have weigh 
 FIRST_SPREAD, SPREAD = 0.9, 0.75  # expected root mean square of a client's standardised ratings: at first, then
 COUNT = 0.8  # weight of a count relative to a rating in a client's answer
 SCALARS = 0.05  # share of the squared norm that the variances may take
+APPROXIMATE = 0.25  # how far a rough number of clients may be off, relative to it
 LEAST_SPREAD = 0.05  # of ratings, in units of their range: noise must not make it 0
 FIRST_ERROR = 0.1  # error of standardised item biases as long as users do not take them into account
 MAX_SQUARE, MAX_ERROR = 1.0, 2.0  # of a client's squared bias and its mean squared error, standardised
@@ -71,6 +74,19 @@ class Entries:
     def total(self) -> np.ndarray:
         """Return the sum over clients, without noise."""
         return np.bincount(self.index, self.value, self.length)
+
+    def integer_total(self, grid: Grid) -> np.ndarray:
+        """Return the sum over clients as integers of a ring, without noise; each client's values are rounded."""
+        total = np.zeros(self.length, WIDTHS[grid.bits][1])
+        np.add.at(total, self.index, quantise(grid, self.value))
+        return total
+
+    def check(self) -> Entries:
+        """Return the same entries; raise `StateError` if a client's norm exceeds 1, which a forged state could ask."""
+        norms = np.bincount(self.client, self.value**2, 1)
+        if not (norms <= 1 + 1e-9).all():
+            raise StateError("the state of round zero asks for unbounded answers")
+        return self
 
 
 def answer_length(state: State) -> int:
@@ -182,15 +198,15 @@ def _answer_traits(estimate: Estimate, item: np.ndarray, y: np.ndarray, owner: n
 # ---- what the server estimates ----
 
 
-def advance(state: State, total: Any, noise: float, clients: int, transform: Transform | None) -> State:
+def advance(state: State, total: Any, noise: float, transform: Transform | None, *, approximate: bool = False) -> State:
     """Return the next state.
 
     Args:
       state: the last one.
       total: the noised sum of all clients' answers to it.
       noise: the standard deviation of the noise in every entry of it.
-      clients: how many clients were asked, which is public.
       transform: of the ratings; None to decide from their skewness.
+      approximate: estimate how many clients there are from their answers, starting from what `state` says.
     """
     total = np.asarray(total, np.float64)
     if total.shape != (answer_length(state),):
@@ -198,11 +214,11 @@ def advance(state: State, total: Any, noise: float, clients: int, transform: Tra
     if state.question == "range":
         state = _estimate_range(state, total, noise, transform)
     elif state.question == "scale":
-        state = _estimate_scale(state, total, noise, clients)
+        state = _estimate_scale(_count_clients(state, total, noise) if approximate else state, total, noise)
     elif state.question == "traits":
-        state = state._replace(estimate=_estimate_traits(state.estimate, total, clients))
+        state = state._replace(estimate=_estimate_traits(state, total))
     else:
-        state = _estimate_biases(state, total, noise, clients)
+        state = _estimate_biases(state, total, noise)
     return state._replace(asked=state.asked + 1)
 
 
@@ -237,11 +253,20 @@ def _estimate_range(state: State, total: np.ndarray, noise: float, transform: Tr
     )
 
 
-def _estimate_scale(state: State, total: np.ndarray, noise: float, clients: int) -> State:
+def _count_clients(state: State, total: np.ndarray, noise: float) -> State:
+    """Estimate how many clients there are: each adds one half to one of the bins of sizes."""
+    assert state.bounds is not None
+    clients, variance = state.bounds.clients, 4 * SIZES * noise**2
+    trust = (APPROXIMATE * clients) ** 2 / ((APPROXIMATE * clients) ** 2 + variance)
+    clients += trust * (2 * float(total[SCALE_BINS:-2].sum()) - clients)
+    return state._replace(bounds=state.bounds._replace(clients=max(clients, 1.0)))
+
+
+def _estimate_scale(state: State, total: np.ndarray, noise: float) -> State:
     assert state.bounds is not None
     low, high = state.bounds.low, state.bounds.high
     width = high - low
-    first, second = np.clip(2 * total[-2:] / clients, -1.0, 1.0)  # of ratings from -1 to 1
+    first, second = np.clip(2 * total[-2:] / state.bounds.clients, -1.0, 1.0)  # of ratings from -1 to 1
     mean = low + width * float(1 + first) / 2
     deviation = width * max(math.sqrt(max(float(second - first**2), 0.0)) / 2, LEAST_SPREAD)
     occupied, ends = np.flatnonzero(_drop_noise(total[:SCALE_BINS], noise)), (low, high)
@@ -258,7 +283,7 @@ def _estimate_scale(state: State, total: np.ndarray, noise: float, clients: int)
     )
 
 
-def _estimate_biases(state: State, total: np.ndarray, noise: float, clients: int) -> State:
+def _estimate_biases(state: State, total: np.ndarray, noise: float) -> State:
     assert state.bounds is not None
     estimate, bounds, first = state.estimate, state.bounds, state.question == "first biases"
     items, unit = len(estimate.item_bias), _bias_norm(state) / math.sqrt(1 - SCALARS)
@@ -275,7 +300,7 @@ def _estimate_biases(state: State, total: np.ndarray, noise: float, clients: int
         sums = (sums * before + bounds.sums * variance) / (before + variance)
         variance = before * variance / (before + variance)
     bias, remainder = _shrink_biases(estimate, sums, count, variance, deviation)
-    square, error = total[-2:] / math.sqrt(SCALARS / 2) / clients * np.array([MAX_SQUARE, MAX_ERROR])
+    square, error = total[-2:] / math.sqrt(SCALARS / 2) / bounds.clients * np.array([MAX_SQUARE, MAX_ERROR])
     weight, visible = count / count.sum(), count > 2 * deviation
     item_variance = (bias**2 + remainder)[visible].mean() if visible.any() else estimate.item_variance
     estimate = estimate._replace(
@@ -306,10 +331,11 @@ def _shrink_biases(
     return target + trust * (sums / count - target), prior * (1 - trust)
 
 
-def _estimate_traits(estimate: Estimate, total: np.ndarray, clients: int) -> Estimate:
-    values = total / clients * math.sqrt(len(total))
+def _estimate_traits(state: State, total: np.ndarray) -> Estimate:
+    assert state.bounds is not None
+    values = total / state.bounds.clients * math.sqrt(len(total))
     squares = np.array([_clip_variance(value * MAX_SQUARE, MAX_SQUARE) for value in values[:-1]])
-    return estimate._replace(
+    return state.estimate._replace(
         noise=_clip_variance(values[-1] * MAX_ERROR, MAX_ERROR),
         trait_variance=squares[:-1],
         user_variance=float(squares[-1]),

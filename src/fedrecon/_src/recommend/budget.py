@@ -42,8 +42,16 @@ def share_of_round_zero(config: Config, population: Population) -> float:
     return min(FIRM, max(0.05, SMALL_POPULATION * population.clients**-0.3))
 
 
-def round_zero_noise(config: Config, population: Population) -> float:
-    """Return the noise multiplier of one release that costs as much as all of round zero may."""
+def round_zero_noise(
+    config: Config, population: Population, release: Callable[[float], Release] | None = None
+) -> float:
+    """Return the noise multiplier of one release that costs as much as all of round zero may.
+
+    Args:
+      config: the settings.
+      population: who it is computed for.
+      release: that one release, as a function of the noise multiplier; Gaussian noise by default.
+    """
     settings, share = config.privacy, share_of_round_zero(config, population)
     if settings.epsilon is None:
         assert settings.noise_multiplier is not None
@@ -54,6 +62,7 @@ def round_zero_noise(config: Config, population: Population) -> float:
         per_round=population.clients,
         rounds=1,
         delta=delta_of(config, population),
+        release=release,
     )
     return everything / math.sqrt(share)
 
@@ -74,7 +83,7 @@ def rounds_noise(
     """
     assert config.privacy.epsilon is not None
     if config.rounds < 1:
-        raise ValueError("there are no rounds to spend a privacy budget on")
+        raise ValueError("`rounds` must be at least 1 with a privacy budget (got 0)")
     return noise_for(
         config.privacy.epsilon * (1 - SLACK),
         clients=population.clients,

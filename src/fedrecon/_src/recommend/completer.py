@@ -1,97 +1,27 @@
-"""Complete sentences: next-word suggestions for one person, including the person's own words."""
+"""Complete sentences: next-word suggestions for one person, which learn from everything the person writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.rounds import as_clients
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.keys import client_keys
-from fedrecon._src.core.model import Model
 from fedrecon._src.data import DataError, Vocabulary, personal_text, split_text
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.data.sources import is_readable, open_bytes
-from fedrecon._src.data.vocabulary import MAX_WORDS
 from fedrecon._src.recommend.evaluation_table import EvaluationTable, evaluate_saved
-from fedrecon._src.recommend.saved_models import SavedModel, open_for, save_model
+from fedrecon._src.recommend.personal_words import PersonalWords, Suggestion, expected_counts
+from fedrecon._src.recommend.saved_models import SavedModel, open_for
 from fedrecon._src.recommend.task import Users
 from fedrecon._src.recommend.tasks import TEXT
-from fedrecon._src.simulation.personalization import predict, reconstruct
+from fedrecon._src.recommend.word_evaluation import model_predictions, predict_sentences
+from fedrecon._src.simulation.personalization import reconstruct
 from fedrecon._src.simulation.training import Run
-
-
-class Suggestion(NamedTuple):
-    """A word that may come next.
-
-    Attributes:
-      word: the word.
-      probability: that it comes next. The end of the sentence and unknown words have their share too.
-      personal: whether it is one of the person's own words, outside the vocabulary.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> fr.recommend.Suggestion("soon", probability=0.25, personal=False).word
-      'soon'
-    """
-
-    word: str
-    probability: float
-    personal: bool
-
-
-def suggest(
-    model: Model,
-    params: Any,
-    local: Any,
-    prompt: str | Sequence[str],
-    vocabulary: Vocabulary,
-    *,
-    personal_words: Mapping[int, Mapping[str, int]] | None = None,
-    n: int = 5,
-    max_words: int = MAX_WORDS,
-) -> list[Suggestion]:
-    """Suggest the `n` most probable next words.
-
-    The model gives a probability to every bucket of words outside the vocabulary. Only the person's own text tells
-    which words these are: the bucket's probability is divided among them by how often the person uses each.
-
-    Args:
-      model: predicts the next word, as `models.next_word` does.
-      params: global parameters.
-      local: the person's local parameters.
-      prompt: the beginning of a sentence, as text or as words; if it is too long, only its last words are used.
-      vocabulary: the model's vocabulary.
-      personal_words: by bucket, how often the person uses each of their own words in it, as `data.personal_text`
-        returns them.
-      n: how many suggestions; fewer if there are not enough words.
-      max_words: the longest sentence that the model was trained on.
-
-    Returns:
-      Suggestions, most probable first.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> fr.recommend.suggest(model, params, local, "see you", vocabulary, n=3)  # doctest: +SKIP
-    """
-    check_number("n", n, least=1)
-    columns, position = prompt_columns(prompt, vocabulary, max_words)
-    logits = predict(model, params, local, columns)[0, position].astype(np.float64)
-    shares = np.exp(logits - logits.max())
-    shares /= shares.sum()
-    in_vocabulary = shares[1 : len(vocabulary) + 1]
-    best = np.argsort(-in_vocabulary, kind="stable")[:n]
-    suggestions = [Suggestion(vocabulary.words[k], float(in_vocabulary[k]), False) for k in best]
-    for bucket, words in (personal_words or {}).items():
-        total, share = sum(words.values()), float(shares[vocabulary.first_oov + bucket])
-        suggestions += [Suggestion(word, share * count / total, True) for word, count in words.items()]
-    return sorted(suggestions, key=lambda s: (-s.probability, s.word))[:n]
 
 
 class Completion(NamedTuple):
@@ -100,8 +30,8 @@ class Completion(NamedTuple):
     Attributes:
       prompt: as given.
       words: the words of it that are used: the last of its last sentence.
-      initial: suggestions with the local parameters as they start.
-      reconstructed: suggestions with those reconstructed from the person's text.
+      initial: suggestions as for anybody.
+      reconstructed: suggestions with what the person's text says about them.
     """
 
     prompt: str
@@ -114,7 +44,7 @@ class Completions(NamedTuple):
     """Completions for one person.
 
     Attributes:
-      sentences: how many sentences of theirs the local parameters were reconstructed from.
+      sentences: how many sentences of theirs were learned.
       personal_words: how many words they use that are outside the vocabulary.
       prompts: one completion for each prompt.
     """
@@ -156,7 +86,7 @@ class Completer:
         Args:
           folder: one that does not exist, or holds another model, which is replaced.
         """
-        save_model(Path(folder), self.saved.config, self.saved.params, self.saved.legend, self.saved.failed)
+        self.saved.save(folder)
 
     def evaluate(self, clients: Clients | None = None) -> EvaluationTable:
         """Measure the model on clients that took no part in training, next to baselines.
@@ -168,65 +98,107 @@ class Completer:
             raise ValueError("`clients` must be given: a model that was loaded has no test clients")
         return evaluate_saved(self.saved, self.algorithm, self._users, clients)
 
+    def person(self, text: str | Sequence[str] = ()) -> PersonalCompleter:
+        """Return what serves one person, and learns from what they write.
+
+        Args:
+          text: anything the person wrote before.
+
+        Example:
+          >>> import fedrecon as fr
+          >>> person = fr.recommend.load_completer("runs/words").person("See you at the Zyzzyva.")  # doctest: +SKIP
+          >>> person.learn("The Zyzzyva is closed.")  # doctest: +SKIP
+          >>> person.suggest("see you at the", n=3)  # doctest: +SKIP
+        """
+        return PersonalCompleter(self, text if isinstance(text, str) else "\n".join(text))
+
     def suggest(self, prompt: str, text: str | Sequence[str] = (), n: int = 5) -> list[Suggestion]:
         """Suggest the `n` most probable next words.
 
         Args:
           prompt: the beginning of a sentence.
-          text: anything the person wrote, to reconstruct their local parameters from; without it, they are initial.
+          text: anything the person wrote; without it, suggestions are the same for everybody.
           n: how many suggestions.
         """
-        text = text if isinstance(text, str) else "\n".join(text)
-        if split_text(text):
-            return self.complete(text, [prompt], n).prompts[0].reconstructed
-        local = self.algorithm.model.init_local(jax.random.key(self.saved.config.seed))
-        words = _read_prompt(prompt, self.saved.config.model.max_words)
-        return self._suggest(words, local, {}, n)
+        return self.person(text).suggest(prompt, n)
 
     def complete(self, text: str, prompts: Sequence[str], n: int = 5) -> Completions:
-        """Reconstruct a person's local parameters from their text and suggest next words with and without them.
+        """Learn from a person's text and suggest next words with and without what was learned.
 
         Args:
-          text: anything the person wrote; of a long text, the last sentences are used, as many as reconstruction takes.
+          text: anything the person wrote.
           prompts: beginnings of sentences.
           n: how many suggestions for each.
 
         Raises:
           DataError: there are no words in the text or in a prompt.
         """
-        max_words, seed = self.saved.config.model.max_words, self.saved.config.seed
-        beginnings = [_read_prompt(prompt, max_words) for prompt in prompts]
-        personal = personal_text(text, self.vocabulary, max_words)
-        sentences = len(personal.columns["word"])
-        if not sentences:
-            raise DataError("the text has no words to reconstruct local parameters from")
-        limit = min(sentences, self.algorithm.method.support_limit or sentences)
-        person = as_clients({name: column[sentences - limit :] for name, column in personal.columns.items()})
-        local = jax.tree.map(lambda leaf: leaf[0], reconstruct(self.algorithm, self.params, person, seed=seed))
-        key = client_keys(jax.random.key(seed), person.identities())[0]  # as `reconstruct` begins
-        initial = self.algorithm.model.init_local(key)
+        beginnings = [_read_prompt(prompt, self.saved.config.model.max_words) for prompt in prompts]
+        anybody, person = self.person(), self.person(text)
+        if not person.sentences:
+            raise DataError("the text has no words to learn from")
         completions = [
-            Completion(
-                prompt,
-                words,
-                self._suggest(words, initial, personal.words, n),
-                self._suggest(words, local, personal.words, n),
-            )
+            Completion(prompt, words, anybody.suggest(words, n), person.suggest(words, n))
             for prompt, words in zip(prompts, beginnings, strict=True)
         ]
-        return Completions(limit, sum(map(len, personal.words.values())), completions)
+        return Completions(person.sentences, len(person.words.own), completions)
 
-    def _suggest(self, words: list[str], local: Any, personal_words: Mapping[Any, Any], n: int) -> list[Suggestion]:
-        return suggest(
-            self.algorithm.model,
-            self.params,
-            local,
-            words,
-            self.vocabulary,
-            personal_words=personal_words,
-            n=n,
-            max_words=self.saved.config.model.max_words,
-        )
+
+class PersonalCompleter:
+    """A model of the next word for one person, who goes on writing.
+
+    Attributes:
+      words: what has been learned about the person.
+      sentences: from how many sentences.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> person = fr.recommend.load_completer("runs/words").person()  # doctest: +SKIP
+      >>> person.learn("See you at the Zyzzyva.")  # doctest: +SKIP
+      >>> person.suggest("see you at the", prefix="z")  # doctest: +SKIP
+    """
+
+    def __init__(self, completer: Completer, text: str):
+        """Learn a person's text; embeddings of their own words, if the model has such, are reconstructed from it."""
+        self._saved, algorithm = completer.saved, completer.algorithm
+        part = self._saved.config.model.local
+        self.words, self.sentences = PersonalWords(completer.vocabulary, biased=part == "output_bias"), 0
+        local = algorithm.model.init_local(jax.random.key(self._saved.config.seed))
+        columns = personal_text(text, completer.vocabulary, self._saved.config.model.max_words).columns
+        if part == "oov_embedding" and len(columns["word"]):
+            limit = algorithm.method.support_limit or len(columns["word"])
+            newest = {name: column[-limit:] for name, column in columns.items()}
+            local = reconstruct(algorithm, completer.params, newest, seed=self._saved.config.seed)
+        self._predict = model_predictions(algorithm, completer.params, local)
+        self.learn(text)
+
+    def learn(self, text: str) -> None:
+        """Learn what the person has written.
+
+        Args:
+          text: whole sentences.
+        """
+        vocabulary, max_words = self.words.vocabulary, self._saved.config.model.max_words
+        sentences = [words[:max_words] for words in split_text(text)]
+        columns = personal_text(text, vocabulary, max_words).columns
+        for words, probabilities in zip(sentences, predict_sentences(columns, self._predict), strict=True):
+            expected = expected_counts(probabilities, vocabulary.first_oov)
+            self.words.learn(words, expected, ended=len(words) < max_words)
+        self.sentences += len(sentences)
+
+    def suggest(self, prompt: str | Sequence[str], n: int = 5, *, prefix: str = "") -> list[Suggestion]:
+        """Suggest the `n` most probable next words.
+
+        Args:
+          prompt: the beginning of a sentence, as text or as words.
+          n: how many suggestions.
+          prefix: the letters of the next word that are typed already.
+        """
+        check_number("n", n, least=1)
+        max_words = self._saved.config.model.max_words
+        words = _read_prompt(prompt, max_words) if isinstance(prompt, str) else prompt
+        columns, position = prompt_columns(words, self.words.vocabulary, max_words)
+        return self.words.suggest(self._predict(columns)[:, position], words, n, prefix)
 
 
 def load_completer(folder: str | Path) -> Completer:

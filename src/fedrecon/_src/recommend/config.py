@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-import tyro
 from annotated_types import Ge, Le
 
 from fedrecon._src.core.checks import MOST_ROUNDS
@@ -48,7 +47,6 @@ from fedrecon._src.recommend.settings import Scale as Scale
 HARMLESS = ("rounds", "evaluate_every", "checkpoint_every")  # may differ between a run and its continuation
 SPLIT = re.compile(r"(redrawn-)?(half|alternate|none|0?\.\d*[1-9]\d*)")
 TaskName = Literal["ratings", "clicks", "text"]
-_TASKS = tyro.conf.arg(metavar="{ratings,clicks,text}")
 _STRICT: Any = {"strict": True, "extra": "forbid", "revalidate_instances": "always", "allow_inf_nan": False}
 
 T = TypeVar("T")
@@ -70,7 +68,7 @@ class ConfigError(ValueError):
 
     def describe(self, name: str) -> str:
         """Return the message, with the setting called by `name`."""
-        simple = name and isinstance(self.value, str | int | float | None | list | tuple)
+        simple = name and isinstance(self.value, str | int | float | list | tuple)
         parts = [self.source, name, self.rule + (f" (got {self.value!r:.60})" if simple else "")]
         return ": ".join(part for part in parts if part)
 
@@ -120,6 +118,7 @@ class Config:
     jax_devices: int | None = None
     block: Count | None = None
 
+    usual_block: ClassVar[int | None] = None  # clients side by side by default; None leaves it to the model
     divides_clients: ClassVar[bool] = True  # whether `data.fractions` decides who tests; a prepared corpus may say so
 
     @property
@@ -138,28 +137,24 @@ class Config:
         """Whether the model before the first round is popularity, which a private run must not know."""
         return False
 
-    def remedies(self, trained: bool) -> list[str]:
-        """Return what to change if numbers run away, in training or, before that, in reconstruction."""
-        server, update, reconstruct = self.server, self.update, self.reconstruct
-        relative = server.optimizer not in ("sgd", "momentum")  # its steps do not depend on the length of updates
-        rates = {"update": update.learning_rate} if trained and not (relative and update.steps == 1) else {}
-        rates |= {"server": server.learning_rate} if trained and (relative or server.learning_rate > 1) else {}
-        exact = reconstruct.solver == "least-squares"
-        rates |= {} if exact else {"reconstruct": reconstruct.learning_rate}
-        advice = [f"lower --{group}.learning-rate (now {rate:g})" for group, rate in rates.items()]
-        return [*advice, *([f"raise --reconstruct.ridge (now {reconstruct.ridge:g})"] if exact else [])]
+    @property
+    def remedy(self) -> str:
+        """What to change if numbers run away."""
+        groups: dict[str, Any] = {"update": self.update, "server": self.server, "reconstruct": self.reconstruct}
+        rates = ", ".join(f"--{name}.learning-rate (now {group.learning_rate:g})" for name, group in groups.items())
+        return f"lower one of {rates}, or set --aggregate.clip-norm"
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
         shares, sampling = self.data.fractions, self.sampling
         proper = shares[0] > 0 and abs(sum(shares) - 1) <= 1e-6
-        yield Rule(not proper, "data.fractions", "shares must sum to 1, and that of training must be above 0")
+        yield Rule(not proper, "data.fractions", "must sum to 1, and the training share must be above 0")
         for name in ("train", "evaluate"):
             known = SPLIT.fullmatch(getattr(self.split, name))
             yield Rule(not known, f"split.{name}", "must be half, alternate, none or a share of support such as 0.8")
         shuffles = self.split.train.startswith("redrawn-") and self.split.by_time
         yield Rule(shuffles, "split.train", "cannot be combined with `split.by_time`, since it shuffles")
-        yield Rule(self.split.evaluate == "none", "split.evaluate", "must set query examples apart, such as half")
+        yield Rule(self.split.evaluate == "none", "split.evaluate", "must leave query examples, such as half")
         yield Rule((sampling.clients_per_round or 1) > MOST, "sampling.clients_per_round", f"must be at most {MOST}")
         yield Rule(sampling.least > MOST, "sampling.least", f"must be at most {MOST}")
         yield Rule(sampling.oversample > 1000, "sampling.oversample", "must be at most 1000")
@@ -209,7 +204,7 @@ class RatingsConfig(Config):
     The defaults here are the paper's for MovieLens 1M; `presets` has those of the command line.
     """
 
-    task: Annotated[Literal["ratings"], _TASKS] = "ratings"
+    task: Literal["ratings"] = "ratings"
     data: Data = field(default_factory=Data)
     model: Factorization = field(default_factory=Factorization)
 
@@ -218,15 +213,25 @@ class RatingsConfig(Config):
         """How often the prior may be relaxed after the rounds."""
         return self.model.relax
 
-    def remedies(self, trained: bool) -> list[str]:
-        """Return what to change if numbers run away."""
-        return [*super().remedies(trained), "rescale the ratings"]
+    @property
+    def remedy(self) -> str:
+        """What to change if numbers run away."""
+        if self.reconstruct.solver == "gradient-descent":
+            return f"{super().remedy}, or rescale the ratings"
+        return (
+            f"lower --server.learning-rate (now {self.server.learning_rate:g}), raise --reconstruct.ridge (now "
+            f"{self.reconstruct.ridge:g}), or rescale the ratings"
+        )
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
         yield from super().rules()
         model, scale = self.model, self.model.scale
-        yield Rule(self.aggregate.weigh == "tokens", "aggregate.weigh", "must be examples or uniform for ratings")
+        yield Rule(
+            self.aggregate.weigh == "tokens",
+            "aggregate.weigh",
+            "must be examples, sqrt-examples or uniform for ratings",
+        )
         yield Rule(model.round_zero and not model.biases, "model.round_zero", "needs `model.biases`")
         yield Rule(model.item_traits and not model.round_zero, "model.item_traits", "needs `model.round_zero`")
         if scale is not None:
@@ -237,32 +242,35 @@ class RatingsConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ClicksConfig(Config):
-    """All settings of a run on clicks. Clients weigh the same by default, as they do in the metrics."""
+    """All settings of a run on clicks."""
 
-    task: Annotated[Literal["clicks"], _TASKS] = "clicks"
+    task: Literal["clicks"] = "clicks"
     data: ClickData = field(default_factory=ClickData)
     model: Ranking = field(default_factory=Ranking)
     split: SplitSettings = field(default_factory=lambda: SplitSettings(train="redrawn-half", evaluate="0.8"))
-    reconstruct: tyro.conf.Suppress[Reconstruct] = field(default_factory=Reconstruct)
-    update: tyro.conf.Suppress[Update] = field(default_factory=Update)
+    reconstruct: Reconstruct = field(default_factory=Reconstruct)
+    update: Update = field(default_factory=Update)
     server: Server = field(
         default_factory=lambda: Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all")
     )
-    aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="uniform"))
-    sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
-    rounds: Rounds = 200
-    evaluate_every: Rounds = 50
+    aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="sqrt-examples"))
+    sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None, least=1000))
+    rounds: Rounds = 60
+    evaluate_every: Rounds = 20
     patience: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = 1
+
+    usual_block: ClassVar[int | None] = 16  # clients share the Gram matrix, but each has a gradient of it
 
     @property
     def falls_back_on_popularity(self) -> bool:
         """Whether the model before the first round is popularity, which a private run must not know."""
         return not self.privacy.on
 
-    def remedies(self, trained: bool) -> list[str]:
-        """Return what to change if numbers run away."""
-        rate = [f"lower --server.learning-rate (now {self.server.learning_rate:g})"] if trained else []
-        return [*rate, f"raise --model.ridge (now {self.model.ridge:g})"]
+    @property
+    def remedy(self) -> str:
+        """What to change if numbers run away."""
+        rate, ridge = self.server.learning_rate, self.model.ridge
+        return f"lower --server.learning-rate (now {rate:g}), or raise --model.ridge (now {ridge:g})"
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
@@ -270,7 +278,9 @@ class ClicksConfig(Config):
         solved = "cannot be set for clicks, which are solved over all items at once"
         yield Rule(self.reconstruct != Reconstruct(), "reconstruct", solved)
         yield Rule(self.update != Update(), "update", solved)
-        yield Rule(self.aggregate.weigh == "tokens", "aggregate.weigh", "must be examples or uniform for clicks")
+        yield Rule(
+            self.aggregate.weigh == "tokens", "aggregate.weigh", "must be examples, sqrt-examples or uniform for clicks"
+        )
         yield Rule(self.split.train == "none", "split.train", "must hide items, as redrawn-half does")
 
 
@@ -278,26 +288,27 @@ class ClicksConfig(Config):
 class TextConfig(Config):
     """All settings of a run on text. The defaults suit a CPU and a corpus of a few thousand people."""
 
-    task: Annotated[Literal["text"], _TASKS] = "text"
+    task: Literal["text"] = "text"
     data: TextData = field(default_factory=TextData)
     model: NextWord = field(default_factory=NextWord)
-    split: SplitSettings = field(default_factory=lambda: SplitSettings(by_time=True))
+    split: SplitSettings = field(default_factory=lambda: SplitSettings(train="redrawn-.1"))
     reconstruct: Reconstruct = field(
-        default_factory=lambda: Reconstruct(learning_rate=1.0, steps=100, epochs=1, batch_size=16)
+        default_factory=lambda: Reconstruct(solver="closed-form", learning_rate=1.0, steps=100, epochs=1, batch_size=16)
     )
     update: Update = field(default_factory=lambda: Update(learning_rate=3.0, steps=8, batch_size=16, clip_norm=1.0))
-    server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.02))
+    server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.02, decay_rounds="all"))
     aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="tokens"))
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
-    rounds: Rounds = 400
+    rounds: Rounds = 250
 
     divides_clients: ClassVar[bool] = False
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
         yield from super().rules()
-        descends = self.reconstruct.solver == "gradient-descent"
-        yield Rule(not descends, "reconstruct.solver", "must be gradient-descent for text")
+        needed = "closed-form" if self.model.local == "output_bias" else "gradient-descent"
+        fits = self.reconstruct.solver == needed
+        yield Rule(not fits, "reconstruct.solver", f"must be {needed} if `model.local` is {self.model.local}")
 
 
 CONFIGS: dict[str, type[Config]] = {"ratings": RatingsConfig, "clicks": ClicksConfig, "text": TextConfig}
@@ -346,10 +357,11 @@ def _validate(kind: type[T], values: Any, source: str = "") -> T:
         settings = adapter.validate_json(values) if isinstance(values, str) else adapter.validate_python(values)
     except ValidationError as problem:
         raise _explain(kind, problem, source) from None
-    config = getattr(settings, "settings", settings)
-    for rule in config.rules() if isinstance(config, Config) else ():
-        if rule.broken:
-            raise ConfigError(rule.field, get_setting(config, rule.field), rule.rule, source)
+    parts: tuple[Any, Any] = (settings, getattr(settings, "settings", None))
+    for part in parts:  # a command's options, and the config among them
+        for rule in part.rules() if hasattr(part, "rules") else ():
+            if rule.broken:
+                raise ConfigError(rule.field, get_setting(part, rule.field), rule.rule, source)
     return settings
 
 
@@ -421,17 +433,17 @@ def changed(settings: Any, kind: type) -> list[str]:
     return [f.name for f in fields if getattr(settings, f.name) != f.default]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], within: str = "") -> list[str]:
-    """List the settings that differ between two configs as JSON, except those that cannot change the parameters."""
-    paths = []
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], within: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ between two configs as JSON, except those that cannot change the parameters."""
+    paths: dict[str, tuple[Any, Any]] = {}
     for name in dict.fromkeys([*old, *new]):
         if not within and name in HARMLESS:
             continue
         before, after = old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            paths += differences(before, after, f"{within}{name}.")
+            paths |= differences(before, after, f"{within}{name}.")
         elif before != after:
-            paths.append(f"{within}{name} (was {json.dumps(before)}, now {json.dumps(after)})")
+            paths[f"{within}{name}"] = before, after
     return paths
 
 
@@ -469,6 +481,14 @@ DEFAULT = RatingsConfig(
 
 TEXT_DEFAULT = TextConfig(aggregate=Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0))
 
+# The paper's local part: embeddings of words outside the vocabulary, reconstructed by gradient descent.
+TEXT_PAPER = dataclasses.replace(
+    TEXT_DEFAULT,
+    model=NextWord(local="oov_embedding", ngrams=False),
+    split=SplitSettings(),
+    reconstruct=Reconstruct(learning_rate=1.0, steps=100, epochs=1, batch_size=16),
+)
+
 PRESETS: Mapping[str, Mapping[str, Config]] = {
     "ratings": {
         "default": DEFAULT,
@@ -477,8 +497,8 @@ PRESETS: Mapping[str, Mapping[str, Config]] = {
         ),
         "paper": RatingsConfig(model=Factorization(least_ratings=5)),
     },
-    "clicks": {"default": ClicksConfig(), "quick": ClicksConfig(rounds=50, evaluate_every=25)},
-    "text": {"default": TEXT_DEFAULT},
+    "clicks": {"default": ClicksConfig(), "quick": ClicksConfig(rounds=20, evaluate_every=10)},
+    "text": {"default": TEXT_DEFAULT, "paper": TEXT_PAPER},
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -18,15 +18,15 @@ from fedrecon._src.data import Corpus, Ratings, load, load_text
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.completer import Completer
 from fedrecon._src.recommend.config import Config, check_config, preset_of
-from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.recommender import Recommender
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import early_stopping_of, evaluate_by_divisions, rounds_of, why_failed
 from fedrecon._src.recommend.task import Ready, Users
-from fedrecon._src.recommend.tasks import task_of
+from fedrecon._src.recommend.tasks import TASKS, build_algorithm, task_of
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluator
-from fedrecon._src.simulation.training import Callback, Run
+from fedrecon._src.simulation.training import Callback, Run, Validation
 from fedrecon._src.simulation.training import train as run_rounds
 from fedrecon._src.storage.run_folder import RunFolder
 
@@ -76,22 +76,48 @@ def train_algorithm(
       options: how it is run.
     """
     every = config.evaluate_every if options.evaluate_every is None else options.evaluate_every
+    evaluate = evaluate_by_divisions(evaluator, config, users)
+    early_stopping = early_stopping_of(config, users, task_of(config).score, fallback)
     return run_rounds(
         algorithm,
         users.train,
         rounds=rounds_of(config, users),
-        sampling=config.sampling,
-        valid=evaluate_by_divisions(evaluator, config, users),
-        evaluate_every=every,
-        early_stopping=early_stopping_of(config, users, task_of(config).score, fallback),
+        clients_per_round=config.sampling,
+        valid=None if evaluate is None else Validation(evaluate, every, early_stopping),
         seed=config.seed,
         ledger=options.ledger,
         folder=options.folder,
-        checkpoint_every=config.checkpoint_every,
         layout=options.layout,
         progress=options.progress,
         callbacks=options.callbacks,
     )
+
+
+class TrainOptions(TypedDict, total=False):
+    """Options of training with the default recipe.
+
+    Attributes:
+      rounds: rounds of training; for ratings, those before priors are relaxed. 200 by default, for clicks 60, for
+        text 400.
+      seed: for everything random in training.
+      fractions: the shares of clients that train, validate and test; a corpus has them already.
+      out: a folder to save the model in.
+      callbacks: called after every round and evaluation, and at the end.
+      progress: a progress display.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> options = fr.recommend.TrainOptions(rounds=100, seed=1)
+      >>> options["rounds"]
+      100
+    """
+
+    rounds: int
+    seed: int
+    fractions: tuple[float, float, float]
+    out: str | Path
+    callbacks: Sequence[Callback]
+    progress: Progress
 
 
 class _Trained(NamedTuple):
@@ -100,34 +126,40 @@ class _Trained(NamedTuple):
     run: Run
 
 
-def _train(config: Config, data: Any, callbacks: Sequence[Callback], progress: Progress) -> _Trained:
-    """Divide the clients, run round zero and train."""
-    config, task = check_config(config), task_of(config)
+def _train(task_name: str, data: Any, model: Mapping[str, Any], options: TrainOptions) -> _Trained:
+    """Divide the clients, run round zero, train, and save the model if a folder is given."""
+    progress = options.get("progress", silent)
+    config, task = check_config(_configure(preset_of(task_name), model, options)), TASKS[task_name]
     users = task.divide(config, data, progress)
     check_some_can_learn(config, task, users)
     ready: Ready = task.prepare(config, data, users, task.legend(config, data))
     for remark in ready.remarks:
         logger.info(remark)
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
-    evaluator = make_evaluator(ready.config, algorithm, ready.users)
-    options = RunOptions(callbacks=callbacks, progress=progress)
-    run = train_algorithm(ready.config, algorithm, ready.users, ready.fallback, evaluator, options)
+    layout = build_layout(ready.config, ready.model)
+    evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)
+    how = RunOptions(layout=layout, callbacks=options.get("callbacks", ()), progress=progress)
+    run = train_algorithm(ready.config, algorithm, ready.users, ready.fallback, evaluator, how)
+    run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, run.params))
     failed = why_failed(run.history, task)
     if failed is not None:
         warnings.warn(f"training failed: {failed}", stacklevel=3)
-    return _Trained(SavedModel(ready.config, run.params, ready.legend, failed), ready.users, run)
+    saved = SavedModel(ready.config, run.params, ready.legend, failed)
+    if "out" in options:
+        saved.save(options["out"])
+    return _Trained(saved, ready.users, run)
 
 
-def _configure(task: str, rounds: int | None, seed: int, fractions: tuple[float, float, float], **model: Any) -> Config:
-    """Return the default settings of a task with some of them replaced."""
-    config = preset_of(task)
-    changes: dict[str, Any] = {name: value for name, value in model.items() if value is not None}
+def _configure(config: Config, model: Mapping[str, Any], options: TrainOptions) -> Config:
+    """Return settings with some of them replaced."""
+    changes = {name: value for name, value in model.items() if value is not None}
+    fractions = options.get("fractions", config.data.fractions)
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, source="the data", fractions=fractions),
         model=dataclasses.replace(config.model, **changes),
-        rounds=config.rounds if rounds is None else rounds,
-        seed=seed,
+        rounds=options.get("rounds", config.rounds),
+        seed=options.get("seed", config.seed),
     )
 
 
@@ -144,15 +176,7 @@ def _as_ratings(data: Ratings | Clients | str | Path, **options: Any) -> Ratings
 
 
 def train(
-    ratings: Ratings | Clients | str | Path,
-    *,
-    rounds: int | None = None,
-    dim: int | None = None,
-    seed: int = 0,
-    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
-    out: str | Path | None = None,
-    callbacks: Sequence[Callback] = (),
-    progress: Progress = silent,
+    ratings: Ratings | Clients | str | Path, *, dim: int | None = None, **options: Unpack[TrainOptions]
 ) -> Recommender:
     """Train a recommender on ratings of any scale, as `fedrecon train` does.
 
@@ -162,13 +186,8 @@ def train(
     Args:
       ratings: what `fr.data.load` returns, clients with the columns `item` and `rating`, or a file or name that
         `fr.data.load` takes.
-      rounds: rounds of training before priors are relaxed; 200 by default.
       dim: the length of the embeddings; 16 by default.
-      seed: for everything random in training.
-      fractions: the shares of users that train, validate and test.
-      out: a folder to save the model in.
-      callbacks: called after every round and evaluation, and at the end.
-      progress: a progress display.
+      **options: rounds, seed, fractions, out, callbacks and progress; see `TrainOptions`.
 
     Returns:
       A `Recommender`. Its `evaluate()` measures the test users.
@@ -180,35 +199,18 @@ def train(
       >>> recommender  # doctest: +SKIP
       Recommender(20 items, trained on ratings from 1 to 5)
     """
-    config = _configure("ratings", rounds, seed, fractions, dim=dim)
-    recommender = Recommender(*_train(config, _as_ratings(ratings), callbacks, progress))
-    if out is not None:
-        recommender.save(out)
-    return recommender
+    return Recommender(*_train("ratings", _as_ratings(ratings), {"dim": dim}, options))
 
 
 def train_clicks(
-    clicks: Ratings | Clients | str | Path,
-    *,
-    rounds: int | None = None,
-    dim: int | None = None,
-    seed: int = 0,
-    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
-    out: str | Path | None = None,
-    callbacks: Sequence[Callback] = (),
-    progress: Progress = silent,
+    clicks: Ratings | Clients | str | Path, *, dim: int | None = None, **options: Unpack[TrainOptions]
 ) -> Recommender:
     """Train a recommender on clicks, plays or purchases, as `fedrecon train --task clicks` does.
 
     Args:
       clicks: what `fr.data.load` returns, clients with the column `item`, or a file of users and items.
-      rounds: rounds of training; 200 by default.
-      dim: the length of the embeddings; 64 by default.
-      seed: for everything random in training.
-      fractions: the shares of users that train, validate and test.
-      out: a folder to save the model in.
-      callbacks: called after every round and evaluation, and at the end.
-      progress: a progress display.
+      dim: the length of the embeddings; by default as long as validation users need them, up to 1,024.
+      **options: rounds, seed, fractions, out, callbacks and progress; see `TrainOptions`.
 
     Returns:
       A `Recommender`, which ranks items. Its `evaluate()` measures the test users.
@@ -219,34 +221,19 @@ def train_clicks(
       >>> fr.recommend.train_clicks(clicks, rounds=2, dim=4)  # doctest: +SKIP
       Recommender(20 items, trained on clicks)
     """
-    config = _configure("clicks", rounds, seed, fractions, dim=dim)
     data = _as_ratings(clicks, rating="auto", duplicates="sum")
-    recommender = Recommender(*_train(config, data, callbacks, progress))
-    if out is not None:
-        recommender.save(out)
-    return recommender
+    return Recommender(*_train("clicks", data, {"dim": dim}, options))
 
 
 def train_text(
-    corpus: Corpus | str | Path,
-    *,
-    rounds: int | None = None,
-    vocabulary: int | None = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    callbacks: Sequence[Callback] = (),
-    progress: Progress = silent,
+    corpus: Corpus | str | Path, *, vocabulary: int | None = None, **options: Unpack[TrainOptions]
 ) -> Completer:
     """Train a model of the next word, as `fedrecon train --task text` does.
 
     Args:
       corpus: what `fr.data.load_text` returns, or a file that it takes.
-      rounds: rounds of training; 400 by default.
       vocabulary: how many words the model knows; 5,000 by default, all if there are fewer.
-      seed: for everything random in training.
-      out: a folder to save the model in.
-      callbacks: called after every round and evaluation, and at the end.
-      progress: a progress display.
+      **options: rounds, seed, out, callbacks and progress; see `TrainOptions`.
 
     Returns:
       A `Completer`. Its `evaluate()` measures the test clients.
@@ -256,9 +243,5 @@ def train_text(
       >>> corpus = fr.data.synthetic_text(seed=0)
       >>> fr.recommend.train_text(corpus, rounds=5)  # doctest: +SKIP
     """
-    data = corpus if isinstance(corpus, Corpus) else load_text(corpus, progress=progress)
-    config = _configure("text", rounds, seed, (0.8, 0.1, 0.1), vocabulary=vocabulary)
-    completer = Completer(*_train(config, data, callbacks, progress))
-    if out is not None:
-        completer.save(out)
-    return completer
+    data = corpus if isinstance(corpus, Corpus) else load_text(corpus, progress=options.get("progress", silent))
+    return Completer(*_train("text", data, {"vocabulary": vocabulary}, options))

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Transform = Literal["none", "log1p"]
-Question = Literal["moments", "range", "scale", "first biases", "biases", "traits", "counts"]
+Question = Literal["moments", "range", "scale", "first biases", "biases", "traits", "counts", "product"]
 Sums = dict[str, np.ndarray]
 
 TRAITS = ("bias", "popularity")
@@ -161,6 +161,10 @@ class Estimate(NamedTuple):
         return np.expm1(values) if self.transform == "log1p" else values
 
 
+class StateError(ValueError):
+    """A state of round zero that no server of this round zero sends."""
+
+
 class Bounds(NamedTuple):
     """What bounded answers need in addition.
 
@@ -171,6 +175,7 @@ class Bounds(NamedTuple):
       deviation: of the noise in the weighted counts.
       sums: `(items,)` of the weighted ratings of every item, as far as estimated.
       variance: `(items,)` of the noise in them.
+      clients: how many clients answer.
     """
 
     low: float
@@ -179,6 +184,7 @@ class Bounds(NamedTuple):
     deviation: float
     sums: np.ndarray
     variance: np.ndarray
+    clients: float
 
 
 class State(NamedTuple):

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
+import jax
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import how_many, lay_out
+from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data import Sentences
-from fedrecon._src.recommend import baselines, ranking
-from fedrecon._src.recommend.config import ClicksConfig, Config, RatingsConfig, Reconstruct, TextConfig, is_default
-from fedrecon._src.recommend.estimate import Estimate
-from fedrecon._src.recommend.recipe import build_algorithm, build_model, build_split, make_evaluator
+from fedrecon._src.recommend import cold_start, word_evaluation
+from fedrecon._src.recommend.config import Config, Reconstruct, TextConfig
+from fedrecon._src.recommend.rating_model import build_model
+from fedrecon._src.recommend.recipe import build_split, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import JUDGES
-from fedrecon._src.recommend.task import Measure, Users
+from fedrecon._src.recommend.task import Measure, Table, Users
+from fedrecon._src.recommend.tasks import build_algorithm, task_of
 from fedrecon._src.simulation.evaluation import Evaluation
+from fedrecon._src.simulation.personalization import reconstruct
 
-Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
 MARGIN = 1e-6  # relative: what counts as equal
-MOST_ITEMS = 5000  # beyond this, baselines that hold a number for every pair of items are left out
-EASE_RIDGE = 500.0
-NDCG, COVERAGE = "ndcg@100", "coverage@20"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +38,7 @@ class EvaluationTable:
       rows: `{"model" or baseline: {metric: value}}`, over all query examples.
       measures: the metrics that are printed.
       people: what clients are called.
+      personal: what people get from a model of the next word; None for other models.
 
     Example:
       >>> import fedrecon as fr
@@ -53,6 +54,7 @@ class EvaluationTable:
     rows: Table
     measures: tuple[Measure, ...]
     people: str
+    personal: word_evaluation.PersonalResults | None = None
 
     @property
     def reliable(self) -> bool:
@@ -63,9 +65,20 @@ class EvaluationTable:
         """Lay the table out as text."""
         cells = [[name, *(measure.text(row) for measure in self.measures)] for name, row in self.rows.items()]
         lines = lay_out([["", *(measure.title for measure in self.measures)], *cells], right=True)
-        measured = how_many(self.evaluation.clients - self.evaluation.diverged, self.people)
+        measured = f"{self.evaluation.clients - self.evaluation.diverged:,} {self.people}"
         note = "" if self.reliable else ", too few to be reliable"
-        return "\n".join([*lines, f"{measured}, {self.evaluation.examples:,} query examples{note}"])
+        if after := after_rows(self.rows, self.measures[0]):
+            header = [f"{self.measures[0].title} after", *map(str, cold_start.AFTER)]
+            lines += ["", *lay_out([header, *after], right=True)]
+        personal = [] if self.personal is None else ["", str(self.personal)]
+        return "\n".join([*lines, f"{measured}, {self.evaluation.examples:,} query examples{note}", *personal])
+
+
+def after_rows(rows: Table, measure: Measure) -> list[list[str]]:
+    """Return how good each row is after so many examples of a person, as cells; none where it was not measured."""
+    names = [cold_start.name_after(k) for k in cold_start.AFTER]
+    measured = {name: row for name, row in rows.items() if names[0] in row}
+    return [[name, *(measure._replace(name=after).text(row) for after in names)] for name, row in measured.items()]
 
 
 def evaluate_saved(
@@ -79,9 +92,55 @@ def evaluate_saved(
     evaluator = make_evaluator(config, algorithm, everyone, part="test")
     if evaluator is None:
         raise ValueError(f"there are no {task.people} to evaluate on")
-    evaluation = add_coverage(config, algorithm, saved.params, measured, evaluator(saved.params))
+    evaluation = task.add_metrics(config, algorithm, saved.params, measured, evaluator(saved.params))
     table = measure_known_baselines(config, saved, everyone, "test", trained=users is not None)
-    return EvaluationTable(evaluation, {"model": evaluation.micro, **table}, task.measures, task.people)
+    personal = measure_personal(saved, algorithm, everyone, "test", trained=users is not None)
+    rows, measures = {"model": evaluation.micro, **table}, task.shown(task.measures, config)
+    return EvaluationTable(evaluation, rows, measures, task.people, personal)
+
+
+def measure_personal(
+    saved: SavedModel[Any],
+    algorithm: Algorithm,
+    users: Users,
+    part: str,
+    *,
+    trained: bool = True,
+    progress: Progress = silent,
+) -> word_evaluation.PersonalResults | None:
+    """Measure what people get from a model of the next word; None for other models, or if words have no spelling.
+
+    Args:
+      saved: the model.
+      algorithm: that was trained.
+      users: those of the run.
+      part: which of them are measured: valid or test.
+      trained: whether `users` has the training users, whose n-grams are counted if the run is not private.
+      progress: a progress display.
+    """
+    config, clients = saved.config, getattr(users, part)
+    if not isinstance(config, TextConfig) or "other" not in clients.columns:
+        return None
+    fresh = algorithm.model.init_local(jax.random.key(config.seed))
+    anybody = word_evaluation.model_predictions(algorithm, saved.params, fresh)
+
+    counted: dict[str, word_evaluation.Predict] = {}
+    if trained and not config.privacy.on:
+        ngrams = word_evaluation.CountedWords(cast(Sentences, users.train))
+        names = {2: word_evaluation.BIGRAMS, 3: word_evaluation.TRIGRAMS}
+        counted = {name: partial(ngrams.predict, order=order) for order, name in names.items()}
+
+    def models_of(support: Mapping[str, np.ndarray]) -> word_evaluation.Models:
+        if config.model.local != "oov_embedding" or not len(support["target"]):
+            return word_evaluation.Models(anybody, anybody, counted)
+        examples = {name: column for name, column in support.items() if name != "other"}
+        local = reconstruct(algorithm, saved.params, examples, seed=config.seed)
+        personal = word_evaluation.model_predictions(algorithm, saved.params, local)
+        return word_evaluation.Models(anybody, personal, counted)
+
+    split = build_split(config.split.evaluate, config.split)
+    biased = config.model.local == "output_bias"
+    return word_evaluation.measure_people(clients, split, models_of, biased=biased, progress=progress)
 
 
 def measure_baselines(config: Config, users: Users, part: str, legend: Any) -> Table:
@@ -94,16 +153,7 @@ def measure_baselines(config: Config, users: Users, part: str, legend: Any) -> T
       legend: the items.
     """
     measured = getattr(users, part)
-    if not len(measured):
-        return {}
-    split = build_split(config.split.evaluate, config.split)
-    if isinstance(config, TextConfig):
-        return baselines.word_baselines(cast(Sentences, users.train), measured, split)
-    if isinstance(config, ClicksConfig):
-        return _rank_baselines(ranking.item_sets(users.train), ranking.split_items(measured, split), len(legend))
-    if not len(baselines.split_ratings(measured, split).query.rating):
-        return {}
-    return baselines.rating_baselines(users.train, measured, split=split, num_items=len(legend)).table
+    return task_of(config).baselines(config, legend, users.train, measured) if len(measured) else {}
 
 
 def measure_known_baselines(
@@ -115,106 +165,30 @@ def measure_known_baselines(
     """
     if trained and not config.privacy.on:
         return measure_baselines(config, users, part, saved.legend)
-    return measure_saved_baselines(saved, getattr(users, part))
+    return saved.task.saved_baselines(saved.config, saved.legend, getattr(users, part))
 
 
-def measure_saved_baselines(model: SavedModel[Any], clients: Clients) -> Table:
-    """Measure the baselines that a saved model knows enough for, on the query of other clients.
-
-    Args:
-      model: of ratings, with its items' biases.
-      clients: as the model sees them.
-    """
-    config, items = model.config, model.legend
-    if isinstance(config, ClicksConfig) and items.counts is not None:
-        division = ranking.split_items(clients, build_split(config.split.evaluate, config.split))
-        metrics = _metrics(ranking.score_by_count(items.counts), division, len(items))
-        return {"popularity": metrics} if metrics else {}
-    if not isinstance(config, RatingsConfig) or config.model.scale is None or items.liking is None:
-        return {}
-    known = baselines.split_ratings(clients, build_split(config.split.evaluate, config.split))
-    if not len(known.query.rating):
-        return {}
-    zero = _estimate(model)
-    own = baselines.fit_biases(zero, known.support, known.clients)
-    found = zero.item_bias[known.query.item] + own[known.query.client]
-    guesses = {"global mean": np.zeros(len(found)), "item + user bias": found}
-    return {name: baselines.rating_errors(zero.restore(guess), known.query.rating) for name, guess in guesses.items()}
+def summarize(
+    found: Evaluation, table: Table, personal: word_evaluation.PersonalResults | None = None
+) -> dict[str, Any]:
+    """Return the summary of an evaluation with the baselines and what people get in it, if they were measured."""
+    rows = {"baselines": {name: dict(row) for name, row in table.items()}} if table else {}
+    return found.summary() | rows | ({} if personal is None else personal.summary())
 
 
-def _rank_baselines(train: ranking.ItemSets, division: ranking.Holdout, num_items: int) -> Table:
-    """Rank the items of held-out users by each baseline that these items are few enough for."""
-    if not len(division.hidden.item):
-        return {}
-    scorers = {"popularity": ranking.popularity(train, num_items)}
-    if num_items <= MOST_ITEMS:
-        pairs = ranking.count_pairs(train, num_items)
-        scorers["item kNN"] = ranking.item_knn(train, num_items, pair_counts=pairs)
-        scorers["EASE"] = ranking.ease(train, num_items, ridge=EASE_RIDGE, pair_counts=pairs)
-    return {name: _metrics(score, division, num_items) for name, score in scorers.items()}
-
-
-def _metrics(score: ranking.Scorer, division: ranking.Holdout, num_items: int) -> Mapping[str, float]:
-    return ranking.rank(score, division, num_items).metrics if len(division.hidden.item) else {}
-
-
-def add_coverage(config: Config, algorithm: Algorithm, params: Any, clients: Clients, found: Evaluation) -> Evaluation:
-    """Return an evaluation of ranking with the share of items that are recommended to anybody; any other as it is.
+def compare_with_baselines(found: Evaluation, table: Table, config: Config) -> str | None:
+    """Say that the model loses to a baseline, with advice, or that too few clients were measured; None otherwise.
 
     Args:
-      config: settings of the run.
-      algorithm: what was trained.
-      params: its global parameters.
-      clients: who was measured.
-      found: how the model serves them.
+      found: the evaluation of the model.
+      table: metrics of the baselines on the same query examples.
+      config: the settings of the model.
     """
-    if not isinstance(config, ClicksConfig) or not found.clients:
-        return found
-    if found.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
-        return dataclasses.replace(found, micro=found.micro | {COVERAGE: math.nan})
-    division = ranking.split_items(clients, build_split(config.split.evaluate, config.split))
-    metrics = _metrics(ranking.score_by_model(algorithm, params), division, len(params["item_embedding"]))
-    covered = {name: value for name, value in metrics.items() if name.startswith("coverage")}
-    return dataclasses.replace(found, micro=found.micro | covered)
-
-
-def _estimate(model: SavedModel[Any]) -> Estimate:
-    """Return what round zero knew of biases, from what is saved; ratings are transformed already."""
-    scale, liking = model.config.model.scale, model.legend.liking
-    return Estimate(
-        item_bias=liking.bias,
-        item_count=np.zeros(len(model.legend)),
-        mean=scale.mean,
-        deviation=scale.deviation,
-        low=scale.low,
-        high=scale.high,
-        noise=liking.user_ridge,
-        user_variance=1.0,
-    )
-
-
-def summarize(found: Evaluation, table: Table) -> dict[str, Any]:
-    """Return the summary of an evaluation with the baselines in it, if there are any."""
-    return found.summary() | ({"baselines": {name: dict(row) for name, row in table.items()}} if table else {})
-
-
-def compare_with_baselines(found: Evaluation, table: Table, config: Config | None = None) -> str | None:
-    """Say that the model loses against a baseline and what to try, or that too few were measured to tell; None if it
-    does not lose.
-
-    Args:
-      found: how the model does.
-      table: how the baselines do on the same query.
-      config: the settings of the model, if they are known.
-    """
+    task = task_of(config)
+    metric, title, sign = task.goal.name, task.goal.title, task.goal.sign
+    table = {name: row for name, row in table.items() if metric in row}
     if not table:
         return None
-    if NDCG in found.micro:
-        metric, title, sign, advice = NDCG, "NDCG@100", -1, _try_ranking
-    elif baselines.MOST_USED in table:
-        metric, title, sign, advice = "accuracy", "accuracy", -1, _try_text
-    else:
-        metric, title, sign, advice = "rmse", "RMSE", 1, _try_ratings
     best = min(table, key=lambda name: sign * table[name][metric])
     ours, theirs = found.micro[metric], table[best][metric]
     if sign * ours <= sign * theirs * (1 + sign * MARGIN):
@@ -222,32 +196,8 @@ def compare_with_baselines(found: Evaluation, table: Table, config: Config | Non
     figures = f"{best!r} has {title} {theirs:.4f}, the model {ours:.4f}"
     measured = found.clients - found.diverged
     if measured < JUDGES:
-        return f"{figures}. With {how_many(measured, 'users')} measured, this difference is within chance."
-    return f"the model loses to a baseline: {figures}. {advice(best, config)}"
-
-
-def _try_ratings(best: str, config: Config | None) -> str:
-    del best
-    other = config is not None and not config.privacy.on and not is_default(config)
-    return (
-        "With few ratings per user, there may be nothing to learn beyond biases. Try "
-        f"{'--preset default, ' if other else ''}more --rounds, fewer dimensions (--model.dim 4), a larger "
-        "--model.prior, or fedrecon tune."
-    )
-
-
-def _try_ranking(best: str, config: Config | None) -> str:
-    del config
-    central = "" if best == "popularity" else "It needs everybody's data in one place; popularity does not. "
-    return f"{central}Try more --rounds, another --model.dim, --model.unobserved or --model.prior, or fedrecon tune."
-
-
-def _try_text(best: str, config: Config | None) -> str:
-    del best, config
-    return (
-        "Counting words needs everybody's text in one place. Try more --rounds, a larger "
-        "--sampling.clients-per-round, or a smaller --model.vocabulary."
-    )
+        return f"{figures}. For so few {task.people} ({measured}), this difference is within chance."
+    return f"the model loses to a baseline: {figures}. {task.advice(best, config)}"
 
 
 def without_reconstruction(config: Config, num_items: int) -> Algorithm:

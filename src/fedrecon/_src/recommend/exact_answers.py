@@ -38,8 +38,6 @@ END_DIGITS = 9  # of the ends of the scale, relative to the deviation: more than
 
 def answer(state: State, item: np.ndarray, rating: np.ndarray, owner: np.ndarray) -> Sums:
     """Return the sum of clients' answers to the next question."""
-    if state.question == "counts":
-        return {"item_count": np.bincount(item, minlength=len(state.estimate.item_bias)).astype(np.float64)}
     if state.question == "moments":
         return bin_moments(rating, owner)
     if state.estimate.outliers:
@@ -55,9 +53,10 @@ def answer(state: State, item: np.ndarray, rating: np.ndarray, owner: np.ndarray
 def advance(state: State, total: Mapping[str, Any], transform: Transform | None) -> State:
     """Return the next state, from the sum of all clients' answers."""
     estimate = state.estimate
-    if state.question == "counts":
-        estimate = estimate._replace(item_count=np.rint(np.asarray(total["item_count"], np.float64)))
-    elif state.question == "moments":
+    sums = [np.sum(total[name]) for name in ("count", "item_count", "users") if name in total]
+    if not all(value > 0 for value in sums):
+        raise ValueError(f"the clients have no ratings, so {state.question} cannot be estimated")
+    if state.question == "moments":
         state = _estimate_scale(state, total, transform)
         estimate = state.estimate
     elif state.question == "traits":
@@ -73,8 +72,6 @@ def advance(state: State, total: Mapping[str, Any], transform: Transform | None)
 
 def _estimate_scale(state: State, total: Mapping[str, Any], transform: Transform | None) -> State:
     count = float(np.sum(total["count"]))
-    if not count > 0:
-        raise ValueError("the clients have no ratings to estimate a scale from")
     mostly_positive = negative_share(total) <= MAX_NEGATIVE_SHARE
     if transform == "log1p" and not mostly_positive:
         negative = int(np.sum(np.asarray(total["count"])[: BINS.side]))
@@ -120,8 +117,6 @@ def _estimate_ends(estimate: Estimate, total: Mapping[str, Any]) -> Estimate:
     """
     count, values = np.asarray(total["bin_count"]), np.asarray(total["bin_sum"])
     occupied = np.flatnonzero(count > 0)
-    if not len(occupied):
-        raise ValueError("the clients have no ratings to estimate biases from")
     digits = END_DIGITS - math.floor(math.log10(estimate.deviation))
     low, high = (estimate.mean + estimate.deviation * values[i] / count[i] for i in (occupied[0], occupied[-1]))
     return estimate._replace(low=round(float(low), digits) + 0.0, high=round(float(high), digits) + 0.0)  # never -0.0
@@ -147,8 +142,6 @@ def _sum_biases(estimate: Estimate, item: np.ndarray, y: np.ndarray, owner: np.n
 def _estimate_biases(estimate: Estimate, total: Mapping[str, Any], first: bool) -> Estimate:
     count, users = np.asarray(total["item_count"], np.float64), float(total["users"])
     ratings = count.sum()
-    if not ratings > 0 or not users > 0:
-        raise ValueError("the clients have no ratings to estimate biases from")
     noise, ridge, rated = estimate.noise, estimate.item_ridge, count > 0
     if not first:  # the errors belong to the item biases that were sent; at first there were none
         before = estimate.item_count

@@ -73,18 +73,14 @@ def protect(
     config = drawn_privately(config)
     here = Population(clients, _per_round(config, clients))
     there = population or here
-    try:
-        sampling_rate(*there)
-        delta = delta_of(config, there)
-        randomness = f"seed {config.seed}"
-        ledger = Ledger(there.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
-        noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or config.privacy.noise_multiplier
-        if noise is None:
-            release = _release(config, model, clients, here.per_round) if config.aggregate.secure else None
-            noise = rounds_noise(config, there, released, release)
-    except ImportError as problem:
-        raise ValueError(str(problem)) from problem
-    config, examples = _with_rule(config, clients, noise / there.per_round)
+    sampling_rate(*there)
+    delta, randomness = delta_of(config, there), f"seed {config.seed}"
+    ledger = Ledger(there.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
+    noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or config.privacy.noise_multiplier
+    if noise is None:
+        release = _release(config, model, clients, here.per_round) if config.aggregate.secure else None
+        noise = rounds_noise(config, there, released, release)
+    config, examples = with_rule(config, clients, noise / there.per_round)
     used = noise * here.per_round / there.per_round
     if config.aggregate.secure:
         return Protection(config, _secure(config, clients, here.per_round, used), examples, ledger, noise)
@@ -107,7 +103,9 @@ def _per_round(config: Config, clients: int) -> int:
     sampling = config.sampling
     most = clients // (sampling.apart or 1)
     if most < 1:
-        raise ValueError(f"{clients} clients cannot take turns in {sampling.apart} groups; correlate fewer rounds")
+        raise ValueError(
+            f"`correlated` must be at most the number of clients (got {sampling.apart}, {clients} clients)"
+        )
     return min(sampling.cohort_size(clients), most)
 
 
@@ -116,7 +114,7 @@ def is_recipe(config: Config) -> bool:
     return bool(getattr(config.model, "round_zero", False))
 
 
-def _with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Config, float | None]:
+def with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Config, float | None]:
     """Return the settings of the recipe for this much noise, and what its priors are weighed against."""
     if not is_recipe(config):
         return config, None
@@ -131,7 +129,7 @@ def _with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Conf
     return dataclasses.replace(config, model=model, privacy=privacy), scaling * clients
 
 
-def _scales(config: Config) -> dict[str, float] | None:
+def fixed_scales(config: Config) -> dict[str, float] | None:
     """Return what clients do not send: the server does not change what round zero found."""
     if not is_recipe(config):
         return None
@@ -156,7 +154,7 @@ def _private(config: Config, per_round: float, noise: float) -> aggregators.Aggr
         noise,
         per_round=per_round,
         weigh="examples" if is_recipe(config) else "uniform",
-        scales=_scales(config),
+        scales=fixed_scales(config),
         quantile=settings.clip_quantile,
         correlated=settings.correlated,
         rounds=config.rounds,
@@ -172,7 +170,7 @@ def _secure(config: Config, clients: int, per_round: float, noise: float) -> agg
         per_round=per_round,
         least=least,
         weigh="examples" if is_recipe(config) else "uniform",
-        scales=_scales(config),
+        scales=fixed_scales(config),
     )
 
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.split import Split
@@ -210,7 +211,7 @@ def recommend_items(
         )
     scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
     if scores.size != num_items:
-        raise ValueError(f"predictions for {num_items} items have shape {scores.shape}; one number for each is needed")
+        raise ValueError(f"predictions for {num_items} items must have shape ({num_items},) (got {scores.shape})")
     scores = scores.reshape(num_items)  # a layer with one output returns (items, 1)
     scores[exclude] = -np.inf
     items = top_items(scores, n)
@@ -255,7 +256,7 @@ def rank(
     recall_at: Sequence[int] = RECALL_AT,
     ndcg_at: Sequence[int] = NDCG_AT,
     hit_at: Sequence[int] = HIT_AT,
-    coverage_at: int = 20,
+    coverage_at: int | None = 20,
 ) -> RankingResult:
     """Measure how a scorer ranks the hidden items of users.
 
@@ -266,7 +267,7 @@ def rank(
       recall_at: values of k for recall.
       ndcg_at: values of k for NDCG.
       hit_at: values of k for the hit rate.
-      coverage_at: k for coverage.
+      coverage_at: k for coverage; None to leave it out.
 
     Example:
       >>> import numpy as np
@@ -287,7 +288,9 @@ def rank(
         support, hidden = (part.rows(begin, end) for part in holdout)
         scores = np.array(score(support), np.float64)
         if scores.shape != (end - begin, num_items) or np.isnan(scores).any():
-            raise ValueError(f"scores must be of shape ({end - begin}, {num_items}), without NaN, not {scores.shape}")
+            raise ValueError(
+                f"scores must have shape ({end - begin}, {num_items}) and no NaN (got shape {scores.shape})"
+            )
         scores[support.user, support.item] = -np.inf
         ranks = rank_hidden(scores, support, hidden)
         for k in recall_at:
@@ -296,19 +299,21 @@ def rank(
             values[f"ndcg@{k}"][begin:end] = ndcg(ranks, k)
         for k in hit_at:
             values[f"hit@{k}"][begin:end] = hit_rate(ranks, k)
-        for user in np.unique(hidden.user):
-            recommended[top_items(scores[user], coverage_at)] = True
+        if coverage_at is not None:
+            for user in np.unique(hidden.user):
+                recommended[top_items(scores[user], coverage_at)] = True
     return _summarize(values, float(recommended.mean()), coverage_at)
 
 
-def _summarize(values: Mapping[str, np.ndarray], coverage: float, coverage_at: int) -> RankingResult:
+def _summarize(values: Mapping[str, np.ndarray], coverage: float, coverage_at: int | None) -> RankingResult:
     measured = ~np.isnan(next(iter(values.values())))
     users = int(measured.sum())
     if not users:
         raise ValueError("none of the users has hidden items to rank")
     spread = {name: float(v[measured].std() / max(users - 1, 1) ** 0.5) for name, v in values.items()}
     means = {name: float(v[measured].mean()) for name, v in values.items()}
-    return RankingResult(users, means | {f"coverage@{coverage_at}": coverage}, spread, values)
+    covered = {} if coverage_at is None else {f"coverage@{coverage_at}": coverage}
+    return RankingResult(users, means | covered, spread, values)
 
 
 class HiddenRanks(NamedTuple):
@@ -484,7 +489,7 @@ def ease(train: ItemSets, num_items: int, *, ridge: float = 300.0, pair_counts: 
       (3, 3)
     """
     if not ridge > 0:
-        raise ValueError(f"`ridge` is {ridge}; it must be above 0")
+        raise ValueError(f"`ridge` must be above 0 (got {ridge})")
     pairs = count_pairs(train, num_items) if pair_counts is None else pair_counts
     inverse = np.linalg.inv(pairs.astype(np.float64) + ridge * np.eye(num_items))
     weights = (-inverse / np.diag(inverse)).astype(np.float32)
@@ -508,6 +513,45 @@ def count_pairs(sets: ItemSets, num_items: int) -> np.ndarray:
 
 
 # ---- models ----
+
+
+def score_by_factors(params: Any, unobserved: float, ridge: float) -> Scorer:
+    """Rank items by global parameters of `models.ranking_factorization`, in numpy: no program is compiled.
+
+    Args:
+      params: global parameters.
+      unobserved: as for `federated_ials`.
+      ridge: the same.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> params = fr.models.ranking_params(np.float32([[1], [2]]))
+      >>> clients = fr.Clients.from_columns({"item": np.array([0])}, client=np.array([0]))
+      >>> score = fr.recommend.score_by_factors(params, unobserved=0.2, ridge=1.0)
+      >>> np.round(9 * score(fr.recommend.item_sets(clients))).tolist()  # 1/3 and 2/3
+      [[3.0, 6.0]]
+    """
+    items, history = (np.asarray(params[name]) for name in ("item_embedding", "history_offset"))
+    shared = unobserved * np.asarray(params["gram"], np.float64) + ridge * np.eye(items.shape[1])
+    inverse = np.linalg.inv(shared).astype(np.float32)
+    popularity, weights = (np.asarray(params[name]) for name in ("item_popularity", "popularity_weight"))
+
+    def embed(item: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        rows, moment = np.sqrt(weight)[:, None] * items[item], weight @ (items[item] + history[item])
+        if len(item) >= items.shape[1]:
+            return np.linalg.solve(rows.T @ rows + shared, moment)
+        corrected, first = rows @ inverse, inverse @ moment
+        return first - corrected.T @ np.linalg.solve(np.eye(len(item)) + corrected @ rows.T, rows @ first)
+
+    def scores(support: ItemSets) -> np.ndarray:
+        bounds = np.searchsorted(support.user, np.arange(support.users + 1))
+        weight = np.ones(len(support.item), np.float32) if support.weight is None else support.weight
+        users = [embed(support.item[a:b], weight[a:b]) for a, b in itertools.pairwise(bounds)]
+        blend = weights[np.searchsorted(BLEND_AFTER, np.diff(bounds), side="right") - 1]
+        return np.asarray(users, np.float32) @ items.T + blend[:, None] * popularity
+
+    return scores
 
 
 def score_by_model(algorithm: Algorithm, params: Any) -> Scorer:

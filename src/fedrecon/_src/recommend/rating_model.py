@@ -23,10 +23,11 @@ from fedrecon._src.recommend.budget import Population, round_zero_noise
 from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
 from fedrecon._src.recommend.estimate import Estimate, Transform
 from fedrecon._src.recommend.round_zero import (
+    Answers,
     RoundZero,
     add_discrete_noise,
     add_gaussian_noise,
-    estimate_with_noise,
+    run_round_zero,
 )
 from fedrecon._src.recommend.settings import relaxed_rounds
 from fedrecon._src.recommend.stopping import say_rounds
@@ -56,7 +57,7 @@ class Liking:
     def __post_init__(self) -> None:
         """Check that the numbers make sense."""
         if not np.isfinite(self.bias).all() or not 0 < self.user_ridge < math.inf:
-            raise ValueError("biases of items must be finite, and their ridge above 0")
+            raise ValueError("item biases must be finite and their ridge must be above 0")
 
     def to_json(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -88,16 +89,20 @@ class Items:
 
     def __post_init__(self) -> None:
         """Check that there is a title, a count and a bias for every item, if there are any."""
-        ids, biases = self.ids, None if self.liking is None else self.liking.bias
-        if ids.ndim != 1 or not len(ids):
-            raise ValueError("`ids` must be a list of at least one item")
-        for name, values in (("titles", self.titles), ("counts", self.counts), ("liking", biases)):
-            if values is not None and values.shape != ids.shape:
-                raise ValueError(f"`{name}` must have one entry for each of {len(ids)} items (got {values.shape})")
-        if self.counts is not None and self.counts.min(initial=0) < 0:
-            raise ValueError(f"`counts` must not be negative (got {self.counts.min()})")
-        if self.scale is not None and not -np.inf < self.scale[0] <= self.scale[1] < np.inf:
-            raise ValueError(f"`scale` must be finite, with the lowest rating first (got {self.scale})")
+        biases = None if self.liking is None else self.liking.bias
+        counts, (low, high) = np.zeros(0) if self.counts is None else self.counts, self.scale or (0, 1)
+        columns = {"titles": self.titles, "counts": self.counts, "liking": biases}
+        rules = {
+            "`ids` must be a list of at least one item": self.ids.ndim == 1 and len(self.ids) > 0,
+            **{
+                f"`{name}` must have one entry for each item": values is None or values.shape == self.ids.shape
+                for name, values in columns.items()
+            },
+            "`counts` must not be negative": counts.min(initial=0) >= 0,
+            "`scale` must be finite, with the lowest rating first": -np.inf < low <= high < np.inf,
+        }
+        if broken := [rule for rule, kept in rules.items() if not kept]:
+            raise ValueError(f"{broken[0]} (got {len(self.ids)} items, scale {self.scale})")
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -243,7 +248,7 @@ def round_zero_of(config: RatingsConfig, num_items: int, **options: Any) -> Roun
 
 
 def scale_of(settings: Factorization, zero: Estimate) -> Scale:
-    """Return what a model is told of the ratings: the scale and the ridges that round zero found."""
+    """Return what the model needs to know about the ratings: the scale and the ridges from round zero."""
     return Scale(
         transform=zero.transform,
         mean=zero.mean,
@@ -276,61 +281,48 @@ def apply_estimate(
     return config, dataclasses.replace(items, counts=np.rint(counts).astype(np.int64), scale=estimate.ends)
 
 
-def prepare_ratings(config: RatingsConfig, ratings: Ratings, users: Users, items: Items) -> Ready:
-    """Ask the training users for sums, and put what follows from them into settings, items and model."""
-    if config.privacy.on:
-        return prepare_privately(config, ratings, users, items)
-    round_zero = round_zero_of(config, len(items))
-    state = round_zero.start()
-    while not state.done:
-        state = round_zero.advance(state, round_zero.answer(state, users.train))
-    estimate = state.estimate
-    users = Users(*(transformed(part, estimate.transform) for part in users))
-    config, items = apply_estimate(config, items, estimate)
-    model = build_model(config.model, len(items), estimate)
-    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)))
-
-
-def prepare_privately(
+def prepare_ratings(
     config: RatingsConfig, ratings: Ratings, users: Users, items: Items, population: Population | None = None
 ) -> Ready:
-    """Do what `prepare_ratings` does, from noised sums alone; nothing else of the training users gets into a model.
+    """Ask the training users for sums, and put what follows from them into settings, items and model.
+
+    In a private run the sums have noise, and nothing else of the training users gets into a model.
 
     Args:
-      config: the settings, with a promise of privacy.
+      config: the settings.
       ratings: all of them, for what is said.
       users: divided.
       items: what ids stand for.
-      population: compute the noise for these, and let the sums have as much of it as theirs; None for those who train.
+      population: in a private run, compute the noise for these, and let the sums have as much of it as theirs; None
+        for those who train.
     """
-    here = Population(len(users.train), config.sampling.cohort_size(len(users.train)))
-    target, settings = population or here, config.model
-    options: dict[str, Any] = {} if settings.round_zero else {"bias_passes": 0, "trait_passes": 0}
-    rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
-    try:
-        round_zero = round_zero_of(
-            config,
-            len(items),
-            noise_multiplier=round_zero_noise(config, target),
-            clients=len(users.train),
-            scale=config.privacy.rating_range,
-            **options,
-        )
-        add = add_discrete_noise(rng) if config.aggregate.secure else add_gaussian_noise(rng)
-        noised = estimate_with_noise(round_zero, users.train, add, here.clients / target.clients)
-    except ImportError as problem:
-        raise ValueError(str(problem)) from problem
-    estimate = noised.estimate
+    answers = _ask(config, users.train, len(items), population)
+    estimate = answers.estimate
     users = Users(*(transformed(part, estimate.transform) for part in users))
-    config, items = apply_estimate(config, items, estimate, noised.counts)
-    if not settings.round_zero:
+    config, items = apply_estimate(config, items, estimate, answers.counts)
+    if config.privacy.on and not config.model.round_zero:
         items = dataclasses.replace(items, counts=None, liking=None)
     model = build_model(config.model, len(items), estimate)
-    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)), noised.releases)
+    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)), answers.releases)
+
+
+def _ask(config: RatingsConfig, clients: Clients, num_items: int, population: Population | None) -> Answers:
+    """Run round zero, in a private run with noise."""
+    if not config.privacy.on:
+        return run_round_zero(round_zero_of(config, num_items), clients)
+    here = Population(len(clients), config.sampling.cohort_size(len(clients)))
+    target = population or here
+    options: dict[str, Any] = {} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}
+    options |= {"clients": len(clients), "scale": config.privacy.rating_range}
+    rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
+    add = add_discrete_noise(rng) if config.aggregate.secure else add_gaussian_noise(rng)
+    noise = round_zero_noise(config, target)
+    round_zero = round_zero_of(config, num_items, noise_multiplier=noise, **options)
+    return run_round_zero(round_zero, clients, add, here.clients / target.clients)
 
 
 def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estimate) -> list[str]:
-    """Say what was read, who does what, and what was decided from it."""
+    """Summarize the data, the client groups and the settings derived from them."""
     wanted, model, scale = config.data.transform, config.model, config.model.scale
     assert scale is not None
     said = [
@@ -350,7 +342,7 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estima
 
 
 def _say_scale(scale: Scale) -> str:
-    """Say what round zero found."""
+    """Summarize the results of round zero."""
     low, high, ridge = readable(scale.low, 3), readable(scale.high, 3), readable(scale.user_ridge, 2)
     return (
         f"From sums over the training users: mean {readable(scale.mean)}, deviation {readable(scale.deviation)}, and a "

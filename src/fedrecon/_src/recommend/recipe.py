@@ -1,4 +1,4 @@
-"""Build what settings describe: an algorithm and a layout."""
+"""Build what settings of any task describe: optimizers, solvers, an aggregator, an evaluator, a layout."""
 
 from __future__ import annotations
 
@@ -8,30 +8,18 @@ import optax
 
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.federated_ials import federated_ials
 from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
+from fedrecon._src.client.closed_form import closed_form
 from fedrecon._src.client.gradient_descent import gradient_descent
 from fedrecon._src.client.least_squares import Ridge, least_squares
 from fedrecon._src.client.objectives import Solver
-from fedrecon._src.client.optimizers import fedadagrad, fedyogi, with_prior
+from fedrecon._src.client.optimizers import fedadagrad, fedyogi
 from fedrecon._src.core import split
-from fedrecon._src.core.formatting import how_many
 from fedrecon._src.core.model import Model
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.recommend.config import (
-    ClicksConfig,
-    Config,
-    RatingsConfig,
-    Reconstruct,
-    Server,
-    SplitSettings,
-    Update,
-)
-from fedrecon._src.recommend.rating_model import add_priors, ridges_of
-from fedrecon._src.recommend.rating_model import build_model as build_model
-from fedrecon._src.recommend.settings import relaxed_rounds
-from fedrecon._src.recommend.task import Task, Users
-from fedrecon._src.recommend.tasks.ratings import load_ratings as load_ratings
+from fedrecon._src.recommend.config import Config
+from fedrecon._src.recommend.settings import Reconstruct, Server, SplitSettings, Update, relaxed_rounds
+from fedrecon._src.recommend.task import AlgorithmParts, Task, Users
 from fedrecon._src.simulation.engine import Layout, layout
 from fedrecon._src.simulation.evaluation import Evaluator
 
@@ -76,6 +64,9 @@ def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> S
     """Return R; with least squares, `ridge` replaces that of the settings if given."""
     if settings.solver == "least-squares":
         return least_squares(settings.ridge if ridge is None else ridge)
+    if settings.solver == "closed-form":
+        limit = None if settings.steps is None else max(1, settings.steps) * settings.batch_size
+        return closed_form(batch_size=settings.batch_size, limit=limit)
     return gradient_descent(
         build_optimizer(settings.optimizer, settings.learning_rate),
         batch_size=settings.batch_size,
@@ -116,51 +107,28 @@ def build_aggregator(config: Config, model: Model) -> aggregators.Aggregator:
     return aggregators.chain(*stages, aggregators.by_weight(weigh))
 
 
-def build_algorithm(
-    config: Config, model: Model, examples: float = 1, aggregator: aggregators.Aggregator | None = None
+def build_reconstruction_algorithm(
+    config: Config, model: Model, parts: AlgorithmParts, ridge: Ridge | None = None
 ) -> Algorithm:
-    """Return Federated Reconstruction of a model with these settings; for clicks, over all items.
-
-    Args:
-      config: the settings, those of a `Ready` for a model that begins with round zero.
-      model: what is trained.
-      examples: how many examples all training clients have, which a prior is weighed against; only training needs it.
-        If uploads are sums over examples (`app.protection`), how many uploads make up everybody's.
-      aggregator: of a run that protects its clients (`app.protection`), which depends on who trains.
-    """
-    update, server, ridge = config.update, build_server(config.server, config.rounds, config.relaxations), None
-    if aggregator is None:
-        aggregator = build_aggregator(config, model)
-    if isinstance(config, ClicksConfig):
-        settings = config.model
-        return federated_ials(
-            model,
-            unobserved=settings.unobserved,
-            ridge=settings.ridge,
-            server=with_prior(server, {"item_embedding": settings.prior}, examples=examples),
-            split=build_split(config.split.train, config.split),
-            second_order=settings.second_order,
-            both_ways=settings.both_ways,
-            aggregate=aggregator,
-        )
-    if isinstance(config, RatingsConfig):
-        server, ridge = add_priors(config, server, examples), ridges_of(config)
+    """Return Federated Reconstruction of a model with these settings; `ridge` is for `build_reconstruction`."""
+    update = config.update
     return federated_reconstruction(
         model,
         split=build_split(config.split.train, config.split),
         reconstruct=build_reconstruction(config.reconstruct, ridge),
         update=build_update(update),
-        server=server,
+        server=parts.server,
         joint=update.joint,
         second_order=update.second_order,
         both_ways=update.both_ways,
-        aggregate=aggregator,
+        aggregate=parts.aggregator,
     )
 
 
 def build_layout(config: Config, model: Model) -> Layout:
     """Return the layout."""
-    return layout(config.block, config.jax_devices, model=model)
+    block = config.usual_block if config.block is None else config.block
+    return layout(block, config.jax_devices, model=model)
 
 
 def make_evaluator(
@@ -188,9 +156,9 @@ def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users
     if config.split.train == "none" or (users.train.sizes >= 2).any():
         return
     examples = task.unit or task.examples
-    columns = f" If they have more, is --data.user the column of {task.people}?" if hasattr(config.data, "user") else ""
+    fields = ["user"] if hasattr(config.data, "user") else []
     raise DataError(
-        f"{config.data.source} has {how_many(len(users.train), f'training {task.people}')}, none with 2 {examples} or "
-        f"more. Training needs 2 {examples} per {task.people[:-1]}, for at least some {task.people}: one to "
-        f"reconstruct from (support) and one to learn from (query).{columns}"
+        f"{config.data.source}: none of {len(users.train):,} training {task.people} have 2 {examples} or more. Some "
+        "must have one to reconstruct from (support) and one to learn from (query).",
+        fields,
     )

@@ -18,11 +18,9 @@ from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Step, predict_in
 from fedrecon._src.core.progress import warn_caller
 from fedrecon._src.data import Ratings
-from fedrecon._src.recommend.config import RatingsConfig
 from fedrecon._src.recommend.evaluation_table import EvaluationTable, evaluate_saved
 from fedrecon._src.recommend.ranking import Recommendation, top_items
-from fedrecon._src.recommend.rating_model import accepted_ratings, scale_ends
-from fedrecon._src.recommend.saved_models import SavedModel, open_for, save_model
+from fedrecon._src.recommend.saved_models import SavedModel, open_for
 from fedrecon._src.recommend.task import Users
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.simulation.personalization import reconstruct
@@ -96,7 +94,7 @@ class Recommender:
 
     def __repr__(self) -> str:
         """Describe the recommender in one line."""
-        ends = shown_scale(self.saved) if self.saved.task is RATINGS else None
+        ends = self.saved.ends
         of = self.saved.task.name + (f" from {ends[0]:.6g} to {ends[1]:.6g}" if ends else "")
         return f"Recommender({len(self.items):,} items, trained on {of})"
 
@@ -106,7 +104,7 @@ class Recommender:
         Args:
           folder: one that does not exist, or holds another model, which is replaced.
         """
-        save_model(Path(folder), self.saved.config, self.saved.params, self.saved.legend, self.saved.failed)
+        self.saved.save(folder)
 
     def evaluate(self, clients: Clients | None = None) -> EvaluationTable:
         """Measure the model on users that took no part in training, next to baselines.
@@ -203,7 +201,7 @@ class Recommender:
         if isinstance(people, Clients):
             clients, single = people, False
         else:
-            listed, single = _list_people(people, clicks=self.saved.task is CLICKS)
+            listed, single = _list_people(people, self.saved.task.items_alone)
             numbered = _number_people(listed, self._numbers)
             sizes = np.array([len(person) for person in numbered], np.int64)
             ends = np.cumsum(sizes)
@@ -217,9 +215,8 @@ class Recommender:
         """Refuse ratings that are no numbers, or that the scale of training is far from."""
         rating = np.asarray(clients.columns["rating"])[rows_of(clients.starts, clients.ends)]
         if not np.isfinite(rating).all():
-            raise ValueError("some ratings are not finite numbers")
-        config = self.saved.config
-        accepted = accepted_ratings(config, self.items) if isinstance(config, RatingsConfig) else None
+            raise ValueError("ratings must be finite")
+        accepted = self.saved.task.limits(self.saved.config, self.items)
         if accepted is not None and len(wrong := rating[~accepted.contains(rating)]):
             raise ValueError(f"{accepted.describe_error(float(wrong[0]))}; give ratings on that scale")
 
@@ -242,22 +239,12 @@ class Recommender:
 
     def _shown(self, scores: np.ndarray) -> np.ndarray:
         """Return predictions within the scale, and as counts if the model has learned their logarithms."""
-        if self.saved.task is not RATINGS:
-            return scores.copy()
-        scale, ends = self.saved.config.model.scale, shown_scale(self.saved)
-        if scale is not None and scale.transform == "log1p":
-            scores = np.expm1(np.minimum(scores, scale.high))
-        return scores.copy() if ends is None else np.clip(scores, *ends)
+        return self.saved.task.restore(self.saved.config, self.items, scores)
 
     def _rarely_rated(self, least: int | None) -> np.ndarray:
         least = self.saved.config.model.least_ratings if least is None else least
         counts = self.items.counts
         return np.zeros(len(self.items), bool) if counts is None else counts < least
-
-
-def shown_scale(saved: SavedModel[Items]) -> tuple[float, float] | None:
-    """Return the lowest and the highest rating that is shown, in the data's own scale; None if they are not known."""
-    return scale_ends(saved.config.model, saved.legend)
 
 
 def load(folder: str | Path) -> Recommender:
@@ -289,18 +276,23 @@ def _number_items(items: Items) -> dict[str, int]:
     return short | {title: k for k, title in enumerate(titles)} | ids
 
 
-def _list_people(people: Any, clicks: bool) -> tuple[list[Mapping[Any, float]], bool]:
+def _list_people(people: Any, items_alone: bool) -> tuple[list[Mapping[Any, float]], bool]:
     """Return the items of each person, and whether there is one person rather than a list."""
-    if isinstance(people, Mapping):
-        return [people], True
-    if not _is_collection(people):
-        raise TypeError(f"`people` must be {CLICKED if clicks else RATED} (got {type(people).__name__})")
-    entries = _to_list(people)
+    entries = [] if isinstance(people, Mapping) or not _is_collection(people) else _to_list(people)
     # An empty list is nobody; an empty set or array is one person.
     single = not _is_collection(entries[0]) if entries else not isinstance(people, list | tuple)
-    if single:
-        return [_check_person(entries, clicks)], True
-    return [_check_person(person, clicks) for person in entries], False
+    persons = [_as_person(person, items_alone) for person in ([entries or people] if single else entries)]
+    if None in persons:
+        raise TypeError(f"`people` must be {CLICKED if items_alone else RATED} (got {people!r:.60})")
+    return [person for person in persons if person is not None], single
+
+
+def _as_person(person: Any, items_alone: bool) -> Mapping[Any, float] | None:
+    """Return the items of a person; None if these are none."""
+    if isinstance(person, Mapping):
+        return person
+    items = _to_list(person) if items_alone and _is_collection(person) else [()]
+    return None if any(map(_is_collection, items)) else Counter(items)
 
 
 def _to_list(values: Iterable[Any]) -> list[Any]:
@@ -310,17 +302,6 @@ def _to_list(values: Iterable[Any]) -> list[Any]:
 
 def _is_collection(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | bytes)
-
-
-def _check_person(person: Any, clicks: bool) -> Mapping[Any, float]:
-    if isinstance(person, Mapping):
-        return person
-    if not clicks:
-        raise TypeError(f"`people` must be {RATED}: the model was trained on ratings (got {type(person).__name__})")
-    items = _to_list(person) if _is_collection(person) else [person]
-    if not _is_collection(person) or any(map(_is_collection, items)):
-        raise TypeError(f"`people` must be {CLICKED} (got items and people mixed)")
-    return Counter(items)
 
 
 def _number_people(people: Sequence[Mapping[Any, float]], numbers: Mapping[str, int]) -> list[dict[int, float]]:

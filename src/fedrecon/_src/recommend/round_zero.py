@@ -4,9 +4,9 @@
     while not state.done:
         state = round_zero.advance(state, sum of round_zero.answer(state, clients) over clients)
 
-Who adds the answers does not matter: the simulator, nodes that each hold many clients, or a secure sum. For ratings,
-the sums give the scale, item biases and ridges; for clicks, how many clients have each item. With noise, answers are
-bounded and totals are noised; what is asked differs (`bounded_answers`), what is estimated does not.
+Who adds the answers does not matter: the simulator, nodes that each hold many clients, or a secure sum. The sums give
+the scale of ratings, item biases and ridges; `spectral_start` asks about clicks. With noise, answers are bounded and
+totals are noised; what is asked differs (`bounded_answers`), what is estimated does not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.wire import from_bytes, to_bytes
 from fedrecon._src.privacy.accounting import Release
-from fedrecon._src.privacy.noise import draw, share_of_noise
-from fedrecon._src.privacy.ring import quantise, restore
+from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
+from fedrecon._src.privacy.ring import restore
 from fedrecon._src.recommend import bounded_answers, exact_answers
 from fedrecon._src.recommend.bounded_answers import Entries
 from fedrecon._src.recommend.estimate import (
@@ -32,6 +33,7 @@ from fedrecon._src.recommend.estimate import (
     Question,
     RatingRange,
     State,
+    StateError,
     Sums,
     Transform,
     transform_ratings,
@@ -41,6 +43,7 @@ PURPOSE = "round zero"
 TRANSFORMS: tuple[Transform, ...] = ("none", "log1p")
 BIAS_PASSES, TRAIT_PASSES = 10, 5
 BOUNDED_BIAS_PASSES, BOUNDED_TRAIT_PASSES = 2, 1
+OVERFLOW_ROOM = 4  # sums do not overflow even with this many times the clients that were announced
 ANSWER = "answer"  # the only array of a bounded answer
 POSITIVE = ("deviation", "noise", "item_variance", "user_variance", "item_bias_ridge", "user_bias_ridge")
 
@@ -53,12 +56,14 @@ class RoundZero:
 
     Attributes:
       num_items: item ids are 0 to `num_items - 1`.
-      clicks: count the clients of each item, and nothing else; clients need no ratings.
       bias_passes: how often biases are fitted; by default 10 times, with noise twice.
       trait_passes: how often the variances of trait coefficients are; by default 5 times, with noise once.
       transform: `log1p` or `none`; by default the skewness of the ratings decides.
       noise_multiplier: of one release that costs as much as all of round zero; None for exact sums.
       clients: how many clients are asked, which is public; only needed with noise.
+      approximate: whether `clients` is a rough number, to be corrected by what clients answer.
+      hosts: how many hosts of clients answer at least, if each adds its share of discrete noise to its answer, which is
+        in integers then; 0 if the server adds Gaussian noise.
       scale: the lowest and the highest rating, if they are public; only with noise, which otherwise estimates them.
 
     Example:
@@ -73,24 +78,27 @@ class RoundZero:
     """
 
     num_items: int
-    clicks: bool = False
     bias_passes: int | None = None
     trait_passes: int | None = None
     transform: Transform | None = None
     noise_multiplier: float | None = None
     clients: int = 0
+    approximate: bool = False
+    hosts: int = 0
     scale: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if self.num_items < 1:
-            raise ValueError(f"`num_items` must be at least 1 (got {self.num_items})")
-        if not self.noised and (self.scale is not None or self.bias_passes == 0):
-            raise ValueError("exact sums estimate `scale` and need `bias_passes` of at least 1")
-        if self.scale is not None and not (-math.inf < self.scale[0] < self.scale[1] < math.inf):
-            raise ValueError(f"`scale` must be the lowest and the highest rating, such as (1, 5) (got {self.scale})")
-        if self.noised and (self.clicks or self.clients < 1):
-            raise ValueError("`noise_multiplier` is for ratings and needs `clients`, the number of clients")
+        check_number("num_items", self.num_items, least=1)
+        low, high = self.scale or (0, 1)
+        rules = {
+            "`scale` must be the lowest and the highest rating, such as (1, 5)": -math.inf < low < high < math.inf,
+            "`scale` is estimated from exact sums": self.noised or self.scale is None,
+            "`bias_passes` must be at least 1 for exact sums": self.noised or self.bias_passes != 0,
+            "`noise_multiplier` needs `clients`, the number of clients": not self.noised or self.clients >= 1,
+        }
+        if broken := [rule for rule, kept in rules.items() if not kept]:
+            raise ValueError(f"{broken[0]} (got {self})")
 
     @property
     def noised(self) -> bool:
@@ -100,8 +108,6 @@ class RoundZero:
     @property
     def questions(self) -> tuple[Question, ...]:
         """All questions, in order."""
-        if self.clicks:
-            return ("counts",)
         biases, traits = BIAS_PASSES, TRAIT_PASSES
         if self.noised:
             biases, traits = BOUNDED_BIAS_PASSES, BOUNDED_TRAIT_PASSES
@@ -117,7 +123,12 @@ class RoundZero:
     @property
     def description(self) -> str:
         """What clients send, in words."""
-        return "how many users have each item" if self.clicks else "sums of ratings (counts, means, item biases)"
+        return "sums of ratings (counts, means, item biases)"
+
+    @property
+    def numbers_per_item(self) -> int:
+        """How many numbers for each item the largest message has."""
+        return 3
 
     def start(self) -> State:
         """Return the state before anything is asked."""
@@ -128,7 +139,7 @@ class RoundZero:
             if self.scale is not None:
                 estimate = estimate._replace(transform=self.transform or "none")
                 low, high = map(float, transform_ratings(self.scale, estimate.transform))
-            bounds = Bounds(low, high, 1.0, 0.0, zeros, zeros)
+            bounds = Bounds(low, high, 1.0, 0.0, zeros, zeros, float(self.clients))
         return State(self.questions, 0, estimate, bounds=bounds)
 
     def answer(self, state: State, clients: Clients) -> Sums:
@@ -136,19 +147,17 @@ class RoundZero:
 
         Args:
           state: what the server sent.
-          clients: with columns `item` and, unless they are clicks, `rating`.
+          clients: with columns `item` and `rating`.
         """
-        rows = rows_of(clients.starts, clients.ends)
-        item = np.asarray(clients.columns["item"])[rows]
-        rating = np.zeros(len(item)) if self.clicks else np.asarray(clients.columns["rating"])[rows]
-        return self.answer_rows(state, item, rating, np.repeat(np.arange(len(clients)), clients.sizes))
+        return self.answer_rows(state, *_rows(clients))
 
     def answer_rows(self, state: State, item: Any, rating: Any, owner: Any = None) -> Sums:
         """Return the sum of the answers of the clients `owner` (from 0; by default a single one) who gave ratings."""
         rows = _check_rows(item, rating, owner)
         if state.bounds is None:
             return exact_answers.answer(state, *rows)
-        return {ANSWER: bounded_answers.answer(state, *rows).total()}
+        entries, share = bounded_answers.answer(state, *rows).check(), self.share_of_noise(state)
+        return {ANSWER: entries.total() if share is None else entries.integer_total(share.grid)}
 
     def answer_each(self, state: State, item: Any, rating: Any, owner: Any = None) -> Entries:
         """Return the bounded answers of single clients, to noise or audit them."""
@@ -157,22 +166,35 @@ class RoundZero:
     def zeros(self, asked: int) -> Sums:
         """Return the sum over no clients after `asked` questions, in the shapes of all others."""
         if not 0 <= asked < len(self.questions):
-            raise ValueError(f"`asked` must be from 0 to {len(self.questions) - 1} (got {asked})")
+            raise StateError(f"`asked` must be from 0 to {len(self.questions) - 1} (got {asked})")
         state = self.start()._replace(asked=asked)
         if state.bounds is not None:
-            return {ANSWER: np.zeros(bounded_answers.answer_length(state))}
+            return {ANSWER: np.zeros(bounded_answers.answer_length(state), np.uint64 if self.hosts else np.float64)}
         return self.answer_rows(state, np.zeros(0, np.int64), np.zeros(0))
 
     def noise_of(self, state: State) -> float:
         """Return the standard deviation of the noise in the next total; 0 if sums are exact."""
         return 0.0 if not self.noise_multiplier else bounded_answers.noise_multiplier_of(state, self.noise_multiplier)
 
+    def share_of_noise(self, state: State) -> ShareOfNoise | None:
+        """Return what each host adds to its next answer; None if hosts add no noise."""
+        if not self.hosts:
+            return None
+        length, most = bounded_answers.answer_length(state), max(OVERFLOW_ROOM * self.clients, self.hosts)
+        return share_of_noise(1.0, length, self.noise_of(state), clients=most, least=self.hosts, bits=64)
+
     def releases(self) -> tuple[Release, ...]:
-        """Return what all questions give away with Gaussian noise, for a ledger; nothing if sums are exact."""
+        """Return what all questions give away, for a ledger; nothing if sums are exact."""
         if not self.noised:
             return ()
         states = [self.start()._replace(asked=asked) for asked in range(len(self.questions))]
-        return tuple(Release(self.noise_of(state), 1.0, 1, purpose=PURPOSE) for state in states)
+        releases = (
+            Release(self.noise_of(state), 1.0, 1)
+            if (share := self.share_of_noise(state)) is None
+            else share.release(1.0)
+            for state in states
+        )
+        return tuple(release._replace(purpose=PURPOSE) for release in releases)
 
     def advance(self, state: State, total: Mapping[str, Any], noise: float | None = None) -> State:
         """Return the next state.
@@ -184,8 +206,9 @@ class RoundZero:
         """
         if state.bounds is None:
             return exact_answers.advance(state, total, self.transform)
-        noise = self.noise_of(state) if noise is None else noise
-        return bounded_answers.advance(state, total[ANSWER], noise, self.clients, self.transform)
+        noise, share = self.noise_of(state) if noise is None else noise, self.share_of_noise(state)
+        values = total[ANSWER] if share is None else restore(share.grid, total[ANSWER])
+        return bounded_answers.advance(state, values, noise, self.transform, approximate=self.approximate)
 
     def to_bytes(self, state: State) -> bytes:
         """Write a state for clients; before the first question, there is nothing to tell them."""
@@ -195,35 +218,28 @@ class RoundZero:
         """Read a state from bytes that may be anything.
 
         Raises:
-          ValueError: they are no state of this round zero.
+          StateError, WireError: they are no state of this round zero.
         """
         start = self.start()
         if not data:
             return start
-        tree = from_bytes(data, _to_tree(start))
-        if not all(np.isfinite(leaf).all() for leaf in tree.values()):
-            raise ValueError("a state of round zero has numbers that are not finite")
-        return _from_tree(tree, start)
+        return _from_tree(from_bytes(data, _to_tree(start)), start)
 
     def read_result(self, data: bytes) -> Result:
         """Read the last state, when all questions were answered.
 
         Raises:
-          ValueError: the bytes are nothing that this round zero can end with.
+          StateError, WireError: the bytes are nothing that this round zero can end with.
         """
         state = self.from_bytes(data)
-        if not state.done:
-            raise ValueError("round zero is not over")
-        if not state.estimate.item_count.sum() >= 1:
-            raise ValueError("a state of round zero has an impossible `item_count`")
-        return Result(data, state.estimate)
+        if not state.done or not state.estimate.item_count.sum() >= 1:
+            raise StateError("round zero is not over, or nobody has an example")
+        count, bounds = state.estimate.item_count, state.bounds
+        return Result(data, state.estimate, count if bounds is None else np.where(count > bounds.deviation, count, 0.0))
 
     def describe(self, result: Result) -> str:
         """Return a sentence about a result."""
         estimate, examples = result.estimate, result.num_examples
-        if self.clicks:
-            occupied = int((estimate.item_count > 0).sum())
-            return f"round zero: {examples:,} clicks on {occupied:,} of {self.num_items:,} items"
         text = f"round zero: {examples:,} ratings, mean {estimate.mean:.4g}, deviation {estimate.deviation:.4g}"
         text += "; ratings look like counts, so the model learns log(1+x)" if estimate.transform == "log1p" else ""
         return text + (f"; ignored {estimate.outliers:,} outliers" if estimate.outliers else "")
@@ -236,10 +252,12 @@ class Result:
     Attributes:
       data: the last state as bytes.
       estimate: what they say.
+      counts: of the examples of each item; with noise, 0 for items that it hides.
     """
 
     data: bytes
     estimate: Estimate = field(compare=False)
+    counts: np.ndarray = field(compare=False)
 
     @property
     def num_examples(self) -> int:
@@ -247,10 +265,18 @@ class Result:
         return round(float(self.estimate.item_count.sum()))
 
 
+def _rows(clients: Clients) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return item, rating (0 for clicks) and client of every example."""
+    rows = rows_of(clients.starts, clients.ends)
+    item = np.asarray(clients.columns["item"])[rows]
+    rating = np.asarray(clients.columns["rating"])[rows] if "rating" in clients.columns else np.zeros(len(item))
+    return item, rating, np.repeat(np.arange(len(clients)), clients.sizes)
+
+
 def _check_rows(item: Any, rating: Any, owner: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     item, rating = np.asarray(item, np.int64), np.asarray(rating, np.float64)
     if not np.isfinite(rating).all():
-        raise ValueError("`rating` must be finite numbers")
+        raise ValueError("`rating` must be finite")
     return item, rating, np.zeros(len(item), np.int64) if owner is None else np.asarray(owner)
 
 
@@ -266,9 +292,11 @@ def _to_tree(state: State) -> dict[str, np.ndarray]:
 
 
 def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
-    """Undo `_to_tree`, for arrays that are finite and have its shapes."""
-    asked, first, last = (int(number) for number in (tree["asked"], *tree["kept"]))
-    code, outliers = float(tree["transform"]), int(tree["outliers"])
+    """Undo `_to_tree`, for arrays that have its shapes."""
+    asked, first, last, outliers = (
+        int(np.nan_to_num(number)) for number in (tree["asked"], *tree["kept"], tree["outliers"])
+    )
+    code = float(tree["transform"])
     checks = {
         "asked": 0 < asked <= len(start.questions),
         "kept": 0 <= first <= last < BINS.count,
@@ -283,8 +311,10 @@ def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
         names = Bounds._fields
         checks |= {"bounds_size": tree["bounds_size"] > 0, "bounds_high": tree["bounds_low"] < tree["bounds_high"]}
         checks |= {f"bounds_{name}": (tree[f"bounds_{name}"] >= 0).all() for name in ("deviation", "variance")}
-    if wrong := [name for name, passed in checks.items() if not passed]:
-        raise ValueError(f"a state of round zero has an impossible `{wrong[0]}`")
+        checks |= {"bounds_clients": tree["bounds_clients"] >= 1}
+    infinite = [name for name, leaf in tree.items() if not np.isfinite(leaf).all()]
+    if wrong := infinite or [name for name, passed in checks.items() if not passed]:
+        raise StateError(f"the state of round zero has an invalid `{wrong[0]}`")
     values = {name: _number(tree[name]) for name in Estimate._fields}
     estimate = Estimate(**values | {"transform": TRANSFORMS[int(code)], "outliers": outliers})
     bounds = None
@@ -318,11 +348,7 @@ def estimate_ratings(clients: Clients, num_items: int, **options: Any) -> Estima
       >>> estimate.transform, estimate.item_bias.shape == (ratings.num_items,)
       ('none', True)
     """
-    round_zero = RoundZero(num_items=num_items, **options)
-    state = round_zero.start()
-    while not state.done:
-        state = round_zero.advance(state, round_zero.answer(state, clients))
-    return state.estimate
+    return run_round_zero(RoundZero(num_items=num_items, **options), clients).estimate
 
 
 def add_gaussian_noise(rng: np.random.Generator) -> Add:
@@ -344,48 +370,48 @@ def add_discrete_noise(rng: np.random.Generator) -> Add:
 
     def add(entries: Entries, clients: int, noise: float) -> tuple[np.ndarray, Release]:
         share = share_of_noise(1.0, entries.length, noise, clients=clients, least=clients, bits=64)
-        total = np.zeros(entries.length, np.uint64)
-        np.add.at(total, entries.index, quantise(share.grid, entries.value))
-        total += draw(share, rng, clients)
-        return restore(share.grid, total), share.release(1.0)
+        return restore(share.grid, entries.integer_total(share.grid) + draw(share, rng, clients)), share.release(1.0)
 
     return add
 
 
-class NoisedEstimate(NamedTuple):
-    """An estimate from noised sums, and what it gave away.
+class Answers(NamedTuple):
+    """What all clients' answers amount to.
 
     Attributes:
-      estimate: item counts are weighted and noised.
-      counts: the same counts, 0 for items that noise hides.
-      releases: one for each question.
+      estimate: with noise, item counts are weighted and noised.
+      counts: with noise, the same counts, 0 for items that noise hides; None if sums are exact.
+      releases: with noise, one for each question.
     """
 
     estimate: Estimate
-    counts: np.ndarray
-    releases: tuple[Release, ...]
+    counts: np.ndarray | None = None
+    releases: tuple[Release, ...] = ()
 
 
-def estimate_with_noise(round_zero: RoundZero, clients: Clients, add: Add, noise_scale: float = 1.0) -> NoisedEstimate:
-    """Run round zero over all clients in this process, with noise.
+def run_round_zero(
+    round_zero: RoundZero, clients: Clients, add: Add | None = None, noise_scale: float = 1.0
+) -> Answers:
+    """Run round zero over all clients in this process.
 
     Args:
-      round_zero: with a noise multiplier.
+      round_zero: with a noise multiplier if `add` is given.
       clients: with columns `item` and `rating`.
-      add: how answers are added up and noised: `add_gaussian_noise(...)` or `add_discrete_noise(...)`.
+      add: how answers are added up and noised: `add_gaussian_noise(...)` or `add_discrete_noise(...)`; None for exact
+        sums.
       noise_scale: multiply the noise by this; below 1 to see what a larger population would have, which protects none
         of these clients.
     """
-    rows = rows_of(clients.starts, clients.ends)
-    item, rating = clients.columns["item"][rows], clients.columns["rating"][rows]
-    owner = np.repeat(np.arange(len(clients)), clients.sizes)
-    state, releases = round_zero.start(), []
+    rows, state, releases = _rows(clients), round_zero.start(), []
     while not state.done:
         noise = round_zero.noise_of(state)
-        entries = round_zero.answer_each(state, item, rating, owner)
-        total, release = add(entries, len(clients), noise * noise_scale)
-        releases.append(release._replace(noise_multiplier=noise, purpose=PURPOSE))
-        state = round_zero.advance(state, {ANSWER: total}, noise * noise_scale)
-    assert state.bounds is not None
+        if add is None:
+            total = round_zero.answer_rows(state, *rows)
+        else:
+            noised, release = add(round_zero.answer_each(state, *rows), len(clients), noise * noise_scale)
+            total = {ANSWER: noised}
+            releases.append(release._replace(noise_multiplier=noise, purpose=PURPOSE))
+        state = round_zero.advance(state, total, noise * noise_scale)
     count = state.estimate.item_count
-    return NoisedEstimate(state.estimate, np.where(count > state.bounds.deviation, count, 0.0), tuple(releases))
+    visible = None if state.bounds is None else np.where(count > state.bounds.deviation, count, 0.0)
+    return Answers(state.estimate, visible, tuple(releases))

@@ -9,9 +9,8 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.recommend.config import Config, ConfigError, config_from_json, to_json
-from fedrecon._src.recommend.recipe import build_algorithm
-from fedrecon._src.recommend.tasks import TASKS, Task, task_of
+from fedrecon._src.recommend.config import Config, config_from_json, to_json
+from fedrecon._src.recommend.tasks import TASKS, Task, build_algorithm, task_of
 from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
 from fedrecon._src.storage.atomic import StorageError, atomic_folder, find_complete
 from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
@@ -51,29 +50,24 @@ class SavedModel(Generic[L]):
         """The algorithm, for reconstruction and evaluation."""
         return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The lowest and the highest rating that is shown, in the data's own scale; None if they are not known."""
+        return self.task.ends(self.config, self.legend)
 
-def save_model(path: Path, config: Config, params: Any, legend: L, failed: str | None = None) -> SavedModel[L]:
-    """Save a model to a folder, which is replaced as a whole.
-
-    Args:
-      path: the folder; one that holds anything but a model is refused.
-      config: the settings of the run.
-      params: the global parameters.
-      legend: what its ids stand for.
-      failed: why its training failed, if it did.
-    """
-    settings = to_json(config)
-    description = {
-        "task": config.task,
-        "failed": failed,
-        "settings": {name: settings[name] for name in SETTINGS},
-        **task_of(config).describe(legend),
-    }
-    check_model_folder(path)
-    with atomic_folder(path, replace=True) as folder:
-        save_arrays(folder / ARRAYS, params)
-        write_folder_manifest(folder / DESCRIPTION, FORMAT, description)
-    return SavedModel(config, params, legend, failed)
+    def save(self, path: str | Path) -> None:
+        """Save the model to a folder, which is replaced as a whole; one that holds anything but a model is refused."""
+        settings = to_json(self.config)
+        description = {
+            "task": self.config.task,
+            "failed": self.failed,
+            "settings": {name: settings[name] for name in SETTINGS},
+            **self.task.describe(self.legend),
+        }
+        check_model_folder(Path(path))
+        with atomic_folder(Path(path), replace=True) as folder:
+            save_arrays(folder / ARRAYS, self.params)
+            write_folder_manifest(folder / DESCRIPTION, FORMAT, description)
 
 
 def open_model(path: str | Path) -> SavedModel[Any]:
@@ -110,12 +104,9 @@ def _read_description(file: Path) -> SavedModel[Any]:
         settings = {**to_json(task.untrained), **{part: description["settings"][part] for part in SETTINGS}}
         config = config_from_json(settings, str(file))
         legend, failed = task.recall(description), description["failed"]
-    except ConfigError as problem:
-        raise StorageError(str(problem)) from None
-    except (KeyError, TypeError, AttributeError, OverflowError) as problem:
-        raise StorageError(f"{file} is damaged: {problem!r}") from None
-    except ValueError as problem:
-        raise StorageError(f"{file} is damaged: {problem}") from None
+    except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as problem:
+        reason = problem if isinstance(problem, ValueError) else repr(problem)
+        raise StorageError(f"{file} is damaged: {reason}") from None
     return SavedModel(config, None, legend, None if failed is None else str(failed))
 
 
@@ -140,5 +131,5 @@ def open_for(task: Task[Any, Any, L], path: str | Path, *others: Task[Any, Any, 
         use = saved.task.serve.format(run=path)
         raise StorageError(f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}")
     if saved.failed is not None:
-        raise StorageError(f"the training of {path} failed, so it serves nobody: {saved.failed}")
+        raise StorageError(f"{path} cannot be used because its training failed: {saved.failed}")
     return saved

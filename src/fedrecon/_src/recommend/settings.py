@@ -1,6 +1,6 @@
-"""The settings of a run in groups: what the command line's options and config files are called, mean and may be.
+"""The settings of a run in groups, for the command line and config files: names, help and valid values.
 
-Groups are plain dataclasses, so that help texts need nothing but tyro. `config.check_config` validates whole configs.
+Groups are plain dataclasses, quick to import. `config.check_config` validates whole configs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from fedrecon._src.core.checks import MOST_FLOAT, MOST_ROUNDS
@@ -44,8 +43,8 @@ class SplitSettings:
     """Which of a client's examples are support (to reconstruct from) and which are query (to learn from or measure on).
 
     Attributes:
-      train: in training: half, alternate, none (both are everything), or the share of support such as 0.8; with
-        redrawn- before it (redrawn-half), a client's examples are put in a new random order in every round.
+      train: in training: half, alternate, none (all examples are both), or the share of support, such as 0.8; with
+        the prefix redrawn- (redrawn-half), a client's examples are reshuffled in every round.
       evaluate: in evaluation, which always splits: half, alternate, or the share of support.
       by_time: order a client's examples by time before splitting, so that the query is later than the support.
     """
@@ -60,17 +59,18 @@ class Reconstruct:
     """R: how a client reconstructs its local parameters on its support, with the global ones frozen.
 
     Attributes:
-      solver: gradient descent in steps, or least squares at once (exact for ratings, not for text).
+      solver: gradient descent; least squares, which is exact for ratings; or closed form, for the output bias of
+        text, which is computed from counts.
       optimizer: the optimizer of gradient descent, fresh for every client.
       learning_rate: its learning rate.
       steps: at most this many steps; None for no limit.
       epochs: how often a client goes through its support.
       batch_size: examples per step.
-      ridge: with least squares: the penalty on the squared distance from where the parameters start; after
-        --model.round-zero, a multiple of the penalties that it found.
+      ridge: with least squares: the penalty on the squared distance from the initial parameters; with
+        --model.round-zero, a multiple of the penalties that it estimated.
     """
 
-    solver: Literal["gradient-descent", "least-squares"] = "gradient-descent"
+    solver: Literal["gradient-descent", "least-squares", "closed-form"] = "gradient-descent"
     optimizer: Optimizer = "sgd"
     learning_rate: NonNegative = 0.1
     steps: Rounds | None = 50
@@ -89,10 +89,10 @@ class Update:
       steps: at most this many steps; None for no limit.
       epochs: how often a client goes through its query.
       batch_size: examples per step.
-      clip_norm: shorten the gradient of a step to this norm if it is longer; None leaves it as it is.
+      clip_norm: clip the gradient of each step to this norm; None for no clipping.
       joint: change the local parameters too (they are still discarded).
       second_order: differentiate through the reconstruction; slow, so use few steps.
-      both_ways: run every client twice, the second time with support and query exchanged, at twice the cost.
+      both_ways: run every client twice, the second time with support and query swapped, at twice the cost.
     """
 
     optimizer: Optimizer = "sgd"
@@ -114,8 +114,8 @@ class Server:
       optimizer: takes the negative mean update as a gradient; sgd at 1.0 is plain averaging; fedadagrad is Adagrad
         with accumulators from 0 instead of 0.1.
       learning_rate: its learning rate.
-      decay: how the learning rate falls: along a cosine to a fiftieth, or linearly to zero.
-      decay_rounds: over how many rounds; all for all rounds of the run; None keeps the rate constant.
+      decay: learning-rate schedule: cosine to a fiftieth, or linear to zero.
+      decay_rounds: length of the schedule in rounds; all for the whole run; None for a constant rate.
     """
 
     optimizer: ServerOptimizer = "sgd"
@@ -126,20 +126,21 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregate:
-    """How the clients' updates become one mean.
+    """How the clients' updates are averaged.
 
     Attributes:
-      weigh: weigh clients by their query examples, by the tokens of their query (text only), or all the same.
-      clip_norm: scale updates with a larger norm down to this; None for no limit.
+      weigh: weigh clients by their query examples, by the square root of their number, by the tokens of their query
+        (text only), or all the same.
+      clip_norm: clip updates to this norm; None for no clipping.
       zero_norm: ignore updates with a larger norm than this; None for no limit.
-      clip_quantile: let the clipping norm follow this share of the clients' norms, such as 0.5, against clients that
-        are far off; in the first round all updates get one norm. Not private. auto is 0.5 unless clip-norm, secure or
-        privacy give a norm. None for no such limit.
-      clip_times: the norm is this multiple of that quantile.
-      secure: add up integers as a secure sum does; needs clip_norm, and gives what the protocol would give.
+      clip_quantile: adaptive clipping: the norm follows this quantile of the clients' norms, such as 0.5, to limit
+        outliers; in the first round all updates get the same norm. Not private. auto is 0.5 unless clip-norm, secure or
+        privacy set a norm. None for no adaptive clipping.
+      clip_times: clip at this multiple of the quantile.
+      secure: simulate secure sums: add integers, with the same result as the protocol; needs clip_norm.
     """
 
-    weigh: Literal["examples", "tokens", "uniform"] = "examples"
+    weigh: Literal["examples", "sqrt-examples", "tokens", "uniform"] = "examples"
     clip_norm: Positive | None = None
     zero_norm: Positive | None = None
     clip_quantile: Share | Literal["auto"] | None = None
@@ -163,17 +164,17 @@ class Privacy:
     given.
 
     Attributes:
-      epsilon: the budget; None for none.
-      delta: the probability that the promise fails; a little below one in the number of training clients by default.
+      epsilon: the privacy budget; None for no budget.
+      delta: the probability that the guarantee fails; by default a little below 1 / training clients.
       noise_multiplier: noise in the sum of updates, in units of the clipping norm, instead of what epsilon needs.
       clip_norm: the largest norm of an update; with clip_quantile, that of the first round. After round zero it is
         chosen by default, else it must be given.
-      clip_quantile: let the norm follow this share of the clients' norms, privately; None keeps it.
+      clip_quantile: private adaptive clipping: the norm follows this quantile of the clients' norms; None to fix it.
       correlated: correlate the noise of this many rounds in a row, for when clients cannot be drawn at random and in
         secret. Instead, a client must take part at most once in this many rounds. None draws clients at random (Poisson
         sampling) and relies on that.
-      rating_range: the lowest and the highest rating there can be, where that is known, such as 1 5; by default they
-        are found in round zero, with noise.
+      rating_range: the lowest and the highest possible rating, if they are public, such as 1 5; by default they are
+        estimated in round zero, with noise.
       round_zero: round zero's share of the budget (of 1 / noise^2); by default more with fewer clients.
     """
 
@@ -188,7 +189,7 @@ class Privacy:
 
     @property
     def on(self) -> bool:
-        """Whether anything is promised."""
+        """Whether differential privacy is on."""
         return self.epsilon is not None or self.noise_multiplier is not None
 
 
@@ -197,17 +198,28 @@ class Privacy:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Which data, and who trains.
+    """The data, and which clients train on it.
 
     Attributes:
       source: what to train on.
       fractions: shares of the clients for training, validation and test. No client is in two of them.
-      split_seed: seed of who trains, validates and tests; apart from --seed, so that runs share their test clients.
+      split_seed: seed of the split into training, validation and test clients; separate from --seed, so that runs
+        with other seeds share their test clients.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA", help_behavior_hint="")] = ""
+    source: str = ""
     fractions: tuple[NonNegative, NonNegative, NonNegative] = (0.8, 0.1, 0.1)
     split_seed: Seed = 0
+
+    @property
+    def order_seed(self) -> int | None:
+        """The seed of the order of each client's examples; None if they stay as they are."""
+        return None
+
+    @property
+    def caps(self) -> tuple[int | None, int | None]:
+        """How many examples of a client are used: of every client, and of those that train."""
+        return None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +238,7 @@ class Reading:
       header: whether the first line names the columns; by default a line without any number does.
       skip_lines: how many lines to skip before the header or the data.
       encoding: the encoding of a text file.
-      duplicates: which of several ratings of one item by one user counts, their mean or sum, or that they are an error.
+      duplicates: how to combine several ratings of one item by one user; error refuses them.
       bad_rows: whether a row that cannot be read is an error or is skipped and counted.
     """
 
@@ -244,7 +256,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherReading(Reading):
-    """How a file is read that a model was not trained on.
+    """How to read a file other than the training data.
 
     Attributes:
       user: header of the column with user ids, or its position counted from 0; by default as in training, or a common
@@ -267,7 +279,7 @@ class Data(Source, Reading):
     Attributes:
       source: what to train on: movielens-small, movielens-100k, movielens-1m, synthetic, the path of a MovieLens zip
         or folder, or any file of ratings (text or Parquet; - for standard input). With --task text: a corpus.
-      titles: a text file with the columns item and title, to call items by their titles.
+      titles: a text file with the columns item and title, to show titles instead of ids.
       min_ratings: users with fewer ratings are left out.
       max_examples: at most this many ratings of a user are used, after shuffling; None for all.
       transform: none takes ratings as they are; log1p takes log(1 + x), for counts; auto takes log1p where they look
@@ -275,11 +287,21 @@ class Data(Source, Reading):
       shuffle_seed: seed of the order of each user's ratings; None keeps the order of the file.
     """
 
-    titles: Annotated[str | None, tyro.conf.arg(prefix_name=False)] = None
+    titles: str | None = None
     min_ratings: Rounds = 1
     max_examples: Annotated[int, Ge(2)] | None = 300
     transform: Literal["none", "log1p", "auto"] = "none"
     shuffle_seed: Seed | None = 0
+
+    @property
+    def order_seed(self) -> int | None:
+        """The seed of the order of each user's ratings."""
+        return self.shuffle_seed
+
+    @property
+    def caps(self) -> tuple[int | None, int | None]:
+        """How many ratings of a user are used."""
+        return self.max_examples, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,12 +321,17 @@ class ClickData(Data):
     duplicates: Literal["last", "first", "mean", "sum", "error"] = "sum"
     at_least: float | None = None
     max_examples: Annotated[int, Ge(2)] | None = 500
-    transform: tyro.conf.Suppress[Literal["none", "log1p", "auto"]] = "none"
+    transform: Literal["none", "log1p", "auto"] = "none"
+
+    @property
+    def caps(self) -> tuple[int | None, int | None]:
+        """How many items of a user are used; only training users are capped."""
+        return None, self.max_examples
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextData(Source):
-    """Which text, how it is read, and whose text trains.
+    """The text, how it is read, and which clients train on it.
 
     A file is prepared once, and the corpus kept in $FEDRECON_CACHE or ~/.cache/fedrecon.
 
@@ -317,7 +344,7 @@ class TextData(Source):
       min_sentences: clients with fewer are left out.
       bad_rows: whether a line that cannot be read is an error or is skipped and counted.
       word_count: the file stackoverflow.word_count, whose first words become the vocabulary.
-      unpack: unpack a compressed Stack Overflow database to a file beside it, which stays.
+      unpack: unpack a compressed Stack Overflow database next to the archive, and keep it.
     """
 
     max_sentences: Annotated[int, Ge(2)] = 1_000
@@ -332,7 +359,7 @@ class TextData(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What round zero found in the training users' ratings; saved with the model, never set by hand.
+    """Estimates of round zero from the training users' ratings; saved with the model, never set by hand.
 
     Attributes:
       transform: log1p if what is learned and predicted is log(1 + rating).
@@ -364,16 +391,16 @@ class Factorization:
     Attributes:
       dim: length of the embeddings.
       biases: add a global mean, a bias of each item (global) and a bias of the user (local).
-      init_mean: where the global mean starts; only with biases.
-      learned_default: learn where reconstruction starts, which serves users with few ratings.
-      implicit_feedback: let what a user rated, whatever the ratings, move where reconstruction starts.
-      round_zero: begin with the scale, the item biases (which stay as they are) and the ridges that follow from sums
-        over the training users; needs biases.
+      init_mean: initial value of the global mean; only with biases.
+      learned_default: learn the initial local parameters (warm start), which helps users with few ratings.
+      implicit_feedback: shift the initial local parameters by which items a user rated, whatever the ratings.
+      round_zero: before the first round, estimate the scale, the item biases (frozen afterwards) and the ridges from
+        sums over the training users; needs biases.
       item_traits: let users differ in how they respond to an item's bias and popularity; needs round-zero.
-      init_scale: embeddings start uniform between minus and plus this.
+      init_scale: embeddings are initialized uniformly between minus and plus this.
       prior: the server's ridge on item embeddings, against the sum over all ratings; for adaptive server optimizers.
       relax: after the rounds, continue with a quarter of the prior for a quarter as many rounds, up to this many times,
-        as long as validation users gain from it; needs patience.
+        as long as validation results improve; needs patience.
       implicit_prior: the same as prior, for what implicit feedback learns.
       least_ratings: recommend only items with at least this many ratings by training users.
     """
@@ -390,7 +417,7 @@ class Factorization:
     relax: Annotated[int, Ge(0), Le(100)] = 0
     implicit_prior: NonNegative = 0.0
     least_ratings: Rounds = 1
-    scale: tyro.conf.Suppress[Scale | None] = None
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,18 +426,21 @@ class Ranking:
     by least squares over all items: 1 for what the user has, 0 for all else at a lower weight.
 
     Attributes:
-      dim: length of the embeddings.
+      dim: length of the embeddings; auto takes the least of 128, 256, 512 and 1024 that ranks almost as well as more
+        for validation users before training, as long as a user sends at most `upload_bytes`; 64 in a deployment.
+      upload_bytes: how much a user may send in a round, on average, where `dim` is auto.
       unobserved: the weight of an item that a user does not have; one that they have weighs 1.
       ridge: the penalty on a user's embedding.
-      prior: the server's ridge on item embeddings, against the sum over all clicks.
-      init_scale: item embeddings start normal, with lengths of about this.
+      prior: the server's ridge on changes of item embeddings, against the sum over all clicks.
+      init_scale: item embeddings of a private run start normal, with lengths of about this; others start spectral.
       second_order: differentiate through the reconstruction.
       both_ways: run every user twice in a round, the second time with support and query exchanged.
       counts: ignore, or log: an item weighs 1 + log(count), for counts of 1 and more.
       least_ratings: recommend only items that at least this many training users have.
     """
 
-    dim: Width = 64
+    dim: Width | Literal["auto"] = "auto"
+    upload_bytes: Count = 5_000_000
     unobserved: Positive = 0.4
     ridge: Positive = 1.0
     prior: NonNegative = 10.0
@@ -419,13 +449,12 @@ class Ranking:
     both_ways: bool = True
     counts: Literal["ignore", "log"] = "ignore"
     least_ratings: Rounds = 1
-    at_least: tyro.conf.Suppress[float | None] = None  # copied from the data's: it also applies to other files
+    at_least: float | None = None  # copied from the data's: it also applies to other files
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextWord:
-    """The model: an LSTM that predicts the next word. Words outside the vocabulary fall into buckets, whose
-    embeddings are local: every client has words of its own.
+    """The model: an LSTM that predicts the next word. Words outside the vocabulary fall into buckets.
 
     Attributes:
       vocabulary: how many words are known: the most used of the training clients; all if they use fewer.
@@ -434,7 +463,9 @@ class NextWord:
       hidden: width of the LSTM.
       projection: width of the projection that is compared with the outputs.
       max_words: use at most this many words of a sentence, the first ones.
-      local_oov: keep the embeddings of buckets local; otherwise they are global and nothing is reconstructed.
+      local: what is reconstructed for every client: an output_bias, from how often they use each word; the
+        oov_embedding of each bucket, as in the paper; or nothing.
+      ngrams: add hashed tables of bigrams and trigrams, global like the rest.
       loss_over: average the loss over tokens, or over all positions with padding as zero, as the paper's code did.
     """
 
@@ -444,5 +475,6 @@ class NextWord:
     hidden: Width = 96
     projection: Width = 48
     max_words: Width = 20
-    local_oov: bool = True
+    local: Literal["output_bias", "oov_embedding", "nothing"] = "output_bias"
+    ngrams: bool = True
     loss_over: Literal["tokens", "positions"] = "tokens"

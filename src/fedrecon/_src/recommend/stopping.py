@@ -38,7 +38,7 @@ class DivisionsEvaluator:
 
         Args:
           params: global parameters.
-          kept: what clients kept from training; nothing, as clients that are divided keep nothing.
+          kept: the clients' state after training; empty, as held-out clients have none.
         """
         first = self.evaluators[0]
         total = np.sum([evaluator.sums(params, kept) for evaluator in self.evaluators], axis=0)
@@ -48,7 +48,7 @@ class DivisionsEvaluator:
 def evaluate_by_divisions(
     evaluator: Evaluator | None, config: Config, users: Users
 ) -> Evaluator | DivisionsEvaluator | None:
-    """Return how validation clients judge: by one division into support and query if there are many, else by several.
+    """Return the evaluator of validation clients: one support/query division if there are many clients, else several.
 
     Args:
       evaluator: of the validation clients by one division; None if there are none.
@@ -62,19 +62,19 @@ def evaluate_by_divisions(
 
 
 def divisions_of(config: Config, users: Users) -> int:
-    """Return by how many divisions each validation client judges: one if nobody judges, or if an order is asked for."""
+    """Return how many support/query divisions validate a client: one without early stopping or with a split by time."""
     if patience_of(config, users) is None or config.split.by_time:
         return 1
     return min(MOST_DIVISIONS, math.ceil(VERDICTS / len(users.valid)))
 
 
 def patience_of(config: Config, users: Users) -> int | None:
-    """Return how long training waits for a better evaluation: as settings say, if there are enough to judge it by."""
+    """Return the patience of early stopping; None if there are too few validation clients."""
     return config.patience if judges_of(users) >= JUDGES else None
 
 
 def judges_of(users: Users) -> int:
-    """Return how many validation clients can judge: those with an example each for support and query."""
+    """Return how many validation clients have both support and query examples."""
     return int((users.valid.sizes >= 2).sum())
 
 
@@ -85,17 +85,17 @@ def early_stopping_of(config: Config, users: Users, score: Score, fallback: Any)
 
 
 def rounds_of(config: Config, users: Users) -> int:
-    """Return how many rounds there are at most: more than settings say only if there are enough to judge them by."""
+    """Return the largest number of rounds; relaxations of the prior need enough validation clients."""
     return config.rounds if patience_of(config, users) is None else config.most_rounds
 
 
 def judgements_of(config: Config) -> range:
-    """Return after which rounds evaluations decide: the last of the settings, and the last of each relaxation."""
+    """Return the rounds whose evaluations count for early stopping: the last of the settings and of each relaxation."""
     return range(config.rounds, config.most_rounds + 1, max(1, relaxed_rounds(config.rounds, 1)))
 
 
 def say_rounds(config: Config, users: Users, people: str = "users") -> str:
-    """Say who does what, when training ends, and whether there are enough to measure the model on."""
+    """Describe the client groups, when training ends, and whether there are enough test clients."""
     train, test = len(users.train), len(users.test)
     part = min(config.sampling.cohort_size(train), train)
     said = (
@@ -128,7 +128,7 @@ def say_few_tested(config: Config, number: int, people: str = "users") -> list[s
 
 
 def say_few(number: int, people: str) -> str:
-    """Say that so few clients tell little about a model.
+    """Say that results on so few clients are unreliable.
 
     Args:
       number: how many there are, at least 1.
@@ -138,7 +138,7 @@ def say_few(number: int, people: str) -> str:
 
 
 def say_how_to_test_more(config: Config) -> str:
-    """Say how to test on more clients: by other fractions, unless these leave as many already."""
+    """Say how to test on more clients: with other fractions, unless they already leave enough."""
     if not config.divides_clients or config.data.fractions[-1] >= TESTED[-1]:
         return "It takes data of more people to say more."
     option = " ".join(f"{share:.1g}".removeprefix("0") for share in TESTED)
@@ -163,7 +163,7 @@ def say_kept(config: Config, best: int, people: str) -> str:
 
 
 class Watch:
-    """Looks at every record of a run, and says at the first sign of trouble what it is and what to do."""
+    """Watches the records of a run, and warns at the first sign of divergence with advice."""
 
     def __init__(self, config: Config, task: Task[Any, Any, Any], say: Callable[[str], None], counts: bool = False):
         """Say warnings with `say`, each kind once; `counts` is whether the ratings look like counts."""
@@ -172,25 +172,19 @@ class Watch:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Look at a record."""
-        where = f"warning: round {record['round']}:"
-        people = self._task.people
         problem = find_divergence(record)
         if problem is None or problem.kind in self._said:
             return
         self._said.add(problem.kind)
-        of = f"{problem.count} of {problem.total}"
-        if problem.kind == "diverged":
-            self._say(f"{where} {of} validation {people} diverged, excluded from the means. {self._remedy(record)}")
-        elif problem.kind == "unmeasured":
-            self._say(f"{where} no validation {people[:-1]} has enough {self._task.examples}")
-        elif problem.kind == "non_finite":
-            self._say(f"{where} {of} updates are not finite and were left out. {self._remedy(record)}")
-        else:
-            why = why_skipped(record, self._config, self._task, self._counts)
-            self._say(f"{where} nothing was learned: {why}")
-
-    def _remedy(self, record: Mapping[str, Any]) -> str:
-        return remedy(self._config, trained=record["round"] > 0, counts=self._counts)
+        task, of, advice = self._task, f"{problem.count} of {problem.total}", remedy(self._config, self._counts)
+        texts = {
+            "diverged": f"{of} validation {task.people} diverged, excluded from the means. {advice}",
+            "unmeasured": f"no validation {task.people} have enough {task.examples}",
+            "non_finite": f"{of} updates are not finite and were left out. {advice}",
+        }
+        if problem.kind not in texts:
+            texts[problem.kind] = f"nothing was learned: {why_skipped(record, self._config, task, self._counts)}"
+        self._say(f"warning: round {record['round']}: {texts[problem.kind]}")
 
 
 def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, Any], counts: bool = False) -> str:
@@ -204,7 +198,7 @@ def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, 
     """
     sampling = config.sampling
     if sampling.poisson and "invited" not in record:
-        return f"the mean of the updates is not finite, or nobody took part. {remedy(config, counts=counts)}"
+        return f"the mean of the updates is not finite, or nobody took part. {remedy(config, counts)}"
     invited, few, dropped = (record[name] for name in ("invited", "too_small", "dropped"))
     if few == invited:
         return f"all {invited} invited {task.people} have fewer than --sampling.min-examples {sampling.min_examples}"
@@ -213,25 +207,20 @@ def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, 
     if record.get("zeroed"):
         return f"all updates are longer than --aggregate.zero-norm {config.aggregate.zero_norm}"
     if record.get("clients"):
-        return f"the mean of the updates is not finite. {remedy(config, counts=counts)}"
+        return f"the mean of the updates is not finite. {remedy(config, counts)}"
     return f"the {task.people} who answered have too few {task.examples} for both support and query"
 
 
-def remedy(config: Config, *, trained: bool = True, counts: bool = False) -> str:
-    """Say what to do about numbers that run away, by options that have a part in it.
+def remedy(config: Config, counts: bool = False) -> str:
+    """Give advice against divergence.
 
     Args:
       config: the settings.
-      trained: whether rounds have been run; before the first one, only reconstruction has changed anything.
       counts: whether ratings that are learned as they are look like counts.
     """
     if counts:
         return "The ratings look like counts: use --data.transform log1p, so that the model learns log(1+x)."
-    advice = config.remedies(trained)
-    if trained and not config.privacy.on and config.aggregate.clip_norm is None and config.aggregate.followed is None:
-        advice.append("set --aggregate.clip-norm")
-    when = "" if trained else "Nothing has been learned yet, so this is about the data and reconstruction. "
-    return f"{when}If this continues: {', or '.join(advice)}."
+    return f"If this continues: {config.remedy}."
 
 
 def why_failed(
@@ -262,21 +251,16 @@ def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def say_updates(history: Sequence[Mapping[str, Any]]) -> str | None:
     """Say how many updates a guard shortened or left out; None if there were none."""
-    found = updates_of(history)
-    everyone = found["learned_from"] + found["not_finite"] + found["too_long"]
-    told = [
-        f"{found[name]:,} {what}"
-        for name, what in (
-            ("shortened", "were longer than --aggregate allows and were shortened"),
-            ("too_long", "were longer than --aggregate.zero-norm and were left out"),
-            ("not_finite", "were not finite and were left out"),
-        )
-        if found[name]
-    ]
-    return f"of {everyone:,} updates, {', '.join(told)}" if told else None
+    updates = updates_of(history)
+    if not any(updates[name] for name in ("shortened", "too_long", "not_finite")):
+        return None
+    return (
+        f"updates: {updates['learned_from']:,} learned from, {updates['shortened']:,} of them shortened (--aggregate); "
+        f"left out: {updates['too_long']:,} longer than --aggregate.zero-norm, {updates['not_finite']:,} not finite"
+    )
 
 
 def evaluation_failed(evaluation: Evaluation, people: str) -> str | None:
-    """Say why an evaluation says nothing about a model, or None if it does."""
+    """Say why an evaluation is not meaningful; None if it is."""
     problem = find_divergence({"kind": "evaluation", **evaluation.summary()})
     return problem.describe(people) if problem is not None and problem.failed else None

@@ -7,22 +7,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.federated_ials import federated_ials
+from fedrecon._src.client.optimizers import with_prior
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import how_many, listed_counts
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
+from fedrecon._src.core.pytrees import Params
 from fedrecon._src.data import Ratings, RatingsSchema
 from fedrecon._src.data.columns import describe_columns
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
-from fedrecon._src.models.item_ranking import popularity_factors
+from fedrecon._src.models.item_ranking import popularity_factors, ranking_params
+from fedrecon._src.recommend import cold_start, ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reading
 from fedrecon._src.recommend.rating_model import Items
-from fedrecon._src.recommend.stopping import say_rounds
-from fedrecon._src.recommend.task import Measure, Read, Ready, Task, Users
+from fedrecon._src.recommend.recipe import build_split
+from fedrecon._src.recommend.settings import Ranking
+from fedrecon._src.recommend.spectral_start import ClicksResult, estimate_clicks
+from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
+from fedrecon._src.recommend.task import AlgorithmParts, Measure, Read, Ready, Table, Task, Users
 from fedrecon._src.recommend.tasks.ratings import (
     describe_items,
     divide_users,
@@ -32,19 +41,29 @@ from fedrecon._src.recommend.tasks.ratings import (
     recall_items,
     usual_columns,
 )
+from fedrecon._src.simulation.evaluation import Evaluation
 
-NDCG, RECALL = Measure("ndcg@100", "NDCG@100"), Measure("recall@20", "recall@20")
+DIMS = (32, 64, 128, 256, 512, 1024)
+DEPLOYED_DIM, LEAST_DIM = 64, 128
+ALMOST = 0.98
+TABLES, MOST_MEMORY = 8, 2**31  # of the server: embeddings, offsets, their start and Adam's moments, in bytes
+MOST_JUDGES = 1000  # validation users that dimensions are chosen on
+EASE_BYTES, EASE_FLOPS = 24, 5e10  # at once for each pair of items; in a second
+NDCG, RECALL = Measure("ndcg@100", "NDCG@100", sign=-1), Measure("recall@20", "recall@20", sign=-1)
+COVERAGE = Measure("coverage@20", "coverage@20", 1, percent=True, sign=-1)
 MEASURES = (
     NDCG,
     RECALL,
-    Measure("recall@50", "recall@50"),
-    Measure("hit@20", "hit rate@20", 1, percent=True),
-    Measure("coverage@20", "coverage@20", 1, percent=True),
+    Measure("recall@50", "recall@50", sign=-1),
+    Measure("hit@20", "hit rate@20", 1, percent=True, sign=-1),
+    COVERAGE,
 )
+MOST_ITEMS = 10_000  # beyond this, what baselines of all pairs of items would cost is said instead
+EASE_RIDGE = 500.0
 
 
 def with_weights(config: ClicksConfig, clients: Clients) -> Clients:
-    """Return clients with what each of their items weighs, if counts say so."""
+    """Return clients with a weight for each item, if counts are used."""
     if config.model.counts == "ignore" or "rating" not in clients.columns:
         return clients
     count = np.asarray(clients.columns["rating"], np.float32)
@@ -57,14 +76,73 @@ def with_weights(config: ClicksConfig, clients: Clients) -> Clients:
 
 
 def click_weight(count: Any) -> Any:
-    """Return what an item of so many clicks weighs, by numpy or JAX, where counts say so: 1 + log(count)."""
+    """Return item weights, 1 + log(count), as numpy or JAX arrays."""
     return 1 + (np if isinstance(count, np.ndarray) else jnp).log(count)
 
 
 def build_ranking(config: ClicksConfig, num_items: int) -> Model:
     """Return the model."""
     settings, weight = config.model, None if config.model.counts == "ignore" else "weight"
-    return ranking_factorization(num_items, settings.dim, init_scale=settings.init_scale, weight=weight)
+    dim = dim_of(settings, num_items)
+    return ranking_factorization(num_items, dim, init_scale=settings.init_scale, weight=weight)
+
+
+def dim_of(settings: Ranking, num_items: int) -> int:
+    """Return the length of embeddings where validation users do not choose it; no more than there are items."""
+    return min(DEPLOYED_DIM if settings.dim == "auto" else settings.dim, num_items)
+
+
+def start_from(model: Model, params: Params) -> Model:
+    """Return a model that training starts from these global parameters."""
+    return model._replace(init_global=lambda key: jax.tree.map(jnp.asarray, params))
+
+
+def choose_dim(config: ClicksConfig, users: Users, result: ClicksResult) -> int:
+    """Return the least number of dimensions that ranks almost as well as more do for validation users, untrained.
+
+    Below 128 the untrained start says too little about what training makes of it, so less is only for a smaller budget.
+    """
+    most = result.item_embedding.shape[1]
+    dims = [dim for dim in DIMS if LEAST_DIM <= dim <= most]
+    if not dims or judges_of(users) < JUDGES:
+        return min(LEAST_DIM, most)
+    judges, scores = users.valid.take(np.arange(min(len(users.valid), MOST_JUDGES))), []
+    holdout = ranking.split_items(judges, build_split(config.split.evaluate, config.split))
+    for dim in dims:
+        params = ranking_params(result.item_embedding[:, :dim], result.counts)
+        scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
+        scores.append(ranking.rank(scorer, holdout, len(result.counts), coverage_at=None).metrics[NDCG.name])
+    return next(dim for dim, score in zip(dims, scores, strict=True) if score >= ALMOST * max(scores))
+
+
+def largest_dim(config: ClicksConfig, train: Clients, num_items: int) -> int:
+    """Return the most dimensions for which an upload (a matrix, and two rows for each item) stays within its budget."""
+    affordable = [
+        dim
+        for dim in DIMS
+        if upload_bytes(dim, train) <= config.model.upload_bytes and TABLES * 4 * num_items * dim <= MOST_MEMORY
+    ]
+    return min(max(affordable, default=DIMS[0]), num_items, max(1, len(train)))
+
+
+def upload_bytes(dim: int, train: Clients) -> float:
+    """Return how much a user sends in a round, on average."""
+    return 4 * (dim**2 + 2 * dim * train.num_examples / max(1, len(train)))
+
+
+def _build_algorithm(config: ClicksConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
+    """Return least squares over all items, by clients in rounds."""
+    settings = config.model
+    return federated_ials(
+        model,
+        unobserved=settings.unobserved,
+        ridge=settings.ridge,
+        server=with_prior(parts.server, settings.prior, examples=parts.examples, around_start=not config.privacy.on),
+        split=build_split(config.split.train, config.split),
+        second_order=settings.second_order,
+        both_ways=settings.both_ways,
+        aggregate=parts.aggregator,
+    )
 
 
 def _load(config: ClicksConfig) -> Ratings:
@@ -76,13 +154,30 @@ def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) 
     users = Users(*(with_weights(config, part) for part in users))
     if config.privacy.on:
         items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
-    model = build_ranking(config, len(items))
-    fallback = None if items.counts is None else popularity_factors(items.counts, config.model.dim)
+        model = build_ranking(config, len(items))
+        return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
+    dim = config.model.dim
+    most = largest_dim(config, users.train, len(items)) if dim == "auto" else min(dim, len(items))
+    result = estimate_clicks(users.train, len(items), most)
+    dim = choose_dim(config, users, result) if dim == "auto" else most
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim))
+    params = ranking_params(result.item_embedding[:, :dim], items.counts)
+    model = start_from(build_ranking(config, len(items)), params)
+    fallback = popularity_factors(np.asarray(items.counts), dim)
     return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)), fallback=fallback)
 
 
+def _finish(config: ClicksConfig, users: Users, params: Any) -> Any:
+    """Choose how much popularity counts for people with few items, if there are enough to judge it by."""
+    judged = config.patience is not None and judges_of(users) >= JUDGES
+    if config.privacy.on or not judged or not np.isfinite(params["item_embedding"]).all():
+        return params
+    split = build_split(config.split.evaluate, config.split)
+    return cold_start.blend_popularity(params, users.valid, split, config.model.unobserved, config.model.ridge)
+
+
 def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
-    """Say what was read, who does what, and what is measured."""
+    """Summarize the data, the client groups and the metrics."""
     density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
     left_out = listed_counts(clicks.skipped)
     return [
@@ -92,9 +187,16 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
         + (f"Left out: {left_out}. " if left_out else "Nothing was left out. ")
         + describe_columns(clicks.recognised),
         say_rounds(config, users),
+        _say_dim(config, users.train),
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",
     ]
+
+
+def _say_dim(config: ClicksConfig, train: Clients) -> str:
+    dim = dim_of(config.model, 2**16)
+    sent = upload_bytes(dim, train) / 1e3
+    return f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes)."
 
 
 def _read(config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
@@ -127,6 +229,68 @@ def read_clicks(
     return read_ratings(path, reading, at_least=config.model.at_least, schema=RatingsSchema(items.ids, usual or {}))
 
 
+# ---- baselines ----
+
+
+def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, clients: Clients, num_items: int) -> Table:
+    """Rank the items of measured users by each scorer; nothing if no item is hidden."""
+    split = build_split(config.split.evaluate, config.split)
+    holdout = ranking.split_items(clients, split)
+    if not len(holdout.hidden.item):
+        return {}
+    return {
+        name: {
+            **ranking.rank(score, holdout, num_items).metrics,
+            **cold_start.rank_after(score, clients, split, num_items),
+        }
+        for name, score in scorers.items()
+    }
+
+
+def say_cost(num_items: int) -> str:
+    """Say what EASE would cost for so many items."""
+    memory, minutes = EASE_BYTES * num_items**2 / 1e9, 2 * num_items**3 / EASE_FLOPS / 60
+    return f"EASE (needs {memory:,.0f} GB, {minutes:,.0f} min)"
+
+
+def _baselines(config: ClicksConfig, items: Items, train: Clients, measured: Clients) -> Table:
+    sets = ranking.item_sets(train)
+    scorers = {"popularity": ranking.popularity(sets, len(items))}
+    if len(items) <= MOST_ITEMS:
+        pairs = ranking.count_pairs(sets, len(items))
+        scorers["item kNN"] = ranking.item_knn(sets, len(items), pair_counts=pairs)
+        scorers["EASE"] = ranking.ease(sets, len(items), ridge=EASE_RIDGE, pair_counts=pairs)
+    table = _measure(scorers, config, measured, len(items))
+    return {**table, say_cost(len(items)): {}} if table and "EASE" not in table else table
+
+
+def _saved_baselines(config: ClicksConfig, items: Items, measured: Clients) -> Table:
+    if items.counts is None:
+        return {}
+    return _measure({"popularity": ranking.score_by_count(items.counts)}, config, measured, len(items))
+
+
+def _add_details(
+    config: ClicksConfig, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
+) -> Evaluation:
+    """Add the share of items that are recommended to anybody, and metrics after so many examples of a person."""
+    if not evaluation.clients:
+        return evaluation
+    if evaluation.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
+        more = {COVERAGE.name: np.nan}
+    else:
+        scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
+        metrics = _measure({"model": scorer}, config, clients, len(params["item_embedding"])).get("model", {})
+        more = {name: value for name, value in metrics.items() if name not in evaluation.micro}
+    return dataclasses.replace(evaluation, micro={**evaluation.micro, **more})
+
+
+def _advice(best: str, config: ClicksConfig) -> str:
+    del config
+    central = "" if best == "popularity" else "It needs everybody's data in one place; popularity does not. "
+    return f"{central}Try more --rounds, another --model.dim, --model.unobserved or --model.prior, or fedrecon tune."
+
+
 CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
     name="clicks",
     config=ClicksConfig,
@@ -134,18 +298,26 @@ CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
     examples="clicks",
     measures=MEASURES,
     curve=(NDCG, RECALL),
+    goal=NDCG,
     untrained=ClicksConfig(data=ClickData(source="")),
     load=lambda config, progress: _load(config),
     legend=lambda config, clicks: name_items(clicks, divide_users(clicks, config.data).train),
     divide=lambda config, clicks, progress: divide_users(clicks, config.data),
     facts=lambda config, clicks: {"clicks": clicks.num_examples, "items": clicks.num_items},
     build_model=lambda config, items: build_ranking(config, len(items)),
+    build_algorithm=_build_algorithm,
     prepare=_prepare,
     view=with_weights,
     read=_read,
     describe=describe_items,
     recall=recall_items,
+    baselines=_baselines,
+    saved_baselines=_saved_baselines,
+    add_metrics=_add_details,
+    advice=_advice,
     serve="recommend {run} --clicks FILE",
+    items_alone=True,
     by_client=True,
     score=lambda metrics: -metrics.get(NDCG.name, np.nan),
+    finish=_finish,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,23 +9,33 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Ratings, RatingsSchema, load, load_titles, unique_labels
 from fedrecon._src.data.columns import MissingColumnsError
 from fedrecon._src.data.movielens import NAMES
-from fedrecon._src.data.sources import DataError
-from fedrecon._src.data.tables import JsonLinesError
-from fedrecon._src.recommend.config import COLUMNS, Data, RatingsConfig, Reading, changed
+from fedrecon._src.data.sources import DataError, RowErrors
+from fedrecon._src.data.tables import JsonLinesError, open_table
+from fedrecon._src.recommend import cold_start
+from fedrecon._src.recommend.baselines import predict_by_biases, rating_baselines, rating_errors, split_ratings
+from fedrecon._src.recommend.config import COLUMNS, Data, RatingsConfig, Reading, changed, is_default
+from fedrecon._src.recommend.estimate import Estimate
 from fedrecon._src.recommend.rating_model import (
     Items,
     Liking,
     accepted_ratings,
+    add_priors,
     build_model,
     prepare_ratings,
+    ridges_of,
+    scale_ends,
     transformed,
 )
-from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Task, Users, split_users
+from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, build_split
+from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Table, Task, Users, split_users
+from fedrecon._src.simulation.evaluation import Evaluation
 
 
 def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratings:
@@ -40,10 +49,15 @@ def read_ratings(path: str | Path, reading: Reading, **options: object) -> Ratin
     Raises:
       DataError: it is no such file, or cannot be read.
     """
-    if str(path) in (*NAMES, "synthetic") or Path(path).is_dir() or Path(path).suffix == ".zip":
+    if _is_collection(Path(path)):
         raise DataError(f"{path} is not a ratings file; give a file with one rating per line, or a Parquet file.")
     settings = {field.name: getattr(reading, field.name) for field in dataclasses.fields(Reading)}
     return load(path, **settings, **options)
+
+
+def _is_collection(path: Path) -> bool:
+    """Tell whether a path is the name of a data set, a folder or an archive, rather than a file of ratings."""
+    return str(path) in (*NAMES, "synthetic") or path.is_dir() or path.suffix == ".zip"
 
 
 def load_ratings(settings: Data, at_least: float | None = None) -> Ratings:
@@ -62,9 +76,9 @@ def load_ratings(settings: Data, at_least: float | None = None) -> Ratings:
 def _titles(file: str | Path, ids: np.ndarray, source: str) -> np.ndarray:
     """Read the titles of items; those without one are called by their id."""
     titles = load_titles(file)
-    if not any(str(own) in titles for own in ids.tolist()):
+    if not any(str(item_id) in titles for item_id in ids.tolist()):
         raise DataError(f"{file} has no title for any item of {source}: are its ids the same?")
-    return np.array([titles.get(str(own), str(own)) for own in ids.tolist()], dtype=str)
+    return np.array([titles.get(str(item_id), str(item_id)) for item_id in ids.tolist()], dtype=str)
 
 
 def with_titles(items: Items, file: str | Path) -> Items:
@@ -76,16 +90,16 @@ def with_titles(items: Items, file: str | Path) -> Items:
 def _load(settings: Data, at_least: float | None) -> Ratings:
     path = Path(settings.source)
     if settings.source == "":
-        raise DataError("the name of the data is empty; give a known name or a path.")
-    known = settings.source in (*NAMES, "synthetic")
-    if not known and not path.is_dir() and path.suffix != ".zip":
+        raise DataError("the data source is empty; give a path or the name of a data set.")
+    if not _is_collection(path):
         return _load_file(settings, at_least)
-    own = [f"data.{name}" for name in changed(settings, Reading)]
-    if own:
-        raise DataError(f"{settings.source} is not a ratings file, so there is no use for {', '.join(own)}.")
+    unused = changed(settings, Reading)
+    if settings.source == "synthetic" and at_least is not None:
+        unused.append("at_least")
+    if unused:
+        options = ", ".join(f"data.{name}" for name in unused)
+        raise DataError(f"{options} cannot be used: {settings.source} is not a ratings file.")
     if settings.source == "synthetic":
-        if at_least is not None:
-            raise DataError("synthetic ratings are taken as they are, so there is no use for data.at_least.")
         return load(settings.source).at_least(settings.min_ratings)
     return load(settings.source, min_ratings=settings.min_ratings, at_least=at_least)
 
@@ -94,13 +108,13 @@ def _load_file(settings: Data, at_least: float | None) -> Ratings:
     """Load a ratings file; if it is for another task, say so."""
     try:
         return read_ratings(settings.source, settings, min_ratings=settings.min_ratings, at_least=at_least)
-    except MissingColumnsError as problem:
-        if problem.roles != ("rating",) or settings.rating != Reading.rating:
-            raise
-        advice = "if it holds clicks, plays or purchases, which have no ratings, give --task clicks"
-        raise DataError(f"{problem}; {advice}") from None
-    except JsonLinesError as problem:
-        raise DataError(f"{problem}; if these are posts to learn text from, give --task text") from None
+    except (MissingColumnsError, JsonLinesError) as problem:
+        advice = "if these are posts to learn text from, give --task text"
+        if isinstance(problem, MissingColumnsError):
+            if problem.fields != ("rating",) or settings.rating != Reading.rating:
+                raise
+            advice = "if it holds clicks, plays or purchases, which have no ratings, give --task clicks"
+        raise DataError(f"{problem}; {advice}", problem.fields) from None
 
 
 def divide_users(ratings: Ratings, settings: Data) -> Users:
@@ -172,7 +186,7 @@ def recall_items(description: Mapping[str, Any]) -> Items:
 
 
 def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
-    """Read a catalogue: a CSV file with a header, one item per line.
+    """Read a catalogue: a table with a header, one item per line.
 
     Items are numbered in the order of their ids, whatever the order of the file.
 
@@ -184,27 +198,21 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
     Raises:
       DataError: the file is not a catalogue; the message says why.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            if item not in (rows.fieldnames or ()):
-                header = ", ".join(rows.fieldnames or ()) or "nothing"
-                raise DataError(f"{path} has no column {item!r}; its first line names: {header}. Use --item-column.")
-            titles: dict[str, str] = {}
-            for row in rows:
-                if not (item_id := (row[item] or "").strip()):
-                    continue
-                name = (row.get(title) or "").strip()
-                if titles.setdefault(item_id, name) != name:
+    titles: dict[str, str] = {}
+    with open_table(path, header=True, delimiter=",") as table:
+        names = table.names or []
+        if item not in names:
+            raise DataError(f"{path} has no column {item!r}; it has: {', '.join(names)}. Use --item-column.")
+        positions = {role: names.index(name) for role, name in (("item", item), ("title", title)) if name in names}
+        for batch in table.batches(positions, dict.fromkeys(positions, "text"), RowErrors("error")):
+            columns = [[str(text or "").strip() for text in batch.columns[role].to_pylist()] for role in positions]
+            for row, (item_id, name) in enumerate(zip(columns[0], columns[-1], strict=True)):
+                if item_id and titles.setdefault(item_id, name) != name:
+                    place = (batch.reread() if batch.reread else batch).describe_row(row, 0)
                     raise DataError(
-                        f"{path} line {rows.line_num}: item {item_id[:40]!r} has the title {name[:40]!r}, but "
+                        f"{path} {place}: item {item_id[:40]!r} has the title {name[:40]!r}, but "
                         f"{titles[item_id][:40]!r} above; give every item one title"
                     )
-            named = title in (rows.fieldnames or ())
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from None
-    except csv.Error as error:
-        raise DataError(f"{path} is not a CSV file: {error}") from None
     if not titles:
         raise DataError(f"{path} lists no items")
     if all(text.isascii() and text.isdigit() and str(int(text)) == text and len(text) < 19 for text in titles):
@@ -212,7 +220,7 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
     else:
         ids = np.array(sorted(titles))
     labels = [titles[str(item_id)] or str(item_id) for item_id in ids.tolist()]
-    return Items(ids, np.array(unique_labels(labels, ids.tolist())) if named else None)
+    return Items(ids, np.array(unique_labels(labels, ids.tolist())) if title in names else None)
 
 
 RMSE = Measure("rmse", "RMSE")
@@ -225,6 +233,73 @@ def _omit(config: RatingsConfig) -> tuple[str, ...]:
     return () if stars else (ACCURACY.name,)
 
 
+def _build_algorithm(config: RatingsConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
+    parts = parts._replace(server=add_priors(config, parts.server, parts.examples))
+    return build_reconstruction_algorithm(config, model, parts, ridges_of(config))
+
+
+def _restore(config: RatingsConfig, items: Items, scores: np.ndarray) -> np.ndarray:
+    """Return predictions within the scale, and as counts if the model has learned their logarithms."""
+    scale, ends = config.model.scale, scale_ends(config.model, items)
+    if scale is not None and scale.transform == "log1p":
+        scores = np.expm1(np.minimum(scores, scale.high))
+    return scores.copy() if ends is None else np.clip(scores, *ends)
+
+
+# ---- baselines ----
+
+
+def _baselines(config: RatingsConfig, items: Items, train: Clients, measured: Clients) -> Table:
+    split = build_split(config.split.evaluate, config.split)
+    if not len(split_ratings(measured, split).query.rating):
+        return {}
+    table = rating_baselines(train, measured, split=split, num_items=len(items)).table
+    after = cold_start.rating_baselines_after(train, measured, split, len(items))
+    return {name: {**row, **after.get(name, {})} for name, row in table.items()}
+
+
+def _add_after(
+    config: RatingsConfig, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
+) -> Evaluation:
+    """Add metrics after so many ratings of a person."""
+    if not evaluation.clients or evaluation.diverged:
+        return evaluation
+    after = cold_start.rate_after(algorithm, params, clients, build_split(config.split.evaluate, config.split))
+    return dataclasses.replace(evaluation, micro={**evaluation.micro, **after})
+
+
+def _saved_baselines(config: RatingsConfig, items: Items, measured: Clients) -> Table:
+    """Measure the baselines that follow from the scale and the item biases in a model."""
+    scale, liking = config.model.scale, items.liking
+    if scale is None or liking is None:
+        return {}
+    holdout = split_ratings(measured, build_split(config.split.evaluate, config.split))
+    if not len(holdout.query.rating):
+        return {}
+    estimate = Estimate(
+        item_bias=liking.bias,
+        item_count=np.zeros(len(items)),
+        mean=scale.mean,
+        deviation=scale.deviation,
+        low=scale.low,
+        high=scale.high,
+        noise=liking.user_ridge,
+        user_variance=1.0,
+    )
+    biases = predict_by_biases(estimate, holdout)
+    guesses = {"global mean": np.zeros(len(biases)), "item + user bias": biases}
+    return {name: rating_errors(estimate.restore(guess), holdout.query.rating) for name, guess in guesses.items()}
+
+
+def _advice(best: str, config: RatingsConfig) -> str:
+    del best
+    preset = "" if config.privacy.on or is_default(config) else "--preset default, "
+    return (
+        f"With few ratings per user, there may be nothing to learn beyond biases. Try {preset}more --rounds, fewer "
+        "dimensions (--model.dim 4), a larger --model.prior, or fedrecon tune."
+    )
+
+
 RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     name="ratings",
     config=RatingsConfig,
@@ -232,18 +307,27 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     examples="ratings",
     measures=(RMSE, ACCURACY),
     curve=(RMSE, ACCURACY),
+    goal=RMSE,
     untrained=RatingsConfig(data=Data(source="")),
     load=lambda config, progress: load_ratings(config.data),
     legend=lambda config, ratings: name_items(ratings, divide_users(ratings, config.data).train),
     divide=lambda config, ratings, progress: divide_users(ratings, config.data),
     facts=lambda config, ratings: {"ratings": ratings.num_examples, "items": ratings.num_items},
     build_model=lambda config, items: build_model(config.model, len(items)),
+    build_algorithm=_build_algorithm,
     prepare=prepare_ratings,
     view=lambda config, clients: transformed(clients, config.model.scale.transform if config.model.scale else "none"),
     read=_read,
     describe=describe_items,
     recall=recall_items,
+    baselines=_baselines,
+    saved_baselines=_saved_baselines,
+    add_metrics=_add_after,
+    advice=_advice,
     serve="recommend {run} --ratings FILE",
+    ends=lambda config, items: scale_ends(config.model, items),
+    limits=accepted_ratings,
+    restore=_restore,
     omit=_omit,
     looks_like_counts=lambda config, ratings: config.data.transform == "none" and ratings.describe().looks_like_counts,
 )

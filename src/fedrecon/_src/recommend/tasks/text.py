@@ -17,14 +17,18 @@ from fedrecon._src.data.corpus_writer import KEPT_WORDS
 from fedrecon._src.data.posts import choose_preparer
 from fedrecon._src.data.sources import DataError, is_stream, open_bytes, private_cache
 from fedrecon._src.data.tables import PARQUET
+from fedrecon._src.data.vocabulary import PAIR_ROWS
 from fedrecon._src.models import next_word
 from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, changed
+from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, build_split
 from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Task, Users
+from fedrecon._src.recommend.word_evaluation import word_baselines
 
+EXAMPLES_FORMAT = "2"  # of what is written to the cache
 IN_MEMORY = 4_000_000  # sentences; of more, the examples are written to the cache and mapped from there
 MOST_VALID = 1_000  # clients that validate where the data itself only says who trains and who tests
-CLIENTS_PER_PLACE, LEAST_COHORT, MOST_COHORT = 32, 5, 100  # of the clients that take part in a round
+CLIENTS_PER_PLACE, LEAST_COHORT, MOST_COHORT = 32, 40, 100  # of the clients that take part in a round
 HELD_OUT = "heldout"  # the split of federated Stack Overflow whose users do not train
 
 # Which settings have a use when a corpus is prepared, by the option of `load_text`.
@@ -40,7 +44,8 @@ def build_next_word(settings: NextWord, vocabulary: Vocabulary) -> Model:
         embedding=settings.embedding,
         hidden=settings.hidden,
         projection=settings.projection,
-        local_oov=settings.local_oov,
+        local=settings.local,
+        pair_rows=PAIR_ROWS if settings.ngrams else 0,
         loss_over=settings.loss_over,
     )
 
@@ -49,7 +54,7 @@ def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
     """Open the corpus that settings name, preparing it the first time."""
     data, path = config.data, Path(config.data.source)
     if data.source == "":
-        raise DataError("the name of the data is empty; give a file of text or a prepared corpus.")
+        raise DataError("the data source is empty; give a text file or a prepared corpus.")
     database = choose_preparer(path) is prepare_stackoverflow
     used = {} if path.is_dir() else DATABASE if database else FILE
     given = changed(data, TextData)
@@ -57,7 +62,7 @@ def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
     idle = [name for name in idle if name != "data.split_seed"]  # may still decide who validates
     if idle:
         kind = "a prepared corpus" if path.is_dir() else "federated Stack Overflow" if database else "a file of posts"
-        raise DataError(f"{data.source} is {kind}, so there is no use for {', '.join(idle)}.")
+        raise DataError(f"{', '.join(idle)} cannot be used: {data.source} is {kind}.")
     options: dict[str, Any] = {option: getattr(data, name) for option, name in used.items() if name in given}
     if database:
         options["clients"] = {"test": 0}  # its users are those of the training split
@@ -69,7 +74,7 @@ def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
         if not _looks_like_table(path):
             raise
         advice = "This looks like a table: for ratings give --task ratings, for clicks --task clicks."
-        raise DataError(f"{problem} {advice}") from None
+        raise DataError(f"{problem} {advice}", problem.fields) from None
 
 
 def _looks_like_table(path: Path) -> bool:
@@ -104,7 +109,12 @@ def divide_corpus(config: TextConfig, corpus: Corpus, progress: Progress) -> Use
             f"{config.data.source} has no training client with {config.data.min_sentences} sentences or more."
         )
     vocabulary = vocabulary_of(config, corpus)
-    return Users(*(_examples(corpus, part, vocabulary, config.model.max_words, progress) for part in parts))
+    return Users(
+        *(
+            _examples(corpus, part, vocabulary, config.model.max_words, progress, spelled=measured)
+            for part, measured in zip(parts, (False, True, True), strict=True)
+        )
+    )
 
 
 def vocabulary_of(config: TextConfig, corpus: Corpus) -> Vocabulary:
@@ -113,12 +123,19 @@ def vocabulary_of(config: TextConfig, corpus: Corpus) -> Vocabulary:
 
 
 def _examples(
-    corpus: Corpus, clients: Clients, vocabulary: Vocabulary, max_words: int, progress: Progress
+    corpus: Corpus, clients: Clients, vocabulary: Vocabulary, max_words: int, progress: Progress, *, spelled: bool
 ) -> Sentences:
-    """Return examples: in memory, or mapped where there are too many."""
+    """Return examples: in memory, or mapped where there are too many, and then without the spelling of other words."""
     if clients.num_examples <= IN_MEMORY:
-        return corpus.in_words_of(vocabulary, clients, max_words)
-    about = [corpus.fingerprint(), clients.fingerprint(), *vocabulary.words, str(vocabulary.buckets), str(max_words)]
+        return corpus.in_words_of(vocabulary, clients, max_words, spelled=spelled)
+    about = [
+        EXAMPLES_FORMAT,
+        corpus.fingerprint(),
+        clients.fingerprint(),
+        *vocabulary.words,
+        str(vocabulary.buckets),
+        str(max_words),
+    ]
     digest = hashlib.blake2b("\n".join(about).encode(), digest_size=8).hexdigest()
     folder = private_cache("examples") / digest
     if folder.is_dir():
@@ -130,14 +147,16 @@ def read_corpus(config: TextConfig, vocabulary: Vocabulary, path: Path, reading:
     """Read the clients of another corpus, all of them, in the words of a model."""
     idle = [f"data.{name}" for name in changed(reading, Reading) if name != "bad_rows"]
     if idle:
-        raise DataError(f"{path} is read as text, so there is no use for {', '.join(idle)}.")
+        raise DataError(f"{', '.join(idle)} cannot be used: {path} is read as text.")
     options: dict[str, Any] = {}
     if not path.is_dir():
         options["bad_rows"] = reading.bad_rows
         if choose_preparer(path) is not prepare_stackoverflow:
             options["fractions"] = (1.0, 0.0, 0.0)  # everybody counts, so that one client is enough
     corpus = load_text(path, progress=progress, **options)
-    return Read(_examples(corpus, corpus.clients, vocabulary, config.model.max_words, progress), corpus.skipped)
+    return Read(
+        _examples(corpus, corpus.clients, vocabulary, config.model.max_words, progress, spelled=True), corpus.skipped
+    )
 
 
 def _facts(config: TextConfig, corpus: Corpus) -> dict[str, Any]:
@@ -164,7 +183,7 @@ def _recall(description: Mapping[str, Any]) -> Vocabulary:
 
 def cohort_size(num_clients: int) -> int:
     """Return how many of the training clients take part in a round by default: with fewer, training learns little."""
-    return min(max(num_clients // CLIENTS_PER_PLACE, LEAST_COHORT), MOST_COHORT)
+    return min(max(num_clients // CLIENTS_PER_PLACE, LEAST_COHORT), MOST_COHORT, num_clients)
 
 
 def _prepare(config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary) -> Ready:
@@ -200,6 +219,14 @@ def read_words(path: Path, most: int, buckets: int) -> Vocabulary:
     return Vocabulary(tuple(words[:most]), buckets)
 
 
+def _advice(best: str, config: TextConfig) -> str:
+    del best, config
+    return (
+        "Counting words needs everybody's text in one place. Try more --rounds, a larger "
+        "--sampling.clients-per-round, or a smaller --model.vocabulary."
+    )
+
+
 LOSS = Measure("loss", "loss")
 
 TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
@@ -209,17 +236,23 @@ TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
     examples="tokens",
     measures=(LOSS, Measure("perplexity", "perplexity", 1), ACCURACY),
     curve=(LOSS, ACCURACY),
+    goal=ACCURACY,
     untrained=TextConfig(data=TextData(source="")),
     load=load_corpus,
     legend=vocabulary_of,
     divide=divide_corpus,
     facts=_facts,
     build_model=lambda config, vocabulary: build_next_word(config.model, vocabulary),
+    build_algorithm=build_reconstruction_algorithm,
     prepare=_prepare,
     view=lambda config, clients: clients,
     read=read_corpus,
     describe=_describe,
     recall=_recall,
+    baselines=lambda config, words, train, measured: word_baselines(
+        train, measured, build_split(config.split.evaluate, config.split)
+    ),
+    advice=_advice,
     serve='complete {run} --text FILE --prompt "..."',
     unit="sentences",
     page_needs_onnx=True,

@@ -1,0 +1,191 @@
+"""Cold-start metrics: results of models and baselines after 0, 1, 2, 5, 10 and 20 examples of a person.
+
+Support is limited to its first k examples, query stays the same, so all columns are over the same people and examples;
+whoever has fewer than k examples is measured with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.split import Split, at_most
+from fedrecon._src.recommend import baselines, ranking
+from fedrecon._src.simulation.personalization import reconstruct
+
+AFTER = BLEND_AFTER
+BLENDS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 1e3)  # the last is popularity alone
+MOST_USERS = 1000  # that these are measured on
+LEAST_USERS = 50  # that a blend is chosen on: fewer choose by chance
+NDCG = "ndcg@100"
+
+AfterExamples = dict[str, float]  # {"after 5": metric}
+
+
+def name_after(examples: int) -> str:
+    """Return the name of a metric after so many examples."""
+    return f"after {examples}"
+
+
+def rank_after(score: ranking.Scorer, clients: Clients, split: Split, num_items: int) -> AfterExamples:
+    """Return NDCG@100 of a scorer by how many items it sees of a person.
+
+    Args:
+      score: of items, from those that a person has.
+      clients: held-out users; the first 1,000 are measured.
+      split: which of their items are known and which hidden.
+      num_items: item ids are 0 to `num_items - 1`.
+
+    Example:
+      >>> import numpy as np
+      >>> import fedrecon as fr
+      >>> clients = fr.Clients.from_columns({"item": np.array([0, 1, 0, 2, 0])}, client=np.array([0, 0, 1, 1, 2]))
+      >>> score = fr.recommend.popularity(fr.recommend.item_sets(clients), 3)
+      >>> list(fr.recommend.rank_after(score, clients, fr.split.half(), 3))
+      ['after 0', 'after 1', 'after 2', 'after 5', 'after 10', 'after 20']
+    """
+    chosen = _first_users(clients)
+    return {
+        name_after(k): _ndcg(score, ranking.split_items(chosen, at_most(k, split)), num_items)
+        for k in AFTER
+        if len(ranking.split_items(chosen, split).hidden.item)
+    }
+
+
+def rate_after(algorithm: Algorithm, params: Any, clients: Clients, split: Split) -> AfterExamples:
+    """Return the RMSE of a model of ratings by how many ratings it sees of a person.
+
+    Args:
+      algorithm: its model and reconstruction are used.
+      params: global parameters.
+      clients: held-out users; the first 1,000 are measured.
+      split: support and query.
+
+    Example:
+      >>> import jax
+      >>> import optax
+      >>> import fedrecon as fr
+      >>> ratings = fr.data.synthetic_ratings(num_users=4, seed=0)
+      >>> algorithm = fr.federated_reconstruction(
+      ...     fr.models.matrix_factorization(ratings.num_items),
+      ...     reconstruct=fr.least_squares(1.0),
+      ...     update=fr.gradient_descent(optax.sgd(0.1), batch_size=5),
+      ...     server=optax.sgd(1.0),
+      ... )
+      >>> params = algorithm.model.init_global(jax.random.key(0))
+      >>> list(fr.recommend.rate_after(algorithm, params, ratings, fr.split.half()))[:3]
+      ['after 0', 'after 1', 'after 2']
+    """
+    chosen = _first_users(clients)
+    query = baselines.split_ratings(chosen, split).query
+    if not len(query.rating):
+        return {}
+    measured = np.unique(query.client)
+    supports = [baselines.split_ratings(chosen, at_most(k, split)).support for k in AFTER]
+    rows = [np.isin(support.client, measured) for support in supports]
+    columns = {
+        name: np.concatenate([getattr(support, name)[row] for support, row in zip(supports, rows, strict=True)])
+        for name in ("item", "rating")
+    }
+    sizes = np.concatenate(
+        [
+            np.bincount(support.client[row], minlength=len(chosen))[measured]
+            for support, row in zip(supports, rows, strict=True)
+        ]
+    )
+    ends = np.cumsum(sizes)
+    columns = {"item": columns["item"].astype(np.int32), "rating": columns["rating"].astype(np.float32)}
+    people = Clients(columns, ends - sizes, ends)
+    local = reconstruct(algorithm, params, people)
+    count = np.bincount(query.client, minlength=len(chosen))[measured]
+    position = np.arange(len(query.item)) - np.repeat(np.cumsum(count) - count, count)
+    owner = np.repeat(np.arange(len(measured)), count)
+    items = np.zeros((len(measured), count.max()), np.int32)
+    items[owner, position] = query.item
+    model = algorithm.model
+    # Parameters are arguments: those of a saved round are numpy arrays, which no tracer indexes.
+    predict = jax.jit(jax.vmap(lambda params, local, item: model.predict(params, local, {"item": item}), (None, 0, 0)))
+    result = {}
+    for number, k in enumerate(AFTER):
+        part = slice(number * len(measured), (number + 1) * len(measured))
+        people_params = jax.tree.map(lambda leaf, part=part: leaf[part], local)
+        guess = np.asarray(predict(params, people_params, items))[owner, position]
+        result[name_after(k)] = baselines.rating_errors(guess, query.rating)["rmse"]
+    return result
+
+
+def rating_baselines_after(train: Clients, clients: Clients, split: Split, num_items: int) -> dict[str, AfterExamples]:
+    """Return the RMSE of the simple baselines of ratings by how many ratings they see of a person."""
+    chosen = _first_users(clients)
+    if not len(baselines.split_ratings(chosen, split).query.rating):
+        return {}
+    tables = {
+        k: baselines.rating_baselines(train, chosen, split=at_most(k, split), num_items=num_items).table for k in AFTER
+    }
+    return {name: {name_after(k): table[name]["rmse"] for k, table in tables.items()} for name in tables[0]}
+
+
+def blend_popularity(
+    params: Mapping[str, Any], clients: Clients, split: Split, unobserved: float, ridge: float
+) -> dict[str, Any]:
+    """Return global parameters of clicks with the weights of popularity that rank best for validation users.
+
+    A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
+    whose items are limited to that many; where fewer than 50 have as many, the weight is that of fewer items.
+    Where fewer than 50 have any, the weight of `params` stays: it is 1 where validation users preferred popularity.
+
+    Args:
+      params: of `models.ranking_factorization`.
+      clients: validation users.
+      split: which of their items are known and which hidden.
+      unobserved: as for `federated_ials`.
+      ridge: the same.
+    """
+    chosen, weights = _first_users(clients), np.array(params["popularity_weight"], np.float32)
+    plain = {**params, "popularity_weight": np.zeros_like(weights)}
+    score, popular = ranking.score_by_factors(plain, unobserved, ridge), np.asarray(params["item_popularity"])
+    holdout = ranking.split_items(chosen, split)
+    size = np.bincount(holdout.support.user, minlength=holdout.support.users)
+    measurable = np.bincount(holdout.hidden.user, minlength=holdout.support.users) > 0
+    for number, k in enumerate(AFTER[1:], 1):
+        people = np.flatnonzero(measurable & (size >= k))
+        if len(people) < LEAST_USERS:
+            weights[number] = weights[max(number - 1, 1)]
+            continue
+        holdout = ranking.split_items(chosen.take(people), at_most(k, split))
+        scores = np.asarray(score(holdout.support))
+        scores_by_blend = [_ndcg(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
+        weights[number] = BLENDS[int(np.argmax(scores_by_blend))]
+    return {**params, "popularity_weight": weights}
+
+
+def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
+    """Return a scorer of given users, which is asked for them a block at a time, in order."""
+    done = 0
+
+    def score(support: ranking.ItemSets) -> np.ndarray:
+        nonlocal done
+        done += support.users
+        return scores[done - support.users : done] + popular
+
+    return score
+
+
+def _ndcg(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> float:
+    result = ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None)
+    return result.metrics[NDCG]
+
+
+def _first_users(clients: Clients) -> Clients:
+    return clients.take(np.arange(min(len(clients), MOST_USERS)))
+
+
+def without_after(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics without those after a number of examples."""
+    return {name: value for name, value in metrics.items() if not name.startswith("after ")}

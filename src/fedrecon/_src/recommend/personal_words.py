@@ -1,0 +1,195 @@
+"""A person's own next words: an output bias, n-grams and words of their own, which grow with every sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedrecon._src.data import Vocabulary
+from fedrecon._src.models.text.next_word import PRIOR
+
+DISCOUNT = 0.7  # taken from every count, for what has not been seen
+BIGRAM_WEIGHT, TRIGRAM_WEIGHT = 200.0, 20.0  # how many words the shorter context counts as
+LEAST_OWN = 0.01  # probability from which a word of the person's own has a place among the suggestions
+RESERVED_FROM = 5  # suggestions; of fewer, none is reserved
+
+
+class Suggestion(NamedTuple):
+    """A word that may come next.
+
+    Attributes:
+      word: the word.
+      probability: that it comes next. The end of the sentence and unknown words have their share too.
+      personal: whether it is one of the person's own words, outside the vocabulary.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.Suggestion("soon", probability=0.25, personal=False).word
+      'soon'
+    """
+
+    word: str
+    probability: float
+    personal: bool
+
+
+class NextWords(NamedTuple):
+    """Probabilities of what comes next.
+
+    Attributes:
+      shares: `(positions, ids)`: ids of the vocabulary up to the end of a sentence, then the person's own words.
+      new: `(positions,)`: that a word comes next which neither the vocabulary has nor the person has used.
+    """
+
+    shares: np.ndarray
+    new: np.ndarray
+
+
+class PersonalWords:
+    """What one person's text says about their next words, on top of a model of everybody's.
+
+    - An output bias, as `models.next_word(local="output_bias")` has it: words that the person uses more often than the
+      model expects become more probable.
+    - Words of their own, outside the vocabulary, share the probability of all words outside it.
+    - n-grams: how often a word followed the last word and the last two, with absolute discounting.
+
+    All of it is counted, so that every sentence can be learned when it is written. The weights are fixed.
+
+    Attributes:
+      vocabulary: the model's.
+      own: the person's own words, each with its place among them, in the order of first use.
+      count: how often the person used each id, all words outside the vocabulary last.
+      expected: how often the model expected it.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import numpy as np
+      >>> person = fr.recommend.PersonalWords(fr.data.Vocabulary(("see", "you"), buckets=1))
+      >>> model = np.full((1, 6), 1 / 6)  # probabilities of padding, see, you, beginning, end and the only bucket
+      >>> for _ in range(2):
+      ...     person.learn(["see", "zorro"], expected=3 * np.full(6, 1 / 6))
+      >>> [word.word for word in person.suggest(model, ["see"], n=1, prefix="z")]
+      ['zorro']
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, biased: bool = True):
+        """Know nothing about the person yet; without the output bias if not `biased`."""
+        self.vocabulary, self._biased = vocabulary, biased
+        self.own: dict[str, int] = {}
+        self.count, self.expected = np.zeros((2, vocabulary.first_oov + 1))
+        self._uses: list[int] = []
+        self._followers: dict[tuple[int, ...], Counter[int]] = {}
+
+    def copy(self) -> PersonalWords:
+        """Return what is known now, which stays as it is when more is learned."""
+        other = copy.copy(self)
+        other.own, other._uses = dict(self.own), list(self._uses)
+        other.count, other.expected = self.count.copy(), self.expected.copy()
+        other._followers = {context: Counter(followers) for context, followers in self._followers.items()}
+        return other
+
+    def id_of(self, word: str) -> int:
+        """Return the id of a word; -1 if neither the vocabulary has it nor the person has used it."""
+        number, first_oov = self.vocabulary.id_of(word), self.vocabulary.first_oov
+        if number < first_oov:
+            return number
+        return first_oov + self.own[word] if word in self.own else -1
+
+    def inputs(self, words: Sequence[str]) -> list[int]:
+        """Return the ids after which something comes next: the beginning of a sentence, and each of its words."""
+        return [self.vocabulary.bos, *map(self.id_of, words)]
+
+    def learn(self, words: Sequence[str], expected: np.ndarray, *, ended: bool = True) -> None:
+        """Learn a sentence.
+
+        Args:
+          words: as many of it as the model reads.
+          expected: how often the model expected each id in it, all buckets together last; see `expected_counts`.
+          ended: whether the end of the sentence belongs to it; not if it was too long.
+        """
+        first_oov = self.vocabulary.first_oov
+        for word in words:
+            if self.vocabulary.id_of(word) >= first_oov:
+                index = self.own.setdefault(word, len(self.own))
+                self._uses += [0] * (index == len(self._uses))
+                self._uses[index] += 1
+        ids = [*self.inputs(words), *([self.vocabulary.eos] if ended else [])]
+        for t, target in enumerate(ids[1:], 1):
+            self.count[min(target, first_oov)] += 1
+            for context in (ids[t - 1 : t], ids[t - 2 : t] if t > 1 else [-1, ids[0]]):
+                self._followers.setdefault(tuple(context), Counter())[target] += 1
+        self.expected += expected
+
+    def predict(self, probabilities: np.ndarray, inputs: Sequence[int]) -> NextWords:
+        """Turn the model's probabilities into this person's.
+
+        Args:
+          probabilities: `(positions, outputs)` of the model, buckets last, after each of `inputs`.
+          inputs: as `inputs` returns them.
+        """
+        first_oov = self.vocabulary.first_oov
+        ratio = (self.count + PRIOR) / (self.expected + PRIOR) if self._biased else np.ones(first_oov + 1)
+        in_vocabulary = probabilities[:, :first_oov] * ratio[:-1]
+        outside = probabilities[:, first_oov:].sum(1) * ratio[-1]
+        total = in_vocabulary.sum(1) + outside
+        uses = np.array(self._uses, in_vocabulary.dtype)
+        own_shares = (uses - DISCOUNT) / (uses.sum() + 1)
+        shares = np.concatenate([in_vocabulary, outside[:, None] * own_shares], 1) / total[:, None]
+        new = outside * (1 - own_shares.sum()) / total
+        for t, last in enumerate(inputs):
+            before = inputs[t - 1] if t else -1
+            for context, weight in (((last,), BIGRAM_WEIGHT), ((before, last), TRIGRAM_WEIGHT)):
+                if followers := self._followers.get(context):
+                    seen = followers.total()
+                    scale = (weight + DISCOUNT * len(followers)) / (seen + weight)
+                    shares[t] *= scale
+                    new[t] *= scale
+                    counts = np.fromiter(followers.values(), float, len(followers))
+                    shares[t, list(followers)] += (counts - DISCOUNT) / (seen + weight)
+        return NextWords(shares, new)
+
+    def suggest(self, probabilities: np.ndarray, words: Sequence[str], n: int, prefix: str = "") -> list[Suggestion]:
+        """Suggest the `n` most probable next words.
+
+        Of five or more suggestions, the last is kept for the most probable word of the person's own, if it has at
+        least one percent.
+
+        Args:
+          probabilities: `(1, outputs)` of the model after the words.
+          words: the beginning of the sentence.
+          n: how many.
+          prefix: the letters of the next word that are typed already.
+        """
+        inputs = self.inputs(words)
+        context = inputs[-2:] if len(inputs) > 1 else [-1, *inputs]
+        repeated = np.repeat(probabilities, 2, 0)  # the second row has the context of both
+        shares = self.predict(repeated, context).shares[1]
+        candidates = [k for k in range(1, len(self.vocabulary) + 1) if self.vocabulary.words[k - 1].startswith(prefix)]
+        best = sorted(candidates, key=lambda k: -shares[k])[:n]
+        suggestions = [Suggestion(self.vocabulary.words[k - 1], float(shares[k]), False) for k in best]
+        first_oov = self.vocabulary.first_oov
+        own_suggestions = [
+            Suggestion(word, float(shares[first_oov + index]), True)
+            for word, index in self.own.items()
+            if word.startswith(prefix)
+        ]
+        ordered = sorted([*suggestions, *own_suggestions], key=lambda s: (-s.probability, s.word))
+        likeliest = next((s for s in ordered if s.personal), None)
+        if n >= RESERVED_FROM and likeliest in ordered[n:] and likeliest.probability >= LEAST_OWN:
+            return [*ordered[: n - 1], likeliest]
+        return ordered[:n]
+
+
+def expected_counts(probabilities: np.ndarray, first_oov: int) -> np.ndarray:
+    """Return how often each id is expected over the positions of a sentence, all buckets together last.
+
+    Args:
+      probabilities: `(positions, outputs)` of the model, buckets last.
+      first_oov: the id of the first bucket.
+    """
+    sums = probabilities.sum(0)
+    return np.append(sums[:first_oov], sums[first_oov:].sum())

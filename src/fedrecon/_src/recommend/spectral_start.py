@@ -1,0 +1,241 @@
+"""Round zero for clicks: item counts and a spectral start of the item embeddings, from sums over users only.
+
+With X the users by items, n the items of a user and c the users of an item, the start is the leading eigenvectors of
+`S'S`, where `S = diag(n)^-1/2 X diag(c)^-1/4`. Subspace iteration finds them: the server sends an orthonormal basis Q,
+a user adds to each own row i `c_i^-1/4 / n * sum_k c_k^-1/4 Q_k` over own items k, and the server orthonormalises the
+sum. The last sum also has the eigenvalues, as those of `Q'S'SQ`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse
+
+from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.wire import from_bytes, to_bytes
+from fedrecon._src.recommend.estimate import Estimate, Question, StateError
+from fedrecon._src.recommend.round_zero import Result, RoundZero
+
+PASSES = 4
+START_LENGTH = 0.5  # root mean square length of an embedding, over clicks
+USERS_AT_ONCE = 4096
+COUNT, PRODUCT = "item_count", "product"
+
+
+class SpectralState(NamedTuple):
+    """What a server knows between questions.
+
+    Attributes:
+      asked: how many questions were answered.
+      item_count: `(items,)` how many users have each item.
+      basis: `(items, dim)`, orthonormal columns.
+      values: `(dim,)` eigenvalues, the largest first; zeros before the last answer.
+    """
+
+    asked: int
+    item_count: np.ndarray
+    basis: np.ndarray
+    values: np.ndarray
+
+    @property
+    def done(self) -> bool:
+        """Whether all questions were answered."""
+        return self.asked > PASSES
+
+    @property
+    def estimate(self) -> Estimate:
+        """The counts, as round zero of ratings has them."""
+        return Estimate(np.zeros(len(self.item_count)), self.item_count)
+
+
+@dataclass(frozen=True)
+class ClicksResult(Result):
+    """What round zero of clicks found.
+
+    Attributes:
+      item_embedding: `(items, dim)` where training starts; its first columns are the start in fewer dimensions.
+    """
+
+    item_embedding: np.ndarray = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralStart(RoundZero):
+    """The questions of round zero for clicks, with exact sums.
+
+    Attributes:
+      dim: the number of eigenvectors.
+      seed: of the first basis.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> clicks = fr.data.synthetic_ratings(num_users=60, num_items=20, seed=0)
+      >>> zero = fr.recommend.SpectralStart(num_items=20, dim=4)
+      >>> state = zero.start()
+      >>> while not state.done:
+      ...     state = zero.advance(state, zero.answer(state, clicks))
+      >>> zero.result(state).item_embedding.shape
+      (20, 4)
+    """
+
+    dim: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        if self.noised:
+            raise ValueError("`noise_multiplier` cannot be used: round zero for clicks adds no noise")
+        if not 1 <= self.dim <= self.num_items:
+            raise ValueError(f"`dim` must be from 1 to the number of items, {self.num_items} (got {self.dim})")
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """All questions, in order."""
+        products: list[Question] = ["product"] * PASSES
+        return ("counts", *products)
+
+    @property
+    def description(self) -> str:
+        """What clients send, in words."""
+        return "sums over users by item (counts, and the products of a spectral start)"
+
+    @property
+    def numbers_per_item(self) -> int:
+        """How many numbers for each item the largest message has."""
+        return self.dim + 1
+
+    def start(self) -> Any:
+        """Return the state before anything is asked."""
+        drawn = np.random.default_rng(self.seed).normal(size=(self.num_items, self.dim)).astype(np.float32)
+        return SpectralState(0, np.zeros(self.num_items), _orthonormal(drawn), np.zeros(self.dim))
+
+    def answer(self, state: Any, clients: Clients) -> dict[str, np.ndarray]:
+        """Return the sum of clients' answers to the next question.
+
+        Args:
+          state: what the server sent.
+          clients: with a column `item`.
+        """
+        item = np.asarray(clients.columns["item"])[rows_of(clients.starts, clients.ends)]
+        if state.asked == 0:
+            return {COUNT: np.bincount(item, minlength=self.num_items).astype(np.float64)}
+        owner = np.repeat(np.arange(len(clients)), clients.sizes)
+        scale = np.where(state.item_count > 0, np.maximum(state.item_count, 1) ** -0.25, 0.0)
+        size = np.maximum(clients.sizes, 1) ** -0.5
+        values = (scale[item] * size[owner]).astype(np.float32)
+        matrix = scipy.sparse.csr_matrix((values, (owner, item)), (len(clients), self.num_items))
+        total = np.zeros((self.num_items, self.dim))
+        for begin in range(0, len(clients), USERS_AT_ONCE):
+            part = matrix[begin : begin + USERS_AT_ONCE]
+            total += part.T @ (part @ state.basis)
+        return {PRODUCT: total}
+
+    def zeros(self, asked: int) -> dict[str, np.ndarray]:
+        """Return the sum over no clients after `asked` questions, in the shapes of all others."""
+        if not 0 <= asked <= PASSES:
+            raise ValueError(f"`asked` must be from 0 to {PASSES} (got {asked})")
+        return {PRODUCT: np.zeros((self.num_items, self.dim))} if asked else {COUNT: np.zeros(self.num_items)}
+
+    def advance(self, state: Any, total: Mapping[str, Any], noise: float | None = None) -> Any:
+        """Return the next state.
+
+        Args:
+          state: the last one.
+          total: the sum of all clients' answers to it.
+          noise: none.
+        """
+        if state.asked == 0:
+            return state._replace(asked=1, item_count=np.rint(np.asarray(total[COUNT], np.float64)))
+        product = np.asarray(total[PRODUCT], np.float64)
+        if state.asked < PASSES:
+            return state._replace(asked=state.asked + 1, basis=_orthonormal(product))
+        small = state.basis.T @ product
+        values, rotation = np.linalg.eigh((small + small.T) / 2)
+        basis = state.basis @ rotation[:, ::-1]
+        return state._replace(
+            asked=state.asked + 1, basis=basis.astype(np.float32), values=np.maximum(values[::-1], 0.0)
+        )
+
+    def to_bytes(self, state: Any) -> bytes:
+        """Write a state for clients; before the first question, there is nothing to tell them."""
+        return to_bytes(_to_tree(state)) if state.asked else b""
+
+    def from_bytes(self, data: bytes) -> Any:
+        """Read a state from bytes that may be anything.
+
+        Raises:
+          ValueError: they are no state of this round zero.
+        """
+        start = self.start()
+        if not data:
+            return start
+        tree = from_bytes(data, _to_tree(start))
+        number = int(tree["asked"])
+        if not all(np.isfinite(leaf).all() for leaf in tree.values()):
+            raise StateError("the state of round zero has non-finite values")
+        if not 1 <= number <= PASSES + 1 or (tree["item_count"] < 0).any() or (tree["values"] < 0).any():
+            raise StateError("the state of round zero has invalid values")
+        return SpectralState(number, tree["item_count"], tree["basis"], tree["values"])
+
+    def read_result(self, data: bytes) -> ClicksResult:
+        """Read the last state, when all questions were answered.
+
+        Raises:
+          ValueError: the bytes are nothing that this round zero can end with.
+        """
+        return self.result(self.from_bytes(data), data)
+
+    def result(self, state: SpectralState, data: bytes | None = None) -> ClicksResult:
+        """Return what the last state says.
+
+        Args:
+          state: after all questions.
+          data: the same as bytes, if they are there already.
+        """
+        if not state.done or not state.item_count.sum() >= 1:
+            raise StateError("round zero is not over, or nobody has any items")
+        items = state.item_count[:, None] ** 0.25 * state.basis * np.sqrt(state.values)
+        clicks = state.item_count / state.item_count.sum()
+        length = np.sqrt(clicks @ (items**2).sum(1))
+        items = (items * (START_LENGTH / max(float(length), 1e-12))).astype(np.float32)
+        return ClicksResult(self.to_bytes(state) if data is None else data, state.estimate, state.item_count, items)
+
+    def describe(self, result: Result) -> str:
+        """Return a sentence about a result."""
+        occupied = int((result.counts > 0).sum())
+        return f"round zero: {result.num_examples:,} clicks on {occupied:,} of {self.num_items:,} items"
+
+
+def estimate_clicks(clients: Clients, num_items: int, dim: int) -> ClicksResult:
+    """Run round zero of clicks over all clients in this process.
+
+    Args:
+      clients: with a column `item`.
+      num_items: item ids are 0 to `num_items - 1`.
+      dim: the number of eigenvectors, at most the number of items.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> clicks = fr.data.synthetic_ratings(num_users=60, num_items=20, seed=0)
+      >>> fr.recommend.estimate_clicks(clicks, 20, dim=4).num_examples == clicks.num_examples
+      True
+    """
+    zero = SpectralStart(num_items=num_items, dim=dim)
+    state = zero.start()
+    while not state.done:
+        state = zero.advance(state, zero.answer(state, clients))
+    return zero.result(state)
+
+
+def _orthonormal(columns: np.ndarray) -> np.ndarray:
+    return np.linalg.qr(columns)[0].astype(np.float32)
+
+
+def _to_tree(state: SpectralState) -> dict[str, np.ndarray]:
+    tree = state._asdict() | {"asked": np.float64(state.asked)}
+    return {name: np.asarray(value) for name, value in tree.items()}

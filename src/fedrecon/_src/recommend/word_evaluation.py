@@ -1,0 +1,479 @@
+"""What people get from a model of the next word, personal or not, next to n-grams that are counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.clients import rows_of
+from fedrecon._src.core.cohort import Needs, Packer
+from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.split import Split
+from fedrecon._src.data import Sentences, Vocabulary, input_ids
+from fedrecon._src.recommend.personal_words import DISCOUNT, NextWords, PersonalWords, expected_counts
+
+SUGGESTED, TYPED = 3, 2  # how many suggestions people see, and after how many letters at most
+COLUMNS = ("word", "oov", "pair", "target", "other")
+SENTENCES_AT_ONCE = 16
+MOST_SENTENCES = 2**18  # of the training clients that n-grams are counted in: more hardly change what is counted
+REPEATED, LEAST_REPEATED = 0.25, 4  # share of query sentences, and words of a sentence that counts as repeated
+MOST_USED, BIGRAMS, TRIGRAMS = "most used word", "counted bigrams", "counted trigrams"
+IMPERSONAL, FROZEN, PERSONAL = "impersonal", "personal_frozen", "personal"
+
+# (columns of sentences) -> probabilities of (sentences, L, outputs), buckets last
+Predict = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+
+
+# ---- what is measured of a sentence ----
+
+
+@dataclasses.dataclass
+class Tally:
+    """Sums over the words of one person, or of several.
+
+    Attributes:
+      top1: hits of the most probable output, where words of the vocabulary come next, and the number of these.
+      top3: words that are among three suggestions, and the number of words.
+      own_words: the same for words outside the vocabulary alone.
+      loss: the negative logarithms of the probabilities, all words outside the vocabulary as one, and their number.
+      keys: characters that need not be typed, and the number of all.
+    """
+
+    top1: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
+    top3: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
+    own_words: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
+    loss: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
+    keys: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
+
+    def __add__(self, other: Tally) -> Tally:
+        """Add the sums of two."""
+        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the shares, and the perplexity."""
+
+        def mean(pair: np.ndarray) -> float:
+            return float(pair[0] / pair[1]) if pair[1] else float("nan")
+
+        return {
+            "top1": mean(self.top1),
+            "top3": mean(self.top3),
+            "own_top3": mean(self.own_words),
+            "perplexity": float(np.exp(min(mean(self.loss), 700.0))),
+            "keystrokes": mean(self.keys),
+        }
+
+
+class Spelling:
+    """The words of a vocabulary in alphabetical order, where those with the same first letters are neighbours."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        """Sort the words."""
+        words = np.array(vocabulary.words, str)
+        order = np.argsort(words, kind="stable")
+        self.ids = order + 1  # by alphabetical order
+        self._sorted = words[order]
+
+    def range(self, letters: str) -> tuple[int, int]:
+        """Return where the words with these first letters begin and end."""
+        last = letters + chr(sys.maxunicode)
+        return int(np.searchsorted(self._sorted, letters)), int(np.searchsorted(self._sorted, last, "right"))
+
+
+class Target(NamedTuple):
+    """What came next: its id for this person (-1 for a new word), its spelling (empty at the end of a sentence)."""
+
+    number: int
+    word: str
+
+
+def measure_sentence(
+    tally: Tally,
+    predicted: NextWords,
+    targets: Sequence[Target],
+    spelling: Spelling,
+    own_words: Sequence[str],
+    bucket: np.ndarray,
+) -> np.ndarray:
+    """Add one sentence to a tally.
+
+    Args:
+      tally: is changed.
+      predicted: the probabilities at its positions.
+      targets: what came next at each.
+      spelling: of the vocabulary.
+      own_words: the person's own words, in the order of their ids.
+      bucket: `(positions,)` the share of the most probable bucket in that of all; it competes for the first place, as
+        in the paper. 0 to leave words outside the vocabulary out.
+
+    Returns:
+      Which targets are among three suggestions.
+    """
+    words = len(spelling.ids)
+    first_own = words + 3
+    hits = np.zeros(len(targets), bool)
+    ordered = predicted.shares[:, spelling.ids]
+    for t, (number, word) in enumerate(targets):
+        shares = predicted.shares[t]
+        share = shares[number] if number >= 0 else 0.0
+        outside = not 0 <= number < first_own
+        mass = shares[first_own:].sum() + predicted.new[t] if outside else share
+        tally.loss += -np.log(max(mass, 1e-12)), 1
+        if not word:
+            continue  # the end of a sentence is not suggested
+        if not outside:
+            tally.top1 += share >= max(shares[1:].max(), predicted.new[t] * bucket[t]), 1
+        needed = len(word)
+        for typed in range(min(TYPED, len(word) - 1) + 1 if number >= 0 else 0):
+            low, high = spelling.range(word[:typed]) if typed else (0, words)
+            better = np.count_nonzero(ordered[t, low:high] > share)
+            better += sum(
+                own_words[k].startswith(word[:typed]) for k in np.flatnonzero(shares[first_own:] > share).tolist()
+            )
+            if better < SUGGESTED:
+                hits[t], needed = typed == 0, typed
+                break
+        tally.top3 += hits[t], 1
+        if outside:
+            tally.own_words += hits[t], 1
+        tally.keys += len(word) - needed, len(word) + 1
+    return hits
+
+
+# ---- people ----
+
+
+@dataclasses.dataclass(frozen=True)
+class PersonalResults:
+    """What people get from a model of the next word.
+
+    Attributes:
+      rows: `{"impersonal", "personal_frozen", "personal", "counted bigrams", ...: metrics}`, over all people.
+        "personal" goes on learning while the person writes; "personal_frozen" has learned their support.
+      worse_off: the share of people with fewer hits among three suggestions when these are personal.
+      clearly_worse_off: the share of people for whom that is beyond two standard errors.
+      people: how many were measured.
+      repeating: how many of them repeat whole sentences: a quarter of their query is in their support.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.recommend.load_completer("runs/words").evaluate().personal  # doctest: +SKIP
+    """
+
+    rows: Mapping[str, Mapping[str, float]]
+    worse_off: float
+    clearly_worse_off: float
+    people: int
+    repeating: int
+
+    def summary(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return {
+            **{name: dict(row) for name, row in self.rows.items()},
+            "worse_off": self.worse_off,
+            "clearly_worse_off": self.clearly_worse_off,
+            "repeating_people": self.repeating,
+        }
+
+    def __str__(self) -> str:
+        """Lay the table out as text."""
+        titles = {
+            IMPERSONAL: "nothing personal",
+            FROZEN: "personal, frozen",
+            PERSONAL: "personal, still learning",
+        }
+        cells = [["what people get", "top 1", "top 3", "own words", "perplexity", "keystrokes saved"]]
+        for name, row in self.rows.items():
+            shares = [f"{100 * row[metric]:.2f} %" for metric in ("top1", "top3", "own_top3")]
+            cells.append(
+                [titles.get(name, name), *shares, f"{row['perplexity']:.1f}", f"{100 * row['keystrokes']:.2f} %"]
+            )
+        lines = lay_out(cells, right=True)
+        lines.append(
+            f"worse off with personal suggestions: {self.worse_off:.0%} of {self.people} people, "
+            f"{self.clearly_worse_off:.0%} beyond two standard errors"
+        )
+        if self.repeating:
+            lines.append(f"people who repeat whole sentences, which makes their figures high: {self.repeating}")
+        return "\n".join(lines)
+
+
+class _Person:
+    """One person's sentences: columns of support and query, and their words."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray], clients: Sentences):
+        self.columns = columns
+        self.vocabulary = clients.vocabulary
+        self.other_words = clients.other_words
+
+    def __len__(self) -> int:
+        return len(self.columns["target"])
+
+    def words(self, k: int) -> tuple[list[str], bool]:
+        """Return the words of a sentence, and whether it ends."""
+        target, other = self.columns["target"][k], self.columns["other"][k]
+        ids = target[target > 0].tolist()
+        ended = bool(ids) and ids[-1] == self.vocabulary.eos
+        ids = ids[:-1] if ended else ids
+        words = [
+            self.vocabulary.words[number - 1]
+            if number < self.vocabulary.first_oov
+            else str(self.other_words[index - 1]) or f"#{index}"  # whose spelling is not known
+            for number, index in zip(ids, other.tolist(), strict=False)
+        ]
+        return words, ended
+
+
+def predict_sentences(columns: Mapping[str, np.ndarray], predict: Predict) -> Iterator[np.ndarray]:
+    """Yield the probabilities at the positions of each sentence that have a target, some sentences at a time.
+
+    Args:
+      columns: of sentences.
+      predict: what predicts.
+    """
+    for begin in range(0, len(columns["target"]), SENTENCES_AT_ONCE):
+        block = {name: column[begin : begin + SENTENCES_AT_ONCE] for name, column in columns.items()}
+        short = SENTENCES_AT_ONCE - len(block["target"])
+        padded = {name: np.pad(column, [(0, short), (0, 0)]) for name, column in block.items()}
+        for probabilities, target in zip(predict(padded), block["target"], strict=False):
+            yield probabilities[: np.count_nonzero(target)]
+
+
+class Models(NamedTuple):
+    """What predicts for one person.
+
+    Attributes:
+      anybody: the model as it serves anybody.
+      personal: the model that personal words build on.
+      baselines: other models to compare with, by name; personal words are not added to them.
+    """
+
+    anybody: Predict
+    personal: Predict
+    baselines: Mapping[str, Predict]
+
+
+def measure_people(
+    clients: Sentences,
+    split: Split,
+    models_of: Callable[[Mapping[str, np.ndarray]], Models],
+    *,
+    biased: bool = True,
+    progress: Progress = silent,
+) -> PersonalResults:
+    """Measure what people get who took no part in training.
+
+    Args:
+      clients: the people, with the spelling of words outside the vocabulary.
+      split: how their sentences become support, which is known, and query.
+      models_of: `(columns of a person's support) -> what predicts for them`.
+      biased: whether what is personal includes an output bias.
+      progress: a progress display.
+    """
+    spelling = Spelling(clients.vocabulary)
+    totals: dict[str, Tally] = {}
+    worse = clearly = people = repeating = 0
+    with progress("measuring what people get", len(clients)) as advance:
+        for support, query in _people(clients, split):
+            advance()
+            if not len(query):
+                continue
+            models, learning = models_of(support.columns), PersonalWords(clients.vocabulary, biased=biased)
+            tallies, change, is_repeating = _measure_person(support, query, models, learning, spelling)
+            totals = {name: totals.get(name, Tally()) + tally for name, tally in tallies.items()}
+            lost, won = change
+            people, worse = people + 1, worse + (lost > won)
+            clearly += lost - won > 2 * (lost + won) ** 0.5
+            repeating += is_repeating
+    rows = {name: tally.metrics() for name, tally in totals.items()}
+    return PersonalResults(rows, worse / max(people, 1), clearly / max(people, 1), people, repeating)
+
+
+def _people(clients: Sentences, split: Split) -> Iterator[tuple[_Person, _Person]]:
+    """Yield each client's support and query."""
+    columns = [name for name in COLUMNS if name in clients.columns]
+    for begin, end in zip(clients.starts.tolist(), clients.ends.tolist(), strict=True):
+        alone = dataclasses.replace(clients, starts=np.array([begin]), ends=np.array([end]), names=None)
+        cohort = Packer(alone, Needs(split, columns=[*columns])).pack(np.arange(1))
+        support, query = (
+            _Person({name: np.asarray(c)[0, : int(part.count[0])] for name, c in part.columns.items()}, clients)
+            for part in (cohort.support, cohort.query)
+        )
+        yield support, query
+
+
+def _measure_person(
+    support: _Person,
+    query: _Person,
+    models: Models,
+    learning: PersonalWords,
+    spelling: Spelling,
+) -> tuple[dict[str, Tally], tuple[int, int], bool]:
+    """Return the person's sums, how many hits personal suggestions lost and won, and whether they repeat sentences."""
+    nobody, support_sentences = PersonalWords(query.vocabulary), set()
+    first_oov = query.vocabulary.first_oov
+    for k, probabilities in enumerate(predict_sentences(support.columns, models.personal)):
+        words, ended = support.words(k)
+        learning.learn(words, expected_counts(probabilities, first_oov), ended=ended)
+        support_sentences.add(tuple(words))
+    frozen = learning.copy()
+    tallies = {name: Tally() for name in (IMPERSONAL, FROZEN, PERSONAL, *models.baselines)}
+    lost = won = repeated = 0
+    baseline_rows = [predict_sentences(query.columns, model) for model in models.baselines.values()]
+    base = None if models.anybody is models.personal else predict_sentences(query.columns, models.personal)
+    for k, probabilities in enumerate(predict_sentences(query.columns, models.anybody)):
+        personal = probabilities if base is None else next(base)
+        words, ended = query.words(k)
+        repeated += len(words) >= LEAST_REPEATED and tuple(words) in support_sentences
+        hits = {}
+        for name, person, rows in (
+            (IMPERSONAL, nobody, probabilities),
+            (FROZEN, frozen, personal),
+            (PERSONAL, learning, personal),
+        ):
+            predicted = person.predict(rows, person.inputs(words)[: len(rows)])
+            targets, bucket = _targets(person, words, ended), _largest_bucket(rows, first_oov)
+            hits[name] = measure_sentence(tallies[name], predicted, targets, spelling, [*person.own], bucket)
+        lost += int(np.count_nonzero(hits[IMPERSONAL] & ~hits[PERSONAL]))
+        won += int(np.count_nonzero(hits[PERSONAL] & ~hits[IMPERSONAL]))
+        learning.learn(words, expected_counts(personal, first_oov), ended=ended)
+        for name, sentences in zip(models.baselines, baseline_rows, strict=True):
+            shares = next(sentences)
+            predicted = NextWords(shares[:, :first_oov], shares[:, first_oov:].sum(1))
+            # Counted n-grams guess only words: all words outside the vocabulary together would often come first.
+            bucket = np.zeros(len(shares)) if name in (BIGRAMS, TRIGRAMS) else _largest_bucket(shares, first_oov)
+            measure_sentence(tallies[name], predicted, _targets(nobody, words, ended), spelling, (), bucket)
+    return tallies, (lost, won), repeated >= REPEATED * len(query)
+
+
+def _largest_bucket(probabilities: np.ndarray, first_oov: int) -> np.ndarray:
+    """Return the share of the most probable bucket in that of all."""
+    buckets = probabilities[:, first_oov:]
+    return buckets.max(1) / np.maximum(buckets.sum(1), 1e-30)
+
+
+def _targets(person: PersonalWords, words: Sequence[str], ended: bool) -> list[Target]:
+    end = [Target(person.vocabulary.eos, "")] if ended else []
+    return [*(Target(person.id_of(word), word) for word in words), *end]
+
+
+def model_predictions(algorithm: Algorithm, params: Any, local: Any) -> Predict:
+    """Return the probabilities of a model with these local parameters, compiled once for all people.
+
+    Args:
+      algorithm: its model predicts.
+      params: global parameters.
+      local: local parameters.
+    """
+    compiled = _compile(algorithm)
+
+    def predict(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        inputs = {name: columns[name] for name in ("word", "oov", "pair")}
+        return np.asarray(compiled(params, local, inputs))
+
+    return predict
+
+
+@functools.lru_cache(maxsize=2)
+def _compile(algorithm: Algorithm) -> Callable[..., Any]:
+    predict = algorithm.model.predict
+    return jax.jit(lambda params, local, columns: jax.nn.softmax(predict(params, local, columns).values()))
+
+
+# ---- n-grams of the training clients ----
+
+
+class CountedWords:
+    """Counted n-grams of training clients with absolute discounting: what a model must beat."""
+
+    def __init__(self, train: Sentences):
+        """Count."""
+        rows = rows_of(train.starts, train.ends)[:MOST_SENTENCES]
+        columns = {name: train.columns[name][rows] for name in ("word", "oov", "target")}
+        self._vocab_size = train.vocab_size
+        self._ids = train.vocab_size + 4  # all words outside the vocabulary are one
+        before, last, target = self._contexts(columns)
+        real = target > 0
+        self.uses = np.bincount(target[real], minlength=self._ids)
+        self._bigrams = _Followers(last[real], target[real], self._ids)
+        self._trigrams = _Followers(before[real] * self._ids + last[real], target[real], self._ids)
+        total, kinds = max(1, self.uses.sum()), np.count_nonzero(self.uses)
+        self._unigrams = (np.maximum(self.uses - DISCOUNT, 0) + DISCOUNT * kinds / self._ids + 1e-9) / (total + 1e-9)
+
+    def _contexts(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the last word but one, the last word and the next, of (sentences, L); words outside are one."""
+        last = np.minimum(input_ids(columns, self._vocab_size), self._ids - 1).astype(np.int64)
+        before = np.pad(last[:, :-1], [(0, 0), (1, 0)])
+        return before, last, np.minimum(columns["target"], self._ids - 1)
+
+    def predict(self, columns: Mapping[str, np.ndarray], order: int) -> np.ndarray:
+        """Return probabilities of (sentences, L, ids), words outside the vocabulary last.
+
+        Args:
+          columns: of sentences.
+          order: 2 for bigrams, 3 for trigrams.
+        """
+        before, last, target = self._contexts(columns)
+        shares = np.broadcast_to(self._unigrams.astype(np.float32), (*last.shape, self._ids)).copy()
+        for k, t in np.argwhere(target > 0).tolist():
+            self._bigrams.mix(shares[k, t], int(last[k, t]))
+            if order > 2:
+                self._trigrams.mix(shares[k, t], int(before[k, t]) * self._ids + int(last[k, t]))
+        return shares
+
+
+class _Followers:
+    """How often each word followed each context, contexts in order."""
+
+    def __init__(self, context: np.ndarray, target: np.ndarray, ids: int):
+        pairs, self._counts = np.unique(context * ids + target, return_counts=True)
+        contexts, self._targets = np.divmod(pairs, ids)
+        keys, starts = np.unique(contexts, return_index=True)
+        self._places = dict(zip(keys.tolist(), starts.tolist(), strict=True))
+        self._ends = dict(zip(keys.tolist(), [*starts[1:].tolist(), len(pairs)], strict=True))
+
+    def mix(self, shares: np.ndarray, context: int) -> None:
+        """Mix what followed this context into the probabilities of a shorter one."""
+        if (start := self._places.get(context)) is None:
+            return
+        rows = slice(start, self._ends[context])
+        counts, total = self._counts[rows], self._counts[rows].sum()
+        shares *= DISCOUNT * len(counts) / total
+        shares[self._targets[rows]] += (counts - DISCOUNT) / total
+
+
+def word_baselines(train: Sentences, measured: Sentences, split: Split) -> dict[str, dict[str, float]]:
+    """Count words of training clients, and return how often they tell the next word of other clients' query sentences.
+
+    Args:
+      train: who words are counted of.
+      measured: who they are measured on.
+      split: how sentences become support and query.
+
+    Returns:
+      The accuracy of each baseline, which guesses only words, over targets that are words of the vocabulary; nothing if
+      there are none.
+    """
+    counted, words = CountedWords(train), train.vocab_size
+    hits, number = np.zeros(3, int), 0
+    most_used = 1 + int(np.argmax(counted.uses[1 : words + 1]))
+    for _, query in _people(measured, split):
+        for begin in range(0, len(query), SENTENCES_AT_ONCE):
+            columns = {name: column[begin : begin + SENTENCES_AT_ONCE] for name, column in query.columns.items()}
+            in_vocabulary = (columns["target"] > 0) & (columns["target"] <= words)
+            target = columns["target"][in_vocabulary]
+            best = [1 + counted.predict(columns, order)[in_vocabulary][:, 1 : words + 1].argmax(1) for order in (2, 3)]
+            hits += [np.count_nonzero(guess == target) for guess in (most_used, *best)]
+            number += len(target)
+    if not number or not counted.uses[1 : words + 1].any():
+        return {}
+    names = (MOST_USED, BIGRAMS, TRIGRAMS)
+    return {name: {"accuracy": hit / number} for name, hit in zip(names, hits.tolist(), strict=True)}
