@@ -49,7 +49,7 @@ def descend(rate: float, epochs: int) -> fr.kit.Solver:
     return fr.gradient_descent(optax.sgd(rate), batch_size=10, epochs=epochs)
 
 
-def main(rounds: int = 100, clients: int = 60, negatives: float = 0.5, seed: int = 0) -> fr.Comparison:
+def main(rounds: int = 100, clients: int = 60, negatives: float = 0.5, seed: int = 0):
     data = photograph(clients, negatives, seed)
     train, test = data.split_clients(0.6, 0.4, seed=seed)
 
@@ -67,7 +67,7 @@ def main(rounds: int = 100, clients: int = 60, negatives: float = 0.5, seed: int
             model("BatchNorm*"), reconstruct=reconstruct, update=update, server=server, split=split
         ),
     }
-    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seeds=(seed,))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def descend(rate: float, epochs: int) -> fr.kit.Solver:
     return fr.gradient_descent(optax.sgd(rate), batch_size=5, epochs=epochs)
 
 
-def main(rounds: int = 150, clients: int = 90, classes: int = 2, noise: float = 0.3, seed: int = 0) -> fr.Comparison:
+def main(rounds: int = 150, clients: int = 90, classes: int = 2, noise: float = 0.3, seed: int = 0):
     train, test = deal(clients, classes, noise, seed).split_clients(0.6, 0.4, seed=seed)
 
     def model(local) -> fr.Model:
@@ -72,7 +72,7 @@ def main(rounds: int = 150, clients: int = 90, classes: int = 2, noise: float = 
             model("head"), reconstruct=reconstruct, update=update, server=server, split=split
         ),
     }
-    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seeds=(seed,))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def descend(rate: float, epochs: int = 1) -> fr.kit.Solver:
     return fr.gradient_descent(optax.sgd(rate), batch_size=5, epochs=epochs, steps=50)
 
 
-def main(rounds: int = 300, clients: int = 671, seed: int = 0) -> fr.Comparison:
+def main(rounds: int = 300, clients: int = 671, seed: int = 0):
     ratings = fr.data.load_movielens("movielens-small").shuffle(seed).take(range(clients))
     train, _, test = ratings.split_clients(0.8, 0.1, 0.1, seed=seed)
 
@@ -52,7 +52,7 @@ def main(rounds: int = 300, clients: int = 671, seed: int = 0) -> fr.Comparison:
             model("user"), reconstruct=fr.least_squares(ridge=2.0), update=descend(0.2), server=optax.sgd(1.0)
         ),
     }
-    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seed=seed)
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seeds=(seed,))
 
 
 if __name__ == "__main__":

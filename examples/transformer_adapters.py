@@ -56,7 +56,7 @@ def speak(clients: int, seed: int) -> fr.Clients:
     return fr.Clients.from_columns({"words": words[:, :-1], "label": words[:, 1:]}, client=owner)
 
 
-def main(rounds: int = 250, clients: int = 200, rank: int = 2, seed: int = 0) -> fr.Comparison:
+def main(rounds: int = 250, clients: int = 200, rank: int = 2, seed: int = 0):
     train, test = speak(clients, seed).split_clients(0.8, 0.2, seed=seed)
 
     def model(local) -> fr.Model:
@@ -72,7 +72,7 @@ def main(rounds: int = 250, clients: int = 200, rank: int = 2, seed: int = 0) ->
         "global only": fr.federated_averaging(model(()), update=update, server=server),
         "partially local": fr.federated_reconstruction(model("*/lora"), **adapted),
     }
-    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seed=seed)
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=20, seeds=(seed,))
 
 
 if __name__ == "__main__":

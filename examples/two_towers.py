@@ -55,7 +55,7 @@ def load(clients: int, seed: int) -> fr.Clients:
     return fr.Clients.from_columns(columns, client=frame["userId"].to_numpy()).shuffle(seed)
 
 
-def main(rounds: int = 150, clients: int = 671, seed: int = 0) -> fr.Comparison:
+def main(rounds: int = 150, clients: int = 671, seed: int = 0):
     train, _, test = load(clients, seed).split_clients(0.8, 0.1, 0.1, seed=seed)
     num_items, num_features = train.columns["item"].max() + 1, train.columns["features"].shape[1]
 
@@ -72,7 +72,7 @@ def main(rounds: int = 150, clients: int = 671, seed: int = 0) -> fr.Comparison:
         "partially local": recon(model("user")),
         "with a learned start": recon(fr.models.learned_default(model("user"))),
     }
-    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seed=seed)
+    return fr.compare(ways, train, test, rounds=rounds, clients_per_round=50, seeds=(seed,))
 
 
 if __name__ == "__main__":

@@ -139,9 +139,7 @@ def demonstrate(folder: Path, secure: bool) -> int:
             options = ["--server", f"https://{address}", "--accept", digest, "--once"]
             options += ["--ca", str(keys / "ca.crt"), "--key", str(keys / "nodes" / f"{name}.key")]
             with (folder / f"{name}.log").open("wb") as log:
-                command = fedrecon(
-                    "join", str(path), "--server", f"https://{address}", *options, "--accept", digest, "--once"
-                )
+                command = fedrecon("join", str(path), *options)
                 nodes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
         while server.poll() is None and rounds_done(run) < KILLED_AFTER and time.monotonic() - began < LONGEST:
             time.sleep(0.2)

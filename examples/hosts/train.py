@@ -24,6 +24,6 @@ solver = fr.gradient_descent(optax.sgd(0.1), batch_size=5, steps=50)
 algorithm = fr.federated_reconstruction(
     fr.models.matrix_factorization(ratings.num_items), reconstruct=solver, update=solver, server=optax.sgd(1.0)
 )
-run = fr.train(algorithm, ratings, rounds=20, clients_per_round=100, folder=fr.RunFolder("runs/several"))
+run = fr.train(algorithm, ratings, rounds=20, clients_per_round=100, folder="runs/several")
 if jax.process_index() == 0:
     print(f"{jax.device_count()} devices of {jax.process_count()} processes: loss {run.history[-1]['loss']:.3f}")

@@ -25,6 +25,8 @@ from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.divergence import find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
+NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "min_examples")
+
 
 class OperatorCode(NamedTuple):
     """What a node's operator imports from code of their own: the algorithm, and the node's clients, if it has any."""
@@ -54,17 +56,19 @@ class AlgorithmPlan(Plan):
     """
 
     kind: ClassVar[str] = "algorithm"
+    types: ClassVar[Mapping[str, type]] = {"algorithm": str, "columns": dict, "fractions": list, "lookups": dict} | (
+        dict.fromkeys(NUMBERS, int)
+    )
 
     trained: Algorithm
     columns: Mapping[str, Sequence[Any]]
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
     split_seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if len(self.fractions) != 3 or min(self.fractions) < 0 or not 0 < sum(self.fractions) <= 1 + 1e-9:
-            raise PlanError(f"`fractions` must be three shares that add up to at most 1 (got {self.fractions})")
+    def rules(self) -> dict[str, bool]:
+        """Return what must hold for the settings."""
+        shares = len(self.fractions) == 3 and min(self.fractions) >= 0 and 0 < sum(self.fractions) <= 1 + 1e-9
+        return {**super().rules(), "`fractions` must be three shares that add up to at most 1": shares}
 
     @property
     def algorithm(self) -> Algorithm:
@@ -130,26 +134,21 @@ class AlgorithmPlan(Plan):
         """Undo `subject`, with the operator's algorithm."""
         if algorithm is None:
             raise PlanError(
-                f"this plan is for an algorithm made in Python, digest {str(values['algorithm'])[:16]}: name it "
+                f"this plan is for an algorithm made in Python, digest {values['algorithm'][:16]}: name it "
                 "with --algorithm package.module:function"
             )
         lookups = {str(path): tuple(map(str, features)) for path, features in values["lookups"].items()}
         made = with_lookups(algorithm, lookups)
         if digest(made) != values["algorithm"]:
             raise PlanError(
-                f"the plan is for the algorithm {str(values['algorithm'])[:16]}, and the one given here is "
+                f"the plan is for the algorithm {values['algorithm'][:16]}, and the one given here is "
                 f"{digest(made)[:16]}: their recipes, shapes or lookups differ"
             )
         numbers = {name: values[name] for name in NUMBERS}
-        if any(type(value) is not int for value in numbers.values()):
-            raise PlanError(f"the plan's {', '.join(NUMBERS)} must be whole numbers, not {list(numbers.values())}")
         fractions = tuple(map(float, values["fractions"]))
         lengths = lengths_for(numbers["max_examples"], made.method.needs)
         columns = {str(name): list(kind) for name, kind in values["columns"].items()}
         return cls(trained=made, columns=columns, fractions=fractions, lengths=lengths, **numbers, **options)  # type: ignore[arg-type]
-
-
-NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "min_examples")
 
 
 def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **options: Any) -> AlgorithmPlan:
@@ -196,11 +195,11 @@ def import_algorithm(name: str, source: Path | None) -> OperatorCode:
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"--algorithm is {name!r}, and must be package.module:function ({error})") from None
+        raise PlanError(f"--algorithm must be package.module:function (got {name!r}: {error})") from None
     try:
         code = make(source)
     except Exception as error:  # the function is not ours
         raise PlanError(f"{name}({source}) fails with {type(error).__name__}: {error}") from error
     if not isinstance(code, tuple) or len(code) != 2 or not isinstance(code[0], Algorithm):
-        raise PlanError(f"{name} returns {type(code).__name__}; it should return (algorithm, clients)")
+        raise PlanError(f"{name} must return (algorithm, clients) (got {type(code).__name__})")
     return OperatorCode(*code)

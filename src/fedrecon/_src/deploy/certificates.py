@@ -55,13 +55,13 @@ def check_hosts(hosts: Sequence[str]) -> None:
     """Raise a `ValueError` unless all are host names or addresses."""
     for host in hosts:
         if not _is_address(host) and (len(host) > 253 or not _HOST.fullmatch(host)):
-            raise ValueError(f"--host is {host[:60]!r}; give a host name or an address alone, without a port")
+            raise ValueError(f"--host must be a host name or an address, without a port (got {host[:60]!r})")
 
 
 def check_node(folder: Path, name: str) -> None:
     """Raise a `ValueError` unless a node can have this name and its key would replace no file."""
     if not _NODE.fullmatch(name):
-        raise ValueError(f"`nodes` has {name[:60]!r}; a name is at most 100 letters, digits, - and _")
+        raise ValueError(f"a node name must be at most 100 letters, digits, - and _ (got {name[:60]!r})")
     _check_new(folder / f"{name}.key", folder / f"{name}.pub")
 
 

@@ -32,7 +32,7 @@ from fedrecon._src.storage.run_folder import RunFolder
 from fedrecon._version import __version__
 
 MAX_PAUSE = 60.0  # seconds between two attempts at a round; they grow from one
-ROUND_ZERO, ROUND_ZERO_FORMAT = "round-zero.json", Format("fedrecon-round-zero", 1)  # in the run's folder
+ROUND_ZERO, ROUND_ZERO_FORMAT = "round-zero.json", Format("fedrecon-round-zero", 2)  # in the run's folder
 
 
 class ServeResult(NamedTuple):
@@ -168,14 +168,16 @@ class _Training(NodeRegistry):
         """Ask nodes for the sums that the model begins with, and save the result in the run's folder."""
         zero, file = plan.zero, self.folder.path / ROUND_ZERO
         assert zero is not None
-        if not file.exists():
-            state = zero.start()
-            while not state.done:
-                question = Question(self.run_id, 0, f"{PREPARE}{state.asked}", zero.to_bytes(state))
-                parts = self._collect_sum(question, all_nodes=True).node_sum.parts
-                state = zero.advance(state, {name: sum(part[name] for part in parts) for name in parts[0]})
-            write_manifest(file, ROUND_ZERO_FORMAT, {"result": base64.b64encode(zero.to_bytes(state)).decode()})
-        result = zero.read_result(base64.b64decode(read_manifest(file, ROUND_ZERO_FORMAT)["result"]))
+        state = zero.start()
+        if file.exists():
+            state = zero.from_bytes(base64.b64decode(read_manifest(file, ROUND_ZERO_FORMAT)["state"]))
+        while not state.done:
+            question = Question(self.run_id, 0, f"{PREPARE}{state.asked}", zero.to_bytes(state))
+            node_sum = self._collect_sum(question, all_nodes=True).node_sum
+            state = plan_privacy.advance_round_zero(zero, state, node_sum.parts, len(node_sum.nodes))
+            # With noise, nodes hardly answer a question twice: after a restart, the next one is asked.
+            write_manifest(file, ROUND_ZERO_FORMAT, {"state": base64.b64encode(zero.to_bytes(state)).decode()})
+        result = zero.read_result(zero.to_bytes(state))
         self.round_zero = result.data
         self.say(zero.describe(result))
         return plan.prepared(result)
@@ -254,7 +256,7 @@ class _Training(NodeRegistry):
             lost, attempt = node_sum.replies, attempt + 1
             if self.clock.monotonic() - began > self.pace.patience:
                 raise NotEnoughNodes(
-                    f"{title} got {len(node_sum.nodes)} good replies at attempt {attempt}, and needs "
+                    f"{title} got {len(node_sum.nodes)} valid replies in attempt {attempt} and needs "
                     f"{self.min_nodes} (late: {len(lost.late)}, failed: {lost.reasons or 'none'}). "
                     f"{number} rounds are done and saved; continue with --resume"
                 )

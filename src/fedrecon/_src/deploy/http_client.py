@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 
-from fedrecon._src.deploy.node_keys import sign_request
+from fedrecon._src.deploy.node_keys import FIELDS, NO_EPOCH, sign_request
+from fedrecon._src.deploy.tasks import NodeTask
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -28,6 +30,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 MAX_ANSWER = 2**16  # bytes of a response that is not a broadcast
 MAX_RETRY_AFTER = 600.0  # seconds
 PLAIN = {"Accept-Encoding": "identity"}  # nothing that grows when it is read
+_TASK = TypeAdapter(NodeTask)
 REFUSALS = {  # problems that will not go away by trying again
     "unknown-key": "{server} does not know this node's key; give the coordinator the public half of it (*.pub)",
     "bad-signature": "{server} does not accept this node's signature; is there a proxy that rewrites requests?",
@@ -37,7 +40,7 @@ REFUSALS = {  # problems that will not go away by trying again
 
 
 class JoinError(ValueError):
-    """This node cannot take part, and trying again would not help; the message says what to do."""
+    """A permanent error: this node cannot join, and a retry would not help."""
 
 
 class _TaskOver(Exception):
@@ -57,7 +60,9 @@ def parse_server(text: str, insecure: bool) -> str:
     except ValueError:
         valid = False
     if not valid or any(character.isspace() for character in text):
-        raise JoinError(f"--server is {text[:100]!r}; give a URL with a port, such as https://fed.example.org:8000")
+        raise JoinError(
+            f"--server must be a URL with a port, such as https://fed.example.org:8000 (got {text[:100]!r})"
+        )
     if url.scheme != scheme:
         raise JoinError(f"--server is {text[:100]!r}; {'with' if insecure else 'without'} --insecure it is {scheme}://")
     return f"{scheme}://{url.netloc}"
@@ -86,7 +91,8 @@ class Connection:
             try:
                 verify = ssl.create_default_context(cafile=self.authority)
             except ssl.SSLError:
-                raise JoinError(f"{self.authority} is not a certificate; it should be the server's ca.crt") from None
+                raise JoinError(f"{self.authority} is not a certificate; use the server's ca.crt") from None
+        self._epoch = NO_EPOCH
         self._client = httpx.Client(
             base_url=self.server, verify=verify, timeout=TIMEOUT, trust_env=False, headers=PLAIN
         )
@@ -95,32 +101,28 @@ class Connection:
         """Close the connection."""
         self._client.close()
 
-    def check_in(self) -> dict[str, Any] | float:
+    def check_in(self) -> NodeTask | float:
         """Wait for a task; return it, or after how many seconds to ask again."""
         response, body = self._request("GET", f"/v1/check-in?wait={WAIT}")
         if response.status_code == 204:
             pause = response.headers.get("retry-after", "")
             return min(float(pause), MAX_RETRY_AFTER) if pause.isdecimal() else 1.0
-        kinds = {"round": int, "broadcast": str, "size": int, "ticket": str, "seconds": float}
         try:
-            task = json.loads(body)
-            if all(type(task[name]) is kind for name, kind in kinds.items()):
-                return task
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass
-        raise JoinError(f"{self.server} does not answer like a coordinator of this version of fedrecon")
+            return _TASK.validate_json(body)
+        except ValidationError:
+            raise JoinError(f"{self.server} does not answer like a coordinator of this version of fedrecon") from None
 
-    def fetch(self, task: dict[str, Any], max_bytes: int) -> bytes:
+    def fetch(self, task: NodeTask, max_bytes: int) -> bytes:
         """Return a task's message, which is not larger than expected and has the digest that names it."""
-        _, data = self._request("GET", f"/v1/broadcasts/{task['broadcast']}", max_bytes=max_bytes)
-        if hashlib.sha256(data).hexdigest() != task["broadcast"]:
+        _, data = self._request("GET", f"/v1/broadcasts/{task.broadcast}", max_bytes=max_bytes)
+        if hashlib.sha256(data).hexdigest() != task.broadcast:
             raise httpx.RemoteProtocolError("the broadcast does not have the digest that names it")
         return data
 
-    def report(self, task: dict[str, Any], data: bytes) -> None:
+    def report(self, task: NodeTask, data: bytes) -> None:
         """Send the answer to a task; again if that fails, until the task's deadline."""
-        end, pauses = time.monotonic() + task["seconds"], backoff()
-        path = f"/v1/rounds/{task['round']}/reports/{task['ticket']}"
+        end, pauses = time.monotonic() + task.seconds, backoff()
+        path = f"/v1/rounds/{task.round}/reports/{task.ticket}"
         while True:
             try:
                 self._request("PUT", path, data)
@@ -134,15 +136,23 @@ class Connection:
         self, method: str, path: str, data: bytes = b"", max_bytes: int = MAX_ANSWER
     ) -> tuple[httpx.Response, bytes]:
         """Send a signed request; return the response and its body, of which no more is read than expected."""
-        headers = sign_request(self.key, method, path, hashlib.sha256(data).hexdigest(), self.clock)
+        response, body = self._send(method, path, data, max_bytes)
+        epoch = response.headers.get("fedrecon-epoch", "")
+        if response.status_code == 401 and FIELDS["fedrecon-epoch"].fullmatch(epoch):
+            self._epoch = epoch  # the server was started since
+            response, body = self._send(method, path, data, max_bytes)
+        if response.status_code >= 300:
+            self._raise(response, body)
+        return response, body
+
+    def _send(self, method: str, path: str, data: bytes, max_bytes: int) -> tuple[httpx.Response, bytes]:
+        headers = sign_request(self.key, method, path, hashlib.sha256(data).hexdigest(), self._epoch, self.clock)
         body = bytearray()
         with self._client.stream(method, path, content=data or None, headers=headers) as response:
             for chunk in response.iter_raw():
                 body += chunk
                 if len(body) > max_bytes:
                     raise JoinError(f"{self.server} sent more than the {max_bytes} bytes that were expected")
-        if response.status_code >= 300:
-            self._raise(response, bytes(body))
         return response, bytes(body)
 
     def _raise(self, response: httpx.Response, body: bytes) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -21,17 +22,19 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedrecon._src.deploy.node_keys import SignatureError, Verifier
@@ -40,6 +43,7 @@ from fedrecon._src.deploy.tasks import TaskBoard
 
 log = logging.getLogger(__name__)
 MAX_WAIT = 25.0  # seconds of a long poll
+KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
 RETRY_SECONDS = 5  # until a node that is not to wait checks in again
 STATUS = {"too-many": 429}  # of signature problems; all others are 401
 IMMUTABLE = "private, max-age=31536000, immutable"
@@ -72,17 +76,32 @@ class Tls(NamedTuple):
     authority: Path
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_address(text: str, option: str = "--listen", least: int = 1) -> tuple[str, int]:
     """Return host and port of an address such as `127.0.0.1:8000`.
 
     Raises:
       ValueError: it is not an address.
     """
     host, _, port = text.rpartition(":")
-    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
-    if not re.fullmatch(r"[^\s/@]+", host) or not 0 < number < 2**16:
-        raise ValueError(f"--listen is {text[:100]!r}; give host:port, such as 127.0.0.1:8000")
+    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else -1
+    if not re.fullmatch(r"[^\s/@]+", host) or not least <= number < 2**16:
+        raise ValueError(f"{option} must be host:port, such as 127.0.0.1:8000 (got {text[:100]!r})")
     return host.strip("[]"), number
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a request was refused, as RFC 9457 writes it.
+
+    Attributes:
+      type: a word that says why, after `urn:fedrecon:`.
+      status: the response's.
+      detail: a sentence.
+    """
+
+    type: Annotated[str, Field(pattern="^urn:fedrecon:[a-z-]+$")]
+    status: Annotated[int, Field(ge=400, lt=500)]
+    detail: str
 
 
 class RequestError(Exception):
@@ -122,7 +141,7 @@ class Api:
             self._loop.call_soon_threadsafe(lambda: self._waiting[node].set() if node in self._waiting else None)
 
     def close(self) -> None:
-        """Answer all nodes that wait, and let none wait any more."""
+        """Answer all waiting check-ins; later ones do not wait."""
         self._closing = True
         for node in list(self._waiting):
             self._wake(node)
@@ -132,7 +151,7 @@ class Api:
             problem = RequestError(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
         assert isinstance(problem, RequestError)
         self.problems[problem.kind] += 1
-        content = {"type": f"urn:fedrecon:{problem.kind}", "status": problem.status, "detail": str(problem)}
+        content = dataclasses.asdict(Problem(f"urn:fedrecon:{problem.kind}", problem.status, str(problem)))
         headers = {"Connection": "close", **problem.headers} if problem.status != 404 else problem.headers
         return JSONResponse(content, problem.status, headers, "application/problem+json")
 
@@ -144,9 +163,10 @@ class Api:
         try:
             key, digest = self.verifier.check(request.method, target, request.headers)
         except SignatureError as error:
-            raise RequestError(
-                STATUS.get(error.problem, 401), error.problem, str(error), **{"Retry-After": "1"}
-            ) from None
+            headers = {"Retry-After": "1"}
+            if error.problem == "epoch":
+                headers["Fedrecon-Epoch"] = self.verifier.epoch
+            raise RequestError(STATUS.get(error.problem, 401), error.problem, str(error), **headers) from None
         return self.board.number_of(key), digest
 
     async def get_plan(self, request: Request) -> Response:
@@ -164,7 +184,7 @@ class Api:
             await self._await_task(request, node, wait)
             task = self.board.next_task(node)
         if task is not None:
-            return JSONResponse(task._asdict(), headers={"Cache-Control": "no-store"})
+            return JSONResponse(dataclasses.asdict(task), headers={"Cache-Control": "no-store"})
         pause = RETRY_SECONDS if self._closing or not wait else 0
         return Response(status_code=204, headers={"Retry-After": str(pause)})
 
@@ -255,40 +275,135 @@ def _seconds(text: str) -> float:
     return min(float(text), MAX_WAIT)
 
 
-def bounded_protocol(limits: Limits) -> type[H11Protocol]:
-    """Return uvicorn's HTTP/1.1 protocol with a bound on connections per address and on the time of a head."""
-    counts: collections.Counter[str] = collections.Counter()
+class ConnectionBounds:
+    """Bounds on what lies below HTTP: connections of an address, and the seconds until a request's head is complete.
 
-    class BoundedProtocol(H11Protocol):
-        address = ""
-        deadline: asyncio.TimerHandle | None = None
+    uvicorn's protocol is used through what `asyncio.Protocol` defines. Which request belongs to which connection is
+    known by the address of the client. A connection that was used before has `KEEP_ALIVE` seconds more for its head.
+    """
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.address = str((transport.get_extra_info("peername") or ("",))[0])
-            counts[self.address] += 1
-            self.deadline = self.loop.call_later(limits.header_seconds, transport.abort)
-            if counts[self.address] > limits.connections:
-                transport.abort()
+    def __init__(self, app: ASGIApp, limits: Limits):
+        """Bound the connections of an application."""
+        self.app, self.limits = app, limits
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._transports: dict[Any, asyncio.Transport] = {}
+        self._deadlines: dict[Any, asyncio.TimerHandle] = {}
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            reading_head = self.cycle is None or self.cycle.response_complete
-            if reading_head and self.deadline is None and not self.transport.is_closing():
-                self.deadline = self.loop.call_later(limits.header_seconds, self.transport.abort)
-            elif not reading_head and self.deadline is not None:
-                self.deadline.cancel()
-                self.deadline = None
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on: its head is complete."""
+        client = tuple(scope["client"])
+        self._stop_timer(client)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._start_timer(client, KEEP_ALIVE + self.limits.header_seconds)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            if self.deadline is not None:
-                self.deadline.cancel()
-            counts[self.address] -= 1
-            if not counts[self.address]:
-                del counts[self.address]
+    def _start_timer(self, client: Any, seconds: float) -> None:
+        if (transport := self._transports.get(client)) is not None:
+            self._deadlines[client] = asyncio.get_running_loop().call_later(seconds, transport.abort)
 
-    return BoundedProtocol
+    def _stop_timer(self, client: Any) -> None:
+        if (deadline := self._deadlines.pop(client, None)) is not None:
+            deadline.cancel()
+
+    def opened(self, client: Any, transport: asyncio.Transport) -> None:
+        """Count a connection, and abort it if its address has too many or its first head takes too long."""
+        self._counts[client[0]] += 1
+        self._transports[client] = transport
+        self._start_timer(client, self.limits.header_seconds)
+        if self._counts[client[0]] > self.limits.connections:
+            transport.abort()
+
+    def closed(self, client: Any) -> None:
+        """Forget a connection."""
+        self._stop_timer(client)
+        del self._transports[client]
+        self._counts[client[0]] -= 1
+        if not self._counts[client[0]]:
+            del self._counts[client[0]]
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """Return uvicorn's HTTP/1.1 protocol with these bounds."""
+        bounds = self
+
+        class BoundedProtocol(asyncio.Protocol):
+            def __init__(self, **options: Any):
+                self.http = H11Protocol(**options)
+
+            def connection_made(self, transport: Any) -> None:
+                self.client = tuple(transport.get_extra_info("peername")[:2])
+                self.http.connection_made(transport)
+                bounds.opened(self.client, transport)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                bounds.closed(self.client)
+                self.http.connection_lost(exc)
+
+            def data_received(self, data: bytes) -> None:
+                self.http.data_received(data)
+
+            def eof_received(self) -> None:
+                self.http.eof_received()
+
+            def pause_writing(self) -> None:
+                self.http.pause_writing()
+
+            def resume_writing(self) -> None:
+                self.http.resume_writing()
+
+        return BoundedProtocol
+
+
+@contextlib.contextmanager
+def run_server(
+    app: ASGIApp,
+    address: tuple[str, int],
+    tls: Tls | None = None,
+    stop: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> Iterator[int]:
+    """Serve an application in a thread; yields the port, which the system chooses if it is 0.
+
+    Args:
+      app: the application.
+      address: host and port to listen on.
+      tls: certificates; None for no encryption.
+      stop: called on leaving; ends requests that would go on for ever.
+      options: for uvicorn.
+
+    Raises:
+      OSError: the address cannot be used.
+    """
+    config = uvicorn.Config(
+        app,
+        **{"http": "h11", **options},
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # bad requests are counted, not logged one by one
+    server = uvicorn.Server(config)
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.create_server(address, family=family, backlog=1024) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="fedrecon-http", daemon=True)
+        thread.start()
+        try:
+            while not server.started:
+                if not thread.is_alive():
+                    raise OSError(f"the server at {address[0]}:{address[1]} could not be started")
+                time.sleep(0.01)
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            stop()
+            thread.join(15)
 
 
 @contextlib.contextmanager
@@ -310,36 +425,9 @@ def serve_tasks(
     verifier = Verifier(keys)
     board = TaskBoard(verifier.name)
     api = Api(plan, board, verifier, limits)
-    config = uvicorn.Config(
-        api.app,
-        http=bounded_protocol(limits),
-        h11_max_incomplete_event_size=limits.header_bytes,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=60,
-        timeout_graceful_shutdown=5,
-        ssl_certfile=None if tls is None else tls.certificate,
-        ssl_keyfile=None if tls is None else tls.key,
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # bad requests are counted, not logged one by one
-    server = uvicorn.Server(config)
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with socket.create_server(address, family=family, backlog=1024) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="fedrecon-http", daemon=True)
-        thread.start()
-        try:
-            while not server.started:
-                if not thread.is_alive():
-                    raise OSError(f"the server at {address[0]}:{address[1]} could not be started")
-                time.sleep(0.01)
-            yield board, api
-        finally:
-            server.should_exit = True
-            api.close()
-            thread.join(15)
-            if api.problems:
-                log.info("refused requests: %s", json.dumps(dict(api.problems)))
+    bounds = ConnectionBounds(api.app, limits)
+    options = {"http": bounds.protocol(), "h11_max_incomplete_event_size": limits.header_bytes}
+    with run_server(bounds, address, tls, stop=api.close, **options):
+        yield board, api
+    if api.problems:
+        log.info("refused requests: %s", json.dumps(dict(api.problems)))

@@ -31,7 +31,8 @@ class Memory:
       round: the last round that it has seen.
       tries: how often it has seen that round.
       questions: how many questions of round zero it has answered in this run.
-      answers: how often it has answered, by the digest of plans with noise, over all their runs.
+      answers: how often it has answered, by the digest of plans with noise, over all their runs; for questions of
+        round zero, by the digest and the question.
 
     Raises:
       StorageError: the folder is not a node's, or what is in it is damaged.
@@ -75,9 +76,9 @@ class Memory:
         """Remember a round before anything of it is sent."""
         self._write(round=number, tries=self.tries + 1 if number == self.round else 1)
 
-    def answer(self, digest: str) -> None:
+    def answer(self, name: str) -> None:
         """Remember an answer of a plan with noise before it is sent."""
-        self._write(answers={**self.answers, digest: self.answers.get(digest, 0) + 1})
+        self._write(answers={**self.answers, name: self.answers.get(name, 0) + 1})
 
     def note_question(self) -> None:
         """Remember a question of round zero before it is answered."""

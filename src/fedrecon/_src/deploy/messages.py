@@ -6,10 +6,13 @@ import functools
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from annotated_types import Ge, Lt
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError, with_config
 
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes
@@ -66,6 +69,39 @@ def pack(message: Envelope) -> bytes:
     return _START.pack(MAGIC, len(header)) + header + message.body
 
 
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+@with_config(_STRICT)
+@dataclass
+class _Facts:
+    """The facts of all kinds of messages."""
+
+    result_bytes: Annotated[int, Ge(0)] | None = None
+    part: Literal["valid", "test"] | None = None
+    number: Annotated[int, Ge(0), Lt(1000)] | None = None
+    purpose: Annotated[str, StringConstraints(pattern=r"^(train|valid|test|prepare-[0-9]{1,3})$")] | None = None
+    me: Annotated[int, Ge(0), Lt(2**63)] | None = None
+    failed: str | None = None
+    reason: str | None = None
+    why: str | None = None
+
+
+@with_config(_STRICT)
+@dataclass
+class _Header:
+    """What a message begins with, as JSON."""
+
+    kind: str
+    plan: str
+    run: str
+    round: Annotated[int, Ge(0), Lt(2**32)]
+    facts: _Facts
+
+
+_HEADER = TypeAdapter(_Header)
+
+
 def unpack(data: Any, most: int) -> Envelope:
     """Read a message from bytes that may be anything.
 
@@ -76,28 +112,19 @@ def unpack(data: Any, most: int) -> Envelope:
     Raises:
       Failure: it is too large, or not a message.
     """
-    if not isinstance(data, bytes):
-        raise Failure("garbage", f"a message is bytes, not {type(data).__name__}")
+    data = data if isinstance(data, bytes) else b""
     if len(data) > most:
         raise Failure("too_large", f"a message of {len(data)} bytes; at most {most} are accepted")
-    if len(data) < _START.size:
-        raise Failure("garbage", f"{len(data)} bytes are not a message")
-    magic, size = _START.unpack_from(data)
-    if magic != MAGIC or not 0 < size <= min(MOST_HEADER, len(data) - _START.size):
-        raise Failure("garbage", "the message does not begin like one of fedrecon's")
+    magic, size = _START.unpack(data[: _START.size].ljust(_START.size, b"\0"))
+    size = size if magic == MAGIC and size <= MOST_HEADER else 0
     try:
-        values = json.loads(data[_START.size : _START.size + size])
-    except (ValueError, RecursionError):
-        raise Failure("garbage", "the header of the message cannot be read") from None
-    kinds = {"kind": str, "plan": str, "run": str, "round": int, "facts": dict}
-    if not isinstance(values, dict) or set(values) != set(kinds):
-        raise Failure("garbage", "the header of the message has the wrong fields")
-    for name, kind in kinds.items():
-        if type(values[name]) is not kind:
-            raise Failure("garbage", f"{name!r} of the message is a {type(values[name]).__name__}")
-    if not 0 <= values["round"] < 2**32:
-        raise Failure("garbage", "the round of the message is out of range")
-    return Envelope(**values, body=data[_START.size + size :])
+        header = _HEADER.validate_json(data[_START.size : _START.size + size])
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, problem["loc"]))[:100]
+        raise Failure("garbage", f"this is not a message of fedrecon: {field} {problem['msg'][:200]}") from None
+    facts = {name: value for name, value in vars(header.facts).items() if value is not None}
+    return Envelope(header.kind, header.plan, header.run, header.round, facts, data[_START.size + size :])
 
 
 def refusal(message: Envelope | None, failure: Failure) -> bytes:
@@ -118,7 +145,7 @@ def largest_message(plan: Plan) -> int:
     total = total_shapes(plan.algorithm)
     integers = 8 * sum(leaf.size for leaf in jax.tree.leaves(total))
     arrays = max(nbytes(plan.message_shapes), nbytes(plan.params_shapes), nbytes(total), integers)
-    first = 0 if plan.zero is None else 16 * 3 * plan.zero.num_items  # for round zero: three numbers per item
+    first = 0 if plan.zero is None else 16 * plan.zero.numbers_per_item * plan.zero.num_items
     return 2 * max(arrays, first, len(plan.content)) + 2**24
 
 

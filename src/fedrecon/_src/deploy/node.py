@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -13,13 +14,12 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import client_total, total_shapes
 from fedrecon._src.algorithms.validation import check_training
 from fedrecon._src.core.keys import fresh_key, round_key
-from fedrecon._src.core.wire import to_bytes
+from fedrecon._src.core.wire import WireError, to_bytes
 from fedrecon._src.deploy import node_keys, plan_privacy
 from fedrecon._src.deploy.memory import MAX_TRIES, Memory
 from fedrecon._src.deploy.messages import (
     MOST_HEADER,
     OK,
-    PARTS,
     PREPARE,
     TRAIN,
     Envelope,
@@ -34,15 +34,27 @@ from fedrecon._src.deploy.messages import (
 )
 from fedrecon._src.deploy.plan import MOST_BYTES, NodeData, Plan, PlanError, digest_of, weaker
 from fedrecon._src.deploy.sums import bits_of, length_of, no_users, shapes_of, sum_users, to_integers
+from fedrecon._src.recommend.round_zero import RoundZero, StateError
 from fedrecon._src.recommend.tasks import Users
 
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
+FACTS: dict[str, set[str]] = {  # what messages of each kind must say
+    "join": set(),
+    "train": set(),
+    "prepare": {"number"},
+    "evaluate": {"part"},
+    "advertise": {"purpose", "me"},
+    "share": set(),
+    "mask": set(),
+    "unmask": set(),
+    "finish": set(),
+}
 MAX_REASON = 500  # characters of why a training failed
 MAX_QUESTIONS = 20 * MAX_TRIES  # how many questions of round zero a node answers in a run
 
 
 class Node:
-    """A node. All that it does is answer: bytes in, bytes out.
+    """A node: a handler that turns request bytes into reply bytes.
 
     Example:
       >>> ratings = fr.data.synthetic_ratings(num_users=4, seed=0)
@@ -88,8 +100,8 @@ class Node:
         self._sum: Any = None  # a secure sum that is under way: (purpose, round, state of the client)
         self._stages = {
             "train": lambda plan, message: self._open(plan, message, TRAIN),
-            "prepare": lambda plan, message: self._open(plan, message, self._question(message)),
-            "evaluate": lambda plan, message: self._open(plan, message, self._part(message)),
+            "prepare": lambda plan, message: self._open(plan, message, f"{PREPARE}{message.facts['number']}"),
+            "evaluate": lambda plan, message: self._open(plan, message, message.facts["part"]),
             "advertise": self._advertise,
             "share": self._share,
             "mask": self._mask,
@@ -98,16 +110,17 @@ class Node:
         }
 
     def handle(self, data: bytes) -> bytes:
-        """Answer a message, whatever it is. Errors become answers too."""
+        """Answer any message; errors become replies, too."""
         message = None
         try:
             message = unpack(data, self.max_message_bytes())
+            if message.kind not in FACTS or not FACTS[message.kind] <= set(message.facts):
+                raise Failure("garbage", f"unknown or incomplete message of kind {message.kind[:40]!r}")
             if message.kind == "join":
-                return self._reply(message, *self._enroll(message))
-            if message.kind not in self._stages:
-                raise Failure("garbage", f"a message of the unknown kind {message.kind[:40]!r}")
-            return self._reply(message, *self._stages[message.kind](self._check(message), message))
-        except Failure as failure:
+                return self._reply(message, self._enroll(message))
+            return self._reply(message, self._stages[message.kind](self._check(message), message))
+        except (Failure, StateError, WireError) as error:
+            failure = error if isinstance(error, Failure) else Failure("garbage", str(error))
             self._say(f"refused: {failure.why}")
             if message is not None and message.kind == "join" and failure.reason in LASTING:
                 self.refusal = failure.why
@@ -123,16 +136,14 @@ class Node:
             return MOST_BYTES + MOST_HEADER
         return largest_message(self.plan)
 
-    def _reply(self, message: Envelope, facts: dict[str, Any], body: bytes) -> bytes:
-        return pack(Envelope(OK, message.plan, message.run, message.round, facts, body))
+    def _reply(self, message: Envelope, body: bytes) -> bytes:
+        return pack(Envelope(OK, message.plan, message.run, message.round, {}, body))
 
     # ---- joining ----
 
-    def _enroll(self, message: Envelope) -> tuple[dict[str, Any], bytes]:
-        size = message.facts.get("result_bytes", 0)
-        if type(size) is not int or not 0 <= size <= len(message.body):
-            raise Failure("garbage", "the server does not say where its plan ends")
-        content, result = message.body[: len(message.body) - size], message.body[len(message.body) - size :]
+    def _enroll(self, message: Envelope) -> bytes:
+        end = max(len(message.body) - message.facts.get("result_bytes", 0), 0)
+        content, result = message.body[:end], message.body[end:]
         if digest_of(content) != message.plan:
             raise Failure("wrong_plan", "the server sent a plan that is not the one it names")
         if self._agreed is None or self._agreed.digest != message.plan:
@@ -144,7 +155,7 @@ class Node:
             self._say(f"joined run {message.run} of plan {message.plan[:16]}")
         self._prepare(result)
         self.finished, self.refusal = False, None
-        return {}, b"" if self._number is None else str(self._number).encode()
+        return b"" if self._number is None else str(self._number).encode()
 
     def _take(self, data: bytes) -> None:
         """Take a new plan, if it promises enough and the owner agrees."""
@@ -155,7 +166,9 @@ class Node:
         if plan.digest != self.memory.accepted:
             less = [] if self.memory.promises is None else weaker(self.memory.promises, plan.promises)
             if less:
-                raise Failure("weaker_plan", f"this plan promises less than the one accepted: {', '.join(less)}")
+                raise Failure(
+                    "weaker_plan", f"this plan gives weaker guarantees than the accepted one: {', '.join(less)}"
+                )
             if not self._accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
         number = node_keys.number_in_plan(plan, self._key, self._trusted)
@@ -170,15 +183,11 @@ class Node:
         self._evaluators, self._sum = {}, None
 
     def _prepare(self, data: bytes) -> None:
-        """Take what round zero found, if the plan has one and the server says that it is over."""
+        """Store the results of round zero, if the plan has one and it is complete."""
         agreed = self._agreed
         if not data or agreed is None or agreed.zero is None:
             return
-        try:
-            result = agreed.zero.read_result(data)
-        except ValueError as error:
-            raise Failure("garbage", str(error)) from None
-        plan = agreed.prepared(result)
+        plan = agreed.prepared(agreed.zero.read_result(data))
         if plan is self.plan:
             return
         assert self.data is not None
@@ -189,34 +198,24 @@ class Node:
         """Return the plan; fail unless a message belongs to it, to this node's run, and to its round or a later one."""
         if self.plan is None:
             raise Failure("not_joined", "this node has just started; ask it to join")
-        if message.plan != self.plan.digest:
-            raise Failure("wrong_plan", f"this node takes part in plan {self.plan.digest[:16]} and in no other")
-        if message.run != self.memory.run:
-            raise Failure("old_run", f"this node takes part in run {self.memory.run} and in no other")
-        if message.round < self.memory.round:
-            raise Failure("old_round", f"round {message.round} is over; this node is in round {self.memory.round}")
-        if message.round > self.plan.rounds:
-            raise Failure("old_round", f"the plan has {self.plan.rounds} rounds, and this message is for a later one")
+        digest, run, now, last = self.plan.digest, self.memory.run, self.memory.round, self.plan.rounds
+        refusals = (
+            (message.plan != digest, "wrong_plan", f"this node takes part in plan {digest[:16]} and in no other"),
+            (message.run != run, "old_run", f"this node takes part in run {run} and in no other"),
+            (message.round < now, "old_round", f"round {message.round} is over; this node is in round {now}"),
+            (message.round > last, "old_round", f"the plan has {last} rounds, and this message is for a later one"),
+        )
+        for applies, reason, why in refusals:
+            if applies:
+                raise Failure(reason, why)
         return self.plan
 
     # ---- what is computed ----
 
-    def _part(self, message: Envelope) -> str:
-        part = message.facts.get("part")
-        if part not in PARTS:
-            raise Failure("garbage", f"there is no part {str(part)[:40]!r} to evaluate")
-        return part
-
-    def _question(self, message: Envelope) -> str:
-        number = message.facts.get("number")
-        if type(number) is not int:
-            raise Failure("garbage", "a question of round zero without a number")
-        return f"{PREPARE}{number}"
-
-    def _open(self, plan: Plan, message: Envelope, purpose: str) -> tuple[dict[str, Any], bytes]:
+    def _open(self, plan: Plan, message: Envelope, purpose: str) -> bytes:
         if plan.secure:
-            raise Failure("weaker_plan", "the plan says that sums are secure; this message asks for an open one")
-        return {}, to_bytes(self._compute(plan, purpose, message.round, message.body))
+            raise Failure("weaker_plan", "the plan requires secure sums, but this message asks for a plain one")
+        return to_bytes(self._compute(plan, purpose, message.round, message.body))
 
     def _compute(self, plan: Plan, purpose: str, number: int, body: bytes) -> Any:
         if purpose.startswith(PREPARE):
@@ -237,24 +236,20 @@ class Node:
         plan = self._agreed
         assert self.data is not None
         assert plan is not None
-        zero = plan.zero
-        if zero is None:
-            raise Failure("garbage", "this plan has no round zero")
-        if self.memory.round >= 0 or self.memory.questions >= MAX_QUESTIONS:
-            raise Failure("old_round", "round zero is over for this node, or was asked for too often")
-        try:
-            state = zero.from_bytes(body)
-        except ValueError as error:
-            raise Failure("garbage", str(error)) from None
+        if (zero := plan.zero) is None or self.memory.round >= 0 or self.memory.questions >= MAX_QUESTIONS:
+            raise Failure("old_round", "the plan has no round zero, it is over, or it was requested too often")
+        state = zero.from_bytes(body)
         if purpose != f"{PREPARE}{state.asked}" or state.done:
             raise Failure("garbage", f"the question has number {state.asked}, but the message asks for {purpose}")
+        if zero.noised:
+            self._spend_question(plan, zero, state.asked)
         self.memory.note_question()
         users = self.data.users.train
         if len(users) < plan.least_users:
-            return zero.zeros(state.asked)
-        if state.asked == 0:
+            users = users.take(np.zeros(len(users), bool))
+        elif state.asked == 0:
             self._say(f"round zero: sums over {len(users)} {plan.people}")
-        return zero.answer(state, users)
+        return plan_privacy.answer_round_zero(zero, state, users)
 
     def _train(self, plan: Plan, number: int, message: Any) -> Any:
         assert self._users is not None
@@ -277,9 +272,17 @@ class Node:
         if self.memory.answers.get(plan.digest, 0) >= max_answers:
             raise Failure(
                 "budget",
-                f"this node answered {max_answers} times, which is all that the plan's promise of privacy allows",
+                f"this node has answered {max_answers} times, the limit of the plan's privacy guarantee",
             )
         self.memory.answer(plan.digest)
+
+    def _spend_question(self, plan: Plan, zero: RoundZero, number: int) -> None:
+        """Do what `_spend` does for a question of round zero, of which few may be asked twice."""
+        names = [f"{plan.digest} {PREPARE}{k}" for k in range(len(zero.questions))]
+        counts = [self.memory.answers.get(name, 0) for name in names]
+        if counts[number] and sum(max(count - 1, 0) for count in counts) >= plan_privacy.spare_questions(zero):
+            raise Failure("budget", f"this node has already answered question {number} of round zero")
+        self.memory.answer(names[number])
 
     def _evaluate(self, plan: Plan, part: str, params: Any) -> Any:
         users = self._users
@@ -292,64 +295,55 @@ class Node:
         self._say(f"evaluated {count} {part} {plan.people}")
         return sum_users(plan.algorithm.model, self._evaluators[part].sums(params))
 
-    def _finish(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _finish(self, plan: Plan, message: Envelope) -> bytes:
         """Keep the trained model for the owner."""
         params = read_tree(message.body, plan.params_shapes, finite=False)
         if self.memory.folder is not None:
-            failed = message.facts.get("failed")
-            failed = None if failed is None else str(failed)[:MAX_REASON]
+            failed = None if "failed" not in message.facts else message.facts["failed"][:MAX_REASON]
             plan.save_model(self.memory.folder / "model", params, failed)
             how = "is over" if failed is None else f"failed: {failed}"
             self._say(f"training {how}; the model is in {self.memory.folder / 'model'}")
         self.finished = True
-        return {}, b""
+        return b""
 
     # ---- secure sums ----
 
-    def _advertise(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _advertise(self, plan: Plan, message: Envelope) -> bytes:
         from fedrecon._src.privacy import secure_sum
 
-        purpose, node_number = message.facts.get("purpose"), message.facts.get("me")
-        if type(node_number) is not int or (self._number is not None and node_number != self._number):
+        purpose, node_number = message.facts["purpose"], message.facts["me"]
+        if self._number not in (None, node_number):
             raise Failure("garbage", f"a secure sum for node {node_number}, but this is another node")
-        if not isinstance(purpose, str) or not (purpose in (TRAIN, *PARTS) or question_number(purpose) is not None):
-            raise Failure("garbage", "a secure sum of something unknown")
         subject = self._agreed if purpose.startswith(PREPARE) else plan
         assert subject is not None
-        try:
+        like = shapes_of(subject, purpose)
+        length = length_of(like, wide=question_number(purpose) is not None)
+        with _secure_sum_errors():
             terms = secure_sum.Terms.from_bytes(message.body)
-            like = shapes_of(subject, purpose)
-            length = length_of(like, wide=question_number(purpose) is not None)
             if terms.bits != bits_of(like) or terms.length != length or terms.circle > plan.most_nodes:
                 raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
             signing_key = self._key if self._number is not None else None
             state, hello = secure_sum.advertise(terms, node_number, least=plan.least_nodes, signing_key=signing_key)
-        except secure_sum.SecureSumError as error:
-            raise Failure("secure_sum", str(error)) from None
         self._sum = (purpose, message.round, state)
-        return {}, hello
+        return hello
 
-    def _step(self, message: Envelope, take: Callable[[Any], tuple[Any, bytes]]) -> tuple[dict[str, Any], bytes]:
-        from fedrecon._src.privacy import secure_sum
-
+    def _step(self, message: Envelope, take: Callable[[Any], tuple[Any, bytes]]) -> bytes:
         if self._sum is None or self._sum[1] != message.round:
             raise Failure("secure_sum", "there is no secure sum of this round under way")
         purpose, number, state = self._sum
         self._sum = None  # a state is for one step, even if that fails
-        try:
+        with _secure_sum_errors():
             state, reply = take(state)
-        except secure_sum.SecureSumError as error:
-            raise Failure("secure_sum", str(error)) from None
         self._sum = (purpose, number, state)
-        return {}, reply
+        return reply
 
-    def _share(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _share(self, plan: Plan, message: Envelope) -> bytes:
         from fedrecon._src.privacy import secure_sum
 
         verify = node_keys.verify_keys(plan)
         return self._step(message, lambda state: secure_sum.share(state, message.body, verify_keys=verify))
 
-    def _mask(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _mask(self, plan: Plan, message: Envelope) -> bytes:
         from fedrecon._src.privacy import secure_sum
 
         delivery, body = unpack_pair(message.body)
@@ -363,8 +357,19 @@ class Node:
 
         return self._step(message, take)
 
-    def _unmask(self, plan: Plan, message: Envelope) -> tuple[dict[str, Any], bytes]:
+    def _unmask(self, plan: Plan, message: Envelope) -> bytes:
         from fedrecon._src.privacy import secure_sum
 
         del plan
         return self._step(message, lambda state: secure_sum.unmask(state, message.body))
+
+
+@contextlib.contextmanager
+def _secure_sum_errors() -> Iterator[None]:
+    """Refuse a message that breaks the protocol of secure sums; its packages are imported when it is used."""
+    from fedrecon._src.privacy import secure_sum
+
+    try:
+        yield
+    except secure_sum.SecureSumError as error:
+        raise Failure("secure_sum", str(error)) from None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +19,24 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MAX_CLOCK_SKEW = 300.0  # seconds between the clocks of a node and the coordinator
+NO_EPOCH = "0" * 32  # of a node that has not heard from its server yet
 REQUESTS_PER_SECOND, BURST = 200.0, 400.0  # of one key
-_FIELDS = {
+FIELDS = {
     "fedrecon-key": re.compile("[0-9a-f]{64}"),
     "fedrecon-time": re.compile("[0-9]{1,12}"),
     "fedrecon-nonce": re.compile("[0-9a-f]{32}"),
+    "fedrecon-epoch": re.compile("[0-9a-f]{32}"),
     "fedrecon-digest": re.compile("[0-9a-f]{64}"),
     "fedrecon-signature": re.compile("[0-9a-f]{128}"),
+}
+PROBLEMS = {  # with a signature
+    "unsigned": f"a request needs the headers {', '.join(FIELDS)}",
+    "unknown-key": "this key is not registered with the coordinator",
+    "clock": "signed at {signed}, and it is {now}: at most 300 s are allowed",
+    "epoch": "signed for another start of the coordinator; sign with the epoch of this response",
+    "bad-signature": "the signature is not one of this key for this request",
+    "too-many": f"a node may send {REQUESTS_PER_SECOND:g} requests per second",
+    "replayed": "this request was received before",
 }
 
 
@@ -37,11 +50,11 @@ def read_private_key(path: Path) -> Any:
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     try:
-        key = load_ssh_private_key(path.read_bytes(), None)
+        key: Any = load_ssh_private_key(path.read_bytes(), None)
     except ValueError as error:
-        raise ValueError(f"{path} is not an unencrypted private key ({error}); make one with fedrecon keys") from None
+        key = error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"{path} is not an Ed25519 key; make one with fedrecon keys")
+        raise ValueError(f"{path} is not an unencrypted private Ed25519 key ({key}); make one with fedrecon keys")
     return key
 
 
@@ -83,17 +96,18 @@ def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int
     Raises:
       Failure: the node is not in the list, or its owner does not know a node that is.
     """
-    if not plan.promises.signed:
-        if trusted is not None and plan.secure:
-            raise Failure("not_accepted", "this node's owner listed nodes, but in this plan keys are not signed")
-        return None
-    listed = [_without_comment(line) for line in plan.nodes]
-    if trusted is not None and (strangers := set(listed) - set(map(_without_comment, trusted))):
-        raise Failure("not_accepted", f"the plan lists {len(strangers)} nodes that this node's owner does not know")
-    public = None if key is None else _public_line(key)
-    if public not in listed:
-        raise Failure("not_accepted", "the plan lists the keys of its nodes, and this node's is not among them")
-    return listed.index(public)
+    signed, problem = plan.promises.signed, None
+    listed, public = [_without_comment(line) for line in plan.nodes], None if key is None else _public_line(key)
+    strangers = set() if trusted is None else set(listed) - set(map(_without_comment, trusted))
+    if not signed and plan.secure and trusted is not None:
+        problem = "this node's owner listed nodes, but in this plan keys are not signed"
+    elif signed and strangers:
+        problem = f"the plan lists {len(strangers)} nodes that this node's owner does not know"
+    elif signed and public not in listed:
+        problem = "the plan lists the keys of its nodes, and this node's is not among them"
+    if problem is not None:
+        raise Failure("not_accepted", problem)
+    return listed.index(public) if signed and public is not None else None
 
 
 def verify_keys(plan: Plan) -> Mapping[int, Any] | None:
@@ -117,11 +131,11 @@ def _load(line: str) -> Any:
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
     try:
-        key = load_ssh_public_key(line.encode())
+        key: Any = load_ssh_public_key(line.encode())
     except ValueError as error:
-        raise PlanError(f"{line[:60]!r} is not a public key: {error}") from None
+        key = error
     if not isinstance(key, Ed25519PublicKey):
-        raise PlanError(f"{line[:60]!r} is not an Ed25519 key; make one with fedrecon keys")
+        raise PlanError(f"{line[:60]!r} is not a public Ed25519 key ({key}); make one with fedrecon keys")
     return key
 
 
@@ -132,7 +146,7 @@ class SignatureError(ValueError):
     """A request whose signature does not count.
 
     Attributes:
-      problem: one word that says why: `unsigned`, `unknown-key`, `clock`, `bad-signature`, `replayed`, `too-many`.
+      problem: why, one of `PROBLEMS`.
     """
 
     def __init__(self, problem: str, detail: str):
@@ -147,7 +161,7 @@ def public_bytes(key: Ed25519PrivateKey) -> bytes:
 
 
 def sign_request(
-    key: Ed25519PrivateKey, method: str, target: str, digest: str, clock: Callable[[], float] = time.time
+    key: Ed25519PrivateKey, method: str, target: str, digest: str, epoch: str, clock: Callable[[], float] = time.time
 ) -> dict[str, str]:
     """Return the headers that sign a request.
 
@@ -156,15 +170,16 @@ def sign_request(
       method: the request's method.
       target: its path with the query.
       digest: the SHA-256 of its body, in hexadecimal digits.
+      epoch: the server's, from its last refusal; `NO_EPOCH` at first.
       clock: returns the seconds since 1970.
     """
-    fields = [str(int(clock())), secrets.token_hex(16), digest]
+    fields = [str(int(clock())), secrets.token_hex(16), epoch, digest]
     signature = key.sign(_signed_text(method, target, *fields)).hex()
-    return dict(zip(_FIELDS, (public_bytes(key).hex(), *fields, signature), strict=True))
+    return dict(zip(FIELDS, (public_bytes(key).hex(), *fields, signature), strict=True))
 
 
 def _signed_text(method: str, target: str, *fields: str) -> bytes:
-    return "\n".join(("fedrecon request 1", method, target, *fields)).encode()
+    return "\n".join(("fedrecon request 2", method, target, *fields)).encode()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,12 +190,20 @@ def _public_key(key: bytes) -> Any:
 
 
 class Verifier:
-    """Checks signatures of registered keys; refuses repeats, clocks that are far off, and floods."""
+    """Checks signatures of registered keys; refuses repeats, clocks that are far off, and floods.
+
+    Nonces are kept in memory only. So that nothing can be repeated after a restart, either, every signature covers the
+    verifier's epoch, a random number that nodes learn when a request with another one is refused.
+    """
 
     def __init__(self, keys: Mapping[bytes, str] | None, max_keys: int = 4096):
         """Take the public keys of nodes with their names; None to admit any key, up to `max_keys`."""
         self._names, self._open, self._max_keys = dict(keys or {}), keys is None, max_keys
-        self._nonces: dict[tuple[bytes, str], float] = {}  # in the order of their arrival, with its time
+        self.epoch = secrets.token_hex(16)
+        # A request counts for at most 600 s: two generations of 300 s and the one that grows. Hashes take a fifth of
+        # the memory of keys and nonces, of which there may be thousands per second.
+        self._nonces: collections.deque[set[int]] = collections.deque([set()], maxlen=3)
+        self._rotated = time.monotonic()
         self._budgets: dict[bytes, tuple[float, float]] = {}  # by key: requests left, and when
 
     def name(self, key: bytes) -> str:
@@ -197,39 +220,51 @@ class Verifier:
         Raises:
           SignatureError: the signature does not count.
         """
+        values = [headers.get(name, "") for name in FIELDS]
+        if (problem := self._problem(method, target, values)) is not None:
+            moments = {"signed": values[1], "now": int(time.time())}
+            raise SignatureError(problem, PROBLEMS[problem].format(**moments))
+        key = bytes.fromhex(values[0])
+        self._names.setdefault(key, f"node-{key.hex()[:8]}")
+        return key, values[4]
+
+    def _problem(self, method: str, target: str, values: Sequence[str]) -> str | None:
+        """Return the name of what is wrong with a request, the cheapest to find first; None if nothing is."""
         from cryptography.exceptions import InvalidSignature
 
-        values = [headers.get(name, "") for name in _FIELDS]
-        if not all(pattern.fullmatch(value) for pattern, value in zip(_FIELDS.values(), values, strict=True)):
-            raise SignatureError("unsigned", f"a request needs the headers {', '.join(_FIELDS)}")
-        key, signature = bytes.fromhex(values[0]), bytes.fromhex(values[4])
-        moment, nonce, digest = values[1:4]
+        if not all(pattern.fullmatch(value) for pattern, value in zip(FIELDS.values(), values, strict=True)):
+            return "unsigned"
+        key, moment, nonce, epoch = bytes.fromhex(values[0]), int(values[1]), values[2], values[3]
         if key not in self._names and not (self._open and len(self._names) < self._max_keys):
-            raise SignatureError("unknown-key", "this key is not registered with the coordinator")
-        now = time.time()
-        if abs(now - int(moment)) > MAX_CLOCK_SKEW:
-            raise SignatureError("clock", f"signed at {moment}, and it is {now:.0f}: at most 300 s are allowed")
+            return "unknown-key"
+        if abs(time.time() - moment) > MAX_CLOCK_SKEW:
+            return "clock"
+        if epoch != self.epoch:
+            return "epoch"
         try:
-            _public_key(key).verify(signature, _signed_text(method, target, *values[1:4]))
+            _public_key(key).verify(bytes.fromhex(values[5]), _signed_text(method, target, *values[1:5]))
         except (InvalidSignature, ValueError):
-            raise SignatureError("bad-signature", "the signature is not one of this key for this request") from None
-        self._spend(key)
-        self._remember(key, nonce)
-        self._names.setdefault(key, f"node-{key.hex()[:8]}")
-        return key, digest
+            return "bad-signature"
+        if not self._spend(key):
+            return "too-many"
+        return None if self._remember(key, nonce) else "replayed"
 
-    def _spend(self, key: bytes) -> None:
+    def _spend(self, key: bytes) -> bool:
+        """Count a request, and say whether the key may send it now."""
         now = time.monotonic()
         left, since = self._budgets.get(key, (BURST, now))
         left = min(BURST, left + REQUESTS_PER_SECOND * (now - since)) - 1
-        if left < 0:
-            raise SignatureError("too-many", f"a node may send {REQUESTS_PER_SECOND:g} requests per second")
-        self._budgets[key] = (left, now)
+        if left >= 0:
+            self._budgets[key] = (left, now)
+        return left >= 0
 
-    def _remember(self, key: bytes, nonce: str) -> None:
+    def _remember(self, key: bytes, nonce: str) -> bool:
+        """Remember a nonce for 600 to 900 s, and say whether it is new."""
         now = time.monotonic()
-        while self._nonces and now - next(iter(self._nonces.values())) > 2 * MAX_CLOCK_SKEW:
-            del self._nonces[next(iter(self._nonces))]
-        if (key, nonce) in self._nonces:
-            raise SignatureError("replayed", "this request was received before")
-        self._nonces[key, nonce] = now
+        if now - self._rotated > MAX_CLOCK_SKEW:
+            self._nonces.appendleft(set())
+            self._rotated = now
+        short = int.from_bytes(hashlib.blake2b(key + nonce.encode(), digest_size=7).digest())
+        new = not any(short in generation for generation in self._nonces)
+        self._nonces[0].add(short)
+        return new

@@ -22,15 +22,16 @@ from fedrecon._src.core.cohort import Lengths
 from fedrecon._src.core.keys import as_number, mix_hashes, round_key, words_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy import plan_privacy
-from fedrecon._src.privacy.accounting import Release
+from fedrecon._src.privacy.accounting import LEAST_NOISE, MOST_NOISE, Release
 from fedrecon._src.privacy.ledger import NOT_COVERED
+from fedrecon._src.recommend.config import ConfigError
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.storage.atomic import StorageError, read_bytes, write_bytes
 from fedrecon._src.storage.ownership import check_names
 
-FORMAT, VERSION, FILE = "fedrecon-plan", 4, "plan.json"
+FORMAT, VERSION, FILE = "fedrecon-plan", 5, "plan.json"
 _FILES = re.compile(r"plan\.json|\.plan\.json\.partial")
 MOST_BYTES = 2**28  # of a plan: a catalogue of some millions of items
 MOST_USERS, MOST_NODES = 2**31 - 1, 2**15
@@ -45,6 +46,7 @@ OPTIONS = {
     "limit": float,
     "most_nodes": int,
     "users": int,
+    "round_zero_noise": float,
 }
 
 
@@ -124,16 +126,19 @@ class Plan(abc.ABC):
       clip_norm: the largest norm of a user's change that is promised; None for no promise.
       delta: the probability that the promise of privacy fails; None for the customary one.
       users: with noise, roughly how many users all nodes have together; sums are divided by `share` of this number.
+      round_zero_noise: the noise multiplier of one release that costs as much as asking each question of round zero
+        once; 0 without noise.
 
     Example:
       >>> fr.deploy.Plan.from_bytes(b"{}")
       Traceback (most recent call last):
-      fedrecon._src.deploy.plan.PlanError: this is not a plan of format fedrecon-plan 4: ...
+      fedrecon._src.deploy.plan.PlanError: this is not a plan of format fedrecon-plan 5: ...
     """
 
     kind: ClassVar[str]
     people: ClassVar[str] = "clients"  # what commands call them
     examples: ClassVar[str] = "examples"
+    types: ClassVar[Mapping[str, type]] = {}  # of what `subject` returns, as JSON has them
 
     lengths: Lengths
     share: float = 1.0
@@ -144,6 +149,7 @@ class Plan(abc.ABC):
     most_nodes: int = 128
     nodes: tuple[str, ...] = ()
     users: int = 0
+    round_zero_noise: float = 0.0
     rounds: int = 100
     seed: int = 0
     evaluate_every: int = 0
@@ -152,9 +158,9 @@ class Plan(abc.ABC):
     clip_norm: float | None = None
     delta: float | None = None
 
-    def __post_init__(self) -> None:
-        """Check what the settings' own types do not."""
-        rules = {
+    def rules(self) -> dict[str, bool]:
+        """Return what must hold for the settings, beyond their types."""
+        return {
             "`share` must be above 0 and at most 1": 0 < self.share <= 1,
             "`rounds` must be at least 1": self.rounds >= 1,
             "`evaluate_every` must be at least 0": self.evaluate_every >= 0,
@@ -166,17 +172,22 @@ class Plan(abc.ABC):
             "`least_nodes` must be at least 2 with `secure`: a secure sum of one node hides nothing": (
                 not self.secure or self.least_nodes >= 2
             ),
+            f"`round_zero_noise` must be 0, or from {LEAST_NOISE} to {MOST_NOISE:g}": (
+                self.round_zero_noise == 0 or LEAST_NOISE <= self.round_zero_noise <= MOST_NOISE
+            ),
             "`limit` must be a number above 0": self.limit > 0 and math.isfinite(self.limit),
             "`nodes` must list every node once, and at least `least_nodes` of them": (
                 not self.nodes or (len(set(self.nodes)) == len(self.nodes) >= self.least_nodes)
             ),
         }
-        for rule, holds in rules.items():
-            if not holds:
-                name = rule.split("`")[1]
-                value = len(self.nodes) if name == "nodes" else getattr(self, name)
-                raise PlanError(f"{rule} (got {value})")
-        if (problem := plan_privacy.noise_problem(self)) is not None:
+
+    def __post_init__(self) -> None:
+        """Check the rules."""
+        broken = next((rule for rule, holds in self.rules().items() if not holds), None)
+        if broken is not None:
+            name = broken.split("`")[1]
+            broken += f" (got {len(self.nodes) if name == 'nodes' else getattr(self, name)})"
+        if (problem := broken or plan_privacy.noise_problem(self)) is not None:
             raise PlanError(problem)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -368,12 +379,11 @@ def _from_bytes(data: bytes, algorithm: Algorithm | None) -> Plan:
     """Read a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
     try:
         plan = _read(json.loads(data), algorithm)
-    except PlanError:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise PlanError(f"this is not a plan: {error!r}") from None
+        says_why = isinstance(error, PlanError | ConfigError)
+        raise PlanError(str(error) if says_why else f"this is not a plan: {error!r}") from None
     if plan.content != data:
-        raise PlanError("the plan is not written as this version of fedrecon writes it; make it with this version")
+        raise PlanError("the plan was written by another version of fedrecon; make it again with this one")
     return plan
 
 
@@ -382,16 +392,14 @@ def _read(values: Any, algorithm: Algorithm | None) -> Plan:
 
     if not isinstance(values, Mapping) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
         raise PlanError(f"this is not a plan of format {FORMAT} {VERSION}: server and nodes need the same format")
-    for name, kind in OPTIONS.items():
-        if type(values[name]) is not kind:
-            raise PlanError(f"`{name}` must be a {kind.__name__} (got {str(values[name])[:40]})")
-    if values["kind"] not in KINDS:
-        raise PlanError(f"`kind` must be one of {', '.join(sorted(KINDS))} (got {str(values['kind'])[:40]!r})")
+    kind = KINDS[values["kind"]]
+    types = {"nodes": list, **OPTIONS, **kind.types}
+    wrong = next((name for name, type_ in types.items() if type(values[name]) is not type_), None)
+    if wrong is not None:
+        raise PlanError(f"`{wrong}` must be a {types[wrong].__name__} (got {str(values[wrong])[:40]!r})")
     options = {name: values[name] for name in OPTIONS} | {"nodes": tuple(map(str, values["nodes"]))}
-    plan = KINDS[values["kind"]].read(values, algorithm, options)
-    if list(plan.lengths) != values["lengths"]:
-        raise PlanError(f"`lengths` must be {list(plan.lengths)} for these settings (got {values['lengths']})")
-    return plan
+    # What else is in it, such as the lengths of arrays, follows from this: `_from_bytes` compares the bytes.
+    return kind.read(values, algorithm, options)
 
 
 def digest_of(data: bytes) -> str:
@@ -442,10 +450,11 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in leaves.items())
     privacy = "no noise: no differential privacy is promised"
     if promises.epsilon is not None:
+        questions = "" if plan.zero is None else f"{plan_privacy.max_answers(len(plan.zero.questions))} questions and "
         by = "every node" if plan.secure else "the server, which sees sums without it"
         privacy = (
             f"epsilon {promises.epsilon:.3g} at delta {promises.delta:.2g} for every user, with noise that {by} adds; "
-            f"a node answers {plan_privacy.max_answers(plan.rounds)} times at most. "
+            f"a node answers {questions}{plan_privacy.max_answers(plan.rounds)} times at most. "
             f"{NOT_COVERED[0].upper()}{NOT_COVERED[1:]}"
         )
     if promises.clip_norm is not None:

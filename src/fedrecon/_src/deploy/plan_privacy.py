@@ -7,12 +7,14 @@ add all of the noise, and the server never sees a sum without it.
 
 All noise is drawn from the system's entropy. So are the users of a node that take part in a round: only the node knows
 who they are, and the accounting takes the plan's share of users as their probability. A node counts its answers over
-all runs of a plan, and stops answering when the promise is used up.
+all runs of a plan, and stops answering when the promise is used up. Round zero asks all users: its questions are
+counted one by one, and one of them, whichever costs most, may be asked twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,7 +24,9 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.upload import Total
 from fedrecon._src.privacy.accounting import Release, default_delta
 from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.privacy.noise import system_generator
+from fedrecon._src.privacy.noise import draw, system_generator
+from fedrecon._src.recommend.estimate import State, Sums
+from fedrecon._src.recommend.round_zero import ANSWER, RoundZero
 from fedrecon._src.server.fixed_point import add_noise
 
 if TYPE_CHECKING:
@@ -46,11 +50,26 @@ def release_of(plan: Plan) -> Release | None:
 
 
 def ledger_of(plan: Plan, rounds: int) -> Ledger | None:
-    """Return what was spent after this many rounds; None for a plan that promises nothing."""
+    """Return what was spent after round zero and this many rounds; None for a plan that promises nothing."""
     if plan.release is None:
         return None
     delta = default_delta(plan.users) if plan.delta is None else plan.delta
-    return Ledger(plan.users, delta, None, (plan.release._replace(rounds=rounds),) if rounds else ())
+    before = () if plan.zero is None else round_zero_releases(plan.zero)
+    return Ledger(plan.users, delta, None, (*before, plan.release._replace(rounds=rounds)) if rounds else before)
+
+
+def spare_questions(zero: RoundZero) -> int:
+    """Return how many questions of round zero a node answers a second time."""
+    return max_answers(len(zero.questions)) - len(zero.questions)
+
+
+def round_zero_releases(zero: RoundZero) -> tuple[Release, ...]:
+    """Return the most that round zero gives away: every question once, and spare ones for whichever costs most."""
+    releases = zero.releases()
+    if not releases:
+        return ()
+    worst = min(releases, key=lambda release: release.noise_multiplier)
+    return (*releases, worst._replace(rounds=spare_questions(zero)))
 
 
 def noise_problem(plan: Plan) -> str | None:
@@ -79,7 +98,39 @@ def noise_problem(plan: Plan) -> str | None:
     return None
 
 
+# ---- on the server ----
+
+
+def advance_round_zero(
+    zero: RoundZero,
+    state: State,
+    parts: Sequence[Sums],
+    nodes: int,
+    generator: Callable[[], np.random.Generator] = system_generator,
+) -> State:
+    """Return the next state of round zero from the answers of nodes, with the server's noise if it adds any."""
+    total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
+    noise = zero.noise_of(state)
+    if zero.hosts:
+        noise *= math.sqrt(nodes / zero.hosts)  # nodes beyond the least number add their share, too
+    elif zero.noised:
+        total[ANSWER] = total[ANSWER] + generator().normal(0.0, noise, total[ANSWER].shape)
+    return zero.advance(state, total, noise)
+
+
 # ---- on a node ----
+
+
+def answer_round_zero(
+    zero: RoundZero, state: State, users: Any, generator: Callable[[], np.random.Generator] = system_generator
+) -> Sums:
+    """Return a node's answer to a question, with its share of the noise if nodes add any.
+
+    Raises:
+      StateError: the state is forged: it asks for answers that have no bound.
+    """
+    sums, share = zero.answer(state, users) if len(users) else zero.zeros(state.asked), zero.share_of_noise(state)
+    return sums if share is None else {ANSWER: sums[ANSWER] + draw(share, generator())}
 
 
 def draw_participants(users: Any, share: float) -> Any:

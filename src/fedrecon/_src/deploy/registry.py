@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpack
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.transport import Channel, Replies, open_reply
@@ -52,14 +53,12 @@ class Pace:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.per_round is not None and self.per_round < self.min_nodes:
-            raise ValueError(f"`per_round` is {self.per_round} and must be at least `min_nodes` ({self.min_nodes})")
-        bounds: dict[str, tuple[float, float]] = {"oversample": (1, 1000)}
-        bounds |= dict.fromkeys(("min_nodes", "checkpoint_every"), (1, MAX_COUNT))
-        bounds |= dict.fromkeys(("deadline", "stage_deadline", "patience"), (1e-3, MAX_SECONDS))
-        for name, (least, most) in bounds.items():
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"`{name}` must be from {least:g} to {most:g} (got {getattr(self, name)})")
+        check_number("oversample", self.oversample, least=1, most=1000)
+        for name in ("min_nodes", "checkpoint_every"):
+            check_number(name, getattr(self, name), least=1, most=MAX_COUNT)
+        for name in ("deadline", "stage_deadline", "patience"):
+            check_number(name, getattr(self, name), least=1e-3, most=MAX_SECONDS)
+        check_number("per_round", self.per_round, least=self.min_nodes)
 
 
 class NodeRegistry:
@@ -78,7 +77,7 @@ class NodeRegistry:
         self._refusals: dict[int, str] = {}
 
     def reset(self) -> None:
-        """Let every node join again, with what is known now."""
+        """Ask every node to join again, with the current state."""
         self.joined, self._invited_at = {}, {}
 
     def update(self) -> list[int]:
@@ -111,9 +110,9 @@ class NodeRegistry:
         if not self.plan.promises.signed:
             return None
         if not body.isdigit() or len(body) > 6 or (number := int(body)) >= len(self.plan.nodes):
-            raise Failure("garbage", "the node does not say which node of the plan's list it is")
+            raise Failure("garbage", "the node gives no index in the plan's list of nodes")
         if number in self.joined.values():
-            raise Failure("garbage", "two nodes say that they are the same node of the plan's list")
+            raise Failure("garbage", "two nodes claim the same index in the plan's list")
         return number
 
     def wait_for_nodes(self, since: float, number: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,30 +22,31 @@ from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.data import RatingsSchema
 from fedrecon._src.deploy.plan import OPTIONS, NodeData, Plan, PlanError
-from fedrecon._src.deploy.plan_privacy import max_answers
+from fedrecon._src.deploy.plan_privacy import max_answers, round_zero_releases
+from fedrecon._src.models import ranking_params
 from fedrecon._src.privacy.accounting import Release, noise_for
+from fedrecon._src.recommend.budget import Population, round_zero_noise
 from fedrecon._src.recommend.config import (
     ClicksConfig,
     Config,
-    ConfigError,
     RatingsConfig,
     Reading,
     config_from_json,
     to_json,
 )
-from fedrecon._src.recommend.protection import is_recipe
+from fedrecon._src.recommend.estimate import Estimate
+from fedrecon._src.recommend.protection import fixed_scales, is_recipe, with_rule
 from fedrecon._src.recommend.rating_model import apply_estimate, build_model, round_zero_of
-from fedrecon._src.recommend.recipe import build_algorithm, make_evaluator
-from fedrecon._src.recommend.round_zero import Result, RoundZero
-from fedrecon._src.recommend.saved_models import save_model
+from fedrecon._src.recommend.recipe import make_evaluator
+from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
+from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart
 from fedrecon._src.recommend.stopping import Watch, why_failed
 from fedrecon._src.recommend.task import Read, split_users
-from fedrecon._src.recommend.tasks import Task, Users, task_of
-from fedrecon._src.recommend.tasks.clicks import read_clicks
+from fedrecon._src.recommend.tasks import Task, Users, build_algorithm, task_of
+from fedrecon._src.recommend.tasks.clicks import dim_of, read_clicks, start_from
 from fedrecon._src.recommend.tasks.ratings import read_ratings
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
-
-OVERFLOW_ROOM = 4  # sums do not overflow even with this many times the users that the plan says
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,25 +90,22 @@ class SettingsPlan(Plan):
     @functools.cached_property
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
-        if self.result is None or self.zero is None:
-            model = self.task.build_model(self.config, self.legend)
-            aggregator = _aggregator_of(self.config, self.users, {name: getattr(self, name) for name in OPTIONS})
-            return build_algorithm(self.config, model, aggregator=aggregator)
-        if isinstance(self.config, RatingsConfig):
-            model = build_model(self.config.model, len(self.legend), self.result.estimate)
-        else:
-            model = self.task.build_model(self.config, self.legend)
-        return build_algorithm(self.config, model, self.result.num_examples)
+        estimate = None if self.zero is None else (self.result or self.zero.start()).estimate
+        config, model = _build_model(self.config, self.legend, estimate)
+        if isinstance(self.result, ClicksResult):
+            model = start_from(model, ranking_params(self.result.item_embedding, self.result.counts))
+        examples: float | None = None if self.result is None else self.result.num_examples
+        noise, aggregator = config.privacy.noise_multiplier, None
+        if noise is not None:
+            options = {name: getattr(self, name) for name in OPTIONS}
+            config, examples = with_rule(config, self.users, noise / (self.share * self.users))
+            aggregator = _aggregator_of(config, options)
+        return build_algorithm(config, model, 1 if examples is None else examples, aggregator)
 
-    @property
+    @functools.cached_property
     def zero(self) -> RoundZero | None:
         """Round zero, if there is one."""
-        if isinstance(self.config, ClicksConfig):
-            return RoundZero(num_items=len(self.legend), clicks=True)
-        config = self.config
-        if isinstance(config, RatingsConfig) and (config.model.round_zero or config.data.transform != "none"):
-            return round_zero_of(config, len(self.legend))
-        return None
+        return _round_zero(self.config, len(self.legend), {name: getattr(self, name) for name in OPTIONS})
 
     @property
     def unprepared(self) -> bool:
@@ -139,7 +138,7 @@ class SettingsPlan(Plan):
 
     def save_model(self, folder: Path, params: Any, failed: str | None = None) -> None:
         """Save a model as `fedrecon train` does."""
-        save_model(folder, self.config, params, self.legend, failed)
+        SavedModel(self.config, params, self.legend, failed).save(folder)
 
     def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record."""
@@ -187,21 +186,20 @@ class SettingsPlan(Plan):
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> SettingsPlan:
         """Undo `subject`."""
         del algorithm
-        try:
-            config = config_from_json(values["config"], "the plan")
-        except ConfigError as error:
-            raise PlanError(str(error)) from None
+        config = config_from_json(values["config"], "the plan")
         return make_plan(config, task_of(config).recall(values["legend"]), **options)
 
 
 @functools.lru_cache(maxsize=8)
 def _prepared(plan: SettingsPlan, result: Result) -> SettingsPlan:
     """Prepare a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
-    config, legend, counts = plan.config, plan.legend, result.estimate.item_count
+    config, legend = plan.config, plan.legend
     if isinstance(config, RatingsConfig):
-        config, legend = apply_estimate(config, legend, result.estimate, counts)
+        config, legend = apply_estimate(config, legend, result.estimate, result.counts)
+        if config.privacy.on and not config.model.round_zero:  # only the scale was asked for
+            legend = dataclasses.replace(legend, counts=None, liking=None)
     else:
-        legend = dataclasses.replace(legend, counts=np.rint(counts).astype(np.int64))
+        legend = dataclasses.replace(legend, counts=np.rint(result.counts).astype(np.int64))
     ready = dataclasses.replace(plan, config=config, legend=legend, result=result)
     ready.__dict__["content"] = plan.content  # the agreement
     return ready
@@ -224,27 +222,24 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
       >>> fr.deploy.make_plan(RatingsConfig(rounds=20), Items(np.arange(8)), least_users=5).rounds
       20
     """
-    if config.aggregate.secure:
-        raise PlanError("--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more")
     # Who takes part is up to nodes and server, and all rounds are trained.
     config = dataclasses.replace(config, data=_without_places(config.data), sampling=Sampling(), patience=None)
     if isinstance(config, RatingsConfig) and config.model.scale is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
     if isinstance(config, ClicksConfig):  # a node's file may leave out less
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
-    model = task_of(config).build_model(config, legend)
-    try:
-        config = _with_noise(config, model, options.get("users", 0), options)
-    except (ValueError, ImportError) as error:
-        raise PlanError(str(error)) from None
-    algorithm = build_algorithm(config, model)
-    if algorithm.model.lookups == AUTO:
-        raise PlanError("the model's lookups are not decided; a plan needs a model that names them")
+        dim, at_least = dim_of(config.model, len(legend)), config.data.at_least
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim, at_least=at_least))
     data: Any = config.data
     is_text, protected = config.task == "text", config.privacy.on
     largest = data.max_sentences if is_text else data.max_examples
-    if largest is None:
-        raise PlanError("give --data.max-examples: a plan limits examples per user, so that all nodes run one program")
+    if (problem := _problem(config, largest, {name: getattr(Plan, name) for name in OPTIONS} | options)) is not None:
+        raise PlanError(problem)
+    try:
+        config, options = _with_noise(config, legend, options)
+    except (ValueError, ImportError) as error:
+        raise PlanError(str(error)) from None
+    algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
+    assert algorithm.model.lookups != AUTO
     return SettingsPlan(
         config=config,
         legend=legend,
@@ -260,68 +255,136 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     )
 
 
+def _problem(config: Config, largest: int | None, options: Mapping[str, Any]) -> str | None:
+    """Say why settings cannot be those of a plan; None if they can."""
+    privacy = config.privacy
+    if config.aggregate.secure:
+        return "--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more"
+    if largest is None:
+        return "give --data.max-examples: a plan limits examples per user, so that all nodes run one program"
+    if privacy.on and isinstance(config, ClicksConfig):
+        return "for clicks, nodes count the users of each item without noise: leave out --privacy options"
+    if privacy.correlated is not None or (privacy.clip_quantile is not None and options["secure"]):
+        return "nodes add independent noise for one clipping norm: leave out correlated and clip_quantile"
+    if privacy.on and options["users"] < 2:
+        return "with --privacy options, give --users, the number of users of all nodes together"
+    return None
+
+
 def _without_places(data: Any) -> Any:
     """Return settings of data that name no file: a node reads its own, as its own options say."""
     removed = {"source": "", "items": None, "word_count": None}
     return dataclasses.replace(data, **{name: value for name, value in removed.items() if hasattr(data, name)})
 
 
-def _with_noise(config: Config, model: Model, users: int, options: dict[str, Any]) -> Config:
-    """Return settings that say how much noise there is, also if they give only an epsilon.
+def _round_zero(config: Config, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
+    """Return the round zero of a plan with these options; None if there is none."""
+    if isinstance(config, ClicksConfig):
+        return SpectralStart(num_items=num_items, dim=dim_of(config.model, num_items))
+    if not isinstance(config, RatingsConfig) or not (config.model.round_zero or config.data.transform != "none"):
+        return None
+    if not config.privacy.on:
+        return round_zero_of(config, num_items)
+    return round_zero_of(
+        config,
+        num_items,
+        noise_multiplier=options["round_zero_noise"],
+        clients=max(round(options["users"] * config.data.fractions[0]), 1),
+        approximate=True,
+        hosts=options["least_nodes"] if options["secure"] else 0,
+        scale=config.privacy.rating_range,
+        **({} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}),
+    )
+
+
+def _build_model(config: Config, legend: Any, estimate: Estimate | None) -> tuple[Config, Model]:
+    """Return settings and model with what round zero estimated; before it, with an estimate that has its shapes."""
+    if estimate is None or not isinstance(config, RatingsConfig):
+        return config, task_of(config).build_model(config, legend)
+    if config.model.scale is None:
+        config, _ = apply_estimate(config, legend, estimate)
+    return config, build_model(config.model, len(legend), estimate)
+
+
+def _with_noise(config: Config, legend: Any, changes: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """Return settings and options that say how much noise there is, also if they give only an epsilon.
 
     Raises:
       ValueError: a deployment cannot keep what the settings promise.
     """
-    privacy = config.privacy
+    privacy, options = config.privacy, {name: getattr(Plan, name) for name in OPTIONS} | dict(changes)
     if not privacy.on:
-        return config
-    if isinstance(config, ClicksConfig):
-        raise ValueError("for clicks, nodes count the users of each item without noise: leave out --privacy options")
-    if is_recipe(config):
-        raise ValueError(
-            "round zero of a deployment has no noise, so nothing could be promised: with --privacy options use "
-            "--preset paper, which has no round zero"
-        )
-    if privacy.correlated is not None or (privacy.clip_quantile is not None and options.get("secure")):
-        raise ValueError("nodes add independent noise for one clipping norm: leave out correlated and clip_quantile")
-    if users < 2:
-        raise ValueError("with --privacy options, give --users, the number of users of all nodes together")
-    if privacy.noise_multiplier is not None:
-        return config
-    assert privacy.epsilon is not None
-    share, rounds = float(options.get("share", 1.0)), max_answers(config.rounds)
+        return config, dict(changes)
+    users, share, rounds = options["users"], float(options["share"]), max_answers(config.rounds)
+    before: tuple[Release, ...] = ()
+    if (zero := _round_zero(config, len(legend), options | {"round_zero_noise": 1.0})) is not None:
+        if not options["round_zero_noise"]:
+            options["round_zero_noise"] = _noise_of_round_zero(config, Population(users, share * users), zero)
+        before = round_zero_releases(dataclasses.replace(zero, noise_multiplier=options["round_zero_noise"]))
+    _, model = _build_model(config, legend, None if zero is None else zero.start().estimate)
     parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
 
     def release(noise: float) -> Release:
-        chosen = dataclasses.replace(config, privacy=dataclasses.replace(privacy, noise_multiplier=noise))
-        aggregator = _aggregator_of(chosen, users, options)
+        chosen = dataclasses.replace(config, privacy=dataclasses.replace(config.privacy, noise_multiplier=noise))
+        aggregator = _aggregator_of(with_rule(chosen, users, noise / (share * users))[0], options)
         assert aggregator is not None
         assert aggregator.release is not None
         return aggregator.release(parts)._replace(rate=share, rounds=rounds)
 
-    noise = noise_for(
-        privacy.epsilon, clients=users, per_round=share * users, rounds=rounds, delta=privacy.delta, release=release
-    )
-    return dataclasses.replace(config, privacy=dataclasses.replace(privacy, noise_multiplier=noise))
-
-
-def _aggregator_of(config: Config, users: int, options: dict[str, Any]) -> aggregators.Aggregator | None:
-    """Return the aggregator of a plan's updates; None for the one of the settings."""
-    settings = config.privacy
-    if settings.noise_multiplier is None:
-        return None
-    assert settings.clip_norm is not None
-    per_round = float(options.get("share", 1.0)) * users
-    if not options.get("secure"):
-        return aggregators.private(
-            settings.clip_norm, settings.noise_multiplier, per_round=per_round, quantile=settings.clip_quantile
+    noise = privacy.noise_multiplier
+    if noise is None:
+        assert privacy.epsilon is not None
+        noise = noise_for(
+            privacy.epsilon,
+            clients=users,
+            per_round=share * users,
+            rounds=rounds,
+            delta=privacy.delta,
+            before=before,
+            release=release,
         )
-    least = int(options.get("least_nodes", 1))
+    clip = with_rule(config, users, noise / (share * users))[0].privacy.clip_norm
+    return dataclasses.replace(
+        config, privacy=dataclasses.replace(privacy, noise_multiplier=noise, clip_norm=clip)
+    ), options
+
+
+def _noise_of_round_zero(config: Config, population: Population, zero: RoundZero) -> float:
+    """Return the noise multiplier of round zero with which it stays within its share of the budget.
+
+    Args:
+      config: the settings.
+      population: who it is computed for.
+      zero: with noise of multiplier 1.
+    """
+
+    def release(noise: float) -> Release:
+        releases = dataclasses.replace(zero, noise_multiplier=noise).releases()
+        return max(releases, key=lambda release: release.length or 0)._replace(noise_multiplier=noise)
+
+    repeats = sum(release.rounds / release.noise_multiplier**2 for release in round_zero_releases(zero))
+    return round_zero_noise(config, population, release) * math.sqrt(repeats)
+
+
+def _aggregator_of(config: Config, options: Mapping[str, Any]) -> aggregators.Aggregator:
+    """Return the aggregator of a plan with noise."""
+    settings, users, least = config.privacy, options["users"], options["least_nodes"]
+    assert settings.clip_norm is not None
+    assert settings.noise_multiplier is not None
+    shared: dict[str, Any] = {
+        "per_round": float(options["share"]) * users,
+        "weigh": "examples" if is_recipe(config) else "uniform",
+        "scales": fixed_scales(config),
+    }
+    if not options["secure"]:
+        return aggregators.private(
+            settings.clip_norm, settings.noise_multiplier, quantile=settings.clip_quantile, **shared
+        )
     return aggregators.secure(
         settings.clip_norm,
         clients=max(OVERFLOW_ROOM * users, least),
         noise_multiplier=settings.noise_multiplier,
-        per_round=per_round,
         least=least,
         simulated_noise=False,
+        **shared,
     )

@@ -50,10 +50,7 @@ def shapes_of(plan: Plan, purpose: str) -> Any:
         return no_users(plan.algorithm.model)
     if plan.zero is None or not plan.unprepared:
         raise Failure("garbage", "this plan has no round zero, or it is over")
-    try:
-        return plan.zero.zeros(number)
-    except ValueError as error:
-        raise Failure("garbage", str(error)) from None
+    return plan.zero.zeros(number)
 
 
 class NodeSum(NamedTuple):
@@ -165,17 +162,19 @@ def ring_grid(plan: Plan, limit: float | None = None) -> ring.Grid:
 
 def bits_of(like: Any) -> int:
     """Return how wide the integers of a secure sum are: a tree of integers of a ring stays in that ring."""
-    return 32 if _in_ring(like) else BITS
+    return 8 * next(iter(flatten(like)[0].values())).dtype.itemsize if _in_ring(like) else BITS
 
 
 def _in_ring(tree: Any) -> bool:
-    """Say whether a tree is of integers already, as `aggregators.secure` makes them."""
-    return all(leaf.dtype == np.uint32 for leaf in flatten(tree)[0].values())
+    """Say whether a tree is of integers already: what `aggregators.secure` makes, or round zero with noise."""
+    return all(leaf.dtype in (np.uint32, np.uint64) for leaf in flatten(tree)[0].values())
 
 
 def length_of(like: Any, wide: bool = False) -> int:
     """Return how many integers a tree of arrays becomes."""
-    return (2 if wide else 1) * sum(int(np.prod(leaf.shape)) for leaf in flatten(like)[0].values())
+    return (2 if wide and not _in_ring(like) else 1) * sum(
+        int(np.prod(leaf.shape)) for leaf in flatten(like)[0].values()
+    )
 
 
 def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:
@@ -193,7 +192,7 @@ def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:
     leaves, limit = flatten(tree)[0], WIDE_LIMIT if wide else plan.limit
     flat = [np.asarray(leaves[path]).reshape(-1) for path in sorted(leaves)]
     if _in_ring(tree):
-        return np.concatenate(flat).astype("<u4")
+        return np.concatenate(flat).astype(f"<u{bits_of(tree) // 8}")
     values = np.concatenate(flat, dtype=np.float64)
     if not np.isfinite(values).all() or np.abs(values).max(initial=0) > limit:
         raise Failure("beyond_limit", f"a sum of this node has a number beyond the plan's limit of {limit:g}")

@@ -11,24 +11,35 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated
+
+from pydantic import Field
 
 from fedrecon._src.deploy.transport import Reply
 
 NAME_BYTES, MAC_BYTES = 12, 16
-PURGE_SECONDS = 1.0  # between two searches for expired tasks
+PURGE_SECONDS = 1.0  # between two searches for tasks that are over
 PRESENCE_SECONDS = 5.0  # how long a node counts as connected after its last request
-_TICKET = re.compile(f"[0-9a-f]{{{2 * (NAME_BYTES + MAC_BYTES)}}}")
+DIGEST, TICKET = "[0-9a-f]{64}", f"[0-9a-f]{{{2 * (NAME_BYTES + MAC_BYTES)}}}"  # as regular expressions
 
 
-class NodeTask(NamedTuple):
-    """What a node is asked to do: fetch a broadcast, answer it, report before the deadline."""
+@dataclass(frozen=True)
+class NodeTask:
+    """What a node is asked to do: fetch a broadcast, answer it, report before the deadline.
 
-    round: int
-    broadcast: str  # SHA-256 of the message
-    size: int
-    ticket: str
-    seconds: float  # that are left
+    Attributes:
+      round: which round it belongs to, from 0.
+      broadcast: the SHA-256 of the message, by which it is fetched.
+      size: the bytes of the message.
+      ticket: what the report is sent with.
+      seconds: how many are left.
+    """
+
+    round: Annotated[int, Field(ge=0, lt=10**9)]
+    broadcast: Annotated[str, Field(pattern=f"^{DIGEST}$")]
+    size: Annotated[int, Field(ge=0)]
+    ticket: Annotated[str, Field(pattern=f"^{TICKET}$")]
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass
@@ -88,8 +99,9 @@ class TaskBoard:
         with self._changed:
             if now - self._purged > PURGE_SECONDS:
                 self._purged = now
-                for expired in [old for old, entry in self._entries.items() if entry.deadline < now]:
-                    self._drop(expired)
+                for old, earlier in list(self._entries.items()):
+                    if earlier.deadline < now or (earlier.reply == b"" and earlier.round < number):
+                        self._drop(old)
             entry = self._entries[name] = _Entry(node, number, digest, now + seconds)
             self._open.setdefault(node, {})[name] = entry
             self._messages[digest] = data
@@ -108,7 +120,7 @@ class TaskBoard:
             return replies
 
     def cancel(self, tickets: Collection[str]) -> None:
-        """Withdraw tasks that nobody waits for any more."""
+        """Withdraw tasks that are no longer needed."""
         with self._changed:
             for name in tickets:
                 self._drop(name)
@@ -178,7 +190,7 @@ class TaskBoard:
     def state(self, node: int, number: int, ticket: str) -> str:
         """Return `forged`, `open`, `reported` or `expired`."""
         name = ticket[: 2 * NAME_BYTES]
-        genuine = _TICKET.fullmatch(ticket) and hmac.compare_digest(ticket, self._ticket(name, number, node))
+        genuine = re.fullmatch(TICKET, ticket) and hmac.compare_digest(ticket, self._ticket(name, number, node))
         if not genuine:
             return "forged"
         with self._changed:

@@ -54,7 +54,7 @@ class Grid(Protocol):
         """Return the replies that have arrived, each once, without waiting for others."""
 
     def cancel(self, tickets: Collection[Any]) -> None:
-        """Withdraw messages whose replies nobody waits for any more."""
+        """Withdraw messages whose replies are no longer needed."""
 
 
 class Clock(Protocol):
@@ -104,7 +104,7 @@ class InProcess:
         return f"node {node}"
 
     def send(self, node: int, data: bytes, seconds: float, number: int = 0) -> int:
-        """Keep a message until the reply is asked for."""
+        """Queue a message until its reply is collected."""
         del seconds, number
         ticket = next(self._numbers)
         self._waiting[ticket] = (node, data)
@@ -135,6 +135,7 @@ class InProcess:
 
 # Seconds between two checks for replies: a share of the time waited, between two bounds.
 PAUSE_SHARE, MIN_PAUSE, MAX_PAUSE = 0.15, 0.05, 0.5
+ABSENCE = 5.0  # seconds for which a node is not connected until nobody waits for its reply any more
 # Reasons that a node may give; any other text from a node may be long or nonsense.
 REASONS = {"garbage", "too_large", "not_finite", "error", "beyond_limit", "secure_sum", "budget"}
 REASONS |= {"wrong_plan", "weaker_plan", "not_accepted", "not_joined", "old_run", "old_round"}
@@ -179,7 +180,7 @@ class Channel(NamedTuple):
     def collect(
         self, requests: Mapping[int, Envelope], read: Callable[[Envelope, bytes], Any], enough: int, seconds: float
     ) -> Replies:
-        """Send each node its request, and wait until enough have given a good reply or time is up.
+        """Send each node its request, and wait until enough have given a good reply, others are gone, or time is up.
 
         Args:
           requests: by node.
@@ -189,6 +190,7 @@ class Channel(NamedTuple):
         """
         replies, began = Replies(), self.clock.monotonic()
         waiting: dict[Any, int] = {}
+        checked, absent = 0.0, dict[int, float]()  # nodes that are not connected, since when
         packed = {id(request): request for request in requests.values()}  # most nodes get the same, written once
         content = {key: pack(request) for key, request in packed.items()}
         for node, request in requests.items():
@@ -207,6 +209,14 @@ class Channel(NamedTuple):
                 except Failure as failure:
                     replies.failed[node] = failure.reason
             elapsed = self.clock.monotonic() - began
+            if elapsed - checked > ABSENCE / 5:
+                checked, connected = elapsed, set(self.grid.nodes())
+                absent = {node: absent.get(node, elapsed) for node in waiting.values() if node not in connected}
+                for ticket, node in list(waiting.items()):
+                    if elapsed - absent.get(node, elapsed) >= ABSENCE:
+                        self.grid.cancel([ticket])
+                        del waiting[ticket]
+                        replies.failed[node] = "unreachable"
             if not waiting or len(replies.good) >= enough or elapsed >= seconds:
                 break
             self.clock.sleep(min(max(MIN_PAUSE, PAUSE_SHARE * elapsed), MAX_PAUSE))

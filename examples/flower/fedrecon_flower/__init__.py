@@ -1,0 +1,1 @@
+"""A Flower app that carries the messages of fedrecon between processes outside Flower."""

@@ -1,0 +1,148 @@
+"""A gateway: to the coordinator it is one node, whose answer is the sum of its own clients' answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fedrecon._src.core.wire import to_bytes
+from fedrecon._src.deploy.messages import (
+    MOST_HEADER,
+    OK,
+    PREPARE,
+    TRAIN,
+    Envelope,
+    Failure,
+    largest_message,
+    pack,
+    refusal,
+    unpack,
+)
+from fedrecon._src.deploy.plan import Plan
+from fedrecon._src.deploy.registry import NodeRegistry, NotEnoughNodes, Pace
+from fedrecon._src.deploy.sums import Question, open_sum
+from fedrecon._src.deploy.transport import Channel, open_reply
+from fedrecon._src.storage.atomic import write_bytes
+
+SHARE_OF_TIME = 0.7  # of the coordinator's deadline that clients have; the rest is for the way there and back
+
+
+class Gateway:
+    """Answers a coordinator: bytes in, bytes out, as a `Node` does.
+
+    It invites its clients to the coordinator's run, passes questions on, and adds up what they answer. Secure sums run
+    between all clients of a round, and a gateway knows only its own, so plans with secure sums are refused.
+
+    Example:
+      >>> channel = Channel(InProcess({0: node.handle}), SYSTEM)  # doctest: +SKIP
+      >>> Gateway(plan, channel, Pace()).handle(message, seconds=60.0)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        channel: Channel,
+        pace: Pace,
+        folder: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        """Serve a plan to the clients that a channel reaches.
+
+        Args:
+          plan: the plan.
+          channel: reaches the clients.
+          pace: how many clients, and how long to wait for them.
+          folder: where the result of round zero is kept, so that a gateway that was killed can go on in the next round.
+          say: called with a line about every question.
+        """
+        if plan.secure:
+            raise ValueError("a plan with `secure` cannot be served by gateways; use one coordinator for all its nodes")
+        self.plan, self.channel, self.pace, self.folder, self.say = plan, channel, pace, folder, say
+        self._registry: NodeRegistry | None = None  # of the run that the coordinator named last
+
+    def handle(self, data: bytes, seconds: float) -> bytes:
+        """Answer a message of the coordinator, which waits so many seconds. Failures become answers too."""
+        message = None
+        try:
+            message = unpack(data, largest_message(self.plan))
+            if message.plan != self.plan.digest:
+                raise Failure("wrong_plan", f"this gateway serves plan {self.plan.digest[:16]} and no other")
+            body = self._join(message, seconds) if message.kind == "join" else self._ask(message, seconds)
+            return pack(Envelope(OK, message.plan, message.run, message.round, {}, body))
+        except Failure as failure:
+            self.say(f"refused: {failure.why}")
+            return refusal(message, failure)
+        except NotEnoughNodes as error:
+            return refusal(message, Failure("not_joined", str(error)))
+
+    def _join(self, message: Envelope, seconds: float) -> bytes:
+        """Take part in a run, once there are clients who do."""
+        size = message.facts.get("result_bytes", 0)
+        result = message.body[len(message.body) - size :] if size else b""
+        if self.folder is not None and result:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(self._file(message.run), result)
+        self._clients(message, seconds, result)
+        return b""
+
+    def _file(self, run: str) -> Path:
+        return (self.folder or Path()) / f"round-zero-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
+
+    def _recall(self, run: str) -> bytes:
+        """Return the result of a run's round zero, as far as this gateway needs one and knows it."""
+        if self._registry is not None and self._registry.run_id == run:
+            return self._registry.round_zero
+        if self.plan.zero is None:
+            return b""
+        if self.folder is None or not self._file(run).exists():
+            raise Failure("not_joined", "this gateway has just started; ask it to join")
+        return self._file(run).read_bytes()
+
+    def _clients(self, message: Envelope, seconds: float, result: bytes) -> list[int]:
+        """Return the clients that take part in the run of a message; wait for the first of them."""
+        registry = self._registry
+        if registry is None or registry.run_id != message.run or registry.round_zero != result:
+            registry = NodeRegistry(self.plan, self.channel, self.pace, message.run, self.say)
+            if result and self.plan.zero is not None:
+                registry.plan = self.plan.prepared(self.plan.zero.read_result(result))
+                registry.round_zero = result
+            self._registry = registry
+        registry.done = message.round
+        registry.pace = dataclasses.replace(self.pace, patience=min(self.pace.patience, seconds / 2))
+        return registry.wait_for_nodes(self.channel.clock.monotonic(), message.round)
+
+    def _ask(self, message: Envelope, seconds: float) -> bytes:
+        """Pass a question on to clients, and return the sum of their answers."""
+        end = self.channel.clock.monotonic() + SHARE_OF_TIME * seconds
+        ready, registry = self._clients(message, seconds, self._recall(message.run)), self._registry
+        assert registry is not None
+        seconds = max(end - self.channel.clock.monotonic(), 0.0)
+        if message.kind == "finish":
+            requests = dict.fromkeys(ready, message)
+            self.channel.collect(requests, lambda sent, data: open_reply(data, sent, MOST_HEADER), len(ready), seconds)
+            return b""
+        question = Question(message.run, message.round, _purpose(message), message.body)
+        invited, enough = registry.select(ready, message.round, 0, all_nodes=question.purpose != TRAIN)
+        node_sum = open_sum(registry.plan, self.channel, question, invited, enough=enough, seconds=seconds)
+        registry.note_replies(node_sum.replies, node_sum.nodes, message.round, len(node_sum.nodes) < enough)
+        answered = f"{len(node_sum.nodes)} of {len(invited)} clients answered"
+        self.say(f"round {message.round + 1}, {question.purpose}: {answered}")
+        if len(node_sum.nodes) < registry.min_nodes:
+            raise Failure("error", answered)
+        return to_bytes(functools.reduce(lambda total, part: jax.tree.map(np.add, total, part), node_sum.parts))
+
+
+def _purpose(message: Envelope) -> str:
+    """Return what a question's sum is for; secure sums are for nothing that a gateway knows."""
+    facts = message.facts
+    purposes = {"train": TRAIN, "evaluate": facts.get("part"), "prepare": f"{PREPARE}{facts.get('number')}"}
+    purpose = purposes.get(message.kind)
+    if not isinstance(purpose, str):
+        raise Failure("garbage", f"a gateway does not answer messages of the kind {message.kind[:40]!r}")
+    return purpose
