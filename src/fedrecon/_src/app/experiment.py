@@ -6,10 +6,10 @@ import dataclasses
 import datetime
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,18 +33,15 @@ from fedrecon._src.privacy.ledger import spending
 from fedrecon._src.recommend.config import Config, check_config, to_json
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import (
-    Table,
-    add_coverage,
     measure_known_baselines,
     summarize,
 )
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
-from fedrecon._src.recommend.recipe import build_algorithm, check_some_can_learn, make_evaluator
-from fedrecon._src.recommend.saved_models import SavedModel, save_model
+from fedrecon._src.recommend.recipe import check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import Watch, rounds_of, updates_of, why_failed
-from fedrecon._src.recommend.task import Dataset, Ready
-from fedrecon._src.recommend.tasks import Task, Users, task_of
-from fedrecon._src.simulation.engine import Layout
+from fedrecon._src.recommend.task import Ready, Table
+from fedrecon._src.recommend.tasks import Task, Users, build_algorithm, task_of
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.simulation.multihost import broadcast, check_same, is_first_process, share_folder
 from fedrecon._src.simulation.training import Callback, RecordCallback, Run
@@ -64,8 +61,6 @@ class ExperimentResult:
       evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
       most_rounds: how many rounds it could have had.
-      left_out: counts of what was not read of the data.
-      described: whether remarks have already described the data and what was left out.
       baselines: how the baselines do on the query of the test users; empty if there are none.
       failed: why the run failed; None if it did not.
     """
@@ -77,9 +72,7 @@ class ExperimentResult:
     evaluator: Evaluator | None
     test: Evaluation | None
     most_rounds: int
-    left_out: Mapping[str, int]
     baselines: Table
-    described: bool = False
     failed: str | None = None
 
 
@@ -115,9 +108,10 @@ def run_experiment(
         holds something else.
     """
     if resume and overwrite:
-        raise ValueError("`resume` and `overwrite` cannot be combined: one keeps what the other removes")
+        raise ValueError("`resume` and `overwrite` cannot be combined")
     check_config(config)
     folder = share_folder(folder)
+    folder.checkpoint_every = config.checkpoint_every
     with folder.lock():
         earlier = broadcast(lambda: None if overwrite else run_to_resume(config, folder, resume))
         check_same(_settings(config) | _versions())
@@ -146,43 +140,31 @@ def run_experiment(
         if overwrite:
             folder.replace()
         folder.describe(facts)
-        started = _Started(folder, task, data, prepared, protection, algorithm, jax_layout, facts)
-        return _run(started, progress, callbacks, say)
+        watch = RecordCallback(Watch(protection.config, task, say, task.looks_like_counts(config, data)))
+        options = RunOptions(folder, jax_layout, protection.ledger, callbacks=[watch, *callbacks], progress=progress)
+        return _run(prepared._replace(config=protection.config), algorithm, facts, options)
 
 
-class _Started(NamedTuple):
-    """A run that can start."""
-
-    folder: RunFolder
-    task: Task[Any, Any, Any]
-    data: Dataset
-    prepared: Ready
-    protection: Protection
-    algorithm: Algorithm
-    jax_layout: Layout
-    facts: dict[str, Any]
-
-
-def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], say: Say) -> ExperimentResult:
-    """Train, save, measure, and say how it went."""
-    folder, task, data, prepared, protection, algorithm, jax_layout, facts = started
-    config, users, legend = protection.config, prepared.users, prepared.legend
-    evaluator = make_evaluator(config, algorithm, users, jax_layout)
-    watch = Watch(config, task, say, task.looks_like_counts(config, data))
-    options = RunOptions(
-        folder, jax_layout, protection.ledger, callbacks=[RecordCallback(watch), *callbacks], progress=progress
-    )
-    run = train_algorithm(config, algorithm, users, prepared.fallback, evaluator, options)
+def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: RunOptions) -> ExperimentResult:
+    """Train, save, evaluate and report."""
+    config, users, task, folder = ready.config, ready.users, task_of(ready.config), options.folder
+    assert folder is not None
+    evaluator = make_evaluator(config, algorithm, users, options.layout)
+    run = train_algorithm(config, algorithm, users, ready.fallback, evaluator, options)
+    if not run.interrupted:
+        run = dataclasses.replace(run, params=task.finish(config, users, run.params))
     failed = why_failed(run.history, task)
-    model = _save(folder, SavedModel(config, run.params, legend, failed))
+    model = _save(folder, SavedModel(config, run.params, ready.legend, failed))
     test: Evaluation | None = None
     table: Table = {}
     if not run.interrupted and len(users.test):
         on_test = (
-            evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, jax_layout, "test")
+            evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, options.layout, "test")
         )
         if on_test:
-            test = add_coverage(config, algorithm, run.params, users.test, on_test(run.params, progress=progress))
+            test = task.add_metrics(
+                config, algorithm, run.params, users.test, on_test(run.params, progress=options.progress)
+            )
         if is_first_process():
             table = measure_known_baselines(config, model, users, "test")
         if (verdict := why_failed(run.history, task, test)) != failed:
@@ -205,13 +187,12 @@ def _run(started: _Started, progress: Progress, callbacks: Sequence[Callback], s
     if not run.interrupted:
         folder.complete()
     most = rounds_of(config, users)
-    described = bool(prepared.remarks)
-    return ExperimentResult(run, algorithm, users, model, evaluator, test, most, data.skipped, table, described, failed)
+    return ExperimentResult(run, algorithm, users, model, evaluator, test, most, table, failed)
 
 
 def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
     if is_first_process():
-        save_model(folder.model_path, model.config, model.params, model.legend, model.failed)
+        model.save(folder.model_path)
     return model
 
 
@@ -307,7 +288,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:
-    """Find files where they were, whatever folder the command runs in now."""
+    """Use the absolute paths that run.json records, where they still exist."""
     places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
     paths: dict[str, Any] = {
         name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from fedrecon._src.core.checks import check_choice
 from fedrecon._src.simulation.training import Callback, RecordCallback
 from fedrecon._src.storage.run_folder import LOGS
 
@@ -41,8 +42,7 @@ def log_to(kind: Log, folder: str | Path, settings: Mapping[str, Any] | None = N
       ...     isinstance(callback, fr.Callback)
       True
     """
-    if kind not in get_args(Log):
-        raise ValueError(f"`kind` is {kind!r}; it must be one of {', '.join(get_args(Log))}")
+    check_choice("kind", kind, get_args(Log))
     try:
         importlib.import_module(kind)
     except ImportError as problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,7 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
     try:
         config = config_from_json(facts["config"], str(file))
         facts["data"]["fingerprint"]
-    except ConfigError as problem:
-        raise StorageError(str(problem)) from None
-    except (KeyError, TypeError, AttributeError) as problem:
+    except (KeyError, TypeError, AttributeError, ConfigError) as problem:
         raise StorageError(f"{file} is damaged: {problem!r}") from None
     return config, facts
 
@@ -60,7 +58,12 @@ def with_columns(config: Config, run: str | Path, reading: OtherReading) -> tupl
 
 
 def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, Any] | None:
-    """Return the `run.json` of the run to resume; None if there is none yet."""
+    """Return the `run.json` of the run to resume; None if there is none yet.
+
+    Raises:
+      ConfigError: a setting differs from those that the run began with.
+      StorageError: the run cannot be resumed.
+    """
     if not folder.has_run():
         return None
     if not resume:
@@ -69,31 +72,23 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         )
     done = folder.rounds_done()
     settings, facts = read_run(folder.path)
-    if done is None and (facts.get("ended") or find_complete(folder.model_path).exists()):
-        raise StorageError(
-            f"the run in {folder.path} has no checkpoint any more, so it cannot be resumed; its model is still there. "
-            "Begin anew in another folder, or with --overwrite."
-        )
-    if settings.task != config.task:
-        raise StorageError(f"the run in {folder.path} is on {settings.task}, not on {config.task}; use another folder")
     changed = differences(to_json(settings), to_json(config))
-    if changed:
-        raise StorageError(
-            f"the run in {folder.path} has other settings: {', '.join(changed)}; "
-            "resume it with its own, or begin anew with --overwrite"
-        )
-    if settings.rounds != config.rounds and config.server.decay_rounds == "all":
-        raise StorageError(
-            f"the run in {folder.path} lowers its learning rate over all of its {settings.rounds} rounds, so "
-            f"it cannot continue to {config.rounds}: resume it with --rounds {settings.rounds}, or begin anew "
-            "with --overwrite"
-        )
-    if done is not None and done > config.most_rounds:
-        raise StorageError(f"the run in {folder.path} is past round {config.most_rounds}: it has done {done}")
+    if settings.rounds != config.rounds and config.server.decay_rounds == "all":  # rates would have been others
+        changed["rounds"] = settings.rounds, config.rounds
+    for setting, (before, after) in changed.items():
+        raise ConfigError(setting, after, f"must stay {before!r} to continue the run in {folder.path}")
     began = facts.get("layout")
     numbers = [began.get(name) for name in ("jax_devices", "block", "sharing")] if isinstance(began, dict) else [None]
-    if not all(type(number) is int for number in numbers) or not isinstance(facts.get("resumed"), list):
-        raise StorageError(f"{folder.path / RUN} does not say where the run began, so it cannot be resumed")
+    obstacles = {
+        "it has no checkpoint any more, only its model": done is None
+        and bool(facts.get("ended") or find_complete(folder.model_path).exists()),
+        f"it is past round {config.most_rounds}: it has done {done}": (done or 0) > config.most_rounds,
+        f"{RUN} does not say where it began": not all(type(number) is int for number in numbers)
+        or not isinstance(facts.get("resumed"), list),
+    }
+    for obstacle, stands in obstacles.items():
+        if stands:
+            raise StorageError(f"the run in {folder.path} cannot be resumed: {obstacle}. Start over with --overwrite.")
     return facts
 
 
@@ -116,7 +111,7 @@ def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[st
         raise StorageError(
             f"{facts['data']['source']} is no longer what the run in {folder.path} was trained on "
             f"(fingerprint {now}, was {earlier['data']['fingerprint']}); "
-            "it cannot be resumed: bring the data back, or begin anew with --overwrite"
+            "restore the data, or start over with --overwrite"
         )
 
 
@@ -132,16 +127,28 @@ def layout_facts(jax_layout: Layout) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _as_it_began(folder: RunFolder, began: dict[str, Any]) -> Iterator[None]:
+    """Explain a layout error: with another layout, the last bits of the run's results would change."""
+    try:
+        yield
+    except ValueError as problem:
+        of = f" of {began['processes']} processes" if "processes" in began else ""
+        raise StorageError(
+            f"the run in {folder.path} began on {began['jax_devices']} devices{of} ({began.get('platform')}); here the "
+            f"last bits of its results would change: {problem}. Resume it on the original machine, or start over with "
+            "--overwrite."
+        ) from None
+
+
 def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any] | None, say: Say) -> None:
     """Start as many devices as the run began with, whatever this machine has: the last bits depend on their number."""
     if earlier is None or config.jax_devices is not None:
         start_jax_devices(config.jax_devices)
         return
     began = _devices_per_process(earlier["layout"])
-    try:
+    with _as_it_began(folder, earlier["layout"]):
         start_jax_devices(began)
-    except ValueError:
-        raise _other_machine(folder, earlier) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if earlier["layout"].get("platform") == "cpu" and began != cores and not jax.distributed.is_initialized():
         say(
@@ -159,27 +166,8 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
     if earlier is None:
         return build_layout(config, algorithm.model)
     began = earlier["layout"]
-    try:
+    with _as_it_began(folder, began):
         jax_layout = layout(began["block"], _devices_per_process(began), sharing=began["sharing"])
-    except ValueError:
-        raise _other_machine(folder, earlier) from None
-    now = layout_facts(jax_layout)
-    if now | {"small_loops": None} != began | {"small_loops": None}:
-        raise _other_machine(folder, earlier)
-    if now["small_loops"] != began.get("small_loops"):
-        raise StorageError(
-            f"the run in {folder.path} began with other options of XLA for loops (XLA_FLAGS is "
-            f"{os.environ.get('XLA_FLAGS')!r} now): its bits would change. Set them as they were, or begin anew with "
-            "--overwrite."
-        )
+        if (now := layout_facts(jax_layout)) != began:
+            raise ValueError(f"the layout would be {now}, not {began} (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r})")
     return jax_layout
-
-
-def _other_machine(folder: RunFolder, earlier: dict[str, Any]) -> StorageError:
-    began = earlier["layout"]
-    of = f" of {began['processes']} processes" if "processes" in began else ""
-    return StorageError(
-        f"the run in {folder.path} began on {began['jax_devices']} devices{of} ({began.get('platform')}), which this "
-        "machine does not have; on others the last bits of its results would change. Resume it where it began, or "
-        "begin anew with --overwrite."
-    )

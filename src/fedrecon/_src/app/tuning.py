@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scipy.stats import spearmanr
 
@@ -22,12 +23,22 @@ from fedrecon._src.core.extras import require
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings
-from fedrecon._src.recommend.config import DEFAULT, Config, check_config, get_setting, is_default, to_json
+from fedrecon._src.recommend.config import (
+    DEFAULT,
+    Config,
+    ConfigError,
+    Rule,
+    check_config,
+    get_setting,
+    is_default,
+    to_json,
+)
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
-from fedrecon._src.recommend.evaluation_table import Table, measure_baselines
-from fedrecon._src.recommend.recipe import build_algorithm, build_layout, check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.evaluation_table import measure_baselines
+from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.stopping import rounds_of
-from fedrecon._src.recommend.tasks import Users, task_of
+from fedrecon._src.recommend.task import Measure, Ready, Table
+from fedrecon._src.recommend.tasks import Users, build_algorithm, task_of
 from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import RecordCallback
 from fedrecon._src.storage.atomic import StorageError, without_nan, write_bytes, write_json
@@ -49,32 +60,16 @@ SPACE: Mapping[str, Any] = {
     "rounds": (100, 200, 400),
 }
 CLICKS_SPACE: Mapping[str, Any] = {
-    "model.dim": (16, 32, 64, 128),
+    "model.dim": (32, 64, 128, 256),
     "model.unobserved": [0.05, 2.0],
     "model.ridge": [0.1, 10.0],
     "model.prior": [1.0, 100.0],
     "server.learning_rate": [0.003, 0.05],
-    "rounds": (100, 200, 400),
+    "rounds": (30, 60, 120),
 }
 
 
-class Goal(NamedTuple):
-    """What tuning looks at.
-
-    Attributes:
-      metric: its name in an evaluation.
-      title: for people.
-      space: what is tried.
-      sign: 1 if less is better, -1 if more is.
-    """
-
-    metric: str
-    title: str
-    space: Mapping[str, Any]
-    sign: int = 1
-
-
-GOALS = {"ratings": Goal("rmse", "RMSE", SPACE), "clicks": Goal("ndcg@100", "NDCG@100", CLICKS_SPACE, -1)}
+SPACES = {"ratings": SPACE, "clicks": CLICKS_SPACE}
 
 
 @dataclass(frozen=True)
@@ -123,15 +118,15 @@ class Tuned:
 
     @property
     def failed(self) -> str | None:
-        """Why there are no settings to train with: training failed with all that were tried. None if it did not."""
+        """Why there are no usable settings: training failed in every trial. None if it did not."""
         if math.isfinite(self.best.value):
             return None
         return f"validation users diverged, or had no figure, in all {len(self.trials)} trials"
 
     @property
-    def goal(self) -> Goal:
+    def goal(self) -> Measure:
         """What was looked at."""
-        return GOALS[self.config.task]
+        return task_of(self.config).goal
 
     @property
     def best(self) -> Trial:
@@ -143,7 +138,7 @@ def seconds_of(budget: str) -> float:
     """Return a time such as 90s, 5m or 1.5h in seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
     if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"the budget is {budget[:30]!r}; give a time such as 90s, 5m or 1h")
+        raise ValueError(f"`budget` must be a duration such as 90s, 5m or 1h (got {budget[:30]!r})")
     return float(match[1]) * UNITS[match[2] or "s"]
 
 
@@ -180,26 +175,32 @@ def tune(
     optuna = _optuna()
     if isinstance(config, str):
         config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
-    if not getattr(config.model, "round_zero", True):
-        raise ValueError("tuning tries settings around --preset default, which has model.round_zero; these do not")
-    if not config.rounds:
-        raise ValueError("tuning compares trained models: give --rounds 1 or more")
     check_config(config)
+    without = not getattr(config.model, "round_zero", True)
+    for rule in (
+        Rule(without, "model.round_zero", "must be on: tuning tries settings around --preset default"),
+        Rule(not config.rounds, "rounds", "must be at least 1: tuning compares trained models"),
+    ):
+        if rule.broken:
+            raise ConfigError(rule.field, get_setting(config, rule.field), rule.rule)
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
     task = task_of(config)
     ratings = task.load(config, silent)
     bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
     if not len(bench.users.valid):
-        raise ValueError("there are no validation users to try settings on; give them a share with --data.fractions")
+        raise ValueError("there are no validation users to tune on; set aside some with --data.fractions")
     check_some_can_learn(config, task, bench.users)
-    if folder is not None:
-        with _held(folder):  # a folder that cannot be written to is noticed before anything is tried
-            pass
-    for remark in bench.remarks():
-        say(remark)
-    with _held(folder):
+    with _held(folder):  # a folder that cannot be written to is noticed before anything is tried
+        for remark in bench.ready.remarks:
+            say(remark)
         tried, interrupted = _search(optuna, bench, length, trials, say)
-        tuned = Tuned(config, tried, bench.baselines(), interrupted, _called(config))
+        tuned = Tuned(
+            config,
+            tried,
+            measure_baselines(config, bench.ready.users, "valid", bench.ready.legend),
+            interrupted,
+            _called(config),
+        )
         tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is tried[0] else tuned.best.values))
         if folder is not None:
             write_tuned(tuned, Path(folder))
@@ -214,21 +215,21 @@ def _held(folder: str | Path | None) -> Iterator[None]:
         return
     with lock_study(Path(folder), "tuning"):
         if (Path(folder) / TRIALS).exists():
-            raise StorageError(f"{folder} holds the results of an earlier tuning; give another folder")
+            raise StorageError(f"{folder} already contains tuning results; choose another folder")
         yield
 
 
 def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[tuple[Trial, ...], bool]:
     """Try settings until the time is over, the given ones first; also say whether it was interrupted before that."""
-    config, goal = bench.config, GOALS[bench.config.task]
+    config, goal, spaces = bench.config, task_of(bench.config).goal, SPACES[bench.config.task]
     study = optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    study.enqueue_trial({path: _within(space, get_setting(config, path)) for path, space in goal.space.items()})
+    study.enqueue_trial({path: _within(space, get_setting(config, path)) for path, space in spaces.items()})
 
     def objective(trial: Any) -> float:
-        values = {path: _suggest(trial, path, space) for path, space in goal.space.items()}
+        values = {path: _suggest(trial, path, space) for path, space in spaces.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DivergenceWarning)  # settings are tried to find out which diverge
             return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
@@ -260,17 +261,13 @@ class _Bench:
     def __init__(self, config: Config, ratings: Ratings, users: Users, deadline: float):
         self.config, self.ratings, self.users, self._deadline = config, ratings, users, deadline
         self._finished = 0
-        self._task, self._goal = task_of(config), GOALS[config.task]
+        self._task, self._goal = task_of(config), task_of(config).goal
         self._items = self._task.legend(config, ratings)
 
-    def remarks(self) -> tuple[str, ...]:
-        """Say what was read."""
-        return self._task.prepare(self.config, self.ratings, self.users, self._items).remarks
-
-    def baselines(self) -> Table:
-        """Measure baselines on the validation users."""
-        ready = self._task.prepare(self.config, self.ratings, self.users, self._items)
-        return measure_baselines(self.config, ready.users, "valid", ready.legend)
+    @functools.cached_property
+    def ready(self) -> Ready:
+        """What training needs with the first settings."""
+        return self._task.prepare(self.config, self.ratings, self.users, self._items)
 
     def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
         """Train as `fedrecon train` does with some settings and return the error of what it would keep, or give up.
@@ -307,7 +304,7 @@ class _Bench:
 
     def _error(self, record: Mapping[str, Any]) -> float:
         """Return the number to minimise."""
-        value = record["micro"][self._goal.metric]
+        value = record["micro"][self._goal.name]
         return self._goal.sign * value if record["diverged"] == 0 and math.isfinite(value) else math.inf
 
 
@@ -318,11 +315,11 @@ def _suggest(trial: Any, path: str, space: Any) -> Any:
 
 
 def _trial(trial: Any, config: Config) -> Trial:
-    goal, finished = GOALS[config.task], trial.state.name == "COMPLETE"
+    finished = trial.state.name == "COMPLETE"
     last = list(trial.intermediate_values.values())[-1:] or [math.inf]
     # The first trial has the settings as they are, which may be outside optuna's ranges.
-    values = trial.params if trial.number else {path: get_setting(config, path) for path in goal.space}
-    return Trial(values, goal.sign * (trial.value if finished else last[0]), finished)
+    values = trial.params if trial.number else {path: get_setting(config, path) for path in SPACES[config.task]}
+    return Trial(values, task_of(config).goal.sign * (trial.value if finished else last[0]), finished)
 
 
 def _any_finished(study: Any) -> bool:
@@ -333,7 +330,7 @@ def _called(first: Config) -> str:
     return "default settings" if is_default(first) else "settings as given"
 
 
-def _describe_trial(trial: Trial, goal: Goal, number: int, best: int | None, first: str) -> str:
+def _describe_trial(trial: Trial, goal: Measure, number: int, best: int | None, first: str) -> str:
     what = in_words(trial.values) if number else first
     ending = ", the best so far" if number == best else "" if trial.finished else ", given up"
     return f"trial {number + 1}: {goal.title} {trial.value:.4f}{ending} ({what})"
@@ -377,7 +374,7 @@ def what_mattered(tuned: Tuned) -> dict[str, float]:
     if len(done) < 4:
         return {}
     strength = {}
-    for path in tuned.goal.space:
+    for path in SPACES[tuned.config.task]:
         values = [float(trial.values[path]) for trial in done]
         varied = len(set(values)) > 1 and len({trial.value for trial in done}) > 1
         strength[path] = abs(float(spearmanr(values, [trial.value for trial in done])[0])) if varied else 0.0
@@ -401,12 +398,12 @@ def write_tuned(tuned: Tuned, folder: Path) -> None:
 def compared(tuned: Tuned) -> list[tuple[str, str]]:
     """Return rows of a table: the best settings, those of the first trial, the baselines."""
     rows = {"best settings": tuned.best.value, tuned.first: tuned.trials[0].value}
-    rows |= {f"baseline: {name}": row[tuned.goal.metric] for name, row in tuned.baselines.items()}
+    rows |= {f"baseline: {name}": row[tuned.goal.name] for name, row in tuned.baselines.items()}
     return [(name, f"{value:.4f}") for name, value in rows.items()]
 
 
 def report(tuned: Tuned, folder: Path) -> str:
-    """Say what was tried and found."""
+    """Summarize the trials."""
     best, goal = tuned.best, tuned.goal
     lines = ["# Tuning", "", f"Data: {tuned.config.data.source}. {goal.title} on validation users:", "", "```text"]
     lines += [*lay_out([["", goal.title], *map(list, compared(tuned))], right=True), "```", ""]
@@ -428,13 +425,14 @@ def _draw(tuned: Tuned, path: Path) -> None:
     from matplotlib.figure import Figure
 
     done, goal = [trial for trial in tuned.trials if math.isfinite(trial.value)], tuned.goal
-    columns = math.ceil(len(goal.space) / 2)
+    spaces = SPACES[tuned.config.task]
+    columns = math.ceil(len(spaces) / 2)
     figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
     figure.suptitle(f"{goal.title} on validation users; hollow: given up early")
     every = figure.subplots(2, columns).flat
-    for axes in every[len(goal.space) :]:
+    for axes in every[len(spaces) :]:
         axes.set_visible(False)
-    for axes, (name, space) in zip(every, goal.space.items(), strict=False):
+    for axes, (name, space) in zip(every, spaces.items(), strict=False):
         axes.set(xlabel=name.replace("_", "-"))
         axes.grid(alpha=0.25)
         if isinstance(space, list):

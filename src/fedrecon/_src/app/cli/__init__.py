@@ -1,4 +1,4 @@
-"""The command line: finds the command, parses its options, and turns errors into sentences."""
+"""The command line: dispatches commands, parses options, turns exceptions into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedrecon._version import __version__
 COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(options) -> exit code`
     "train": "train a model of ratings, clicks or text whose local parameters never leave the clients",
     "tune": "find settings for your own ratings or clicks, on validation users",
-    "evaluate": "measure a trained model on clients that took no part in training",
+    "evaluate": "evaluate a trained model on held-out clients",
     "recommend": "recommend items to the users of a file of ratings or clicks",
-    "complete": "suggest the next word to a person, their own words included",
+    "complete": "suggest next words, including the person's own vocabulary",
     "bundle": "write a folder that reconstructs and predicts without Python or JAX, or check one",
-    "page": "try a model on a web page that this machine serves",
-    "demo": "train on real ratings, compare with baselines, recommend: in about a minute",
+    "page": "serve a web page to try a model in the browser",
+    "demo": "train on MovieLens small, compare with baselines and recommend, in about a minute",
     "privacy": "plan the noise for a privacy budget, attack uploads, audit noise",
-    "plan": "write the plan of a training over several nodes that keep their data",
+    "plan": "write a plan for training over several nodes that keep their data",
     "keys": "make keys and certificates for a server and its nodes",
-    "serve": "train a plan over nodes that keep their data",
-    "join": "take part in a server's training with a file that stays on this machine",
+    "serve": "run a plan: coordinate training over nodes that keep their data",
+    "join": "join a training as a node; your file stays on this machine",
 }
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
 BUG = 70
@@ -48,7 +48,7 @@ examples:
 
 fedrecon COMMAND --help lists the options of a command.
 fedrecon --version prints the version. With any command, --debug shows the traceback of an error, and
---no-compilation-cache compiles programs anew instead of keeping them in the user's cache.
+--no-compilation-cache recompiles programs instead of reusing those in the user's cache.
 """
 
 
@@ -60,15 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # whoever started us closed it
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         code = _run(args)
-        sys.stdout.flush()  # if it cannot be written, we say so, and not Python at its end
+        sys.stdout.flush()  # report a failed write ourselves, instead of leaving it to Python's exit
         return code
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # whoever reads our output has had enough of it
+    except BrokenPipeError:  # the reader of our output closed the pipe
         _drop_output()
         return 141
     except Exception as problem:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    """Run a command, or say which there are."""
+    """Run a command, or print the list of commands."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP.format(commands="\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())), end="")
         return 0 if args else 2
@@ -138,16 +138,18 @@ def cache_compiled_programs() -> None:
 
 
 def _drop_output() -> None:
-    """Let what is still to be printed go nowhere, so that Python does not fail on it as it ends."""
+    """Discard pending output, so that Python does not fail to flush it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(problem: Exception) -> tuple[str, int]:
-    """Say what went wrong and with which exit code."""
+    """Return the error message and the exit code."""
     from fedrecon._src.app.cli import options
 
     if isinstance(problem, options.UsageError):
         return str(problem), 2
+    if isinstance(problem, options.ConfigError) and not problem.source:
+        return problem.describe(options.flag_of(problem.field)), 2
     from fedrecon._src.core.extras import install_hint
     from fedrecon._src.data.sources import DataError
 
@@ -155,8 +157,9 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         return hint, 1
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
-    if isinstance(problem, DataError):
-        return str(problem) + options.reading_flags(str(problem)), 1
+    if isinstance(problem, DataError) and problem.fields:
+        flags = ", ".join(options.flag_of(f"data.{name}") for name in problem.fields)
+        return f"{problem} (options: {flags})", 1
     if isinstance(problem, ValueError):
         return str(problem), 1
     if isinstance(problem, RecursionError):

@@ -15,8 +15,10 @@ from fedrecon._src.app.cli import options, show
 
 @dataclass(frozen=True, kw_only=True)
 class Make:
-    """Write a folder that reconstructs and predicts without Python or JAX: for ONNX Runtime on phones and servers, with
-    a page for browsers. `fedrecon bundle check DIR` checks one and needs only onnxruntime and numpy.
+    """Export a model for phones and browsers.
+
+    The bundle reconstructs and predicts without Python or JAX: with ONNX Runtime on phones and servers, and on a web
+    page in browsers. `fedrecon bundle check DIR` checks a bundle and needs only onnxruntime and numpy.
 
     Example: fedrecon bundle runs/small --out bundles/small --quantise int8
 
@@ -24,10 +26,10 @@ class Make:
       run: the folder of a run, or of a saved model.
       out: the folder to write.
       quantise: store tables in int8 (a quarter of the size) or float16 (half of it).
-      examples: how many of a person's examples a device uses, the newest ones.
+      examples: how many of a person's examples a device uses; the newest are kept.
       least_ratings: recommend only items that at least this many training users have rated; by default as in training.
-      onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, for the page.
-      overwrite: replace the bundle in the folder.
+      onnxruntime_web: text only: the dist folder of the npm package onnxruntime-web, which the page needs.
+      overwrite: replace an existing bundle.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -51,7 +53,7 @@ class Check:
 
 
 def parse(argv: Sequence[str]) -> Make | Check:
-    """Parse the options; the word `check` first means the other command."""
+    """Parse the options of `bundle`, or of `bundle check`."""
     if argv and argv[0] == "check":
         return options.parse(Check, "bundle check", argv[1:])
     return options.parse(Make, "bundle", argv)

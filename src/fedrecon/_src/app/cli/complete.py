@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import tyro
 from annotated_types import Ge
 
 from fedrecon._src.app.cli import options, show
+from fedrecon._src.recommend.config import Rule
 
 if TYPE_CHECKING:
     from fedrecon._src.recommend.completer import Completion
@@ -21,15 +23,15 @@ OWN = "*"  # marks a person's own words
 
 @dataclass(frozen=True, kw_only=True)
 class Complete:
-    """Suggest how a person's sentences continue. Embeddings of their own words are reconstructed from their text, and
-    suggestions are shown with and without them. Words outside the model's vocabulary are marked.
+    """Suggest the next words of a sentence.
 
-    Needs only a saved model, not the data or the people that it was trained on.
+    Suggestions are shown with and without what the person's text says about them: which words they use, which follow
+    which, and their own words outside the model's vocabulary, which are marked. Needs only a saved model.
     Example: fedrecon complete runs/words --text my-mail.txt --prompt "see you at" --prompt "i will ask"
 
     Attributes:
       run: the folder of a run with --task text, or of a saved model.
-      text: a plain text file that the person wrote; sentences end at the end of a line.
+      text: a plain text file written by the person; sentences end at line breaks.
       prompt: the beginning of a sentence; may be given several times.
       top: how many words to suggest.
       json: print one JSON object.
@@ -41,10 +43,12 @@ class Complete:
     top: Annotated[int, Ge(1), tyro.conf.arg(aliases=("-n",))] = 5
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rule that there is something to complete."""
+        yield Rule(not self.prompt, "prompt", 'must be given: the beginning of a sentence, such as "i will"')
 
-def parse(argv: Sequence[str]) -> Complete:
-    """Parse the options."""
-    return options.parse(Complete, "complete", argv)
+
+parse = partial(options.parse, Complete, "complete")
 
 
 def run(args: Complete) -> int:
@@ -52,12 +56,10 @@ def run(args: Complete) -> int:
     from fedrecon._src.data import DataError, split_text
     from fedrecon._src.recommend.completer import load_completer, read_text
 
-    if not args.prompt:
-        raise options.UsageError('--prompt is missing: give the beginning of a sentence, such as --prompt "i will"')
     completer = load_completer(args.run)
     text = read_text(args.text)
     if not split_text(text):
-        raise DataError(f"{args.text} has no words: give some text that the person wrote")
+        raise DataError(f"{args.text} contains no words")
     answer = completer.complete(text, args.prompt, args.top)
     if args.json:
         prompts = [_as_json(prompt) for prompt in answer.prompts]
@@ -68,7 +70,7 @@ def run(args: Complete) -> int:
             show.remark(f"only the last {len(completion.words)} words of the prompt {completion.prompt!r} are used")
         _show(completion)
     print(
-        f"reconstructed from {answer.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
+        f"learned from {answer.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
         f"({answer.personal_words} in the text)"
     )
     return 0
@@ -102,7 +104,7 @@ def _show(completion: Completion) -> None:
     ]
     show.table(
         f"after: {' '.join(completion.words)}",
-        ("with their embeddings", "", "without", ""),
+        ("with their text", "", "without", ""),
         rows,
         texts=(0, 2),
     )

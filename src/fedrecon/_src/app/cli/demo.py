@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,9 @@ LIKED = 5  # how many of the user's own favourites are shown
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train on MovieLens small (100,004 real ratings by 671 people), measure on people who took no part, compare
-    with baselines, and recommend movies to one of them.
+    """Train on MovieLens small and recommend films to a held-out user.
+
+    MovieLens small has 100,004 ratings by 671 people. The model is evaluated on held-out users, next to baselines.
 
     Attributes:
       out: the folder for the run; an earlier demo in it is replaced.
@@ -36,9 +38,7 @@ class Demo:
     data: str = SETTINGS.data.source
 
 
-def parse(argv: Sequence[str]) -> Demo:
-    """Parse the options."""
-    return options.parse(Demo, "demo", argv)
+parse = partial(options.parse, Demo, "demo")
 
 
 def run(args: Demo) -> int:
@@ -70,13 +70,13 @@ def run(args: Demo) -> int:
     curve = folder.plots_path / "learning_curve.png"
     learning_curve(outcome.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
     if outcome.run.interrupted:
-        show.remark(f"stopped after {outcome.run.rounds} rounds; what was learned is saved in {args.out}")
+        show.remark(f"stopped after {outcome.run.rounds} rounds; the model so far is saved in {args.out}")
         return 130
     if outcome.failed is not None:
         show.alarm(f"training failed: {outcome.failed}")
         return FAILED
     if outcome.test is None:
-        raise ValueError(f"{args.data} leaves no users to test on")
+        raise ValueError(f"{args.data} has too few users: none is left to test on")
     _compare(outcome, outcome.test)
     _recommend(outcome)
     print(f"learning curve: {curve}")
@@ -89,7 +89,7 @@ def run(args: Demo) -> int:
 
 
 def _compare(outcome: ExperimentResult, test: Evaluation) -> None:
-    """Put the model beside the baselines, and beside itself without reconstruction."""
+    """Compare the model with the baselines, and with itself without reconstruction."""
     from fedrecon._src.recommend.evaluation_table import compare_with_baselines, without_reconstruction
     from fedrecon._src.recommend.recipe import build_split
     from fedrecon._src.recommend.tasks import RATINGS
@@ -112,7 +112,7 @@ def _compare(outcome: ExperimentResult, test: Evaluation) -> None:
 
 
 def _recommend(outcome: ExperimentResult) -> None:
-    """Recommend to a test user with a usual number of ratings."""
+    """Recommend to a test user with a typical number of ratings."""
     import numpy as np
 
     from fedrecon._src.recommend.recommender import Recommender
@@ -129,7 +129,7 @@ def _recommend(outcome: ExperimentResult) -> None:
         [(items.title(theirs["item"][k]), f"{theirs['rating'][k]:g}") for k in best],
     )
     advice = Recommender(outcome.model).recommend_numbers(person)[0]
-    best_items = [
-        {"title": items.title(k), "rating": float(score)} for k, score in zip(advice.items, advice.scores, strict=True)
-    ]
-    show.recommendations("recommended to them, best first", best_items)
+    rated = zip(advice.items, advice.scores, strict=True)
+    show.recommendations(
+        "recommended to them, best first", [{"title": items.title(k), "rating": float(score)} for k, score in rated]
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,17 +16,18 @@ from fedrecon._src.recommend.settings import OtherReading
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Measure a trained model on clients that took no part in training. Each client's local parameters are
-    reconstructed from one half of their ratings or sentences and measured on the other half (ReconEval).
+    """Evaluate a trained model on held-out clients.
 
-    The clients are the run's test clients, or those of another file. Example: fedrecon evaluate runs/mine --json
+    Local parameters are reconstructed from one half of a client's ratings or sentences and measured on the other half
+    (ReconEval). The clients are the run's test clients, or those of another file.
+    Example: fedrecon evaluate runs/mine --json
 
     Attributes:
       run: the folder of a run; with --ratings, --clicks or --text, the folder of a saved model is enough.
-      split: which clients of the run: test, or valid, which are for choosing settings.
+      split: which clients of the run: test, or valid (those used to choose settings).
       ratings: evaluate a model of ratings on the users of this ratings file instead.
       clicks: evaluate a model of clicks on the users of this file instead.
-      text: evaluate a model of text on the clients of this file or prepared corpus instead, all of them.
+      text: evaluate a text model on all clients of this file or prepared corpus instead.
       json: print one JSON object.
     """
 
@@ -39,9 +40,7 @@ class Evaluate:
     data: OtherReading = field(default_factory=OtherReading)
 
 
-def parse(argv: Sequence[str]) -> Evaluate:
-    """Parse the options."""
-    return options.parse(Evaluate, "evaluate", argv)
+parse = partial(options.parse, Evaluate, "evaluate")
 
 
 def run(args: Evaluate) -> int:
@@ -50,8 +49,8 @@ def run(args: Evaluate) -> int:
     from fedrecon._src.app.resuming import with_columns
     from fedrecon._src.core.progress import bars
     from fedrecon._src.recommend.evaluation_table import (
-        add_coverage,
         measure_known_baselines,
+        measure_personal,
         summarize,
     )
     from fedrecon._src.recommend.recipe import build_layout, make_evaluator
@@ -89,14 +88,17 @@ def run(args: Evaluate) -> int:
             f"To evaluate on others, give their data with --{task.name} FILE."
         )
     evaluation = evaluator(model.params, progress=bars)
-    evaluation = add_coverage(config, algorithm, model.params, getattr(users, part), evaluation)
+    evaluation = task.add_metrics(config, algorithm, model.params, getattr(users, part), evaluation)
     failed = evaluation_failed(evaluation, task.people)
     table = measure_known_baselines(config, model, users, part, trained=file is None)
+    personal = measure_personal(model, algorithm, users, part, trained=file is None, progress=bars)
     if args.json:
         why = failed or model.failed
-        print(json.dumps(without_nan({**summarize(evaluation, table), **({"failed": why} if why else {})})))
+        print(json.dumps(without_nan({**summarize(evaluation, table, personal), **({"failed": why} if why else {})})))
     else:
         show.evaluation(title, evaluation, task, table, config, "" if file else say_how_to_test_more(config))
+        if personal is not None:
+            print(f"\n{personal}")
     if model.failed is not None:
         show.alarm(f"the training of {args.run} failed: {model.failed}")
     return 0 if failed is None and model.failed is None else FAILED

@@ -6,46 +6,51 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.core.checks import MOST_ROUNDS, check_number
+from fedrecon._src.core.checks import MOST_ROUNDS
 from fedrecon._src.core.formatting import listed_counts
-from fedrecon._src.recommend.config import Reading
+from fedrecon._src.recommend.config import Reading, Rule
 
 if TYPE_CHECKING:
     from fedrecon._src.deploy.node import Node
     from fedrecon._src.deploy.plan import NodeData, Plan
 
+UNIX = "unix:"
 SHORTEST = 16  # characters of a plan's digest, as in fedrecon._src.deploy.plan, which is imported where it is used
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Take part in a training with a file that stays here. Shows the server's plan before it sends anything, and takes
-    part only if you accept the plan. Example: fedrecon join ratings.csv --server https://fed.example.org:8000
-    --ca ca.crt --key north.key
+    """Join a training as a node; your file stays on this machine.
+
+    Shows the server's plan and sends nothing until you accept it.
+    Example: fedrecon join ratings.csv --server https://fed.example.org:8000 --ca ca.crt --key north.key
 
     Attributes:
       source: this node's file: ratings, clicks or text, as the plan says.
-      server: the server's URL, with its port.
+      server: the server's URL, with its port; or unix:PATH, to be asked at a Unix socket by a Flower SuperNode of this
+        machine (examples/flower).
       ca: the certificate of the authority that vouches for the server (ca.crt).
       key: this node's private key.
-      min_examples: users with fewer examples do not take part; the plan's own minimum applies if it is larger.
-      accept: the digest of the plan that you accept, or its first 16 characters or more; then you are not asked.
-      state: the folder where the node remembers what was accepted, and where the trained model goes; by default
+      min_examples: leave out users with fewer examples; the plan's own minimum applies if it is larger.
+      accept: accept the plan with this digest (at least its first 16 characters) without asking.
+      state: the folder for the node's state (which plan was accepted) and the trained model; by default
         FILE.node.
       nodes: a folder with public keys (*.pub) of the nodes that you know. A plan that lists others is refused, and so
         is a plan with secure sums whose keys are not signed.
       algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with FILE
         and returns the algorithm and this node's clients. It is your code: the server sends none.
       once: exit when the training is over, instead of waiting for another one.
-      insecure: no encryption, and no proof of who the server is. Only for trying out on one machine.
+      insecure: use no encryption and do not authenticate the server. Only for trials on one machine.
       json: print a JSON object for every event.
       data: how a ratings file is read.
     """
@@ -54,7 +59,7 @@ class Join:
     server: str
     ca: Path | None = None
     key: Path | None = None
-    min_examples: int = 1
+    min_examples: Annotated[int, Ge(0), Le(MOST_ROUNDS)] = 1
     accept: str | None = None
     state: Path | None = None
     nodes: Path | None = None
@@ -64,32 +69,37 @@ class Join:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     data: Reading = field(default_factory=Reading)
 
-
-def parse(argv: Sequence[str]) -> Join:
-    """Parse the options."""
-    args = options.parse(Join, "join", argv)
-    if args.insecure and (args.ca or args.key):
-        raise options.UsageError("--insecure has no use for --ca and --key; leave it out to be safe")
-    if not args.insecure and (args.ca is None or args.key is None):
-        raise options.UsageError("give --ca and --key, as fedrecon keys makes them, or --insecure for trying out")
-    if args.accept is not None and len(args.accept) < SHORTEST:
-        raise options.UsageError(
-            f"--accept is {args.accept!r}; give the digest of the plan, or its first {SHORTEST} characters or more"
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for options that must fit together."""
+        local = self.server.startswith(UNIX)
+        yield Rule(local and self.insecure, "insecure", "cannot be combined with a Unix socket; leave it out")
+        yield Rule(
+            local and self.ca is not None, "ca", "cannot be combined with a Unix socket; Flower has certificates"
         )
-    check_number("min_examples", args.min_examples, most=MOST_ROUNDS)
-    return args
+        for name in ("ca", "key"):
+            given = getattr(self, name) is not None
+            missing = not (self.insecure or local or given)
+            yield Rule(self.insecure and given, "insecure", f"cannot be combined with `{name}`; leave it out")
+            yield Rule(missing, name, "is missing: fedrecon keys makes it; to try out, give --insecure")
+        short = self.accept is not None and len(self.accept) < SHORTEST
+        yield Rule(short, "accept", f"must be the digest of the plan, or its first {SHORTEST} characters or more")
+
+
+parse = partial(options.parse, Join, "join")
 
 
 def run(args: Join) -> int:
-    """Take part until told to stop."""
+    """Take part until interrupted."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
+    from fedrecon._src.deploy.local_socket import answer_socket
     from fedrecon._src.deploy.node_keys import read_private_key
     from fedrecon._src.storage.lock import file_lock
     from fedrecon._src.storage.ownership import LOCK
 
-    server = parse_server(args.server, args.insecure)
+    socket = Path(args.server.removeprefix(UNIX)) if args.server.startswith(UNIX) else None
+    server = args.server if socket is not None else parse_server(args.server, args.insecure)
     for file in (args.source, args.ca, args.key, args.nodes):
         if file is not None and not file.exists():
             raise ValueError(f"{file} does not exist; check the path")
@@ -101,23 +111,22 @@ def run(args: Join) -> int:
             show.remark(text)
 
     if args.insecure:
-        show.alarm("--insecure: nothing is encrypted, and anybody can pose as the server or read what is sent")
+        show.alarm("--insecure: nothing is encrypted, and anyone can impersonate the server or read the traffic")
     key = None if args.key is None else read_private_key(args.key)
     folder = args.state or args.source.with_name(args.source.name + ".node")
     node = make_node(args, folder, key, say)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
     say(f"looking for the server at {server}")
-    with (
-        file_lock(folder / LOCK, f"what this node remembers in {folder}"),
-        contextlib.closing(Connection(server, key or Ed25519PrivateKey.generate(), args.ca)) as connection,
-    ):
-        run_node(
-            connection,
-            node.handle,
-            max_bytes=node.max_message_bytes,
-            stop=lambda: node.refusal is not None or (args.once and node.finished),
-            say=say,
-        )
+
+    def stop() -> bool:
+        return node.refusal is not None or (args.once and node.finished)
+
+    with file_lock(folder / LOCK, f"what this node remembers in {folder}"):
+        if socket is not None:
+            answer_socket(socket, lambda data, seconds: node.handle(data), node.max_message_bytes, stop)
+        else:
+            with contextlib.closing(Connection(server, key or Ed25519PrivateKey.generate(), args.ca)) as connection:
+                run_node(connection, node.handle, max_bytes=node.max_message_bytes, stop=stop, say=say)
     if node.refusal is not None:
         raise JoinError(node.refusal)
     return 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +14,10 @@ from fedrecon._src.app.cli import options
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Make keys for a deployment: an authority and a server's certificate, if the folder has none, and node keys.
+    """Make the keys and certificates of a deployment.
 
-    Send every node ca.crt and its own key; keep the rest. Example: fedrecon keys keys --host fed.example.org
-    --nodes north south
+    Makes a certificate authority and a server certificate, if the folder has none, and node keys. Send every node
+    ca.crt and its own key; keep the rest. Example: fedrecon keys keys --host fed.example.org --nodes north south
 
     Attributes:
       folder: where the keys go; node keys go to its subfolder nodes. Existing files are never replaced.
@@ -30,20 +30,18 @@ class Keys:
     nodes: tuple[str, ...] = ()
 
 
-def parse(argv: Sequence[str]) -> Keys:
-    """Parse the options."""
-    return options.parse(Keys, "keys", argv)
+parse = partial(options.parse, Keys, "keys")
 
 
 def run(args: Keys) -> int:
-    """Make the keys and say where they belong."""
+    """Make the keys and print where each belongs."""
     from fedrecon._src.core.extras import require
     from fedrecon._src.deploy import certificates
 
     require("cryptography")
     server = args.folder / "server.crt"
     if args.host and server.exists():
-        raise options.UsageError(f"{server} exists, so there is no use for --host; move it and its key away first")
+        raise options.UsageError(f"--host cannot be used: {server} already exists. Move it and its key away first.")
     # All is checked before anything is made.
     certificates.check_hosts(args.host)
     for name in args.nodes:
@@ -51,10 +49,12 @@ def run(args: Keys) -> int:
     if server.exists():
         certificates.check_server(server, args.folder / "server.key", args.folder / "ca.crt")
     if not (args.folder / "ca.crt").exists():
-        print(f"{certificates.make_authority(args.folder)}: for every node; its key stays here")
+        print(f"{certificates.make_authority(args.folder)}: send it to every node; its key stays here")
     if not server.exists():
         print(f"{certificates.make_server(args.folder, args.host)}: for the server, with server.key")
     for name in dict.fromkeys(args.nodes):
         public = certificates.make_node(args.folder / "nodes", name)
-        print(f"{public}: for the server; {public.with_suffix('.key')} goes only to {name}, over a safe channel")
+        print(
+            f"{public}: for the server; {public.with_suffix('.key')} is for {name} only; send it over a secure channel"
+        )
     return 0

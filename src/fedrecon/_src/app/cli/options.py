@@ -6,13 +6,15 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
 from fedrecon._src.recommend.config import (
     PRESETS,
+    ClicksConfig,
     Config,
     ConfigError,
     Preset,
@@ -22,7 +24,7 @@ from fedrecon._src.recommend.config import (
     preset_of,
     read_config,
 )
-from fedrecon._src.recommend.settings import ClickData, TextData
+from fedrecon._src.recommend.settings import ClickData, Data, Factorization, Ranking, Source
 
 RUN = "run.json"  # fedrecon._src.storage.ownership.RUN, without its imports
 
@@ -34,22 +36,56 @@ class UsageError(ValueError):
 def parse(kind: Any, command: str, argv: Sequence[str], *, default: Any = None) -> Any:
     """Parse a command's options into a dataclass, and check them."""
     start: Any = tyro.MISSING_NONPROP if default is None else default
-    try:
-        return check_config(tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=start))
-    except ConfigError as problem:
-        raise UsageError(f"{problem.describe(flag_of(problem.field))} (see fedrecon {command} --help)") from None
+    name = f"fedrecon {command}"
+    return check_config(tyro.cli(kind, prog=name, args=list(argv), default=start, registry=REGISTRY))
+
+
+# ---- how settings appear as options, where that differs from their name and type ----
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+MARKS: dict[tuple[type, str], tuple[Any, ...]] = {
+    (Config, "task"): (tyro.conf.arg(metavar="{ratings,clicks,text}"),),
+    (Source, "source"): (tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA", help_behavior_hint="")),
+    (Data, "titles"): (tyro.conf.arg(prefix_name=False),),
+    (ClickData, "transform"): (tyro.conf.Suppress,),
+    (Factorization, "scale"): (tyro.conf.Suppress,),  # what round zero found
+    (Ranking, "at_least"): (tyro.conf.Suppress,),  # copied from the data's
+    (ClicksConfig, "reconstruct"): (tyro.conf.Suppress,),
+    (ClicksConfig, "update"): (tyro.conf.Suppress,),
+}
+
+
+@REGISTRY.struct_rule
+def mark_settings(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+    """Return the options of a group of settings, with their marks and the help in its docstring."""
+    marks = {name: mark for (kind, name), mark in MARKS.items() if isinstance(info.default, kind)}
+    if not marks:
+        return None
+    hints: dict[str, Any] = get_type_hints(info.type, include_extras=True)
+    hints |= {name: Annotated[(hints[name], *mark)] for name, mark in marks.items()}
+    fields = [
+        tyro.constructors.StructFieldSpec(
+            name=field.name,
+            type=hints[field.name],
+            default=getattr(info.default, field.name),
+            helptext=partial(help_of, info.type, field.name),
+        )
+        for field in dataclasses.fields(info.type)
+    ]
+    return tyro.constructors.StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
+
+
+def help_of(kind: type, name: str) -> str | None:
+    """Return an attribute's help from the docstring of a class or its base classes."""
+    entry = re.compile(rf"\n      {name}: (.*?)(?=\n      \S|\n\s*\n|\s*\Z)", re.DOTALL)
+    texts = (found[1] for base in kind.__mro__ if (found := entry.search(base.__doc__ or "")))
+    return " ".join(next(texts, "").split()) or None
 
 
 def flag_of(field: str) -> str:
     """Return the option that sets a field."""
-    return f"--{field.removeprefix('settings.').replace('_', '-')}"
-
-
-def reading_flags(message: str) -> str:
-    """Return a list of the options that set the arguments of readers named in a message, as in `user=...`."""
-    fields = dict.fromkeys(field.name for kind in (ClickData, TextData) for field in dataclasses.fields(kind))
-    flags = [flag_of(f"data.{name}") for name in fields if re.search(rf"\b{name}=", message)]
-    return f" (options: {', '.join(flags)})" if flags else ""
+    field = field.removeprefix("settings.")
+    return "DATA" if field == "data.source" else f"--{field.replace('_', '-')}" if field else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +103,7 @@ def parse_common(argv: Sequence[str]) -> tuple[Common, list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The options that decide on the defaults of the others."""
+    """The options that choose the defaults of the others."""
 
     task: TaskName | None = None
     config: Path | None = None
@@ -92,13 +128,10 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
     values = {} if file is None else read_config(file)
     task = values.get("task", base.task or "ratings")
     if base.task not in (None, task):
-        raise UsageError(f"--task is {base.task!r}, but the settings in {file} are for {task!r}")
+        raise ConfigError("task", base.task, f"must be {task}, as in {file}")
     if not isinstance(task, str) or task not in PRESETS:
         return config_from_json(values, str(file))  # which names the rule that it breaks
     if task not in tasks:
-        raise UsageError(f"fedrecon {command} has no task {task!r}: it must be {' or '.join(tasks)}")
-    try:
-        preset = preset_of(task, base.preset or "default")
-    except ConfigError as problem:
-        raise UsageError(problem.describe("--preset")) from None
+        raise ConfigError("task", task, f"must be {' or '.join(tasks)} for fedrecon {command}")
+    preset = preset_of(task, base.preset or "default")
     return config_from_json(values, str(file), task, preset) if values else preset  # pydantic is slow to import

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import tempfile
 import webbrowser
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +18,9 @@ from fedrecon._src.app.cli import options
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Serve a web page for a model on this machine, and open it in the browser. Rate items, or write, and see what the
-    model predicts. What you enter does not leave the browser.
+    """Serve a web page for a model, and open it in the browser.
+
+    Rate items, or type text, and see what the model predicts. What you enter does not leave the browser.
 
     Example: fedrecon page runs/small
 
@@ -27,7 +28,7 @@ class Page:
       run: the folder of a run or of a saved model, which is bundled first, or of a bundle.
       port: the port to serve on. The browser keeps what you enter for this address and port; 0 takes a free port.
       open: open the browser.
-      onnxruntime_web: for text: the folder dist of the npm package onnxruntime-web, which the page needs.
+      onnxruntime_web: text only: the dist folder of the npm package onnxruntime-web, which the page needs.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -36,13 +37,11 @@ class Page:
     onnxruntime_web: Path | None = None
 
 
-def parse(argv: Sequence[str]) -> Page:
-    """Parse the options."""
-    return options.parse(Page, "page", argv)
+parse = partial(options.parse, Page, "page")
 
 
 def run(args: Page) -> int:
-    """Serve until Ctrl-C, or until the process is told to end."""
+    """Serve until Ctrl-C or SIGTERM."""
     from fedrecon._src.device.web_page import serve
     from fedrecon_device.files import MANIFEST
 
@@ -66,10 +65,10 @@ def run(args: Page) -> int:
             server = serve(folder, args.port)
         except OSError as problem:
             raise options.UsageError(
-                f"port {args.port} of this machine cannot be used ({problem.strerror}): give another with --port"
+                f"cannot listen on port {args.port} ({problem.strerror}); choose another one with --port"
             ) from None
         address = f"http://localhost:{server.server_address[1]}/web/"
-        print(f"{address}   (Ctrl-C ends it)", flush=True)
+        print(f"{address}   (Ctrl-C to stop)", flush=True)
         if args.open:
             webbrowser.open(address)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was made for the page is removed then, too

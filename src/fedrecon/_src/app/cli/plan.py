@@ -17,7 +17,7 @@ from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, Ratings
 
 @dataclass(frozen=True, kw_only=True)
 class MakePlan:
-    """Make the plan of a training over several nodes.
+    """Write a plan for training over several nodes.
 
     Attributes:
       out: the folder for the plan.
@@ -46,7 +46,7 @@ class MakePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanItems(MakePlan):
-    """Make the plan of a training over several nodes whose users have items.
+    """Write a plan for training over several nodes that have ratings or clicks.
 
     Attributes:
       items: a CSV file that lists all items, with the column item and optionally title. Nodes leave out other items.
@@ -95,21 +95,21 @@ COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanCli
 
 
 def parse(argv: Sequence[str]) -> MakePlan:
-    """Parse the options, those of the task."""
+    """Parse the options of the task."""
     default = options.default_config("plan", argv)
     default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
     command = COMMANDS[default.task]
     required = {"words" if command is PlanText else "items": tyro.MISSING}
     args = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **required))
     if args.settings.sampling != default.sampling:
-        raise options.UsageError("--sampling is for simulations; use --share, the share of a node's users per round")
+        raise options.UsageError("--sampling is for simulations; use --share, the participation rate of a node's users")
     if args.settings.patience != default.patience:
-        raise options.UsageError("--patience is for simulations; a deployment trains all --rounds")
+        raise options.UsageError("--patience is for simulations; a deployment always trains for --rounds rounds")
     return args
 
 
 def run(args: MakePlan) -> int:
-    """Make the plan and say what it is."""
+    """Write the plan and describe it."""
     from fedrecon._src.deploy.node_keys import read_public_keys
     from fedrecon._src.deploy.plan import describe
     from fedrecon._src.deploy.settings_plan import make_plan
@@ -118,7 +118,7 @@ def run(args: MakePlan) -> int:
 
     config = args.settings
     if config.data.source:
-        raise options.UsageError(f"a plan names no data, but {config.data.source!r} was given; nodes bring their own")
+        raise options.UsageError(f"a plan takes no data file: every node has its own (got {config.data.source!r})")
     if isinstance(args, PlanItems):
         legend: Any = read_items(args.items, args.item_column, args.title_column)
     else:
@@ -134,5 +134,5 @@ def run(args: MakePlan) -> int:
         f"on every node: fedrecon join FILE --server https://HOST:8000 --ca ca.crt --key NODE.key "
         f"--accept {plan.digest[:16]}"
     )
-    print("fedrecon keys makes the keys; to try it out on one machine, both take --insecure instead")
+    print("make the keys with fedrecon keys; to try it out on one machine, use --insecure instead")
     return 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ import tyro
 from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import FAILED, options, show
+from fedrecon._src.recommend.config import Rule
 from fedrecon._src.recommend.settings import Positive, Seed
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -20,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanNoise:
-    """Compute the noise that a privacy budget needs, or what some noise promises, before anybody trains.
+    """Compute the noise that a privacy budget needs, or the epsilon that a noise level gives.
 
     Every upload is clipped to a norm, and Gaussian noise is added to their sum in every round.
     Example: fedrecon privacy plan --clients 1000000 --per-round 1000 --rounds 500 --epsilon 4
@@ -30,7 +32,7 @@ class PlanNoise:
       per_round: how many take part in a round, on average; each is drawn independently, with the same probability.
       rounds: how many rounds are planned.
       epsilon: the budget, from which the noise is computed.
-      noise_multiplier: instead of epsilon: noise in the sum, in units of the clipping norm, which gives epsilon.
+      noise_multiplier: instead of epsilon: the noise in the sum, in units of the clipping norm.
       delta: the probability that the promise fails; by default a little below 1 / clients.
       parameters: how many global parameters there are, to compare the noise with a clipped upload.
       json: print one JSON object.
@@ -45,10 +47,15 @@ class PlanNoise:
     parameters: Annotated[int, Ge(1)] | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rule that the budget or the noise is given."""
+        one = (self.epsilon is None) != (self.noise_multiplier is None)
+        yield Rule(not one, "epsilon", "must be given, or `noise_multiplier`, but not both")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureLeakage:
-    """Attack uploads of a run's clients as a curious server would, and report what it learns.
+    """Attack the uploads of a run's clients as a curious server would, and report what leaks.
 
     Example: fedrecon privacy leakage runs/first --picture leakage.png
 
@@ -57,7 +64,7 @@ class MeasureLeakage:
       people: how many test clients to attack (or validation clients, if there are no test clients).
       noise_multiplier: the noise in the last row, in units of the clipping norm.
       clip_norm: the clipping norm in that row; by default the median norm of the uploads.
-      picture: also draw it to this PNG file.
+      picture: also plot the result to this PNG file.
       json: print one JSON object.
     """
 
@@ -71,7 +78,7 @@ class MeasureLeakage:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditNoise:
-    """Train a small recommender with noise and with canaries among its clients, and look for these in what it releases.
+    """Audit the noise: train a small recommender with canaries among its clients, and try to detect them.
 
     Prints the claimed epsilon, the measured lower bound, and the confidence of the bound.
     Example: fedrecon privacy audit --noise-multiplier 1 --rounds 8
@@ -82,7 +89,7 @@ class AuditNoise:
       canaries: how many.
       delta: of the promise.
       noise_by: whose noise is audited: the server's, the clients' own in integers of a secure sum, or round zero's.
-      sabotage: break something on purpose, to see that the audit notices.
+      sabotage: break something on purpose, to check that the audit detects it.
       seed: of everything random.
       json: print one JSON object.
     """
@@ -104,9 +111,7 @@ Part = (
 )
 
 
-def parse(argv: Sequence[str]) -> PlanNoise | MeasureLeakage | AuditNoise:
-    """Parse the part and its options."""
-    return options.parse(Part, "privacy", argv)
+parse = partial(options.parse, Part, "privacy")
 
 
 def run(args: PlanNoise | MeasureLeakage | AuditNoise) -> int:
@@ -120,8 +125,8 @@ def _leakage(args: MeasureLeakage) -> int:
     from fedrecon._src.app.experiment import users_of_run
     from fedrecon._src.core.progress import bars
     from fedrecon._src.privacy.leakage import leakage
-    from fedrecon._src.recommend.recipe import build_algorithm
     from fedrecon._src.recommend.saved_models import open_model
+    from fedrecon._src.recommend.tasks import build_algorithm
     from fedrecon._src.simulation.multihost import start_jax_devices
     from fedrecon._src.storage.atomic import without_nan
     from fedrecon._src.storage.ownership import check_overwritable
@@ -178,8 +183,6 @@ def _audit(args: AuditNoise) -> int:
 
 
 def _plan_and_print(args: PlanNoise) -> int:
-    if (args.epsilon is None) == (args.noise_multiplier is None):
-        raise options.UsageError("give either --epsilon or --noise-multiplier")
     plan = _plan(args)
     if args.json:
         print(json.dumps(plan))

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from annotated_types import Ge
 
 from fedrecon._src.app.cli import options, show
+from fedrecon._src.recommend.config import Rule
 from fedrecon._src.recommend.settings import OtherReading
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommend:
-    """Recommend items to the users of a file: reconstruct their parameters, and rank the items that they have not rated
-    or do not have.
+    """Recommend items to the users of a file.
 
-    Needs only a saved model, not the data or the users that it was trained on.
+    Reconstructs each user's parameters and ranks the items that they have not rated or do not have. Needs only a saved
+    model, not the training data.
     Example: fedrecon recommend runs/mine --ratings my-ratings.csv --user 17 -n 5
 
     Attributes:
@@ -32,7 +34,7 @@ class Recommend:
       top: how many items to recommend.
       least_ratings: recommend only items that at least this many training users have rated or have; by default as in
         training.
-      titles: a text file with the columns item and title, to call items by their titles.
+      titles: a text file with the columns item and title, to show titles instead of ids.
       json: print one JSON object.
     """
 
@@ -46,21 +48,18 @@ class Recommend:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     data: OtherReading = field(default_factory=OtherReading)
 
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for options that must fit together."""
+        missing = self.ratings is None and self.clicks is None
+        yield Rule(missing, "ratings", "is missing, or --clicks for a model of clicks")
 
-def parse(argv: Sequence[str]) -> Recommend:
-    """Parse the options."""
-    args = options.parse(Recommend, "recommend", argv)
-    if args.ratings is None and args.clicks is None:
-        raise options.UsageError(
-            "--ratings is missing, or --clicks for a model of clicks (see fedrecon recommend --help)"
-        )
-    return args
+
+parse = partial(options.parse, Recommend, "recommend")
 
 
 def run(args: Recommend) -> int:
     """Recommend and print."""
     from fedrecon._src.app.resuming import with_columns
-    from fedrecon._src.core.formatting import how_many
     from fedrecon._src.core.progress import silent
     from fedrecon._src.data import Ratings
     from fedrecon._src.recommend.recommender import Recommender
@@ -86,27 +85,28 @@ def run(args: Recommend) -> int:
             ratings = ratings.take([ratings.index_of(name) for name in args.user])
         except KeyError as problem:
             raise ValueError(f"{file}: {problem.args[0]}") from None
-    everyone: list[dict[str, Any]] = []
     assert ratings.names is not None  # a ratings file names its users
-    seen = model.task.view(model.config, ratings)  # the logarithms of counts, where the model has learned those
-    advice = Recommender(model).recommend_numbers(seen, args.top, args.least_ratings)
-    for name, size, recommended in zip(ratings.names, ratings.sizes, advice, strict=True):
-        items = [
-            {"item": model.legend.ids[k].item(), "title": model.legend.title(k), "rating": round(float(score), 4)}
-            for k, score in zip(recommended.items, recommended.scores, strict=True)
-        ]
-        everyone.append({"user": name.item(), "rated": int(size), "recommendations": items})
+    advice = Recommender(model).recommend(ratings, args.top, least_ratings=args.least_ratings)
+    everyone = [
+        {
+            "user": name.item(),
+            "rated": int(size),
+            "recommendations": [{**best._asdict(), "rating": round(best.rating, 4)} for best in items],
+        }
+        for name, size, items in zip(ratings.names, ratings.sizes, advice, strict=True)
+    ]
     if none := sum(not entry["recommendations"] for entry in everyone):
         least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
         show.remark(
-            f"no recommendations for {none} of {how_many(len(everyone), 'users')}: no other item was rated by {least} "
-            "training users or more; try a lower --least-ratings"
+            f"users without recommendations: {none} of {len(everyone)}; no other item was rated by {least} training "
+            "users or more; try a lower --least-ratings"
         )
     if args.json:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
         return 0
     for entry in everyone:
         if entry["recommendations"]:
-            title = f"for user {entry['user']}, from {how_many(entry['rated'], model.task.examples)}"
-            show.recommendations(title, entry["recommendations"])
+            show.recommendations(
+                f"for user {entry['user']}, {model.task.examples}: {entry['rated']:,}", entry["recommendations"]
+            )
     return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
+from fedrecon._src.recommend.config import Rule
 
 if TYPE_CHECKING:
     from fedrecon._src.deploy.coordinator import ServeResult
+    from fedrecon._src.deploy.gateway import Gateway
     from fedrecon._src.deploy.http_server import Tls
     from fedrecon._src.deploy.plan import Plan
+    from fedrecon._src.deploy.transport import Clock, Grid
+    from fedrecon._src.storage.run_folder import RunFolder
 
 COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
 WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
@@ -26,35 +32,43 @@ WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Train a plan over nodes that keep their data. Writes what fedrecon train writes. Example: fedrecon serve plan
-    --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
+    """Run a plan: coordinate training over nodes that keep their data.
+
+    Writes the same files as fedrecon train.
+    Example: fedrecon serve plan --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
 
     Attributes:
       plan: the folder of the plan.
-      out: the folder for everything the run leaves: run.json, metrics.jsonl, checkpoint/, model/, plots/.
+      out: the folder for everything the run writes: run.json, metrics.jsonl, checkpoint/, model/, plots/.
       listen: address and port for nodes.
+      status: address and port of the status page. It has no password, so do not expose it. With port 0 the system
+        chooses a port, which is printed. "none" for no page.
       keys: the folder that fedrecon keys made: server.crt, server.key, ca.crt and nodes/ are taken from there.
       cert: the server's certificate, if it is elsewhere.
       key: its private key, if it is elsewhere.
       ca: the authority's certificate, if it is elsewhere.
       nodes: the folder with public keys of the nodes that may take part, if it is elsewhere.
       per_round: close a round after this many good replies; by default when all connected nodes have replied.
-      oversample: invite this many times as many nodes as --per-round. Far above the drop-outs, it excludes slow nodes.
+      oversample: invite this many times as many nodes as --per-round. Large values exclude slow nodes.
       deadline: seconds after which a round is closed with the replies received so far.
       stage_deadline: the same for each small message of a secure sum.
       min_nodes: how many nodes must be connected to begin a round, and must have answered to end it.
       wait: seconds to wait for that many nodes before giving up.
       algorithm: package.module:function, for a plan of an algorithm made in Python. The function is called with None
-        and returns a pair: the algorithm, and anything.
+        and returns a pair; the first is the algorithm, the second is ignored.
       max_connections: how many connections one address may have open.
       resume: continue the run in the folder.
-      insecure: no encryption, and anybody may be a node. Only for trying out on one machine.
+      insecure: use no encryption and admit any node. Only for trials on one machine.
+      gateway: run a gateway: sum the replies of nodes for a remote coordinator, which connects to this Unix socket
+        (through the Flower app in examples/flower). --out is then the folder for the gateway's state.
+      flower: train over the SuperNodes of a Flower run, whose ServerApp is at this Unix socket. No port is opened.
       json: print a JSON object for every round and evaluation.
     """
 
     plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
     out: Path
     listen: str = "127.0.0.1:8000"
+    status: str = "127.0.0.1:0"
     keys: Path | None = None
     cert: Path | None = None
     key: Path | None = None
@@ -70,47 +84,47 @@ class Serve:
     max_connections: int = 256
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    gateway: Path | None = None
+    flower: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     typed: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for options that must fit together."""
+        files = [self.cert, self.key, self.ca, self.nodes]
+        unsafe = self.insecure and any((self.keys, *files))
+        yield Rule(unsafe, "insecure", "cannot be combined with keys and certificates; leave it out to be safe")
+        other = self.gateway is not None or self.insecure or any((self.keys, *files))
+        yield Rule(
+            self.flower is not None and other,
+            "flower",
+            "cannot be combined with `gateway`, `insecure`, keys or certificates: Flower has its own",
+        )
+        missing = self.flower is None and not self.insecure and self.keys is None and None in files
+        rule = "is missing: fedrecon keys makes it; else give `cert`, `key`, `ca` and `nodes`, or --insecure"
+        yield Rule(missing, "keys", rule)
 
 
 def parse(argv: Sequence[str]) -> Serve:
     """Parse the options."""
-    args = options.parse(Serve, "serve", argv)
-    files = [args.keys, args.cert, args.key, args.ca, args.nodes]
-    if args.insecure and any(files):
-        raise options.UsageError("--insecure has no use for keys and certificates; leave it out to be safe")
-    if not args.insecure and args.keys is None and None in files[1:]:
-        raise options.UsageError(
-            "give --keys, the folder that fedrecon keys makes (or --cert, --key, --ca and --nodes), or --insecure for "
-            "trying out"
-        )
-    object.__setattr__(args, "typed", tuple(argv))
-    return args
+    return dataclasses.replace(options.parse(Serve, "serve", argv), typed=tuple(argv))
 
 
 def run(args: Serve) -> int:
-    """Train over nodes and say how the model serves their held-out users."""
+    """Train over nodes and print the evaluation on their held-out users."""
     from fedrecon._src.app.plots import learning_curve
     from fedrecon._src.deploy.algorithm_plan import import_algorithm
     from fedrecon._src.deploy.coordinator import serve
-    from fedrecon._src.deploy.http_server import Limits, parse_address, serve_tasks
-    from fedrecon._src.deploy.messages import largest_message
+    from fedrecon._src.deploy.gateway import Gateway
+    from fedrecon._src.deploy.http_server import parse_address
     from fedrecon._src.deploy.plan import Plan
     from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
+    from fedrecon._src.deploy.transport import Channel
     from fedrecon._src.storage.run_folder import RunFolder
 
     plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None).algorithm)
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
-    address, (tls, keys) = parse_address(args.listen), _files(args)
-    limits = Limits(largest_message(plan), connections=args.max_connections)
-    scheme, credentials = "https", "--ca ca.crt --key NODE.key"
-    if args.insecure:
-        show.alarm("--insecure: nothing is encrypted, and anybody who reaches this port can take part")
-        scheme, credentials = "http", "--insecure"
-    show.remark(
-        f"plan {plan.digest}; on every node: fedrecon join FILE --server {scheme}://HOST:{address[1]} {credentials}"
-    )
+    status = None if args.status == "none" else parse_address(args.status, "--status", least=0)
     folder, table, task = RunFolder(args.out), _Table(args.json), _task_of(plan)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
 
@@ -120,20 +134,83 @@ def run(args: Serve) -> int:
             show.progress_of(record, task.measures)
 
     try:
-        with (
-            folder.lock(),  # a folder that cannot be written to is noticed before a port is opened
-            serve_tasks(plan, address, tls, keys, limits) as (board, api),
-        ):
-            outcome = serve(
-                plan, board, folder, pace, resume=args.resume, clock=board, on_record=on_record, say=show.remark
-            )
-            if api.problems:
-                refused = ", ".join(f"{count} {kind}" for kind, count in sorted(api.problems.items()))
-                show.remark(f"requests that were refused: {refused}")
+        with folder.lock(), _open_grid(args, plan) as (grid, clock, problems):  # no port if the folder cannot be used
+            if args.gateway is not None:
+                return _run_gateway(args.gateway, Gateway(plan, Channel(grid, clock), pace, args.out, show.remark))
+            with _serve_status(status, folder, plan, grid, problems):
+                outcome = serve(
+                    plan, grid, folder, pace, resume=args.resume, clock=clock, on_record=on_record, say=show.remark
+                )
+            if set(problems) - {"epoch"}:
+                show.remark(f"refused requests: {_counts(problems)}")
     except NotEnoughNodes as problem:
         raise ValueError(str(problem)) from None
     learning_curve(outcome.history, folder.plots_path / "learning_curve.png", task.curve)
     return _show_outcome(args, plan, outcome)
+
+
+@contextlib.contextmanager
+def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[str, int]]]:
+    """Yield what reaches the nodes, a clock that waits for them, and counts of the requests that were refused."""
+    from fedrecon._src.deploy.http_server import Limits, parse_address, serve_tasks
+    from fedrecon._src.deploy.local_socket import SocketGrid
+    from fedrecon._src.deploy.messages import largest_message
+    from fedrecon._src.deploy.transport import SYSTEM
+
+    if args.flower is not None:
+        show.remark(f"plan {plan.digest}; waiting for a Flower run at {args.flower}")
+        grid = SocketGrid(args.flower, largest_message(plan), show.remark)
+        yield grid, SYSTEM, {}
+        grid.close()  # not after an error: then the run waits for a coordinator that resumes
+        return
+    address, (tls, keys) = parse_address(args.listen), _files(args)
+    limits = Limits(largest_message(plan), connections=args.max_connections)
+    scheme, credentials = "https", "--ca ca.crt --key NODE.key"
+    if args.insecure:
+        show.alarm("--insecure: nothing is encrypted, and anyone who can reach this port can join")
+        scheme, credentials = "http", "--insecure"
+    show.remark(
+        f"plan {plan.digest}; on every node: fedrecon join FILE --server {scheme}://HOST:{address[1]} {credentials}"
+    )
+    with serve_tasks(plan, address, tls, keys, limits) as (board, api):
+        yield board, board, api.problems
+
+
+def _run_gateway(path: Path, gateway: Gateway) -> int:
+    """Answer the coordinator until Ctrl-C."""
+    from fedrecon._src.deploy.local_socket import answer_socket
+    from fedrecon._src.deploy.messages import largest_message
+
+    show.remark(f"gateway: the coordinator asks at {path}")
+    with contextlib.suppress(KeyboardInterrupt):
+        answer_socket(path, gateway.handle, lambda: largest_message(gateway.plan), lambda: False)
+    return 0
+
+
+def _counts(problems: Mapping[str, int]) -> str:
+    """List the requests that were refused, but for those with which nodes learn the epoch."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(problems.items()) if kind != "epoch") or "none"
+
+
+@contextlib.contextmanager
+def _serve_status(
+    address: tuple[str, int] | None, folder: RunFolder, plan: Plan, grid: Grid, problems: Mapping[str, int]
+) -> Iterator[None]:
+    """Serve the status page, unless it is turned off."""
+    from fedrecon._src.deploy.status_page import serve_status
+
+    def facts() -> dict[str, Any]:
+        names = [grid.name(node) for node in grid.nodes()]
+        more = f" and {len(names) - 10} more" * (len(names) > 10)
+        return {"Connected nodes": (", ".join(names[:10]) or "none") + more, "Refused requests": _counts(problems)}
+
+    if address is None:
+        yield
+        return
+    with serve_status(folder, plan.rounds, facts, address) as port:
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        show.remark(f"status page: http://{host}:{port}/")
+        yield
 
 
 def _show_outcome(args: Serve, plan: Plan, outcome: ServeResult) -> int:
@@ -145,7 +222,7 @@ def _show_outcome(args: Serve, plan: Plan, outcome: ServeResult) -> int:
         show.alarm(f"training failed: {outcome.failed}")
     if outcome.interrupted:
         again = [word for word in args.typed if word != "--resume"]
-        show.remark(f"stopped after {outcome.rounds} of {plan.rounds} rounds; what was learned is in {args.out}")
+        show.remark(f"stopped after {outcome.rounds} of {plan.rounds} rounds; the model so far is in {args.out}")
         show.remark(f"to continue: {shlex.join(['fedrecon', 'serve', *again, '--resume'])}")
         return 130
     if args.json:
@@ -156,14 +233,14 @@ def _show_outcome(args: Serve, plan: Plan, outcome: ServeResult) -> int:
     if outcome.failed is not None:
         return FAILED
     if not args.json:
-        print(f"saved: {args.out} (model/ is all that is needed to serve)")
+        print(f"saved: {args.out} (model/ is all you need for serving)")
         if isinstance(plan, SettingsPlan):
             show.following(task.serve.format(run=shlex.quote(str(args.out))))
     return 0
 
 
 def _task_of(plan: Plan) -> Any:
-    """Return what people and metrics of a plan are called; a `Task` or similar."""
+    """Return the plan's task, or a stand-in that names clients and metrics."""
     from fedrecon._src.core.model import metric_names
     from fedrecon._src.deploy.settings_plan import SettingsPlan
     from fedrecon._src.recommend.tasks import Measure
@@ -176,7 +253,7 @@ def _task_of(plan: Plan) -> Any:
 
 
 def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:
-    """Return certificates and the registry of nodes; None for both if nothing is to be encrypted."""
+    """Return the certificates and the node registry; None for both with --insecure."""
     from fedrecon._src.deploy.certificates import check_server
     from fedrecon._src.deploy.http_server import Tls
     from fedrecon._src.deploy.node_keys import read_registry
@@ -189,7 +266,9 @@ def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:
     folder = args.nodes or base / "nodes"
     registry = read_registry(folder)
     if len(registry) < args.min_nodes:
-        raise ValueError(f"{folder} has {len(registry)} public keys, but --min-nodes is {args.min_nodes}")
+        raise ValueError(
+            f"--min-nodes must be at most {len(registry)}, the number of public keys in {folder} (got {args.min_nodes})"
+        )
     return tls, registry
 
 

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.core.formatting import how_many, listed_counts, plain
+from fedrecon._src.core.formatting import listed_counts, plain
 
 if TYPE_CHECKING:
     from fedrecon._src.recommend.config import Config
-    from fedrecon._src.recommend.evaluation_table import Table
+    from fedrecon._src.recommend.task import Table
     from fedrecon._src.recommend.tasks import Measure, Task
     from fedrecon._src.simulation.evaluation import Evaluation
 
@@ -20,12 +20,12 @@ FIRST = (1, 10, 50)  # rounds whose loss is shown before the first evaluation
 
 
 def remark(text: str) -> None:
-    """Say something that is not a result."""
+    """Print a remark on standard error."""
     print(plain(text), file=sys.stderr, flush=True)
 
 
 def alarm(text: str) -> None:
-    """Say that something has gone wrong: in red where there is a terminal."""
+    """Print an error on standard error, in red on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -33,9 +33,9 @@ def alarm(text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> None:
-    """Print a table; all columns but those of `texts`, the first by default, hold numbers.
+    """Print a table. Columns listed in `texts` (by default the first) are text; the others are numbers.
 
-    Cells may be anything: what comes from data is printed as it is and neither obeyed nor taken for markup.
+    Cells are printed literally: text from data is never interpreted as markup or control codes.
     """
     from rich import box
     from rich.console import Console
@@ -59,33 +59,37 @@ def evaluation(
     config: Config | None = None,
     advice: str = "",
 ) -> None:
-    """Print an evaluation: figures beside those of baselines, and of whom they are. No figures if too many others
-    diverged, and no quantiles of few.
+    """Print an evaluation next to its baselines.
+
+    No figures are shown if too many clients diverged, and no quantiles if few were measured.
 
     Args:
-      title: of the table.
-      found: what to print.
+      title: the table's title.
+      found: the evaluation.
       task: what was trained.
-      baselines: figures of theirs on the same query.
-      config: the settings of the model, for what to try if it loses.
-      advice: what to do if few were measured.
+      baselines: their metrics on the same query examples.
+      config: the model's settings, for advice if it loses to a baseline.
+      advice: what to do if few clients were measured.
     """
-    from fedrecon._src.recommend.evaluation_table import compare_with_baselines
+    from fedrecon._src.recommend.cold_start import AFTER
+    from fedrecon._src.recommend.evaluation_table import after_rows, compare_with_baselines
     from fedrecon._src.recommend.stopping import JUDGES, evaluation_failed, say_few
 
     measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
     if failed:
         print(title)
-        rest = f": figures of the other {measured} would say nothing about the model" if found.clients else ""
+        rest = f": figures of the other {measured} would be misleading" if found.clients else ""
         alarm(f"{failed}{rest}")
         return
-    measures = [measure for measure in task.measures if config is None or measure.name not in task.omit(config)]
+    measures = task.measures if config is None else task.shown(task.measures, config)
     rows = _rows(found, task, measures, baselines, measured >= JUDGES)
     table(title, ("", *(measure.title for measure in measures)), rows)
+    if after := after_rows({"the model": found.micro, **baselines}, task.measures[0]):
+        table(f"{task.measures[0].title} after so many {task.examples} of a person", ("", *map(str, AFTER)), after)
     print(_whom(found, task))
     if measured < JUDGES:
         print(f"{say_few(measured, task.people)} {advice}".strip())
-    if loses := compare_with_baselines(found, baselines, config):
+    if config is not None and (loses := compare_with_baselines(found, baselines, config)):
         print(loses)
 
 
@@ -110,16 +114,12 @@ def _rows(
 
 
 def _whom(found: Evaluation, task: Task[Any, Any, Any]) -> str:
-    """Say how many were measured, on how much, and who was not."""
-    measured = found.clients - found.diverged
-    people = how_many(found.clients, task.people)
-    notes = ["none diverged"]
-    if found.diverged:
-        people = f"{measured} of {people}"
-        notes = [f"{how_many(found.diverged, 'others')} diverged and {'is' if found.diverged == 1 else 'are'} excluded"]
-    if small := len(found.per_client.get("loss", ())) - found.clients:
-        notes.append(f"{small} {'has' if small == 1 else 'have'} too few {task.examples} to be measured")
-    return f"{people}, {how_many(found.examples, f'query {task.examples}')}, {'; '.join(notes)}"
+    """Count the clients and examples that were measured, and the clients that were not."""
+    small = len(found.per_client.get("loss", ())) - found.clients
+    return (
+        f"{task.people}: {found.clients - found.diverged:,} measured, {found.diverged:,} diverged and excluded, "
+        f"{max(small, 0):,} with too few {task.examples}; query {task.examples}: {found.examples:,}"
+    )
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure], first_evaluation: int = 0) -> None:
@@ -150,12 +150,12 @@ def recommendations(title: str, items: Sequence[dict[str, Any]]) -> None:
 
 
 def following(*commands: str) -> None:
-    """Print what to do next: commands of this program, without its name."""
+    """Print the commands to run next; `fedrecon` is added to each."""
     for number, command in enumerate(commands):
         print(f"{'' if number else 'next:':<7}fedrecon {command}")
 
 
 def left_out(skipped: Mapping[str, int]) -> None:
-    """Remark on what was not read of a file."""
+    """Remark on the rows of a file that were left out."""
     if counts := listed_counts(skipped):
         remark(f"left out of the data: {counts}")

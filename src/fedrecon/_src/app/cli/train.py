@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig, TextConfig, to_json
+from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig, Rule, TextConfig, to_json
 
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import ExperimentResult
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Which of several processes this is, where nothing in the environment says so.
+    """Several processes on one or more hosts, if the environment does not describe them.
 
     Attributes:
       coordinator: HOST:PORT at which the first process listens for the others.
@@ -73,15 +73,28 @@ class Train:
     distributed: Literal["auto"] | None = None
     processes: Annotated[Processes, tyro.conf.arg(name="distributed")] = field(default_factory=Processes)
 
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for options that must fit together."""
+        source, several = self.settings.data.source, self.distributed is not None or self.processes.given
+        replaces = self.resume is not None and (self.overwrite or self.out not in (None, self.resume))
+        yield Rule(self.out is None and self.resume is None, "out", "is missing: give the folder for the run")
+        yield Rule(replaces, "resume", "cannot be combined with `out` or `overwrite`")
+        missing = not source and self.resume is None
+        yield Rule(
+            missing, "settings.data.source", "is missing: give a file, the name of a data set, or a run with --resume"
+        )
+        twice = self.distributed is not None and self.processes.given
+        yield Rule(twice, "distributed", "auto cannot be combined with `coordinator`, `processes` or `process_id`")
+        yield Rule(several and source == "-", "settings.data.source", "must be a file for several processes")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRatings(Train):
-    """Train a recommender by Federated Reconstruction. The server learns the item parameters. Every user reconstructs
-    their user parameters from their own ratings and never sends them. With --task clicks: rank items, from what
-    users have. With --task text: a model of the next word.
+    """Train a recommender on ratings (or with --task clicks on clicks, --task text on text).
 
-    Ends with an evaluation on test users, who took no part in training, next to baselines. The defaults follow from
-    the data; --preset paper has the paper's. Example: fedrecon train ratings.csv --out runs/mine
+    The server learns the item parameters. Every user reconstructs their own parameters from their ratings and never
+    sends them. Ends with an evaluation on held-out test users, next to baselines. The defaults adapt to the data;
+    --preset paper uses the paper's settings. Example: fedrecon train ratings.csv --out runs/mine
     """
 
     settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
@@ -89,11 +102,12 @@ class TrainRatings(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainClicks(Train):
-    """Train a recommender on clicks, plays or purchases. It ranks items, and what a user does not have counts too. The
-    server learns the item parameters. Every user reconstructs their user parameters from their own items.
+    """Train a recommender on clicks, plays or purchases.
 
-    Ends by looking for hidden items of test users, who took no part in training, next to popularity and, if there are
-    few items, item kNN and EASE. Example: fedrecon train plays.csv --task clicks --out runs/plays
+    It ranks items, and learns from the items that a user does not have, too. The server learns the item parameters;
+    every user reconstructs their own from their items. Ends by ranking hidden items of held-out test users, next to
+    popularity and, if there are few items, item kNN and EASE.
+    Example: fedrecon train plays.csv --task clicks --out runs/plays
     """
 
     settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
@@ -101,11 +115,12 @@ class TrainClicks(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainText(Train):
-    """Train a model of the next word by Federated Reconstruction. The server learns the model. Every client
-    reconstructs the embeddings of words outside the vocabulary from its own text and never sends them.
+    """Train a next-word model.
 
-    Ends with an evaluation on test clients, who took no part in training. The defaults suit a CPU; the paper's sizes
-    need an accelerator. Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
+    The server learns the model. Every client reconstructs the embeddings of words outside the vocabulary from its own
+    text and never sends them. Ends with an evaluation on held-out test clients. The defaults suit a CPU; the paper's
+    sizes need an accelerator.
+    Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
     """
 
     settings: Annotated[TextConfig, tyro.conf.arg(name="")]
@@ -115,32 +130,19 @@ COMMANDS: dict[str, type[Train]] = {"ratings": TrainRatings, "clicks": TrainClic
 
 
 def parse(argv: Sequence[str]) -> Train:
-    """Parse the options, those of the task; those of a config file or of the run to resume are their defaults."""
+    """Parse the options of the task; defaults come from a config file or the run to resume."""
     default = options.default_config("train", argv)
     command = COMMANDS[default.task]
     args = options.parse(command, "train", argv, default=command(settings=default))
-    if args.out is None and args.resume is None:
-        raise options.UsageError("--out is missing: give the folder for the run (see fedrecon train --help)")
-    if args.resume is not None and (args.overwrite or args.out not in (None, args.resume)):
-        raise options.UsageError("--resume names the run to continue: leave out --out and --overwrite")
-    if args.resume is None and not args.settings.data.source:
-        raise options.UsageError("DATA is missing: give a file or a known name (see fedrecon train --help)")
     return dataclasses.replace(args, out=args.resume or args.out)
 
 
 def start_processes(args: Train) -> None:
-    """Connect to the other processes, if the options say that there are any."""
+    """Connect to the other processes, if there are any."""
     from fedrecon._src.simulation.multihost import is_first_process, start_hosts
 
     if args.distributed is None and not args.processes.given:
         return
-    if args.distributed is not None and args.processes.given:
-        raise options.UsageError(
-            "--distributed auto finds out what --distributed.coordinator, .processes and .process-id say: give one or "
-            "the other"
-        )
-    if args.settings.data.source == "-":
-        raise options.UsageError("several processes cannot read one standard input: give a file")
     of = args.processes
     start_hosts(of.coordinator, of.processes, of.process_id, jax_devices=args.settings.jax_devices, timeout=of.timeout)
     if not is_first_process():
@@ -148,7 +150,7 @@ def start_processes(args: Train) -> None:
 
 
 def run(args: Train) -> int:
-    """Train, evaluate on the test users, and say what to do next."""
+    """Train, evaluate on the test users, and print the next steps."""
     from fedrecon._src.app.plots import learning_curve
     from fedrecon._src.recommend.tasks import task_of
     from fedrecon._src.simulation.multihost import is_first_process
@@ -156,14 +158,12 @@ def run(args: Train) -> int:
 
     assert args.out is not None
     if not args.settings.data.source:
-        raise options.UsageError(f"{args.resume} holds no run to continue; to begin one there, give DATA")
+        raise options.UsageError(f"--resume: there is no run in {args.resume}")
     start_processes(args)
     folder, task = RunFolder(args.out), task_of(args.settings)
     outcome = _train(args, folder, task)
     if is_first_process():
-        if not outcome.described:
-            show.left_out(outcome.left_out)
-        curve = [measure for measure in task.curve if measure.name not in task.omit(outcome.model.config)]
+        curve = task.shown(task.curve, outcome.model.config)
         learning_curve(outcome.run.history, folder.plots_path / "learning_curve.png", curve)
         if outcome.failed is not None:
             show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {outcome.failed}")
@@ -202,24 +202,23 @@ def _say_how_to_continue(args: Train, outcome: ExperimentResult) -> None:
 
     assert args.out is not None
     done = f"{outcome.run.rounds} of {outcome.most_rounds} rounds"
-    show.remark(f"stopped after {done}; what was learned is saved in {args.out}")
+    show.remark(f"stopped after {done}; the model so far is saved in {args.out}")
     show.remark(f"to continue: fedrecon train --resume {shlex.quote(str(args.out))}")
     if args.overwrite and (aside := list_stashes(args.out)):
-        show.remark(f"the run that this one replaces is in {aside[-1]} until this one is complete")
+        show.remark(f"the replaced run stays in {aside[-1]} until this one is complete")
 
 
 def _report(out: Path, outcome: ExperimentResult, task: Task[Any, Any, Any]) -> None:
-    """Print how the model does on the test clients, what it cost, and what to do next."""
-    from fedrecon._src.core.formatting import how_many
+    """Print the evaluation on the test clients, the cost, and the next steps."""
     from fedrecon._src.privacy.ledger import NOT_COVERED
     from fedrecon._src.recommend.stopping import say_how_to_test_more, say_kept, say_updates
 
     config, run = outcome.model.config, outcome.run
     advice = say_how_to_test_more(config)
     if outcome.test is None:
-        show.remark(f"nothing was measured: there are no test {task.people}. {advice}")
+        show.remark(f"no evaluation: there are no test {task.people}. {advice}")
     else:
-        title = f"{how_many(len(outcome.users.test), f'test {task.people}')}, none seen in training"
+        title = f"test {task.people}, none seen in training: {len(outcome.users.test):,}"
         show.evaluation(title, outcome.test, task, outcome.baselines, config, advice)
     if updates := say_updates(run.history):
         print(updates)
@@ -233,7 +232,7 @@ def _report(out: Path, outcome: ExperimentResult, task: Task[Any, Any, Any]) -> 
     if outcome.failed is not None:
         show.remark(f"{out}/metrics.jsonl shows what went wrong; recommend and complete refuse the model of this run")
         return
-    print(f"saved: {out} (model/ is all that is needed to serve; plots/learning_curve.png shows the training)")
+    print(f"saved: {out} (model/ is all you need for serving; plots/learning_curve.png shows the training)")
     quoted = shlex.quote(str(out))
     again = [] if outcome.test is None else [f"evaluate {quoted} --json"]
     show.following(*again, task.serve.format(run=quoted))

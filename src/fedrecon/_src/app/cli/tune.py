@@ -16,7 +16,7 @@ from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, Ratings
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """What tuning of any task is asked for.
+    """Options of `fedrecon tune` for any task.
 
     Attributes:
       out: the folder for config.json, trials.json, report.md and a picture of what mattered.
@@ -60,14 +60,14 @@ COMMANDS: dict[str, type[Tune]] = {"ratings": TuneRatings, "clicks": TuneClicks}
 
 
 def parse(argv: Sequence[str]) -> Tune:
-    """Parse the options, those of the task."""
+    """Parse the options of the task."""
     default = options.default_config("tune", argv, tuple(COMMANDS))
     command = COMMANDS[default.task]
     return options.parse(command, "tune", argv, default=command(settings=default, out=tyro.MISSING))
 
 
 def run(args: Tune) -> int:
-    """Tune, and say what was tuned."""
+    """Tune, and print the best settings."""
     from fedrecon._src.app.tuning import command_of, compared, seconds_of, tune, what_mattered
     from fedrecon._src.simulation.multihost import start_jax_devices
 
@@ -75,10 +75,10 @@ def run(args: Tune) -> int:
     start_jax_devices(args.settings.jax_devices)
     tuned = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
     if tuned.failed is not None:
-        show.alarm(f"tuning failed: {tuned.failed}. Lower --server.learning-rate, or look at the data")
+        show.alarm(f"tuning failed: {tuned.failed}. Lower --server.learning-rate, or check the data")
         show.remark(f"saved: {args.out} (report.md says what was tried)")
         return FAILED
-    show.table("validation users, on whom the settings were chosen", ("", tuned.goal.title), compared(tuned))
+    show.table("validation users (used to choose the settings)", ("", tuned.goal.title), compared(tuned))
     if mattered := what_mattered(tuned):
         print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
     print(f"saved: {args.out} (report.md says what was tried)")
