@@ -16,13 +16,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("usage: python -m fedrecon_device check DIR", file=sys.stderr)
         return 2
     try:
-        found = check(args[1])
+        result = check(args[1])
     except BundleError as problem:
         print(f"fedrecon_device: {problem}", file=sys.stderr)
         return 1
     print(
-        f"{args[1]}: {found.files} files as in the manifest; {found.vectors} test vectors, "
-        f"largest difference {found.difference:.1e}"
+        f"{args[1]}: {result.files} files as in the manifest; {result.vectors} test vectors, "
+        f"largest difference {result.difference:.1e}"
     )
     return 0
 

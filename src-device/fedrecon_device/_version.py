@@ -1,3 +1,3 @@
-"""The version of the device runtime: that of the fedrecon that it is released with."""
+"""The version of this distribution. What it can read is decided by the format number of a bundle, not by this."""
 
 __version__ = "0.1.0"

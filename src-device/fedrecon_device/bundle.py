@@ -110,8 +110,8 @@ class Bundle:
         inputs = {f"example/{name}": column for name, column in padded.items()}
         inputs |= {f"global/{path}": table for path, table in self.tables.items()}
         inputs |= {f"start/{path}": leaf for path, leaf in (start or self.start).items()}
-        found = self.graph("reconstruct").run({**inputs, "count": np.int32(count)})
-        return {name.removeprefix("local/"): value for name, value in found.items()}
+        outputs = self.graph("reconstruct").run({**inputs, "count": np.int32(count)})
+        return {name.removeprefix("local/"): value for name, value in outputs.items()}
 
     def _padded(self, columns: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
         """Pad examples to the length that the graph takes; of more, use the newest."""
@@ -147,9 +147,9 @@ class Items:
         try:
             self.ids: list[int | str] = _listed(content["ids"])
             labels, counts = content["labels"], content["counts"]
-            self.labels: list[str] = [str(one) for one in (self.ids if labels is None else labels)]
+            self.labels: list[str] = [str(label) for label in (self.ids if labels is None else labels)]
             self.counts = None if counts is None else np.array([int(count) for count in counts], np.int64)
-            self.index = {one: k for k, one in enumerate(self.ids)}
+            self.index = {item: k for k, item in enumerate(self.ids)}
         except (KeyError, TypeError, ValueError, OverflowError) as problem:
             raise BundleError(f"{ITEMS} is damaged: {problem!r}") from None
         number_of_counts = len(self.ids) if self.counts is None else len(self.counts)

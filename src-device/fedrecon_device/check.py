@@ -56,10 +56,10 @@ def _differences(bundle: Bundle, case: Mapping[str, Any]) -> float:
     for path, promised in case["local"].items():
         at = f"test vector {case['name']!r}, local parameter {path!r}"
         worst = max(worst, _difference(local[path], promised, at))
-    asked = case["predict"]
-    given = {name: np.asarray(values, asked["dtypes"][name]) for name, values in asked["examples"].items()}
-    found = bundle.predict(local, given)
-    worst = max(worst, _difference(found, asked["prediction"], f"test vector {case['name']!r}, predictions"))
+    prediction = case["predict"]
+    examples = {name: np.asarray(values, prediction["dtypes"][name]) for name, values in prediction["examples"].items()}
+    predictions = bundle.predict(local, examples)
+    worst = max(worst, _difference(predictions, prediction["prediction"], f"test vector {case['name']!r}, predictions"))
     if "top" in case:
         _check_top(bundle, local, case)
     return worst
@@ -70,14 +70,14 @@ def _column(bundle: Bundle, name: str, values: Any) -> np.ndarray:
     return np.asarray(values, about["dtype"]).reshape(-1, *about["shape"])
 
 
-def _difference(found: np.ndarray, promised: Mapping[str, Any], what: str) -> float:
-    if list(found.shape) != promised["shape"]:
-        raise BundleError(f"{what} has shape {list(found.shape)}; expected {promised['shape']}")
-    here = found.reshape(-1)
+def _difference(actual: np.ndarray, promised: Mapping[str, Any], what: str) -> float:
+    if list(actual.shape) != promised["shape"]:
+        raise BundleError(f"{what} has shape {list(actual.shape)}; expected {promised['shape']}")
+    values = actual.reshape(-1)
     if "at" in promised:
-        here = here[np.asarray(promised["at"], np.int64)]
+        values = values[np.asarray(promised["at"], np.int64)]
     expected = np.asarray(promised["values"], np.float64)
-    difference = float(np.max(np.abs(here - expected) / np.maximum(1.0, np.abs(expected)), initial=0.0))
+    difference = float(np.max(np.abs(values - expected) / np.maximum(1.0, np.abs(expected)), initial=0.0))
     if not difference <= TOLERANCE:
         raise BundleError(f"{what} differs from what JAX gave by {difference:.1e}; at most {TOLERANCE:.0e} is allowed")
     return difference
@@ -87,7 +87,7 @@ def _check_top(bundle: Bundle, local: Mapping[str, np.ndarray], case: Mapping[st
     """Compare the order of recommendations; items with nearly equal scores may change places."""
     scores = bundle.predict(local, {"item": np.arange(len(bundle.items), dtype=np.int32)})
     rated = {int(k) for k in case["examples"]["item"]}
-    found = rank(scores, len(case["top"]), left_out=rated, counts=bundle.items.counts, least=bundle.least_count)
-    for k, promised in zip(found, case["top"], strict=True):
+    ranked = rank(scores, len(case["top"]), left_out=rated, counts=bundle.items.counts, least=bundle.least_count)
+    for k, promised in zip(ranked, case["top"], strict=True):
         if k != promised and abs(float(scores[k]) - float(scores[promised])) > 2 * TOLERANCE:
             raise BundleError(f"test vector {case['name']!r} recommends item {k} where JAX recommends {promised}")

@@ -52,7 +52,7 @@ def parsed(name: str, text: bytes) -> Any:
 
 
 def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _inflated(name: str, data: bytes) -> bytes:

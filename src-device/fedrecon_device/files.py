@@ -123,8 +123,8 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> int:
     Raises:
       BundleError: the first file that is missing, changed, a link, or not in the manifest.
     """
-    there = _walk(folder)
-    strangers = sorted(there - set(manifest["files"]) - {MANIFEST})
+    present = _walk(folder)
+    strangers = sorted(present - set(manifest["files"]) - {MANIFEST})
     if strangers:
         raise BundleError(f"{folder / strangers[0]} is not in {MANIFEST}; a bundle has no other files")
     for name in manifest["files"]:
@@ -134,18 +134,18 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> int:
 
 def _walk(folder: Path) -> set[str]:
     """List all files, following no link, so that no folder is walked twice."""
-    found: set[str] = set()
+    paths: set[str] = set()
     todo = [folder]
     while todo:
-        here = todo.pop()
-        with os.scandir(here) as entries:
+        directory = todo.pop()
+        with os.scandir(directory) as entries:
             for entry in entries:
                 if entry.is_symlink():
                     raise BundleError(f"{entry.path} is a link; a bundle has plain files and folders only")
                 if entry.is_dir():
                     todo.append(Path(entry.path))
                 else:
-                    found.add(Path(entry.path).relative_to(folder).as_posix())
-                if len(found) + len(todo) > 2 * MOST_FILES:
+                    paths.add(Path(entry.path).relative_to(folder).as_posix())
+                if len(paths) + len(todo) > 2 * MOST_FILES:
                     raise BundleError(f"{folder} has more than {MOST_FILES} files; that is not a bundle")
-    return found
+    return paths

@@ -52,14 +52,16 @@ class Graph:
         except Exception as problem:  # onnxruntime has no common type of its errors
             raise BundleError(f"{name}: ONNX Runtime refuses it: {_first_line(problem)}") from None
         self.inputs = {
-            one.name: (DTYPES.get(one.type, one.type), list(one.shape)) for one in self._session.get_inputs()
+            node.name: (DTYPES.get(node.type, node.type), list(node.shape)) for node in self._session.get_inputs()
         }
-        outputs = [one.name for one in self._session.get_outputs()]
-        promised = {one["name"]: (one["dtype"], one["shape"]) for one in about["inputs"]}
+        outputs = [node.name for node in self._session.get_outputs()]
+        promised = {node["name"]: (node["dtype"], node["shape"]) for node in about["inputs"]}
         if self.inputs != promised:
             raise BundleError(f"{name} takes {self.inputs}; the manifest says {promised}")
-        if outputs != [one["name"] for one in about["outputs"]]:
-            raise BundleError(f"{name} gives {outputs}; the manifest says {[one['name'] for one in about['outputs']]}")
+        if outputs != [node["name"] for node in about["outputs"]]:
+            raise BundleError(
+                f"{name} gives {outputs}; the manifest says {[node['name'] for node in about['outputs']]}"
+            )
         self.outputs = outputs
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -87,12 +89,12 @@ class Graph:
         stop.daemon = True
         stop.start()
         try:
-            found = self._session.run(None, feed, how)
+            results = self._session.run(None, feed, how)
         except Exception as problem:
             raise BundleError(f"{self.name} failed in ONNX Runtime: {_first_line(problem)}") from None
         finally:
             stop.cancel()
-        return dict(zip(self.outputs, found, strict=True))
+        return dict(zip(self.outputs, results, strict=True))
 
 
 @cache

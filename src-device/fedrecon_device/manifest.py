@@ -71,9 +71,9 @@ def _expect(fine: bool, name: str, what: str) -> None:
 
 
 def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = parent.get(name)
-    _expect(isinstance(found, dict), name, "an object")
-    return found  # type: ignore[return-value]
+    entry = parent.get(name)
+    _expect(isinstance(entry, dict), name, "an object")
+    return entry  # type: ignore[return-value]
 
 
 def _is_whole(value: Any) -> bool:
@@ -81,16 +81,16 @@ def _is_whole(value: Any) -> bool:
 
 
 def _whole(parent: Mapping[str, Any], name: str) -> int:
-    found = parent.get(name)
-    _expect(_is_whole(found), name, "a whole number of at least 0")
-    return found  # type: ignore[return-value]
+    number = parent.get(name)
+    _expect(_is_whole(number), name, "a whole number of at least 0")
+    return number  # type: ignore[return-value]
 
 
 def _column(name: str, about: Any) -> list[int]:
     """Return the shape of one example of a column."""
-    known = isinstance(about, dict) and about.get("dtype") in COLUMN_TYPES and isinstance(about.get("shape"), list)
-    known = known and len(about["shape"]) <= 8 and all(_is_whole(size) for size in about["shape"])
-    _expect(known, f"examples.columns.{name}", f"a dtype of {', '.join(COLUMN_TYPES)} and a shape")
+    valid = isinstance(about, dict) and about.get("dtype") in COLUMN_TYPES and isinstance(about.get("shape"), list)
+    valid = valid and len(about["shape"]) <= 8 and all(_is_whole(size) for size in about["shape"])
+    _expect(valid, f"examples.columns.{name}", f"a dtype of {', '.join(COLUMN_TYPES)} and a shape")
     return about["shape"]
 
 
@@ -110,11 +110,11 @@ def _graph(name: str, about: Any) -> dict[str, Any]:
     for side in ("inputs", "outputs"):
         ends = about.get(side)
         fine = isinstance(ends, list) and all(
-            isinstance(one, dict)
-            and isinstance(one.get("name"), str)
-            and isinstance(one.get("dtype"), str)
-            and isinstance(one.get("shape"), list)
-            for one in ends
+            isinstance(end, dict)
+            and isinstance(end.get("name"), str)
+            and isinstance(end.get("dtype"), str)
+            and isinstance(end.get("shape"), list)
+            for end in ends
         )
         _expect(fine, f"graphs.{name}.{side}", "a list of names, types and shapes")
     return about

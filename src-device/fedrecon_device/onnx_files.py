@@ -93,9 +93,9 @@ def _fields(message: memoryview) -> Iterator[tuple[int, Any]]:
 def _whole(message: memoryview, at: int) -> tuple[int, int]:
     """Read a whole number of one to ten bytes; return it and where it ends."""
     value = 0
-    for place in range(10):
-        byte = message[at + place]
-        value |= (byte & 127) << (7 * place)
+    for position in range(10):
+        byte = message[at + position]
+        value |= (byte & 127) << (7 * position)
         if byte < 128:
-            return value, at + place + 1
+            return value, at + position + 1
     raise ValueError("too long")

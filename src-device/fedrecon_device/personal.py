@@ -16,9 +16,9 @@ from fedrecon_device.store import Store
 
 
 class Added(NamedTuple):
-    """What happened to examples: how many are kept, and the ids that the model does not know."""
+    """The result of `add`: how many examples were stored, and the ids that the model does not know."""
 
-    kept: int
+    stored: int
     unknown: list[int | str]
 
 
@@ -39,7 +39,7 @@ class Recommended(NamedTuple):
 
 
 class Personal:
-    """A person's model: it grows with their examples, and all of it is in one file of theirs."""
+    """A person's model, reconstructed from their examples, which are stored in one file."""
 
     def __init__(self, bundle: Bundle | str | Path, store: str | Path):
         """Open a bundle for a person.
@@ -52,20 +52,20 @@ class Personal:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
         self._store = Store(store)
 
-    # ---- what is kept ----
+    # ---- storage ----
 
-    def kept(self) -> dict[str, Any]:
-        """Return all that is kept about the person, as the file holds it; empty if there is no file.
+    def stored(self) -> dict[str, Any]:
+        """Return everything stored about the person, as in the file; empty if there is no file.
 
         Raises:
           StoreError: the file is damaged, or holds examples of another kind of model.
         """
-        found = self._store.read() or {}
-        if found and not _fits(self.bundle, found.get("examples")):
+        saved = self._store.read() or {}
+        if saved and not _fits(self.bundle, saved.get("examples")):
             raise StoreError(
                 f"{self._store.path} holds no examples for a model of {self.bundle.task}; delete it to start over"
             )
-        return found
+        return saved
 
     def forget(self) -> None:
         """Delete the person's file."""
@@ -83,44 +83,44 @@ class Personal:
           text: for a model of text, what the person wrote.
           **named: the columns, each by its name.
         """
-        kept = self.kept()
+        saved = self.stored()
         if self.bundle.task == "text":
             if text is None:
-                raise ValueError("this is a model of text: give `text`")
+                raise ValueError("`text` must be given: this is a model of text")
             sentences = text_words.split_text(text)
-            examples: Any = [*kept.get("examples", []), *sentences]
+            examples: Any = [*saved.get("examples", []), *sentences]
             added = Added(len(sentences), [])
         else:
-            given = {**(columns or {}), **named}
+            new_columns = {**(columns or {}), **named}
             if self.bundle.ranks:
-                examples, added = self._rated(kept.get("examples", []), given)
+                examples, added = self._rated(saved.get("examples", []), new_columns)
             else:
-                examples, added = self._plain(kept.get("examples", {}), given)
-        self._store.write({"examples": examples, "model": None, "local": None, "before": _before(kept)})
+                examples, added = self._plain(saved.get("examples", {}), new_columns)
+        self._store.write({"examples": examples, "model": None, "local": None, "before": _before(saved)})
         return added
 
-    def _rated(self, old: list[list[Any]], given: Mapping[str, Sequence[Any]]) -> tuple[list[list[Any]], Added]:
-        if self.bundle.task == "clicks" and set(given) == {"item"}:
-            given = {**given, "rating": [1] * len(given["item"])}
-        if set(given) != {"item", "rating"} or len(given["item"]) != len(given["rating"]):
-            raise ValueError(f"{self.bundle.task} need `item` and `rating`, of the same length; got {sorted(given)}")
-        pairs = [[_plain(item), float(rating)] for item, rating in zip(given["item"], given["rating"], strict=True)]
+    def _rated(self, old: list[list[Any]], columns: Mapping[str, Sequence[Any]]) -> tuple[list[list[Any]], Added]:
+        if self.bundle.task == "clicks" and set(columns) == {"item"}:
+            columns = {**columns, "rating": [1] * len(columns["item"])}
+        if set(columns) != {"item", "rating"} or len(columns["item"]) != len(columns["rating"]):
+            raise ValueError(f"{self.bundle.task} need `item` and `rating`, of the same length; got {sorted(columns)}")
+        pairs = [[_plain(item), float(rating)] for item, rating in zip(columns["item"], columns["rating"], strict=True)]
         unknown = [item for item, _ in pairs if item not in self.bundle.items.index]
         bad = next((rating for _, rating in pairs if not np.isfinite(rating)), None)
         if bad is not None:
-            raise ValueError(f"a rating is {bad}; it must be a number")
+            raise ValueError(f"`rating` must be a number (got {bad})")
         new = {item: rating for item, rating in pairs if item in self.bundle.items.index}  # the last one is used
         again = [pair for pair in old if pair[0] not in new]
         return [*again, *map(list, new.items())], Added(len(new), unknown)
 
     def _plain(
-        self, old: Mapping[str, Sequence[Any]], given: Mapping[str, Sequence[Any]]
+        self, old: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[Any]]
     ) -> tuple[dict[str, list[Any]], Added]:
-        lengths = {name: len(column) for name, column in given.items()}
-        if set(given) != set(self.bundle.columns) or len(set(lengths.values())) != 1:
+        lengths = {name: len(column) for name, column in columns.items()}
+        if set(columns) != set(self.bundle.columns) or len(set(lengths.values())) != 1:
             raise ValueError(f"examples need {list(self.bundle.columns)} of the same length; got {lengths}")
-        found = {name: [*old.get(name, []), *np.asarray(column).tolist()] for name, column in given.items()}
-        return found, Added(next(iter(lengths.values())), [])
+        merged = {name: [*old.get(name, []), *np.asarray(column).tolist()] for name, column in columns.items()}
+        return merged, Added(next(iter(lengths.values())), [])
 
     # ---- what the model makes of it ----
 
@@ -134,58 +134,58 @@ class Personal:
         Returns:
           The local parameters by path.
         """
-        kept = self.kept()
-        before = _before(kept)
-        wanted = self.bundle.warm_start if warm is None else warm
+        saved = self.stored()
+        before = _before(saved)
+        continues = self.bundle.warm_start if warm is None else warm
         start = None
-        if wanted and before and before["model"] == self.bundle.model_digest:
+        if continues and before and before["model"] == self.bundle.model_digest:
             start = _arrays(before["local"], self.bundle.start)
-        local = self.bundle.reconstruct(self._columns(kept), start)
-        if kept:
+        local = self.bundle.reconstruct(self._columns(saved), start)
+        if saved:
             numbers = {path: leaf.tolist() for path, leaf in local.items()}
             after = {"model": self.bundle.model_digest, "local": numbers}
-            self._store.write({"examples": kept["examples"], **after, "before": None})
+            self._store.write({"examples": saved["examples"], **after, "before": None})
         return local
 
     def local(self) -> dict[str, np.ndarray]:
-        """Return the local parameters: the kept ones if they are for this model and all examples, or new ones."""
-        kept = self.kept()
-        if kept.get("local") is not None and kept.get("model") == self.bundle.model_digest:
-            found = _arrays(kept["local"], self.bundle.start)
-            if found is not None:
-                return found
+        """Return the local parameters: the stored ones if they are for this model and all examples, or new ones."""
+        saved = self.stored()
+        if saved.get("local") is not None and saved.get("model") == self.bundle.model_digest:
+            arrays = _arrays(saved["local"], self.bundle.start)
+            if arrays is not None:
+                return arrays
         return self.refresh()
 
-    def _columns(self, kept: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _columns(self, saved: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the examples as the graph takes them."""
         if self.bundle.ranks:
             index = self.bundle.items.index  # of this bundle: a new one may know other items
-            pairs = [(index[item], rating) for item, rating in kept.get("examples", []) if item in index]
+            pairs = [(index[item], rating) for item, rating in saved.get("examples", []) if item in index]
             return {
                 "item": np.array([item for item, _ in pairs], np.int32),
                 "rating": np.array([rating for _, rating in pairs], np.float32),
             }
         if self.bundle.task == "text":
-            return self._vocabulary.columns(kept.get("examples", [])[-self.bundle.most :])
-        examples = kept.get("examples", {})
+            return self._vocabulary.columns(saved.get("examples", [])[-self.bundle.most :])
+        examples = saved.get("examples", {})
         return {
             name: np.asarray(examples.get(name, []), about["dtype"]).reshape(-1, *about["shape"])
             for name, about in self.bundle.columns.items()
         }
 
-    def predict(self, asked: Any) -> np.ndarray:
+    def predict(self, examples: Any) -> np.ndarray:
         """Predict for this person.
 
         Args:
-          asked: for ratings and clicks, ids of items, to get their ratings, within the scale, or scores. Otherwise
+          examples: for ratings and clicks, item ids: returns their ratings, within the scale, or scores. Otherwise
             columns of examples.
 
         Raises:
           ValueError: the model does not know an item.
         """
         if not self.bundle.ranks:
-            return self.bundle.predict(self.local(), asked)
-        ids = [_plain(item) for item in asked]
+            return self.bundle.predict(self.local(), examples)
+        ids = [_plain(item) for item in examples]
         unknown = next((item for item in ids if item not in self.bundle.items.index), None)
         if unknown is not None:
             raise ValueError(f"the model does not know item {unknown!r}; see {ITEMS} for those it knows")
@@ -199,39 +199,42 @@ class Personal:
           n: how many; fewer come back if there are fewer.
         """
         if not self.bundle.ranks:
-            raise ValueError(f"this is a model of {self.bundle.task}, which recommends nothing")
+            raise ValueError(f"`recommend` needs a model of ratings or clicks (got {self.bundle.task})")
         if n < 1:
-            raise ValueError(f"`n` is {n}; it must be at least 1")
+            raise ValueError(f"`n` must be at least 1 (got {n})")
         items = self.bundle.items
         local = self.local()
         scores = self.bundle.predict(local, {"item": np.arange(len(items), dtype=np.int32)})
-        columns = self._columns(self.kept())
+        columns = self._columns(self.stored())
         rated = columns["item"].tolist()
         liked = columns["item"][columns["rating"] >= columns["rating"].mean()].tolist() if rated else []
         best = rank(scores, n, left_out=rated, counts=items.counts, least=self.bundle.least_count)
         shown = clipped(scores, self.bundle.scale)
         table = self.bundle.item_table
-        found = []
+        recommended = []
         for k in best.tolist():
             near = [] if table is None else nearest(table, k, liked)
-            found.append(Recommended(items.ids[k], items.labels[k], float(shown[k]), [items.labels[j] for j in near]))
-        return found
+            recommended.append(
+                Recommended(items.ids[k], items.labels[k], float(shown[k]), [items.labels[j] for j in near])
+            )
+        return recommended
 
-    def complete(self, prompt: str, n: int = 5) -> list[text_words.Suggestion]:
+    def complete(self, prompt: str, n: int = 5, *, prefix: str = "") -> list[text_words.Suggestion]:
         """Suggest the `n` most probable next words after the beginning of a sentence, the person's own among them.
 
         Args:
           prompt: the beginning of a sentence.
           n: how many; fewer come back if there are fewer words.
+          prefix: the letters of the next word that are typed already.
         """
         if self.bundle.task != "text":
-            raise ValueError(f"this is a model of {self.bundle.task}, which completes nothing")
+            raise ValueError(f"`complete` needs a model of text (got {self.bundle.task})")
         if n < 1:
-            raise ValueError(f"`n` is {n}; it must be at least 1")
-        columns, position = self._vocabulary.prompt(prompt)
-        logits = self.bundle.predict(self.local(), columns)[0, position]
-        own = self._vocabulary.own_words(self.kept().get("examples", []))
-        return self._vocabulary.suggest(logits, own, n)
+            raise ValueError(f"`n` must be at least 1 (got {n})")
+        columns, words = self._vocabulary.prompt(prompt)
+        logits = self.bundle.predict(self.local(), columns)[0, len(words)]
+        person = text_words.PersonalWords(self._vocabulary, self.stored().get("examples", []))
+        return person.suggest(logits, words, n, prefix)
 
     @property
     def _vocabulary(self) -> text_words.Vocabulary:
@@ -248,11 +251,11 @@ def _fits(bundle: Bundle, examples: Any) -> bool:
     """Say whether what a file holds are examples for a bundle."""
     if bundle.ranks:
         return isinstance(examples, list) and all(
-            isinstance(one, list)
-            and len(one) == 2
-            and isinstance(one[0], (int, str))
-            and isinstance(one[1], (int, float))
-            for one in examples
+            isinstance(pair, list)
+            and len(pair) == 2
+            and isinstance(pair[0], (int, str))
+            and isinstance(pair[1], (int, float))
+            for pair in examples
         )
     if bundle.task == "text":
         return isinstance(examples, list) and all(
@@ -261,21 +264,21 @@ def _fits(bundle: Bundle, examples: Any) -> bool:
     return isinstance(examples, dict) and all(isinstance(column, list) for column in examples.values())
 
 
-def _before(kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the newest local parameters that are kept, with the digest of their model, to continue from."""
-    if kept.get("local") is not None:
-        return {"model": kept.get("model"), "local": kept["local"]}
-    before = kept.get("before")
+def _before(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the newest stored local parameters, with the digest of their model, to continue from."""
+    if saved.get("local") is not None:
+        return {"model": saved.get("model"), "local": saved["local"]}
+    before = saved.get("before")
     return before if isinstance(before, dict) and {"model", "local"} <= set(before) else None
 
 
 def _arrays(local: Any, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-    """Return kept local parameters as arrays; None if they do not fit the bundle."""
+    """Return stored local parameters as arrays; None if they do not fit the bundle."""
     try:
-        found = {path: np.asarray(local[path], leaf.dtype) for path, leaf in like.items()}
+        arrays = {path: np.asarray(local[path], leaf.dtype) for path, leaf in like.items()}
     except (KeyError, TypeError, ValueError):
         return None
-    return found if all(found[path].shape == leaf.shape for path, leaf in like.items()) else None
+    return arrays if all(arrays[path].shape == leaf.shape for path, leaf in like.items()) else None
 
 
 def _plain(value: Any) -> Any:

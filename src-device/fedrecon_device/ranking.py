@@ -24,11 +24,12 @@ def rank(
       counts: how many ratings each item was learned from; None if that is not known.
       least: items with fewer ratings are left out.
     """
-    wanted = np.isfinite(scores)
-    wanted[np.fromiter(left_out, np.int64)] = False
+    # The order of `fr.recommend.top_items`, written again because this distribution imports neither fedrecon nor JAX.
+    allowed = np.isfinite(scores)
+    allowed[np.fromiter(left_out, np.int64)] = False
     if counts is not None:
-        wanted &= counts >= least
-    items = np.flatnonzero(wanted)
+        allowed &= counts >= least
+    items = np.flatnonzero(allowed)
     return items[np.argsort(-scores[items].astype(np.float64), kind="stable")[:n]]
 
 

@@ -1,4 +1,4 @@
-"""All that is kept of a person: one file that only its owner can read, written atomically."""
+"""Storage of a person's data: one file that only its owner can read, written atomically."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Store:
                 os.unlink(name)
             raise
         if os.name == "posix":
-            place = os.open(folder, os.O_RDONLY)
+            descriptor = os.open(folder, os.O_RDONLY)
             try:
-                os.fsync(place)
+                os.fsync(descriptor)
             finally:
-                os.close(place)
+                os.close(descriptor)
 
     def delete(self) -> None:
         """Delete the file, if it is there."""

@@ -32,14 +32,14 @@ def read_tensors(data: bytes, name: str) -> dict[str, np.ndarray]:
         raise BundleError(f"{name}: its header should have {length} bytes; the file has {len(data)}")
     header = _json(data[8 : 8 + length], name)
     header.pop("__metadata__", None)
-    body, found, places = memoryview(data)[8 + length :], {}, []
+    body, tensors, places = memoryview(data)[8 + length :], {}, []
     for path, about in header.items():
         dtype, shape, (start, end) = _described(about, f"{name}: {path!r}")
         if end > len(body) or end - start != math.prod(shape) * dtype.itemsize:
             raise BundleError(f"{name}: {path!r} is {dtype}{shape} in bytes {start} to {end} of {len(body)}")
         places.append((start, end))
         try:
-            found[path] = np.frombuffer(body[start:end], dtype).reshape(shape)
+            tensors[path] = np.frombuffer(body[start:end], dtype).reshape(shape)
         except ValueError:  # too many dimensions, or sizes of which one is 0 and others are beyond everything
             raise BundleError(f"{name}: {path!r} has a shape that no table has: {shape}") from None
     places.sort()
@@ -47,7 +47,7 @@ def read_tensors(data: bytes, name: str) -> dict[str, np.ndarray]:
         body
     ):
         raise BundleError(f"{name}: its tensors overlap or leave bytes that belong to none")
-    return found
+    return tensors
 
 
 def _json(data: bytes, name: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def as_float32(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndar
     Raises:
       BundleError: rows of int8 have no scale, or one of another length.
     """
-    found = {}
+    by_path = {}
     for name, values in tensors.items():
         if not name.startswith(prefix):
             continue
@@ -94,5 +94,5 @@ def as_float32(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndar
             values = values.astype(np.float32) * scale.astype(np.float32).reshape(-1, *[1] * (values.ndim - 1))
         elif values.dtype == np.float16:
             values = values.astype(np.float32)
-        found[path] = values
-    return found
+        by_path[path] = values
+    return by_path

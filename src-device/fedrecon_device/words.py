@@ -10,13 +10,16 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 URL = "<URL>"
 HASH_BITS = 31
+PAIR_ROWS, PAIR_FACTOR = 32_749, 1_000_003
+DISCOUNT, BIGRAM_WEIGHT, TRIGRAM_WEIGHT = 0.7, 200.0, 20.0
+LEAST_OWN, RESERVED_FROM = 0.01, 5
 _MARKS = (
     "!-/:-@\\[-^`{-~\xa1-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf\xd7\xf7\u2010-\u2027\u2030-\u205e\u20a0-\u20cf"
     "\u2100-\u2bff\u2e00-\u2e7f\u3001-\u3004\u3008-\u3020\u3030\ufe10-\ufe19\ufe30-\ufe6f\uff01-\uff0f\uff1a-\uff20"
@@ -82,50 +85,97 @@ class Vocabulary:
         return self._ids.get(word) or self.first_oov + self.bucket(word)
 
     def columns(self, sentences: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
-        """Return sentences as the columns `word`, `oov` and `target`."""
+        """Return sentences as the columns `word`, `oov`, `pair` and `target`."""
         ids = np.zeros((len(sentences), self.max_words + 1), np.int32)
         for row, sentence in zip(ids, sentences, strict=True):
             numbers = [self.bos, *map(self.id_of, sentence[: self.max_words]), self.eos][: self.max_words + 1]
             row[: len(numbers)] = numbers
         return self._split(ids)
 
-    def prompt(self, text: str) -> tuple[dict[str, np.ndarray], int]:
-        """Return the beginning of a sentence as `word` and `oov`, and the place that predicts the next word."""
+    def prompt(self, text: str) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Return the beginning of a sentence as `word`, `oov` and `pair`, and its words that are read."""
         words = (split_text(text) or [[]])[-1]
         words = words[max(0, len(words) - self.max_words + 1) :]
         ids = np.zeros((1, self.max_words + 1), np.int32)
         ids[0, : len(words) + 1] = [self.bos, *map(self.id_of, words)]
         columns = self._split(ids)
-        return {name: columns[name] for name in ("word", "oov")}, len(words)
+        return {name: columns[name] for name in ("word", "oov", "pair")}, words
 
     def _split(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         inputs = ids[:, :-1]
-        known = inputs <= self.eos
-        oov = np.where(known, 0, inputs - self.eos).astype(np.int16 if self.buckets < 2**15 else np.int32)
-        return {"word": np.where(known, inputs, 0).astype(np.int32), "oov": oov, "target": ids[:, 1:].astype(np.int32)}
+        in_vocabulary = inputs <= self.eos
+        oov = np.where(in_vocabulary, 0, inputs - self.eos).astype(np.int16 if self.buckets < 2**15 else np.int32)
+        before = np.pad(inputs[:, :-1], [(0, 0), (1, 0)]).astype(np.int64)
+        pair = np.where(inputs == 0, 0, (before * PAIR_FACTOR + inputs) % PAIR_ROWS).astype(np.int32)
+        word, target = np.where(in_vocabulary, inputs, 0).astype(np.int32), ids[:, 1:].astype(np.int32)
+        return {"word": word, "oov": oov, "pair": pair, "target": target}
 
-    def own_words(self, sentences: Sequence[Sequence[str]]) -> dict[int, dict[str, int]]:
-        """Return, by bucket, how often a person uses each word of theirs that is outside the vocabulary."""
-        own: dict[int, dict[str, int]] = {}
-        used = Counter(word for sentence in sentences for word in sentence[: self.max_words])
-        for word, count in sorted(used.items(), key=lambda item: (-item[1], item[0])):
-            if word not in self._ids:
-                own.setdefault(self.bucket(word), {})[word] = count
-        return own
 
-    def suggest(self, logits: np.ndarray, own: Mapping[int, Mapping[str, int]], n: int) -> list[Suggestion]:
-        """Return the `n` most probable next words; a bucket's share goes to the person's words in it.
+class PersonalWords:
+    """What one person's sentences say about their next words, on top of a model's: their own words, and n-grams."""
+
+    def __init__(self, vocabulary: Vocabulary, sentences: Iterable[Sequence[str]] = ()):
+        """Learn sentences."""
+        self.vocabulary = vocabulary
+        self.uses: dict[str, int] = {}  # of the person's own words, outside the vocabulary, in the order of first use
+        self._followers: dict[tuple[int, ...], Counter[int]] = {}
+        for words in sentences:
+            self.learn(words)
+
+    def learn(self, words: Sequence[str]) -> None:
+        """Learn a sentence."""
+        vocabulary = self.vocabulary
+        words = words[: vocabulary.max_words]
+        for word in words:
+            if vocabulary.id_of(word) >= vocabulary.first_oov:
+                self.uses[word] = self.uses.get(word, 0) + 1
+        ids = [*self._inputs(words), vocabulary.eos][: vocabulary.max_words + 1]
+        for t, target in enumerate(ids[1:], 1):
+            for context in (ids[t - 1 : t], ids[t - 2 : t] if t > 1 else [-1, ids[0]]):
+                self._followers.setdefault(tuple(context), Counter())[target] += 1
+
+    def _inputs(self, words: Sequence[str]) -> list[int]:
+        """Return the ids of a sentence's beginning and words; -1 for words that the person has not used."""
+        first_oov, own_ids = self.vocabulary.first_oov, {word: k for k, word in enumerate(self.uses)}
+        ids = [self.vocabulary.id_of(word) for word in words]
+        extended = [
+            k if k < first_oov else first_oov + own_ids.get(w, -1 - first_oov) for k, w in zip(ids, words, strict=True)
+        ]
+        return [self.vocabulary.bos, *extended]
+
+    def suggest(self, logits: np.ndarray, words: Sequence[str], n: int, prefix: str = "") -> list[Suggestion]:
+        """Return the `n` most probable next words; of five or more, the last is kept for a word of the person's own.
 
         Args:
-          logits: of everything that may come next.
-          own: the person's own words, as `own_words` finds them.
+          logits: of everything that may come next, for this person.
+          words: the beginning of the sentence.
           n: how many.
+          prefix: the letters of the next word that are typed already.
         """
+        vocabulary, first_oov = self.vocabulary, self.vocabulary.first_oov
         shares = np.exp(logits.astype(np.float64) - logits.max())
         shares /= shares.sum()
-        known = shares[1 : len(self.words) + 1]
-        found = [Suggestion(self.words[k], float(known[k]), False) for k in np.argsort(-known, kind="stable")[:n]]
-        for bucket, words in own.items():
-            total, share = sum(words.values()), float(shares[self.first_oov + bucket])
-            found += [Suggestion(word, share * count / total, True) for word, count in words.items()]
-        return sorted(found, key=lambda one: (-one.probability, one.word))[:n]
+        uses = np.array([*self.uses.values()], np.float64)
+        own_shares = shares[first_oov:].sum() * (uses - DISCOUNT) / (uses.sum() + 1)
+        shares = np.append(shares[:first_oov], own_shares)
+        before, last = ([-1, *self._inputs(words)])[-2:]
+        for context, weight in (((last,), BIGRAM_WEIGHT), ((before, last), TRIGRAM_WEIGHT)):
+            if followers := self._followers.get(context):
+                seen = followers.total()
+                shares *= (weight + DISCOUNT * len(followers)) / (seen + weight)
+                for target, count in followers.items():
+                    shares[target] += (count - DISCOUNT) / (seen + weight)
+        everything = [
+            *zip(vocabulary.words, shares[1:], strict=False),
+            *zip(self.uses, shares[first_oov:], strict=True),
+        ]
+        suggestions = [
+            Suggestion(word, float(share), k >= len(vocabulary.words))
+            for k, (word, share) in enumerate(everything)
+            if word.startswith(prefix)
+        ]
+        suggestions.sort(key=lambda suggestion: (-suggestion.probability, suggestion.word))
+        likeliest = next((suggestion for suggestion in suggestions if suggestion.personal), None)
+        if n >= RESERVED_FROM and likeliest in suggestions[n:] and likeliest.probability >= LEAST_OWN:
+            return [*suggestions[: n - 1], likeliest]
+        return suggestions[:n]

@@ -17,6 +17,9 @@
  * @property {((item: number, weight: number, into: Float64Array) => void) | null} evidence
  * @property {Float64Array} ridges one for each number of `start`, for least squares
  * @property {Float64Array | null} everything what an embedding costs on all items, as a matrix, in a model of clicks
+ * @property {Float32Array | null} history one row per item, what having it says beyond its embedding, in the same
+ * @property {Float32Array | null} popularity of the items, in the same
+ * @property {Float32Array | null} blend the weights of popularity, by how many items a person has
  * @property {Record<string, any>} settings
  */
 
@@ -78,6 +81,9 @@ export function factorization(bundle) {
     evidence,
     ridges,
     everything: gram && Float64Array.from(gram.data, (value) => settings.unobserved * value),
+    history: bundle.table("history_offset")?.data ?? null,
+    popularity: bundle.table("item_popularity")?.data ?? null,
+    blend: bundle.table("popularity_weight")?.data ?? null,
     settings,
   };
 }
@@ -105,6 +111,7 @@ function inner(model, local, item) {
   let sum = 0;
   for (let k = 0; k < model.dim; k++) sum += model.embedding[item * model.dim + k] * local[first + k];
   const last = first + model.dim;
+  if (model.popularity && local.length > last) return sum + model.popularity[item] * local[last];
   for (let k = 0; model.traits && k < model.width; k++) sum += model.traits[item * model.width + k] * local[last + k];
   return model.bias ? sum + model.bias[item] + model.mean + local[0] : sum;
 }
@@ -126,7 +133,8 @@ export function predictAll(model, local) {
  * @param {Factorization} model
  * @param {number[]} items
  * @param {number[]} ratings in a model of clicks how often, 1 if that is not known
- * @returns {Float64Array} the bias first if there is one, then the embedding, then what is made of traits
+ * @returns {Float64Array} the bias first if there is one, then the embedding, then what is made of traits; in a
+ *   model of clicks the weight of popularity
  */
 export function reconstruct(model, items, ratings) {
   const { mean, deviation } = model.standard ?? { mean: 0, deviation: 1 };
@@ -137,8 +145,12 @@ export function reconstruct(model, items, ratings) {
     const weight = 1 / Math.sqrt(1 + items.length);
     for (const item of items) model.evidence(item, weight, start);
   }
+  if (model.everything) {
+    const ones = ratings.map(() => 1);
+    const own = items.length ? leastSquares(model, start, items, ones, ratings.map(weigh(model))) : start;
+    return Float64Array.from([...own, popularityWeight(model, items.length)]);
+  }
   if (items.length === 0) return start;
-  if (model.everything) return leastSquares(model, start, items, ratings.map(() => 1), ratings.map(weigh(model)));
   const least = model.settings.solver === "least-squares";
   return least ? leastSquares(model, start, items, targets) : descend(model, start, items, targets);
 }
@@ -152,6 +164,16 @@ function slope(model, item) {
   const row = model.embedding.subarray(item * model.dim, (item + 1) * model.dim);
   const traits = model.traits ? model.traits.subarray(item * model.width, (item + 1) * model.width) : [];
   return [...(model.bias ? [1] : []), ...row, ...traits];
+}
+
+/**
+ * Return how much popularity counts in a model of clicks, for a person with so many items.
+ * @param {Factorization} model
+ * @param {number} number
+ */
+function popularityWeight(model, number) {
+  const after = model.settings.blend_after.filter((/** @type {number} */ least) => number >= least).length - 1;
+  return model.blend ? model.blend[after] : 0;
 }
 
 /**
@@ -189,6 +211,7 @@ function leastSquares(model, start, items, ratings, weights = null) {
       const part = weight * x[i];
       for (let j = 0; j < size; j++) system[i][j] += part * x[j];
       system[i][size] += part * error;
+      if (model.history) system[i][size] -= weight * model.history[item * size + i];
     }
   });
   for (let k = 0; k < size; k++) {

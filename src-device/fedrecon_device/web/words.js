@@ -124,7 +124,7 @@ function mix(state, block, done, last) {
 
 /**
  * @typedef {{word: string, probability: number, personal: boolean}} Suggestion
- * @typedef {{word: Int32Array, oov: Int32Array, target: Int32Array}} Columns each (sentences * words per sentence)
+ * @typedef {{word: Int32Array, oov: Int32Array, pair: Int32Array, target: Int32Array}} Columns each (sentences * words per sentence)
  */
 
 /** The words that a model knows, the buckets for all others, and what a sentence looks like to it. */
@@ -169,15 +169,14 @@ export class Vocabulary {
   }
 
   /**
-   * Return the beginning of a sentence as columns, and the place that predicts the next word.
-   * @param {string} text
-   * @returns {{columns: Columns, place: number}}
+   * Return the beginning of a sentence as columns, and its words that are read.
+   * @param {string[]} all
+   * @returns {{columns: Columns, words: string[]}}
    */
-  prompt(text) {
-    const all = splitText(text).at(-1) ?? [];
+  prompt(all) {
     const words = all.slice(Math.max(0, all.length - this.maxWords + 1));
     const columns = this.split([[this.bos, ...words.map((word) => this.idOf(word))]], 1);
-    return { columns, place: words.length };
+    return { columns, words };
   }
 
   /**
@@ -187,57 +186,110 @@ export class Vocabulary {
    */
   split(ids, rows) {
     const length = rows * this.maxWords;
-    const columns = { word: new Int32Array(length), oov: new Int32Array(length), target: new Int32Array(length) };
+    const [word, oov, pair, target] = [0, 1, 2, 3].map(() => new Int32Array(length));
     ids.forEach((row, r) => {
       for (let t = 0; t < this.maxWords; t++) {
         const now = row[t] ?? 0;
-        columns.word[r * this.maxWords + t] = now <= this.eos ? now : 0;
-        columns.oov[r * this.maxWords + t] = now <= this.eos ? 0 : now - this.eos;
-        columns.target[r * this.maxWords + t] = row[t + 1] ?? 0;
+        const at = r * this.maxWords + t;
+        word[at] = now <= this.eos ? now : 0;
+        oov[at] = now <= this.eos ? 0 : now - this.eos;
+        pair[at] = now === 0 ? 0 : ((row[t - 1] ?? 0) * PAIR_FACTOR + now) % PAIR_ROWS;
+        target[at] = row[t + 1] ?? 0;
       }
     });
-    return columns;
+    return { word, oov, pair, target };
+  }
+}
+
+const PAIR_ROWS = 32749, PAIR_FACTOR = 1000003;
+const DISCOUNT = 0.7, BIGRAM_WEIGHT = 200, TRIGRAM_WEIGHT = 20;
+const LEAST_OWN = 0.01, RESERVED_FROM = 5;
+
+/** What one person's sentences say about their next words, on top of a model's: their own words, and n-grams. */
+export class PersonalWords {
+  /** @param {Vocabulary} vocabulary */
+  constructor(vocabulary) {
+    this.vocabulary = vocabulary;
+    /** @type {Map<string, number>} the person's own words, outside the vocabulary, with their places */
+    this.own = new Map();
+    /** @type {number[]} how often each of them was used */
+    this.uses = [];
+    /** @type {Map<string, Map<number, number>>} by context, how often each word followed */
+    this.followers = new Map();
   }
 
   /**
-   * Return, by bucket, how often a person uses each word of theirs that is outside the vocabulary.
-   * @param {string[][]} sentences
-   * @returns {Map<number, Map<string, number>>}
+   * Learn a sentence.
+   * @param {string[]} sentence
    */
-  ownWords(sentences) {
-    /** @type {Map<number, Map<string, number>>} */
-    const own = new Map();
-    for (const sentence of sentences) {
-      for (const word of sentence.slice(0, this.maxWords)) {
-        if (this.ids.has(word)) continue;
-        const bucket = this.bucket(word);
-        const words = own.get(bucket) ?? new Map();
-        own.set(bucket, words.set(word, (words.get(word) ?? 0) + 1));
+  learn(sentence) {
+    const words = sentence.slice(0, this.vocabulary.maxWords);
+    for (const word of words) {
+      if (this.vocabulary.ids.has(word)) continue;
+      const place = this.own.get(word) ?? this.own.size;
+      this.own.set(word, place);
+      this.uses[place] = (this.uses[place] ?? 0) + 1;
+    }
+    const ids = [...this.inputs(words), this.vocabulary.eos].slice(0, this.vocabulary.maxWords + 1);
+    for (let t = 1; t < ids.length; t++) {
+      for (const context of [`${ids[t - 1]}`, `${ids[t - 2] ?? -1} ${ids[t - 1]}`]) {
+        const followers = this.followers.get(context) ?? new Map();
+        this.followers.set(context, followers.set(ids[t], (followers.get(ids[t]) ?? 0) + 1));
       }
     }
-    return own;
   }
 
   /**
-   * Return the most probable next words; a bucket's share goes to the person's words in it.
-   * @param {ArrayLike<number>} logits of everything that may come next
-   * @param {Map<number, Map<string, number>>} own
+   * Return the ids of a sentence's beginning and words; -1 for words that the person has not used.
+   * @param {string[]} words
+   * @returns {number[]}
+   */
+  inputs(words) {
+    const { ids, bos, firstOov } = this.vocabulary;
+    return [bos, ...words.map((word) => ids.get(word) ?? (this.own.has(word) ? firstOov + (this.own.get(word) ?? 0) : -1))];
+  }
+
+  /**
+   * Return the most probable next words; of five or more, the last is kept for a word of the person's own.
+   * @param {ArrayLike<number>} logits of everything that may come next, for this person
+   * @param {string[]} words the beginning of the sentence
    * @param {number} n
+   * @param {string} [prefix] the letters of the next word that are typed already
    * @returns {Suggestion[]}
    */
-  suggest(logits, own, n) {
+  suggest(logits, words, n, prefix = "") {
+    const { firstOov } = this.vocabulary;
     let highest = -Infinity;
     for (let k = 0; k < logits.length; k++) highest = Math.max(highest, logits[k]);
-    const shares = Array.from(logits, (logit) => Math.exp(logit - highest));
-    const total = shares.reduce((sum, share) => sum + share, 0);
-    /** @type {Suggestion[]} */
-    const found = this.words.map((word, k) => ({ word, probability: shares[k + 1] / total, personal: false }));
-    for (const [bucket, words] of own) {
-      const all = [...words.values()].reduce((sum, count) => sum + count, 0);
-      const share = shares[this.firstOov + bucket] / total;
-      for (const [word, count] of words) found.push({ word, probability: (share * count) / all, personal: true });
+    const exponentials = Array.from(logits, (logit) => Math.exp(logit - highest));
+    const total = exponentials.reduce((sum, share) => sum + share, 0);
+    const shares = exponentials.slice(0, firstOov).map((share) => share / total);
+    const outside = exponentials.slice(firstOov).reduce((sum, share) => sum + share, 0) / total;
+    const used = this.uses.reduce((sum, count) => sum + count, 0);
+    for (const count of this.uses) shares.push((outside * (count - DISCOUNT)) / (used + 1));
+    const [before, last] = [-1, ...this.inputs(words)].slice(-2);
+    for (const [context, weight] of /** @type {const} */ ([[`${last}`, BIGRAM_WEIGHT], [`${before} ${last}`, TRIGRAM_WEIGHT]])) {
+      const followers = this.followers.get(context);
+      if (followers === undefined) continue;
+      const seen = [...followers.values()].reduce((sum, count) => sum + count, 0);
+      const scale = (weight + DISCOUNT * followers.size) / (seen + weight);
+      for (let k = 0; k < shares.length; k++) shares[k] *= scale;
+      for (const [target, count] of followers) shares[target] += (count - DISCOUNT) / (seen + weight);
     }
-    return found.sort((a, b) => b.probability - a.probability || byCodePoints(a.word, b.word)).slice(0, n);
+    /** @type {Suggestion[]} */
+    const found = [];
+    this.vocabulary.words.forEach((word, k) => {
+      if (word.startsWith(prefix)) found.push({ word, probability: shares[k + 1], personal: false });
+    });
+    for (const [word, place] of this.own) {
+      if (word.startsWith(prefix)) found.push({ word, probability: shares[firstOov + place], personal: true });
+    }
+    found.sort((a, b) => b.probability - a.probability || byCodePoints(a.word, b.word));
+    const likeliest = found.findIndex((one) => one.personal);
+    if (n >= RESERVED_FROM && likeliest >= n && found[likeliest].probability >= LEAST_OWN) {
+      return [...found.slice(0, n - 1), found[likeliest]];
+    }
+    return found.slice(0, n);
   }
 }
 

@@ -121,7 +121,7 @@ def draws(like: Columns, most: int) -> dict[str, dict[str, np.ndarray]]:
 
 
 def made_up_ratings(num_items: int, scale: Sequence[float] | None, most: int) -> dict[str, np.ndarray]:
-    """Return ratings that nobody gave, for test vectors of a ratings model."""
+    """Return made-up ratings, for the test vectors of a ratings model."""
     low, high = scale or (1.0, 5.0)
     draw = np.random.default_rng(0)
     count = most + 3
@@ -131,6 +131,6 @@ def made_up_ratings(num_items: int, scale: Sequence[float] | None, most: int) ->
 
 
 def made_up_clicks(num_items: int, most: int, *, counted: bool) -> dict[str, np.ndarray]:
-    """Return items that nobody has, for test vectors of a model of clicks; with counts if the model reads them."""
+    """Return made-up clicks, for the test vectors of a clicks model; with counts if the model reads them."""
     columns = made_up_ratings(num_items, (1, 9), most)
     return columns if counted else {"item": columns["item"]}

@@ -92,7 +92,7 @@ def bundle(
     form = form if legend.adapt is None else legend.adapt(form)
     most = most if form.limit is None else min(most, form.limit)
     if most < 1:
-        raise ValueError(f"`most` is {most}; a device needs at least 1 example to reconstruct from")
+        raise ValueError(f"`most` must be at least 1: a device reconstructs from examples (got {most})")
     exporter = Exporter(form, tables, structure, examples, most, legend.queries)
     graphs, problems = exporter.graphs() if onnx else ({}, {})
     files: dict[str, bytes] = {f"{name}.onnx": graph.data for name, graph in graphs.items()}

@@ -87,7 +87,6 @@ def _call(name: str) -> Rule:
 
 
 def _identity(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    del equation
     return values
 
 
@@ -106,7 +105,11 @@ def _while(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Write a scan as a loop over indices: of any direction, with no stacked inputs."""
     params = equation.params
-    consts, carries, length = params["num_consts"], params["num_carry"], params["length"]
+    body, length = params["jaxpr"].jaxpr, params["length"]
+    # What is stacked has one dimension more than in the body (JAX has renamed the parameters that say how many are).
+    carries = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.outvars, body.outvars, strict=True))
+    unstacked = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.invars, body.invars, strict=True))
+    consts = unstacked - carries
     held, start, stacked = values[:consts], values[consts : consts + carries], values[consts + carries :]
     shapes = [atom.aval for atom in equation.outvars[carries:]]
 

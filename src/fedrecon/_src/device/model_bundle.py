@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
 from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
@@ -17,9 +19,8 @@ from fedrecon._src.device.bundle_data import Quantisation, made_up_clicks, made_
 from fedrecon._src.device.bundle_writer import ITEMS, MOST_EXAMPLES, WORDS, bundle
 from fedrecon._src.device.export import Legend, of_counts, of_weighed
 from fedrecon._src.device.web_page import check_vendor, page_files
-from fedrecon._src.recommend.recommender import shown_scale
 from fedrecon._src.recommend.saved_models import SavedModel
-from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.recommend.tasks.clicks import click_weight
 
 MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
@@ -58,18 +59,7 @@ def bundle_model(
     check_number("least_count", least_count, most=MOST_ROUNDS)
     if onnxruntime_web is not None:
         check_vendor(onnxruntime_web)  # before the export, which takes long
-    if saved.task in (RATINGS, CLICKS):
-        legend, number = items_legend(saved, least_count), len(saved.legend)
-        if saved.task is RATINGS:
-            like = made_up_ratings(number, legend.scale, most)
-        else:
-            like = made_up_clicks(number, most, counted=legend.adapt is not None)
-        ask = {"item": np.arange(min(20, number), dtype=np.int32)}
-    else:
-        words: Vocabulary = saved.legend
-        legend = text_legend(words, saved.config.model.max_words)
-        like = personal_text(_made_up_text(words), words, saved.config.model.max_words).columns
-        ask = prompt_columns(list(words.words[:3]), words, saved.config.model.max_words)[0]
+    legend, like = PARTS[saved.task.name](saved, most, least_count)
     return bundle(
         saved.algorithm,
         saved.params,
@@ -78,27 +68,31 @@ def bundle_model(
         most=most,
         seed=saved.config.seed,
         quantise=quantise,
-        legend=legend._replace(
-            queries=ask, settings=_settings(saved), page=partial(page_files, vendor=onnxruntime_web)
-        ),
+        legend=legend._replace(page=partial(page_files, vendor=onnxruntime_web)),
         onnx=onnx,
         replace=replace,
     )
 
 
-def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
-    """Return what reconstruction without ONNX needs to know: the solver's settings, and what round zero found."""
-    if saved.task is CLICKS:
-        model = saved.config.model
-        return {"solver": "least-squares", "ridge": model.ridge, "unobserved": model.unobserved, "counts": model.counts}
-    settings = asdict(saved.config.reconstruct)
-    scale = saved.config.model.scale if saved.task is RATINGS else None
+Parts = tuple[Legend, Mapping[str, np.ndarray]]  # and examples of a person
+
+
+def _ratings_parts(saved: SavedModel[Items], most: int, least_count: int | None) -> Parts:
+    scale = saved.config.model.scale
+    logarithms = scale is not None and scale.transform == "log1p"
+    legend = items_legend(saved, least_count, of_counts if logarithms else None)
+    legend = legend._replace(settings=_ratings_settings(saved.config))
+    return legend, made_up_ratings(len(saved.legend), legend.scale, most)
+
+
+def _ratings_settings(config: Any) -> dict[str, Any]:
+    settings, scale = asdict(config.reconstruct), config.model.scale
     if scale is None:
         return settings
     settings["transform"] = scale.transform
     if not scale.standardized:
         return settings
-    ridge = saved.config.reconstruct.ridge
+    ridge = config.reconstruct.ridge
     return settings | {
         "ridges": {
             "bias": ridge * scale.user_ridge,
@@ -109,22 +103,43 @@ def _settings(saved: SavedModel[Any]) -> dict[str, Any]:
     }
 
 
-def items_legend(saved: SavedModel[Items], least_count: int | None = None) -> Legend:
+def _clicks_parts(saved: SavedModel[Items], most: int, least_count: int | None) -> Parts:
+    model = saved.config.model
+    counted = model.counts != "ignore"
+    legend = items_legend(saved, least_count, partial(of_weighed, weight=click_weight) if counted else None)
+    like = made_up_clicks(len(saved.legend), most, counted=counted)
+    settings = {"solver": "least-squares", "ridge": model.ridge, "unobserved": model.unobserved, "counts": model.counts}
+    settings |= {"blend_after": list(BLEND_AFTER)}
+    return legend._replace(exact=("gram", "*popularity*"), settings=settings), like
+
+
+def _text_parts(saved: SavedModel[Vocabulary], most: int, least_count: int | None) -> Parts:
+    words, max_words = saved.legend, saved.config.model.max_words
+    queries = prompt_columns(list(words.words[:3]), words, max_words)[0]
+    legend = text_legend(words, max_words)._replace(queries=queries, settings=asdict(saved.config.reconstruct))
+    return legend, personal_text(_made_up_text(words), words, max_words).columns
+
+
+PARTS: dict[str, Callable[[SavedModel[Any], int, int | None], Parts]] = {
+    "ratings": _ratings_parts,
+    "clicks": _clicks_parts,
+    "text": _text_parts,
+}
+
+
+def items_legend(saved: SavedModel[Items], least_count: int | None = None, adapt: Any = None) -> Legend:
     """Return what a bundle says about the items of a model, and about ratings or clicks of them."""
-    items, settings = saved.legend, saved.config.model
+    items = saved.legend
     titles = None if items.titles is None else [str(title) for title in items.titles]
     content = {
         "ids": _short(items.ids.tolist()),
         "labels": None if titles is None else unique_labels(titles, items.ids.tolist()),
         "counts": None if items.counts is None else items.counts.tolist(),
     }
-    least = settings.least_ratings if least_count is None else least_count
-    files, roles = {ITEMS: content}, _roles(saved)
-    if saved.task is CLICKS:
-        weighed = None if settings.counts == "ignore" else partial(of_weighed, weight=click_weight)
-        return Legend("clicks", files, None, least, roles, weighed, exact=("gram",))
-    logarithms = settings.scale is not None and settings.scale.transform == "log1p"
-    return Legend("ratings", files, shown_scale(saved), least, roles, of_counts if logarithms else None)
+    least = saved.config.model.least_ratings if least_count is None else least_count
+    queries = {"item": np.arange(min(20, len(items)), dtype=np.int32)}
+    legend = Legend(saved.task.name, {ITEMS: content}, saved.ends, least, _roles(saved), adapt)
+    return legend._replace(queries=queries)
 
 
 def _short(ids: list[Any]) -> Any:
@@ -150,7 +165,7 @@ def text_legend(vocabulary: Vocabulary, max_words: int) -> Legend:
 
 
 def _made_up_text(vocabulary: Vocabulary) -> str:
-    """Return sentences that nobody wrote, of the vocabulary's words and of words outside it."""
+    """Return made-up sentences of words inside and outside the vocabulary."""
     known_words = [word for word in vocabulary.words if word.isalpha()][:200] or ["a"]
     draw = np.random.default_rng(0)
     lines = []

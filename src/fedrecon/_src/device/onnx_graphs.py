@@ -133,9 +133,9 @@ def _clean_graph(graph: Any) -> set[str]:
             for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
                 used |= _clean_graph(inner)
     if hasattr(graph, "initializer"):
-        kept = [array for array in graph.initializer if array.name in used]
+        remaining = [array for array in graph.initializer if array.name in used]
         del graph.initializer[:]
-        graph.initializer.extend(array for array in kept if not _in_few_words(graph, array))
+        graph.initializer.extend(array for array in remaining if not _in_few_words(graph, array))
     return used
 
 
@@ -162,7 +162,7 @@ def _in_few_words(graph: Any, constant: Any) -> bool:
 
 
 def _explained(problem: Exception, function: Callable[..., Any], shapes: Mapping[str, Any]) -> str:
-    """Say which operation has no translation, and which parameters it reads."""
+    """Name the operation that cannot be converted, and the parameters it reads."""
     operation = _operation_of(problem)
     if operation is None:
         return f"jax2onnx cannot translate the function: {type(problem).__name__}: {problem}"

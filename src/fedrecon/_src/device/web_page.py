@@ -164,7 +164,7 @@ class _Files(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: what a person looks at is nobody else's business."""
+        """Log no requests, for privacy."""
 
 
 def _kind(name: str) -> str:
