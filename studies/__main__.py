@@ -11,7 +11,7 @@ from pathlib import Path
 from fedrecon._src.core.progress import bars
 from studies.runner import Plan, reproduce
 
-STUDIES = ("movielens", "text", "privacy", "ranking")
+STUDIES = ("movielens", "text", "privacy", "ranking", "recommendation", "expressions", "relatives")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--data",
         required=True,
         help="movielens-1m, or a MovieLens zip or folder; for text: JSON lines (client, time, text), a federated Stack "
-        "Overflow database, a Posts.xml, or a folder prepared from one",
+        "Overflow database, a Posts.xml, or a folder prepared from one; for recommendation: a folder of files; for "
+        "expressions: a table of user, expression and count; for relatives: a folder with ml-1m.zip, blogs.jsonl.gz "
+        "and tweets.jsonl.gz",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for results, report.md, report.html, figures/")
     parser.add_argument(

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import fedrecon as fr
-from fedrecon._src.recommend.baselines import SIMPLE
 from fedrecon._src.recommend.config import Config, Factorization, Reconstruct, Server, SplitSettings, Update
 from studies import figures
 from studies.ratings import KIND, Row, Scores, beyond_section, config_for, few_section, paper_section, scores
@@ -23,6 +22,7 @@ from studies.study import Claim, Figure, Grid, Job, Results, Spread, Study
 SERVER, RECONSTRUCT, UPDATE = "server.learning_rate", "reconstruct.learning_rate", "update.learning_rate"
 FEDRECON_GRID: Grid = {SERVER: (0.1, 0.5, 1.0), RECONSTRUCT: (0.1, 0.5), UPDATE: (0.1, 0.5)}
 FEDAVG_GRID: Grid = {SERVER: (0.1, 0.5, 1.0), UPDATE: (0.1, 0.5)}
+SIMPLE = ("global mean", "item mean", "item + user bias")
 CENTRALIZED_GRID: Grid = {UPDATE: (0.1, 0.3, 0.5, 1.0, 2.0)}
 ADAGRAD_GRID: Grid = {SERVER: (0.01, 0.03, 0.1), UPDATE: (0.1, 0.5)}
 LONGEST = 1500  # rounds of FedRecon, continued: by then its validation RMSE no longer falls (.904, .907 at 2,000)

@@ -18,9 +18,10 @@ from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.recommend.budget import Population
 from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Update
 from fedrecon._src.recommend.protection import Protection, protect
-from fedrecon._src.recommend.rating_model import FOUND, Items, prepare_privately, prepare_ratings, ridges_of
-from fedrecon._src.recommend.recipe import build_algorithm, build_reconstruction, build_server, build_update
+from fedrecon._src.recommend.rating_model import FOUND, Items, prepare_ratings, ridges_of
+from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update
 from fedrecon._src.recommend.task import Ready, Users
+from fedrecon._src.recommend.tasks import build_algorithm
 from studies.ratings import MAX_EXAMPLES, RatingsData, load
 from studies.study import Block, Figure, Job, Kind, Result, Results, Section, Study, Table, as_float
 from studies.training import train
@@ -59,10 +60,7 @@ def prepare(job: Job, data: RatingsData, seed: int) -> tuple[Ready, Protection]:
     config = dataclasses.replace(job.config, seed=seed)
     population = None if job.population is None else Population(*job.population)
     users, items = Users(*data.divide("unseen", seed)), Items(np.asarray(data.ratings.item_ids))
-    if config.privacy.epsilon is None:
-        ready = prepare_ratings(config, data.ratings, users, items)
-    else:
-        ready = prepare_privately(config, data.ratings, users, items, population)
+    ready = prepare_ratings(config, data.ratings, users, items, population)
     return ready, protect(ready.config, ready.model, len(users.train), released=ready.releases, population=population)
 
 
@@ -102,7 +100,7 @@ def run_job(job: Job, data: RatingsData, seed: int, part: str = "test", progress
 
     job = dataclasses.replace(job, config=dataclasses.replace(job.config, sampling=protection.config.sampling))
     params, result = train(job, algorithm, clients, measure, seed=seed, progress=progress)
-    options: dict[str, Any] = {"split": fr.split.half(), "num_items": data.ratings.num_items, "which": (BIASES,)}
+    options: dict[str, Any] = {"split": fr.split.half(), "num_items": data.ratings.num_items}
     ledger, noise = protection.ledger, protection.noise_multiplier
     return result | {
         "losses": [],

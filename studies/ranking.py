@@ -19,8 +19,7 @@ from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig
 from fedrecon._src.recommend.ranking import ItemSets, RankingResult, Scorer
-from fedrecon._src.recommend.recipe import build_algorithm
-from fedrecon._src.recommend.tasks import CLICKS, Users
+from fedrecon._src.recommend.tasks import CLICKS, Users, build_algorithm
 from fedrecon.data import Ratings
 from studies.study import (
     Block,
@@ -191,7 +190,7 @@ def train_federated(job: Job, data: ClicksData, seed: int, progress: Progress) -
     ready = CLICKS.prepare(config, data.clicks, data.users, CLICKS.legend(config, data.clicks))
     clients = ready.users.train
     algorithm = build_algorithm(ready.config, ready.model, clients.num_examples)
-    options: dict[str, Any] = {"sampling": config.sampling, "seed": seed, "progress": progress}
+    options: dict[str, Any] = {"clients_per_round": config.sampling, "seed": seed, "progress": progress}
     run = fr.train(algorithm, clients, rounds=config.rounds, **options)
     if run.interrupted:
         raise KeyboardInterrupt
@@ -206,7 +205,7 @@ def run_job(job: Job, data: ClicksData, seed: int, part: str = "test", progress:
     if job.method == "federated":
         score, params = train_federated(job, data, seed, progress)
         items_per_client = data.users.train.num_examples / max(1, len(data.users.train))
-        sent = round(items_per_client * params["item_embedding"].shape[1] + params["gram"].size)
+        sent = round(2 * items_per_client * params["item_embedding"].shape[1] + params["gram"].size)
     else:
         score, trials = fit_best(job, data, seed)
     ranked = data.rank(score, part)

@@ -13,14 +13,10 @@ import numpy as np
 import fedrecon as fr
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.recommend.config import Config, Data, RatingsConfig
-from fedrecon._src.recommend.recipe import (
-    build_algorithm,
-    build_model,
-    build_reconstruction,
-    build_server,
-    build_update,
-    load_ratings,
-)
+from fedrecon._src.recommend.rating_model import build_model
+from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update
+from fedrecon._src.recommend.tasks import build_algorithm
+from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon.data import Ratings
 from studies.study import (
     Block,
@@ -155,11 +151,11 @@ def run_job(job: Job, data: RatingsData, seed: int, part: str = "test", progress
     division = data.divide(job.users, seed)
     clients = getattr(division, part)
     if job.method == "baselines":
-        table = fr.recommend.rating_baselines(
-            division.train, clients, num_items=data.ratings.num_items, which=job.measures
-        )
+        table = fr.recommend.rating_baselines(division.train, clients, num_items=data.ratings.num_items)
+        if unknown := set(job.measures) - set(table.table):
+            raise ValueError(f"`measures` must be among {list(table.table)} (got {sorted(unknown)})")
         facts = {"clients": table.clients, "diverged": 0, "examples": table.examples}
-        measured = {name: {"micro": dict(row), **facts} for name, row in table.table.items()}
+        measured = {name: {"micro": dict(table.table[name]), **facts} for name in job.measures}
         return baseline_result(job, measured, len(division.train))
     assert isinstance(job.config, RatingsConfig)
     method = make_method(job.method, job.config, data.ratings.num_items, len(division.train))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,25 @@ import numpy as np
 
 import fedrecon as fr
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.recommend.baselines import word_baselines
 from fedrecon._src.recommend.config import TextConfig, Update
-from fedrecon._src.recommend.recipe import build_algorithm, build_server, build_update
+from fedrecon._src.recommend.recipe import build_update
+from fedrecon._src.recommend.tasks import build_algorithm
+from fedrecon._src.recommend.tasks.text import build_next_word
+from fedrecon._src.recommend.word_evaluation import (
+    BIGRAMS,
+    TRIGRAMS,
+    CountedWords,
+    Models,
+    Predict,
+    measure_people,
+    model_predictions,
+    word_baselines,
+)
 from fedrecon.data import Corpus, Sentences, load_text
 from studies.study import Block, Job, Kind, Result, Results, Section, Spread, Table, metric
 from studies.training import baseline_result, train
 
+MASKED = "masked"
 CLOSE = 0.02  # the paper prints results within 2 % of each other in bold together
 MOST = 0.9
 
@@ -35,7 +48,8 @@ class TextData:
     def _examples(self, part: str, vocabulary: int, buckets: int) -> Sentences:
         """Return the examples of the clients of a part: `train`, `valid` or `test`."""
         unseen = "heldout" if part != "train" and "heldout" in self.corpus.splits else part
-        return self.corpus.next_words(unseen, vocabulary, buckets)
+        words = self.corpus.vocabulary(vocabulary, buckets)
+        return self.corpus.in_words_of(words, unseen, spelled=part != "train")
 
     def fingerprint(self) -> str:
         """Return a digest of the sentences."""
@@ -69,7 +83,8 @@ def make_algorithms(
 ) -> tuple[fr.Algorithm, dict[str, fr.Algorithm]]:
     """Return what trains, and for every measure what serves unseen clients; the same for all seeds of a job.
 
-    `fedrecon` keeps the embeddings of words outside the vocabulary local; `fedyogi` averages everything.
+    `fedrecon` keeps the embeddings of words outside the vocabulary local; `fedyogi` averages everything. Both learn
+    from the query half of a client's sentences, so that a round has the same number of examples.
     """
     settings = config.model
     model = fr.models.next_word(
@@ -78,19 +93,13 @@ def make_algorithms(
         embedding=settings.embedding,
         hidden=settings.hidden,
         projection=settings.projection,
-        local_oov=method == "fedrecon",
+        local="oov_embedding" if method == "fedrecon" else "nothing",
     )
-    finetune = build_update(finetuning)
-    if method == "fedrecon":
-        algorithm = build_algorithm(config, model)
-    else:
-        by_tokens = fr.aggregators.mean(fr.aggregators.weight_of(model))
-        algorithm = fr.federated_averaging(
-            model, update=build_update(config.update), server=build_server(config.server), aggregate=by_tokens
-        )
+    finetune, algorithm = build_update(finetuning), build_algorithm(config, model)
     serving: dict[str, Callable[[], fr.Algorithm]] = {
         "plain": lambda: algorithm,
         "recon": lambda: algorithm,
+        MASKED: lambda: algorithm,
         "recon-finetune": lambda: fr.with_finetuning(algorithm, finetune),
         "oov-finetune": lambda: fr.with_finetuning(algorithm, finetune, which="oov_embedding"),
         "full-finetune": lambda: fr.with_finetuning(algorithm, finetune),
@@ -103,7 +112,8 @@ def run_job(job: Job, data: TextData, seed: int, part: str = "test", progress: P
 
     Each measure works on a client's support sentences and is taken on its query sentences: `plain` does nothing;
     `recon` reconstructs the local embeddings; `recon-finetune` then fine-tunes everything else too; `oov-finetune` and
-    `full-finetune` fine-tune what was trained globally, the embeddings of words outside the vocabulary or everything.
+    `full-finetune` fine-tune what was trained globally, the embeddings of words outside the vocabulary or everything;
+    `masked` is `recon` without the outputs of words outside the vocabulary, which then cannot be the first choice.
     The first measure is taken at every evaluation, all of them after the last round.
     """
     config = job.config
@@ -112,6 +122,8 @@ def run_job(job: Job, data: TextData, seed: int, part: str = "test", progress: P
         data.examples(name, config.model.vocabulary, config.model.oov_buckets).cap(config.data.max_sentences)
         for name in ("train", part)
     )
+    if job.method == "personal":
+        return run_personal(job, train_clients, unseen, seed, progress)
     if job.method == "counting":
         table = word_baselines(train_clients, unseen, fr.split.half())
         absent = {"accuracy": float("nan")}  # of clients without a word of the vocabulary
@@ -124,10 +136,102 @@ def run_job(job: Job, data: TextData, seed: int, part: str = "test", progress: P
 
     def measure_all(rounds: int, params: Any, local_state: Any) -> Mapping[str, fr.Evaluation]:
         measures = job.measures if rounds >= config.rounds else job.measures[:1]
-        return {measure: evaluators[measure](params) for measure in measures}
+        return {
+            measure: evaluators[measure](_masked(params, config) if measure == MASKED else params)
+            for measure in measures
+        }
 
     params, result = train(job, algorithm, train_clients, measure_all, seed=seed, progress=progress)
     return result | {"sent_bytes": 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
+
+
+def run_personal(
+    job: Job, train_clients: Sentences, unseen: Sentences, seed: int, progress: Progress
+) -> dict[str, Any]:
+    """Train with the default settings of text, and measure what people get by how much of their text is known.
+
+    Everything finetuned is measured next to it, and n-grams that are counted centrally.
+    """
+    config, vocabulary = job.config, unseen.vocabulary
+    assert isinstance(config, TextConfig)
+    assert job.finetune is not None
+    algorithm = build_algorithm(config, build_next_word(config.model, vocabulary))
+    finetuned = fr.with_finetuning(algorithm, build_update(job.finetune))
+    evaluator = fr.Evaluator(algorithm, unseen, seed=seed)
+    params, result = train(
+        job, algorithm, train_clients, lambda *state: {"recon": evaluator(state[1])}, seed=seed, progress=progress
+    )
+    fresh = algorithm.model.init_local(jax.random.key(seed))
+    anybody = model_predictions(algorithm, params, fresh)
+    counted = CountedWords(train_clients)
+    milliseconds: list[float] = []
+
+    def models_of(support: Mapping[str, np.ndarray]) -> Models:
+        examples = {name: column for name, column in support.items() if name != "other"}
+        started = time.perf_counter()
+        fr.reconstruct(algorithm, params, examples, seed=seed)
+        milliseconds.append(1000 * (time.perf_counter() - started))
+        local = fr.reconstruct(finetuned, params, examples, seed=seed)
+        local = {**local, "local": fresh}  # finetuning alone
+        others: dict[str, Predict] = {
+            "everything finetuned": model_predictions(finetuned, params, local),
+            BIGRAMS: functools.partial(counted.predict, order=2),
+            TRIGRAMS: functools.partial(counted.predict, order=3),
+        }
+        return Models(anybody, anybody, others)
+
+    people = {
+        str(known): measure_people(
+            unseen, fr.split.at_most(known, fr.split.half()), models_of, progress=progress
+        ).summary()
+        for known in job.few
+    }
+    sent = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return result | {"sent_bytes": sent, "people": people, "milliseconds": float(np.median(milliseconds))}
+
+
+def personal_section(jobs: Mapping[int, str], title: str) -> Section:
+    """Return the section of tables of what people get, one for each vocabulary and amount of known text."""
+
+    def table(results: Sequence[Result], known: str) -> Table:
+        people = [result["people"][known] for result in results]
+        rows = [name for name, row in people[0].items() if isinstance(row, Mapping)]
+        names = ("top1", "top3", "own_top3", "perplexity", "keystrokes")
+        cells = [
+            [
+                name,
+                *(
+                    f"{np.mean([one[name][m] for one in people]) * (1 if m == 'perplexity' else 100):.2f}"
+                    for m in names
+                ),
+            ]
+            for name in rows
+        ]
+        return Table(["", "top 1", "top 3", "own words", "perplexity", "keystrokes saved"], cells)
+
+    def compose(results: Results) -> list[Block]:
+        blocks: list[Block] = []
+        for size, job in jobs.items():
+            for known in results[job][0]["people"] if job in results else ():
+                people, first = results[job][0]["people"][known], results[job][0]
+                blocks += [
+                    f"V = {size:,}, at most {known} known sentences ({len(results[job])} seeds, shares in percent):",
+                    table(results[job], known),
+                    f"Worse off: {people['worse_off']:.0%}, beyond two standard errors "
+                    f"{people['clearly_worse_off']:.0%}. People who repeat whole sentences: "
+                    f"{people['repeating_people']}. {first['sent_bytes'] / 1e6:.1f} MB per round and client; a "
+                    f"reconstruction takes {first['milliseconds']:.0f} ms.",
+                ]
+        missing = [f"V = {size:,}" for size, job in jobs.items() if job not in results]
+        return [*blocks, f"Not run at this scale: {', '.join(missing)}."] if missing else blocks
+
+    return Section(title, tuple(jobs.values()), compose)
+
+
+def _masked(params: Any, config: TextConfig) -> Any:
+    """Return parameters with which no word outside the vocabulary is ever the most probable."""
+    bias = params["output"]["bias"].at[-config.model.oov_buckets :].set(-1e9)
+    return {**params, "output": {**params["output"], "bias": bias}}
 
 
 KIND = Kind(
@@ -224,6 +328,19 @@ def retains_most(results: Results, none: str, base: str) -> Verdict:
     """Check that a model trained and used without reconstruction steps has over 90 % of the accuracy."""
     low, high = _accuracy(results, none), _accuracy(results, base)
     return low / high > MOST, f"{low:.2f} % without steps, {high:.2f} % with all: {low / high:.1%} of it."
+
+
+def explains_gain(results: Results, without: Jobs, local: Jobs) -> Verdict:
+    """Check that most of the gain from more buckets is there if one bucket may not be the first choice."""
+    holds, parts = True, []
+    for v in sorted(without):
+        one, many = _accuracy(results, without[v]), _accuracy(results, local[v])
+        masked, many_masked = (_accuracy(results, jobs[v], MASKED) for jobs in (without, local))
+        holds = holds and masked - one > (many - one) / 2
+        parts.append(
+            f"V = {v:,}: {one:.2f} to {many:.2f} %; without these outputs {masked:.2f} and {many_masked:.2f} %"
+        )
+    return holds, f"{'; '.join(parts)}."
 
 
 def _accuracy(results: Results, job: str, measure: str = "recon") -> float:
