@@ -8,12 +8,14 @@ import numpy as np
 import optax
 
 import fedrecon as fr
+from fedrecon._src.data.vocabulary import PAIR_ROWS
 from fedrecon._src.device.bundle_data import made_up_ratings
 from fedrecon._src.recommend.config import DEFAULT, Scale
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon.device import Legend, bundle
+from fedrecon.models import ranking_params
 
 ITEMS, MOST = 200, 12
 OPTIMIZERS = {
@@ -115,8 +117,12 @@ WORDS = [
 ]
 
 
-def text_algorithm(most_steps=6):
-    model = fr.models.next_word(len(WORDS), 5, embedding=6, hidden=8, projection=7)
+def text_algorithm(most_steps=6, local="oov_embedding"):
+    sizes = {"embedding": 6, "hidden": 8, "projection": 7}
+    if local == "output_bias":
+        model = fr.models.next_word(len(WORDS), 5, local=local, pair_rows=PAIR_ROWS, **sizes)
+        return algorithm_of(model, fr.closed_form(batch_size=4)), {"solver": "closed-form", "batch_size": 4}
+    model = fr.models.next_word(len(WORDS), 5, **sizes)
     solver = fr.gradient_descent(optax.sgd(1.0), batch_size=4, steps=most_steps)
     return algorithm_of(model, solver), {
         "solver": "gradient-descent",
@@ -128,13 +134,13 @@ def text_algorithm(most_steps=6):
     }
 
 
-def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True):
+def text_bundle(out, *, max_words=7, most=10, vendor=None, page=True, local="oov_embedding"):
     """Bundle a small model of text; return its algorithm, parameters and vocabulary."""
     from fedrecon._src.data.sentences import prompt_columns
     from fedrecon._src.device.web_page import page_files
     from fedrecon.data import Vocabulary, personal_text
 
-    algorithm, settings = text_algorithm()
+    algorithm, settings = text_algorithm(local=local)
     params, vocabulary = trained(algorithm.model), Vocabulary(tuple(WORDS), 5)
     params["output"]["bias"][-5:] += 2  # buckets are likely, so that a person's own words are among the first
     like = personal_text("the xylophone is in my house\nwe ate quinoa\nit was so !", vocabulary, max_words).columns
@@ -198,7 +204,10 @@ def clicks_model(counts="ignore", dim=4):
     settings = Ranking(dim=dim, counts=counts, least_ratings=5)
     config = dataclasses.replace(CLICKS.untrained, model=settings)
     table = np.random.default_rng(0).normal(0, 0.4, (NUMBER, dim)).astype(np.float32)
-    return SavedModel(config, {"gram": table.T @ table, "item_embedding": table}, items)
+    params = ranking_params(table, items.counts)
+    params["history_offset"] = table[::-1] / 4
+    params["popularity_weight"] = np.float32([1, 0.1, 0.1, 0.03, 0, 0])
+    return SavedModel(config, params, items)
 
 
 def of_defaults(scale, items):

@@ -20,6 +20,7 @@ from fedrecon._src.device.export import export_form, of_weighed
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, split_text
 from fedrecon_device.ranking import clipped, nearest, rank
+from fedrecon_device.words import PersonalWords
 from fedrecon_device.words import Vocabulary as DeviceVocabulary
 
 FILE = Path(__file__).parent / "web" / "vectors.json"
@@ -63,17 +64,23 @@ def words_of():
     mine = personal_text(text, vocabulary, length)
     logits = np.random.default_rng(0).normal(0, 2, vocabulary.num_ids).astype(np.float32)
     logits[vocabulary.first_oov :] += 3
-    suggested = device.suggest(logits, mine.words, 12)
+    person = PersonalWords(device, split_text(text))
     prompt, place = prompt_columns("we met the", vocabulary, length)
     return {
         "vocabulary": {"words": device_models.WORDS, "buckets": 5, "max_words": length},
         "text": text,
         "columns": {name: column.reshape(-1).tolist() for name, column in mine.columns.items()},
-        "own": {str(bucket): words for bucket, words in mine.words.items()},
-        "prompt": {"text": "we met the", "place": place, **{n: c.reshape(-1).tolist() for n, c in prompt.items()}},
+        "own": person.uses,
+        "prompt": {
+            "words": ["we", "met", "the"],
+            "place": place,
+            **{n: c.reshape(-1).tolist() for n, c in prompt.items()},
+        },
         "logits": numbers(logits),
         "suggested": [
-            {"word": one.word, "probability": one.probability, "personal": one.personal} for one in suggested
+            {"words": words, "n": n, "prefix": prefix, "found": [one._asdict() for one in found]}
+            for words, n, prefix in (([], 12, ""), (["we", "met"], 5, ""), (["again"], 4, ""), (["the"], 3, "a"))
+            for found in [person.suggest(logits, words, n, prefix)]
         ],
     }
 
@@ -148,7 +155,7 @@ def clicks(weight=None):
     model = fr.models.ranking_factorization(12, 3, weight=weight)
     algorithm = fr.federated_ials(model, unobserved=0.3, ridge=1.5, server=optax.sgd(1.0))
     settings = {"solver": "least-squares", "ridge": 1.5, "unobserved": 0.3, "counts": "log" if weight else "ignore"}
-    return algorithm, settings
+    return algorithm, settings | {"blend_after": [0, 1, 2, 5, 10, 20]}
 
 
 def small(*, biases=True, default=False, feedback=False):

@@ -11,6 +11,7 @@ import json
 import random
 import shutil
 import signal
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,7 +191,12 @@ def _whole(load: Callable[[Path], Any]) -> Callable[[Path, Path, random.Random],
     return lambda path, folder, dice: load(path)
 
 
-VOCABULARY = json.dumps({"format": "fedrecon-vocabulary", "version": 1, "buckets": 3, "words": ["a", "b"]}).encode()
+def vocabulary_file(dice: random.Random) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        Vocabulary(("a", "b"), 3).save(Path(folder) / "a.json")
+        return (Path(folder) / "a.json").read_bytes()
+
+
 TARGETS = {
     "ratings": Target("a.csv", ratings_text, _ratings),
     "ratings.gz": Target("a.csv.gz", lambda dice: gzip.compress(ratings_text(dice)), _ratings),
@@ -206,7 +212,7 @@ TARGETS = {
     "posts.xml": Target("Posts.xml", posts_xml, _posts),
     "sqlite": Target("a.sqlite", database, _database),
     "word count": Target("a.txt", lambda dice: b"the 10\na 9\ncat 3\n", _whole(read_word_count)),
-    "vocabulary": Target("a.json", lambda dice: VOCABULARY, _whole(Vocabulary.load)),
+    "vocabulary": Target("a.json", vocabulary_file, _whole(Vocabulary.load)),
 }
 UNDAMAGED = {"zip content", "jsonl.gz content"}  # whose damage is inside
 

@@ -47,7 +47,9 @@ def reconstructs():
     algorithm = fr.federated_reconstruction(
         fr.models.matrix_factorization(ITEMS, 4), reconstruct=STEPS, update=STEPS, server=optax.adam(0.1)
     )
-    run = fr.train(algorithm, clients(), rounds=5, clients_per_round=11, valid=clients(), evaluate_every=3, seed=1)
+    run = fr.train(
+        algorithm, clients(), rounds=5, clients_per_round=11, valid=fr.Validation(clients(), every=3), seed=1
+    )
     found = fr.evaluate(algorithm, run.params, clients(), seed=2)
     return {"params": digest(run.params), "history": run.history, "evaluation": digest(found.per_client)}
 
@@ -57,9 +59,9 @@ def keeps(folder):
     algorithm = fr.federated_averaging(
         fr.models.matrix_factorization(ITEMS, 4), update=STEPS, reconstruct=STEPS, server=optax.sgd(1.0)
     )
-    common = {"clients_per_round": 7, "seed": 1, "checkpoint_every": 2}
-    fr.train(algorithm, clients(), rounds=4, folder=fr.RunFolder(folder / "kept"), **common)
-    run = fr.train(algorithm, clients(), rounds=7, folder=fr.RunFolder(folder / "kept"), **common)
+    common = {"clients_per_round": 7, "seed": 1}
+    fr.train(algorithm, clients(), rounds=4, folder=fr.RunFolder(folder / "kept", checkpoint_every=2), **common)
+    run = fr.train(algorithm, clients(), rounds=7, folder=fr.RunFolder(folder / "kept", checkpoint_every=2), **common)
     found = fr.evaluate(algorithm, run.params, clients(), client_state=run.client_state, protocol="standard")
     return {
         "params": digest(run.params),

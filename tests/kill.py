@@ -172,8 +172,7 @@ class Library:
             fr.Clients.from_columns(columns, np.repeat(np.arange(6), 6)),
             rounds=24,
             clients_per_round=3,
-            folder=fr.RunFolder(folder),
-            checkpoint_every=2,
+            folder=fr.RunFolder(folder, checkpoint_every=2),
             layout=fr.layout(block=1, jax_devices=1),
         )
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves((found.params, found.client_state))]

@@ -116,7 +116,7 @@ def test_what_was_released_before_takes_more_noise_after():
         ({"clients": 1}, "`clients`"),
         ({"rounds": 0}, "`rounds`"),
         ({"rounds": 10**7}, "`rounds`"),
-        ({"epsilon": 0.5, "before": (Release(0.5, 1.0, 1),)}, "epsilon 0.5 cannot be reached: .* was spent before"),
+        ({"epsilon": 0.5, "before": (Release(0.5, 1.0, 1),)}, "`epsilon` must be above .* spent before"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(change, sentence):
@@ -127,7 +127,7 @@ def test_plans_that_cannot_be_are_refused(change, sentence):
 def test_a_budget_that_is_all_but_spent_is_refused():
     before = [Release(1.0, 1.0, 1)]
     spent = epsilon_of(before, 1e-3)
-    with pytest.raises(ValueError, match="cannot be reached with any noise"):
+    with pytest.raises(ValueError, match="no amount of noise"):
         noise_for(spent * (1 + 1e-9), clients=1000, per_round=1000, rounds=10, delta=1e-3, before=before)
 
 
@@ -153,7 +153,7 @@ def test_the_count_costs_as_much_as_it_gives_away():
     assert accounting.combined_noise(2.0, 5.0) == pytest.approx(0.26**-0.5)
     plain, counted = Release(2.0, 0.1, 20), Release(2.0, 0.1, 20, count_noise=1.5)
     assert epsilon_of([counted], 1e-5) > epsilon_of([plain], 1e-5)
-    with pytest.raises(ValueError, match=r"use more than 0\.5"):
+    with pytest.raises(ValueError, match=r"must be above 0\.5"):
         accounting.update_noise_for(1.0, 0.4)
 
 
@@ -213,11 +213,11 @@ def test_rounds_added_one_by_one_are_as_many_at_once():
 def test_a_ledger_survives_json_to_the_digit():
     ledger = Ledger(1000, 1000**-1.1, 8.0, randomness="seed 3").add(Release(0.1 + 0.7, 1 / 7, 5, count_noise=3.3))
     ledger = ledger.add(Release(1.0, 1.0, 1))
-    text = ledger.to_json()
-    again = Ledger.from_json(text)
+    text = json.dumps(ledger.to_dict())
+    again = Ledger.from_dict(json.loads(text))
     assert again == ledger
     assert again.epsilon == ledger.epsilon == json.loads(text)["epsilon"]
-    assert again.to_json() == text
+    assert json.dumps(again.to_dict()) == text
     assert "not covered" in json.loads(text)["not_covered"]
 
 
@@ -253,7 +253,7 @@ def test_two_runs_on_the_same_clients_add_up():
     assert max(first.epsilon, second.epsilon) < both.epsilon < first.epsilon + second.epsilon
     assert both.budget == 8.0
     assert "simulated: noise from system, seed 0" in both.summary()
-    with pytest.raises(ValueError, match="epsilons do not add up"):
+    with pytest.raises(ValueError, match="only at the same delta"):
         first.and_then(Ledger(1000, 1e-5))
 
 
@@ -267,7 +267,7 @@ def test_two_runs_on_the_same_clients_add_up():
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.0, 1)), "`rate`"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, -1)), "`rounds`"),
         (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "laplace")), "`mechanism`"),
-        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "skellam")), "skellam noise needs `steps` and `length`"),
+        (lambda: Ledger(1000, 1e-4).add(Release(1.0, 0.1, 1, "skellam")), "Skellam noise needs `steps` and `length`"),
         (lambda: Ledger.from_dict({"clients": 3}), "this is not a ledger of privacy"),
         (lambda: Ledger.from_dict(Ledger(9, 0.1).to_dict() | {"releases": [{"x": 1}]}), "this is not a ledger"),
     ],

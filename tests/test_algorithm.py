@@ -153,7 +153,7 @@ def test_one_query_epoch_is_the_closed_form_of_matrix_factorization():
 
 
 def test_joint_and_second_order_exclude_each_other():
-    with pytest.raises(ValueError, match="`joint` and `second_order` exclude each other"):
+    with pytest.raises(ValueError, match="`joint` and `second_order` cannot be combined"):
         recon(joint=True, second_order=True)
 
 

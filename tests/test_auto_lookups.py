@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client.lookups.lookup_tables import BatchRows, fetch_rows, random_params, renumber
+from fedrecon._src.client.lookups.lookup_tables import LookupTables, random_params
 from fedrecon._src.client.lookups.tracing import by_rows, find_reads
 from toy_models import (
     assert_close,
@@ -122,16 +122,15 @@ def test_reads_by_rows_are_found_and_rows_give_the_same(use, features):
         return jnp.sum(predict(params, local, batch) * jnp.array([1.0, -2.0, 0.5, 3.0]))
 
     expected, slope = jax.value_and_grad(functools.partial(total, model.predict))(params, BATCH)
-    renumbered, rows = fetch_rows(params["table"], BATCH, features)
-    batch = renumber(BATCH, renumbered)
+    fetched = LookupTables({"table": params["table"]}, {"table": features}, {}, {}).fetch({"table": 0.0}, BATCH)
 
     def of_rows(values, wrap):
-        table = BatchRows(values, rows.ids, rows.places) if wrap else values
-        return total(narrow.predict, {**params, "table": table}, batch)
+        table = fetched.as_tables({"table": values})["table"] if wrap else values
+        return total(narrow.predict, {**params, "table": table}, fetched.batch)
 
     ids = jnp.concatenate([BATCH[feature].reshape(-1) for feature in features])
     for wrap in (True, False):
-        found, row_slope = jax.value_and_grad(of_rows)(rows.values, wrap)
+        found, row_slope = jax.value_and_grad(of_rows)(fetched.rows["table"], wrap)
         np.testing.assert_allclose(found, expected, 1e-5)
         summed = jnp.zeros_like(params["table"]).at[ids].add(row_slope)
         np.testing.assert_allclose(summed, slope["table"], 1e-4, 1e-5)

@@ -34,14 +34,12 @@ def planted(users=300, items=60, seed=0):
 
 def test_means_by_hand():
     # Query: client 1 rates item 1 with 2, client 2 item 0 with 5. Means: all 3.5, item 0 and 1 both 3.
-    found = baselines.rating_baselines(TRAIN, TEST, which=["global mean", "item mean"])
+    found = baselines.rating_baselines(TRAIN, TEST)
     assert (found.clients, found.examples) == (2, 2)
     assert found.table["global mean"]["rmse"] == pytest.approx(1.5)
     assert found.table["item mean"]["mae"] == pytest.approx((1 + 2) / 2)
     assert found.table["item mean"]["accuracy"] == 0
-    assert (
-        baselines.rating_baselines(TRAIN, TEST, which=["item mean"], tolerance=1).table["item mean"]["accuracy"] == 0.5
-    )
+    assert baselines.rating_baselines(TRAIN, TEST, tolerance=1).table["item mean"]["accuracy"] == 0.5
 
 
 def test_means_are_over_these_clients_alone():
@@ -53,7 +51,7 @@ def test_biases_are_those_of_round_zero_and_a_damped_mean():
     support = np.array([prepared.standardize(4.0) - prepared.item_bias[0], prepared.standardize(1.0)])
     mine = support / (1 + prepared.user_ridge)
     guess = prepared.restore(prepared.item_bias[[1, 0]] + mine)
-    found = baselines.rating_baselines(TRAIN, TEST, which=["item + user bias"]).table["item + user bias"]
+    found = baselines.rating_baselines(TRAIN, TEST).table["item + user bias"]
     assert found["rmse"] == pytest.approx(np.sqrt(np.mean((guess - [2, 5]) ** 2)))
 
 
@@ -72,33 +70,9 @@ def test_the_query_is_that_of_evaluate(split):
     update = fr.gradient_descent(optax.sgd(0.0), batch_size=1)
     algorithm = fr.federated_averaging(model, update=update, server=optax.sgd(0.0))
     evaluated = fr.evaluate(algorithm, means, test, split=split).micro
-    found = baselines.rating_baselines(train, test, split=split, which=["item mean"]).table["item mean"]
+    found = baselines.rating_baselines(train, test, split=split).table["item mean"]
     assert found["rmse"] == pytest.approx(evaluated["rmse"], rel=1e-5)
     assert found["accuracy"] == pytest.approx(evaluated["accuracy"], rel=1e-5)
-
-
-def test_factors_find_what_biases_cannot():
-    found = baselines.rating_baselines(*planted(), which=[*baselines.SIMPLE, *baselines.CENTRAL])
-    assert found.table["item + user bias"]["rmse"] > 1.2
-    assert found.table["ALS + ridge"]["rmse"] < 0.5
-    assert found.table["biases + SVD + ridge"]["rmse"] < 0.7
-    assert found.best == "ALS + ridge"
-    assert "ALS + ridge" in str(found)
-
-
-def test_ridge_by_group_solves_each_group_alone():
-    rng = np.random.default_rng(0)
-    features, target, group = rng.normal(size=(50, 3)), rng.normal(size=50), rng.integers(0, 6, 50)
-    ridge = np.array([0.5, 1.0, 2.0])
-    found = baselines.ridge_by_group(features, target, group, 8, ridge)
-    for g in range(8):
-        x, t = features[group == g], target[group == g]
-        np.testing.assert_allclose(found[g], np.linalg.solve(x.T @ x + np.diag(ridge), x.T @ t), atol=1e-12)
-
-
-def test_a_name_that_is_no_baseline_is_an_error():
-    with pytest.raises(ValueError, match="unknown baseline 'magic'"):
-        baselines.rating_baselines(TRAIN, TEST, which=["magic"])
 
 
 def test_clients_without_query_examples_are_an_error():

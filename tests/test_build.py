@@ -104,7 +104,7 @@ def test_who_does_what_is_said_with_no_more_than_there_are():
     )
 
 
-def test_too_few_test_users_are_told_of_with_the_option_that_gives_more():
+def test_too_few_test_users_are_flagged_with_the_option_that_gives_more():
     option = "Train with --data.fractions .6 .2 .2"
     assert say_few_tested(DEFAULT, 10) == []
     assert " ".join(say_few_tested(DEFAULT, 1)).startswith(
@@ -153,5 +153,5 @@ def test_divided_clients_are_measured_on_the_queries_of_all_divisions():
     assert (found.clients, found.examples) == (300, 2 * parts[0].examples)
 
 
-def test_nobody_judges_without_validation_users():
+def test_there_is_no_early_stopping_without_validation_users():
     assert evaluate_by_divisions(None, DEFAULT, people(0)) is None

@@ -50,18 +50,21 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["plan", "--items", "none.csv", "--out", "p"], "none.csv: No such file"),
-        (["plan", "data.csv", "--items", "items.csv", "--out", "p"], "a plan names no data"),
+        (["plan", "--items", "none.csv", "--out", "p"], "none.csv is not a file"),
+        (["plan", "data.csv", "--items", "items.csv", "--out", "p"], "a plan takes no data file"),
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
         (["plan", "--items", "items.csv", "--out", "p", "--secure"], "`least_nodes`"),
         (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "`share`"),
-        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "deployment has no noise"),
-        (["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"], "use --share, the share of"),
-        (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "a deployment trains all --rounds"),
+        (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "give --users"),
+        (
+            ["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"],
+            "use --share, the participation rate of",
+        ),
+        (["plan", "--items", "items.csv", "--out", "p", "--patience", "7"], "a deployment always trains for --rounds"),
         (["serve", "none", "--out", "run", "--insecure"], "none holds no plan"),
-        (["serve", "none", "--out", "run"], "give --keys"),
-        (["join", "x.csv", "--server", "a:1"], "give --ca and --key"),
-        (["join", "x.csv", "--server", "a:1", "--insecure", "--key", "k"], "--insecure has no use for"),
+        (["serve", "none", "--out", "run"], "--keys: is missing"),
+        (["join", "x.csv", "--server", "a:1"], "--ca: is missing"),
+        (["join", "x.csv", "--server", "a:1", "--insecure", "--key", "k"], "--insecure: cannot be combined with `key`"),
         (["join", "x.csv", "--server", "a:1", "--insecure"], "x.csv does not exist"),
         (["keys", "k", "--nodes", "../x"], "'../x'"),
     ],
@@ -91,7 +94,7 @@ def test_keys_are_made_once_and_only_their_owner_reads_them(tmp_path):
 @pytest.mark.parametrize("host", ["fed.example.org:8000", "a b", "https://x", "a\nb", "", "*", "[::1]", "a" * 300, "é"])
 def test_a_host_that_no_node_could_call_is_refused_before_anything_is_made(host, tmp_path, capsys):
     assert main(["keys", str(tmp_path / "keys"), "--host", host]) == 1
-    assert f"--host is {host[:60]!r}" in capsys.readouterr().err
+    assert f"(got {host[:60]!r})" in capsys.readouterr().err
     assert not (tmp_path / "keys").exists()
 
 
@@ -137,7 +140,7 @@ def test_half_a_pair_of_keys_is_never_left(tmp_path, capsys):
     assert list((tmp_path / "full").iterdir()) == []
 
 
-def test_folders_of_somebody_else_are_left_as_they_are(tmp_path, capsys):
+def test_foreign_folders_are_not_touched(tmp_path, capsys):
     _, parts = files_of(tmp_path)
     (tmp_path / "items.csv").write_text("item\n1\n2\n")
     plan = ["plan", "--items", f"{tmp_path}/items.csv", "--model.dim", "2"]
@@ -287,7 +290,7 @@ def made_plan(folder, capsys, *words):
 
 
 @pytest.mark.slow
-def test_a_server_shows_a_line_a_round_or_json_and_its_run_is_taken_by_other_commands(tmp_path, monkeypatch, capsys):
+def test_serve_prints_a_line_per_round_or_json_and_other_commands_accept_its_run(tmp_path, monkeypatch, capsys):
     union, parts = files_of(tmp_path)
     plan, run = made_plan(tmp_path, capsys, "--reconstruct.solver", "least-squares"), tmp_path / "run"
     code, out = serving((plan, "--out", run), grid_of(parts), monkeypatch, capsys)
@@ -317,7 +320,9 @@ def test_a_plan_for_clicks_says_what_is_sent_first(tmp_path, capsys):
     (tmp_path / "items.csv").write_text("item\n1\n2\n3\n")
     words = ["plan", "--task", "clicks", "--items", f"{tmp_path}/items.csv", "--out", f"{tmp_path}/plan"]
     assert main([*words, "--data.at-least", "4", "--model.dim", "2"]) == 0
-    assert "first how many users have each item; then the sum" in " ".join(capsys.readouterr().out.split())
+    assert "first sums over users by item (counts, and the products of a spectral start); then the sum" in " ".join(
+        capsys.readouterr().out.split()
+    )
     plan = Plan.open(tmp_path / "plan")
     assert plan.config.model.at_least == 4
     assert plan.unprepared

@@ -12,9 +12,12 @@ from fedrecon._src.app.tuning import CLICKS_SPACE
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.config import DEFAULT, ClickData, ClicksConfig, Reconstruct, check_config
-from fedrecon._src.recommend.evaluation_table import add_coverage, compare_with_baselines, measure_baselines
+from fedrecon._src.recommend.cold_start import blend_popularity
+from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
+from fedrecon._src.recommend.evaluation_table import compare_with_baselines, measure_baselines
+from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.tasks import CLICKS
+from fedrecon._src.recommend.tasks.clicks import largest_dim, upload_bytes
 from fedrecon._src.simulation.evaluation import Evaluation
 
 OPTIONS = ["--rounds", "60", "--jax-devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
@@ -49,6 +52,7 @@ def test_training_ends_with_ranking_beside_baselines(folder, capsys):
     names = {"ndcg@100", "recall@20", "recall@50", "hit@20", "coverage@20"}
     assert names <= set(test["micro"])
     assert set(test["baselines"]) == {"popularity", "item kNN", "EASE"}
+    names |= {f"after {k}" for k in (0, 1, 2, 5, 10, 20)}
     assert all(set(row) == names for row in test["baselines"].values())
     assert test["micro"]["ndcg@100"] > test["baselines"]["popularity"]["ndcg@100"]
 
@@ -73,6 +77,19 @@ def test_popularity_is_kept_where_no_round_improves_on_it(tmp_path, capsys):
     counts = dict(zip(model.saved.legend.ids, model.saved.legend.counts, strict=True))
     found = [counts[one.item] for one in model.recommend(["i3"], 5)]
     assert found == sorted((count for item, count in counts.items() if item != "i3"), reverse=True)[:5]
+
+
+@pytest.mark.parametrize("number", [20, 80], ids=["too few to choose a blend", "enough to choose a blend"])
+def test_blending_leaves_popularity_as_it_is_where_it_was_kept(number):
+    """Everybody has items 0 and 1, which are the most popular."""
+    counts = np.array([9, 8, 2, 1])
+    clients = fr.Clients.from_columns({"item": np.tile([0, 1], number)}, client=np.repeat(np.arange(number), 2))
+    kept = fr.models.popularity_factors(counts, dim=2)
+    weights = blend_popularity(kept, clients, fr.split.half(), 0.4, 1.0)["popularity_weight"]
+    assert (weights > 0).all()
+    trained = fr.models.ranking_params(np.eye(4, 2, dtype=np.float32), counts)
+    weights = blend_popularity(trained, clients, fr.split.half(), 0.4, 1.0)["popularity_weight"]
+    assert number > 50 or weights.tolist() == [1, 0, 0, 0, 0, 0]
 
 
 def test_evaluation_of_a_run_gives_what_training_gave(folder, capsys):
@@ -121,7 +138,7 @@ def test_items_alone_are_a_person(folder, kind):
     assert len(second) == 4
 
 
-def test_nobody_gets_nothing_and_a_person_without_items_something(folder):
+def test_an_empty_list_of_users_gets_nothing_and_a_user_without_items_something(folder):
     model = fr.recommend.load(folder / "run")
     assert model.recommend([]) == []
     assert model.predict([]).shape == (0, len(model.items))
@@ -225,7 +242,7 @@ def test_counts_weigh_by_their_logarithm(tmp_path):
         CLICKS.view(config, load(tmp_path / "zero.csv")[1])
 
 
-def test_whoever_is_measured_keeps_all_items(folder):
+def test_evaluated_users_keep_all_items(folder):
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2), max_examples=3)
     users = CLICKS.divide(config, clicks, silent)
     assert users.train.sizes.max() == 3
@@ -248,42 +265,59 @@ def evaluation(ndcg, clients=30):
 
 def test_the_table_says_so_when_the_model_loses():
     table = {"popularity": {"ndcg@100": 0.2}, "EASE": {"ndcg@100": 0.4}}
-    assert compare_with_baselines(evaluation(0.41), table) is None
-    told = compare_with_baselines(evaluation(0.3), table)
+    assert compare_with_baselines(evaluation(0.41), table, ClicksConfig()) is None
+    told = compare_with_baselines(evaluation(0.3), table, ClicksConfig())
     assert "'EASE' has NDCG@100 0.4000, the model 0.3000" in told
 
 
 def test_that_a_baseline_needs_all_data_in_one_place_is_said_of_the_one_that_won():
     table = {"popularity": {"ndcg@100": 0.2}, "EASE": {"ndcg@100": 0.4}}
     remark = "It needs everybody's data in one place"
-    assert remark in compare_with_baselines(evaluation(0.3), table)
-    assert remark not in compare_with_baselines(evaluation(0.1), table | {"EASE": {"ndcg@100": 0.15}})
+    assert remark in compare_with_baselines(evaluation(0.3), table, ClicksConfig())
+    assert remark not in compare_with_baselines(evaluation(0.1), table | {"EASE": {"ndcg@100": 0.15}}, ClicksConfig())
 
 
 def test_few_users_cannot_tell_a_model_from_a_baseline():
-    told = compare_with_baselines(evaluation(0.3, clients=9), {"popularity": {"ndcg@100": 0.4}})
-    assert "With 9 users measured, this difference is within chance" in told
+    told = compare_with_baselines(evaluation(0.3, clients=9), {"popularity": {"ndcg@100": 0.4}}, ClicksConfig())
+    assert "For so few users (9), this difference is within chance" in told
     assert "loses" not in told
 
 
 def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, monkeypatch):
-    monkeypatch.setattr("fedrecon._src.recommend.evaluation_table.MOST_ITEMS", 3)
+    monkeypatch.setattr("fedrecon._src.recommend.tasks.clicks.MOST_ITEMS", 3)
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
     users = CLICKS.divide(config, clicks, silent)
-    assert set(measure_baselines(config, users, "test", CLICKS.legend(config, clicks))) == {"popularity"}
+    found = measure_baselines(config, users, "test", CLICKS.legend(config, clicks))
+    assert list(found) == ["popularity", "EASE (needs 0 GB, 0 min)"]
+    assert not found["EASE (needs 0 GB, 0 min)"], "what it would cost stands beside the model"
 
 
-def test_coverage_is_for_ranking_alone():
-    found = evaluation(0.3)
-    assert add_coverage(DEFAULT, None, None, None, found) is found
+def test_popularity_ranks_for_new_users_and_the_model_wins_after_some_examples(folder):
+    test = json.loads((folder / "run" / "run.json").read_text())["test"]
+    assert test["micro"]["after 0"] == pytest.approx(test["baselines"]["popularity"]["after 0"], abs=1e-6)
+    assert test["micro"]["after 5"] > test["baselines"]["popularity"]["after 5"]
 
 
 @pytest.mark.slow
-def test_a_training_on_clicks_that_fails_says_so_and_serves_nobody(folder, tmp_path, capsys):
+def test_a_failed_training_on_clicks_is_reported_and_its_model_refused(folder, tmp_path, capsys):
     command = ["train", str(folder / "clicks.csv"), "--task", "clicks", "--out", str(tmp_path / "run"), *OPTIONS]
     assert main([*command, "--rounds", "4", "--server.learning-rate", "1e38"]) == 3
     assert "training failed: " in capsys.readouterr().err
     assert main(["recommend", str(tmp_path / "run"), "--clicks", str(folder / "clicks.csv")]) == 1
-    assert "failed, so it serves nobody" in capsys.readouterr().err
+    assert "cannot be used because its training failed" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["failed"]
+
+
+def test_dimensions_stay_within_the_budget_of_an_upload_and_the_number_of_items():
+    people = fr.Clients.from_columns({"item": np.tile(np.arange(10), 2000)}, client=np.repeat(np.arange(2000), 10))
+    assert upload_bytes(64, people) == 4 * (64 * 64 + 2 * 10 * 64)
+
+    def largest(num_items, **settings):
+        return largest_dim(ClicksConfig(model=Ranking(**settings)), people, num_items)
+
+    assert largest(5000) == 1024
+    assert largest(5000, upload_bytes=300_000) == 256
+    assert largest(5000, upload_bytes=100) == 32
+    assert largest(100) == 100
+    assert largest(200_000) == 256, "the server's memory"

@@ -46,20 +46,21 @@ def test_a_client_is_a_view_of_its_rows():
 
 @pytest.mark.parametrize("i", [3, -4])
 def test_an_index_out_of_range_is_named(i):
-    with pytest.raises(IndexError, match=f"there is no client {i}: there are 3"):
+    with pytest.raises(IndexError, match=f"no client {i}: indices go from 0 to 2"):
         make([3, 0, 2])[i]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"columns": {}}, "`columns` is empty"),
+        ({"columns": {}}, "`columns` must have at least one column"),
         ({"columns": {"x": np.zeros(4), "y": np.zeros(3)}}, "same number of rows"),
         ({"ends": [2]}, "one entry per client"),
+        ({"starts": 0, "ends": 4}, "one entry per client"),
         ({"ends": [2, 9]}, "0 <= start <= end <= 4"),
         ({"starts": [-1, 2]}, "0 <= start <= end <= 4"),
         ({"starts": [3, 2]}, "0 <= start <= end <= 4"),
-        ({"names": np.arange(3)}, "`names` has 3 entries for 2 clients"),
+        ({"names": np.arange(3)}, "`names` must have one entry per client .got 3 for 2"),
         ({"columns": {"x": 1.0}}, "column 'x' is a single value"),
     ],
 )
@@ -70,7 +71,7 @@ def test_parts_that_do_not_fit_are_refused(fields, message):
 
 
 def test_python_objects_are_refused():
-    with pytest.raises(TypeError, match="column 'x' holds Python objects"):
+    with pytest.raises(TypeError, match="column 'x' must be numbers or fixed-width text"):
         Clients({"x": np.array([1, None])}, [0], [2])
 
 
@@ -82,9 +83,9 @@ def test_a_client_is_found_by_name(names, name, index):
 @pytest.mark.parametrize("name", [6, "z", 10**30])
 def test_an_unknown_name_is_named(name):
     clients = Clients({"x": np.zeros(2)}, [0, 1], [1, 2], names=np.array([5, 7]))
-    with pytest.raises(KeyError, match=r"no client is named .* among 2\. Names look like 5"):
+    with pytest.raises(KeyError, match=r"no client is named .* among 2 clients named \[5"):
         clients.index_of(name)
-    with pytest.raises(KeyError, match="have no names"):
+    with pytest.raises(KeyError, match="without names"):
         dataclasses.replace(clients, names=None).index_of(name)
 
 
@@ -200,7 +201,7 @@ def test_client_splits_depend_on_the_seed_and_on_names():
 
 @quick
 @given(st.permutations(range(12)), st.integers(1, 12), st.integers(0, 99))
-def test_who_trains_and_how_examples_are_shuffled_does_not_depend_on_who_else_is_there(order, some, seed):
+def test_client_groups_and_shuffles_do_not_depend_on_other_clients(order, some, seed):
     clients = make([3] * 12)
     others = clients.take(np.array(order)[:some])
     everybody = set(clients.split_clients(0.5, seed=seed)[0].names.tolist())
@@ -222,7 +223,7 @@ def test_a_client_is_who_it_is_called_whether_by_number_or_text():
 @pytest.mark.parametrize("shares", [(), (0.8, 0.3), (-0.1, 0.5)])
 def test_impossible_fractions_are_refused(shares):
     for split in (lambda c: c.split_clients(*shares, seed=0), lambda c: c.split_time(*shares)):
-        with pytest.raises(ValueError, match="fractions must not be negative and add up to at most 1"):
+        with pytest.raises(ValueError, match="`fractions` must be at least 0 and sum to at most 1"):
             split(make([2, 3]))
 
 
@@ -292,9 +293,9 @@ def test_take_keeps_the_given_order_and_accepts_a_mask():
     assert clients.take([2, 0]).names.tolist() == [20, 0]
     assert clients.take(np.array([True, False, True])).names.tolist() == [0, 20]
     assert len(clients.take([])) == 0
-    with pytest.raises(IndexError, match="but there are 3"):
+    with pytest.raises(IndexError, match="size 3"):
         clients.take([3])
-    with pytest.raises(ValueError, match="a mask needs one entry per client"):
+    with pytest.raises(IndexError, match="boolean index"):
         clients.take(np.array([True]))
 
 
@@ -353,7 +354,7 @@ def break_manifest(folder, **changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json"),
         (
@@ -374,7 +375,7 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path, damage, message):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere is not a saved Clients folder"):
+    with pytest.raises(ValueError, match=r"nowhere/manifest\.json is missing"):
         Clients.open(tmp_path / "nowhere")
 
 
@@ -403,11 +404,11 @@ def test_streamed_clients_equal_the_same_clients_in_memory(tmp_path, names):
     ("clients", "message"),
     [
         ([], "yielded no clients"),
-        ([("a", {"x": [1]}), ("b", {"y": [1]})], "client 'b' has columns y"),
-        ([("a", {"x": [1], "y": [1, 2]})], "client 'a' has columns x .1,., y .2,."),
-        ([("a", {"x": [1]}), ("b", {"x": [1.5]})], r"client 'b': rows of column 'x' are float64\[\]"),
-        ([("a", {"x": ["ab"]}), ("b", {"x": ["abc"]})], "give every client the same dtype and shape"),
-        ([("a", {"x": [[1]]}), ("b", {"x": [[1, 2]]})], "give every client the same dtype and shape"),
+        ([("a", {"x": [1]}), ("b", {"y": [1]})], "client 'b' has columns {'y': .*expected rows of {'x'"),
+        ([("a", {"x": [1], "y": [1, 2]})], "client 'a' has columns .* all of one length"),
+        ([("a", {"x": [1]}), ("b", {"x": [1.5]})], r"'x': 'float64\[1\]'.*expected rows of {'x': 'int64\[\]'}"),
+        ([("a", {"x": ["ab"]}), ("b", {"x": ["abc"]})], "expected rows of"),
+        ([("a", {"x": [[1]]}), ("b", {"x": [[1, 2]]})], "expected rows of"),
         ([("a", {"x": [1]}), (3, {"x": [1]})], "all integers or all text"),
         ([("a\nb", {"x": [1]})], "all integers or all text of a single line"),
     ],

@@ -77,7 +77,7 @@ def test_large_tables_that_are_numbered_in_groups_of_clients_come_out_the_same(e
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_whether_repeated_ids_are_looked_for_before_or_while_packing_changes_nothing(repeated):
+def test_finding_repeated_ids_before_or_during_packing_gives_the_same_result(repeated):
     items = np.array([4, 1, 3, 0, 2, 4, 4, 3], np.int32)
     items[6] = 4 if repeated else 1
     clients = fr.Clients({"item": items}, np.array([0, 5]), np.array([5, 8]))

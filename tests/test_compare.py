@@ -1,11 +1,15 @@
 """Several ways of training side by side, on clients that none has seen."""
 
+import csv
+import io
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import fedrecon as fr
+from fedrecon._src.simulation.comparison import measure_costs
 from toy_models import a_and_b, clients_of, descend, linear, one_by_one, one_round, squared_error, xy
 
 pytestmark = pytest.mark.slow
@@ -24,9 +28,9 @@ def line(local):
     )
 
 
-def recon(model, **options):
+def recon(model, rate=0.1, **options):
     return fr.federated_reconstruction(
-        model, reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0), **options
+        model, reconstruct=descend(0.1), update=descend(rate), server=optax.sgd(1.0), **options
     )
 
 
@@ -61,9 +65,9 @@ def test_three_ways_are_the_ones_worked_out_by_hand():
     assert found["partially local"]["mae"] == pytest.approx(abs(2 * w + 0.2 * (2 - w) - 5), rel=1e-5)
     w, b = averaged_by_hand(a_and_b())
     assert found["global only"]["mae"] == pytest.approx(abs(2 * w + b - 5), rel=1e-5)
-    assert [way.evaluation.examples for way in found.rows.values()] == [1, 1, 1]
-    assert [way.run.rounds for way in found.rows.values()] == [0, 1, 1]
-    assert [way.sent for way in found.rows.values()] == [0, 8, 4]
+    assert [way.unseen[0].examples for way in found.rows.values()] == [1, 1, 1]
+    assert [way.runs[0].rounds for way in found.rows.values()] == [0, 1, 1]
+    assert [way.costs.up for way in found.rows.values()] == [0, 8, 4]
 
 
 def averaged_by_hand(clients, rate=0.1):
@@ -86,11 +90,95 @@ def test_support_changes_nothing_where_nothing_is_local():
 
 def test_the_table_is_aligned_and_says_on_whom_it_was_measured():
     lines = str(compared(three_ways(), xy(([1, 2], [2, 5]), ([1, 2, 3], [1, 1, 1])))).splitlines()
-    assert lines[0].split() == ["loss", "mae", "sent", "a", "round"]
+    assert lines[0].split() == ["unseen", "mae", "worst", "tenth", "down", "up", "keeps", "steps", "seconds", "once"]
     assert [text[:15].strip() for text in lines[2:5]] == ["local only", "global only", "partially local"]
     assert len({len(text) for text in lines[:5]}) == 1
-    assert lines[2].split()[-2:] == ["0", "B"]
     assert lines[5] == "2 clients never seen in training, 2 query examples"
+
+
+def test_costs_are_those_of_a_round():
+    """A and B have three examples each: partially local, two support and one query."""
+    ways = three_ways() | {"ditto": ditto(0.1)}
+    costs = {name: row.costs for name, row in compared(ways, xy(([1, 2], [2, 5]))).rows.items()}
+    assert [c.down for c in costs.values()] == [0, 8, 4, 8]
+    assert [c.up for c in costs.values()] == [0, 8, 4, 8]
+    assert [c.state for c in costs.values()] == [0, 0, 0, 8]
+    assert [c.steps for c in costs.values()] == [0, 3, 3, 6]
+    assert [c.once for c in costs.values()] == [True, True, True, False]
+
+
+def ditto(rate):
+    model = line(())
+    return fr.algorithms.ditto(model, update=descend(rate), personal=descend(0.1), strength=0.0, server=optax.sgd(1.0))
+
+
+def test_rows_are_what_a_client_sends():
+    """Per-FedAvg hides its model's lookups, yet sends rows: those of support and query, with their ids."""
+    model = fr.models.client_table(fr.models.matrix_factorization(50, 2), num_clients=2)
+    ratings = clients_of(
+        {"item": np.array([1, 2, 3, 4]), "client": np.zeros(4, int), "rating": np.ones(4)},
+        {"item": np.array([5, 6]), "client": np.ones(2, int), "rating": np.ones(2)},
+    )
+    algorithm = fr.algorithms.per_fedavg(model, adapt=descend(0.1), update=descend(0.1), server=optax.sgd(1.0))
+    costs = measure_costs(algorithm, ratings)
+    assert costs.down == 4 * (50 * 2 + 2 * 2)
+    assert costs.up == 3 * (8 + 4) + 1 * (8 + 4)  # three items in the mean, one row of its own, and their ids
+
+
+def test_settings_are_chosen_on_validation_clients():
+    """With a rate of 0 the unseen error is that of w = b = 0."""
+    ways = {"recon": {rate: recon(line("b"), rate) for rate in (0.0, 0.1)}, "ditto": {r: ditto(r) for r in (0.1, 0.0)}}
+    found = compared(ways, xy(([1, 2], [2, 5])), valid=xy(([1, 2], [5, 6])))
+    assert found.rows["recon"].setting == 0.1
+    assert found.rows["ditto"].setting in (0.1, 0.0)
+    assert str(found).splitlines()[2].startswith("recon (0.1)")
+    with pytest.raises(ValueError, match="equally many settings"):
+        compared({"one": {1: recon(line("b")), 2: recon(line("b"))}, "other": recon(line("b"))}, xy(([1, 2], [2, 5])))
+    with pytest.raises(ValueError, match="`valid` is missing"):
+        compared({"one": {1: recon(line("b")), 2: recon(line("b"))}}, xy(([1, 2], [2, 5])))
+
+
+def test_seen_clients_are_measured_on_later_examples_with_what_they_keep():
+    """One client trains on its first two examples and is measured on the third."""
+    clients = xy(([1, 2, 3], [5, 6, 8]))
+    ways = {
+        "recon": recon(line("b"), 0.0),
+        "averaging": fr.federated_averaging(
+            line("b"), update=descend(0.1), server=optax.sgd(1.0), reconstruct=descend(0.1)
+        ),
+    }
+    found = fr.compare(
+        ways, clients, xy(([1, 2], [2, 5])), seen=fr.split.fraction(2 / 3), rounds=1, layout=one_by_one()
+    )
+    b = w = 0.0
+    for x, y in ((1, 5), (2, 6)):
+        error = w * x + b - y
+        w, b = w - 0.2 * error * x, b - 0.2 * error
+    assert found.rows["averaging"].seen[0].micro["mae"] == pytest.approx(abs(3 * w + b - 8), rel=1e-5)
+    b = 1.0 + 0.2 * 5  # reconstructed with w = 0 from both
+    assert found.rows["recon"].seen[0].micro["mae"] == pytest.approx(8 - b, rel=1e-5)
+    with pytest.raises(ValueError, match="`seen`"):
+        fr.compare(ways, clients, xy(([1], [1])), seen=fr.split.alternate(), rounds=1)
+
+
+def test_seeds_give_a_mean_and_a_spread_in_every_format():
+    found = compared({"a & b": recon(line("b"))}, xy(([1, 2], [2, 5])), seeds=(0, 1))
+    row = next(csv.DictReader(io.StringIO(found.to_csv())))
+    assert (row["method"], row["seeds"], float(row["unseen_mae_std"])) == ("a & b", "2", 0)
+    assert float(row["unseen_mae"]) == pytest.approx(found["a & b"]["mae"])
+    assert found.to_markdown().splitlines()[1].startswith("| --- | ---: |")
+    assert "± 0.000" in str(found)
+    latex = found.to_latex("loss").splitlines()
+    assert latex[0] == r"\begin{tabular}{lrrrrrrrr}"
+    assert latex[4].startswith(r"a \& b & ")
+    assert r"$\pm$ 0.000" in latex[4]
+
+
+def test_the_worst_tenth_are_the_clients_with_the_highest_loss():
+    per_client = {"loss": np.array([1.0, np.nan, 3.0, 2.0]), "accuracy": np.array([0.1, np.nan, 0.5, 0.3])}
+    evaluation = fr.Evaluation("recon", 4, 1, 9, {}, {}, {}, per_client)
+    assert evaluation.worst(0.1) == {"loss": 3.0, "accuracy": 0.5}
+    assert evaluation.worst(0.5)["accuracy"] == pytest.approx(0.4)
 
 
 def test_the_table_counts_clients_that_diverged():
@@ -104,36 +192,38 @@ def test_the_table_counts_clients_that_diverged():
     assert "nan" in text
 
 
-def test_ways_with_different_metrics_leave_cells_empty():
+def test_ways_with_different_metrics_have_no_number_where_one_is_missing():
     plain = line("b")._replace(metrics={})
     text = str(compared({"with": recon(line("b")), "without": recon(plain)}, xy(([1, 2], [2, 5]))))
-    assert len(text.splitlines()[3].split()) == len(text.splitlines()[2].split()) - 1
+    assert "nan" in text.splitlines()[3]
 
 
 def test_clients_that_train_are_refused_as_unseen():
     both = clients_of(*({"x": np.ones(4), "y": np.ones(4)} for _ in range(4)), names=np.arange(4))
     ways = {"one": recon(linear())}
-    with pytest.raises(ValueError, match="`unseen` has clients that train too"):
+    with pytest.raises(ValueError, match="`unseen` must not contain training clients"):
         fr.compare(ways, both.take([0, 1]), both.take([1, 2]), rounds=1)
     earlier, later = both.split_time(0.5, 0.5, column="x")
-    with pytest.raises(ValueError, match="`unseen` has clients that train too"):
+    with pytest.raises(ValueError, match="`unseen` must not contain training clients"):
         fr.compare(ways, earlier, later, rounds=1)
-    with pytest.raises(ValueError, match="`valid` has clients that train too"):
+    with pytest.raises(ValueError, match="`valid` must not contain training clients"):
         fr.compare(ways, both.take([0, 1]), both.take([2, 3]), rounds=1, valid=both.take([0]))
 
 
 def test_nothing_to_compare_is_named():
-    with pytest.raises(ValueError, match="`algorithms` is empty"):
+    with pytest.raises(ValueError, match="`algorithms` and `seeds` must not be empty"):
         fr.compare({}, a_and_b(), a_and_b(), rounds=1)
 
 
 def test_curves_of_validation_clients_are_in_the_histories():
-    found = compared({"one": recon(line("b"))}, xy(([1, 2], [2, 5])), valid=xy(([1, 2], [2, 3])), evaluate_every=1)
-    assert [entry["kind"] for entry in found.rows["one"].run.history] == ["round", "evaluation"]
+    found = compared(
+        {"one": recon(line("b"))}, xy(([1, 2], [2, 5])), valid=fr.Validation(xy(([1, 2], [2, 3])), every=1)
+    )
+    assert [entry["kind"] for entry in found.rows["one"].runs[0].history] == ["round", "evaluation"]
 
 
 def test_local_training_refuses_a_model_with_global_parameters():
-    with pytest.raises(ValueError, match=r"the model has global parameters \(w\); make it with local='\*'"):
+    with pytest.raises(ValueError, match=r"global parameters \(got w\)"):
         fr.local_training(line("b"), train=descend(0.1))
 
 

@@ -98,31 +98,30 @@ def train(sampling, rounds=6, folder=None, callbacks=()):
     algorithm = fr.federated_reconstruction(
         linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0), aggregate=aggregate
     )
-    options = {"folder": folder, "checkpoint_every": 2} if folder else {}
     ledger = Ledger(12, 1e-4)
     return fr.train(
         algorithm,
         clients,
         rounds=rounds,
-        sampling=sampling,
+        clients_per_round=sampling,
+        folder=None if folder is None else fr.RunFolder(folder, checkpoint_every=2),
         ledger=ledger,
         layout=one_by_one(),
         callbacks=callbacks,
-        **options,
     )
 
 
 def test_training_counts_turns_and_refuses_correlated_noise_without_them():
     run = train(Sampling(4, apart=BANDS))
     assert run.ledger.epsilon == pytest.approx(epsilon_of([Release(2.0, 1.0, 2)], 1e-4), rel=1e-6)
-    with pytest.raises(ValueError, match="3 rounds apart"):
+    with pytest.raises(ValueError, match="apart=3"):
         train(Sampling(4))
 
 
 def test_a_run_that_goes_on_has_the_noise_of_one_that_was_never_stopped(tmp_path):
     whole = train(Sampling(4, apart=BANDS))
-    train(Sampling(4, apart=BANDS), rounds=4, folder=fr.RunFolder(tmp_path / "run"))
-    parts = train(Sampling(4, apart=BANDS), rounds=6, folder=fr.RunFolder(tmp_path / "run"))
+    train(Sampling(4, apart=BANDS), rounds=4, folder=tmp_path / "run")
+    parts = train(Sampling(4, apart=BANDS), rounds=6, folder=tmp_path / "run")
     for one, two in zip(jax.tree.leaves(whole.params), jax.tree.leaves(parts.params), strict=True):
         np.testing.assert_array_equal(one, two)
     assert parts.ledger.epsilon == whole.ledger.epsilon

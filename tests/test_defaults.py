@@ -21,8 +21,7 @@ from fedrecon._src.recommend.config import (
     config_from_json,
     to_json,
 )
-from fedrecon._src.recommend.evaluation_table import compare_with_baselines, measure_saved_baselines
-from fedrecon._src.recommend.recommender import shown_scale
+from fedrecon._src.recommend.evaluation_table import compare_with_baselines
 from fedrecon._src.recommend.round_zero import estimate_ratings
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.simulation.evaluation import Evaluation
@@ -62,12 +61,18 @@ def test_the_paper_is_a_preset_and_no_longer_the_default():
     assert parse(["x.csv", "--out", "y", "--preset", "quick"]).settings.rounds == PRESETS["ratings"]["quick"].rounds
 
 
-def test_text_has_its_own_defaults_and_no_presets():
+def test_text_has_its_own_defaults_and_presets():
     settings = parse(["x", "--task", "text", "--out", "y"]).settings
     clipped = Aggregate(weigh="tokens", clip_quantile="auto", clip_times=3.0)
     assert settings == TextConfig(data=TextData(source="x"), aggregate=clipped)
+    paper = parse(["x", "--task", "text", "--out", "y", "--preset", "paper"]).settings
+    assert (paper.model.local, paper.model.ngrams, paper.reconstruct.solver) == (
+        "oov_embedding",
+        False,
+        "gradient-descent",
+    )
     with pytest.raises(ValueError, match="preset"):
-        parse(["x", "--task", "text", "--out", "y", "--preset", "paper"])
+        parse(["x", "--task", "text", "--out", "y", "--preset", "quick"])
 
 
 def test_a_config_file_builds_on_the_defaults(tmp_path):
@@ -137,7 +142,8 @@ def test_a_client_with_ratings_of_1000_does_not_harm_a_run_without_options(tmp_p
     rounds = [record for record in rounds if record["kind"] == "round"]
     assert not any(record["skipped"] for record in rounds)
     assert found["updates"]["shortened"] == sum(record["clipped"] for record in rounds) >= 10
-    assert f"of {found['updates']['learned_from']:,} updates, {found['updates']['shortened']} were longer" in told.out
+    updates = found["updates"]
+    assert f"{updates['learned_from']:,} learned from, {updates['shortened']} of them shortened" in told.out
 
 
 # ---- a run on counts ----
@@ -185,7 +191,7 @@ def test_a_model_alone_knows_the_baselines_of_the_run(trained):
     counts, run = trained
     model = open_model(run)
     test = fr.data.load(counts).shuffle(0).cap(300).split_clients(0.8, 0.1, 0.1, seed=0)[2]
-    alone = measure_saved_baselines(model, model.task.view(model.config, test))
+    alone = model.task.saved_baselines(model.config, model.legend, model.task.view(model.config, test))
     whole = json.loads((run / "run.json").read_text())["test"]["baselines"]
     for name in ("global mean", "item + user bias"):
         assert alone[name]["rmse"] == pytest.approx(whole[name]["rmse"], rel=1e-4)
@@ -194,26 +200,26 @@ def test_a_model_alone_knows_the_baselines_of_the_run(trained):
 def test_a_run_whose_rate_comes_down_over_all_rounds_goes_on_to_no_others(trained, capsys):
     counts, run = trained
     again = ["train", str(counts), "--resume", str(run), *SMALL]
-    assert main([*again, "--rounds", "8"]) == 1
-    assert "over all of its 4 rounds" in capsys.readouterr().err
+    assert main([*again, "--rounds", "8"]) == 2
+    assert "--rounds: must stay 4" in capsys.readouterr().err
 
 
-def test_a_model_that_loses_is_told_so():
-    assert compare_with_baselines(with_rmse(0.9), TABLE) is None
-    told = compare_with_baselines(with_rmse(1.1), TABLE)
+def test_a_model_that_loses_to_a_baseline_is_reported():
+    assert compare_with_baselines(with_rmse(0.9), TABLE, DEFAULT) is None
+    told = compare_with_baselines(with_rmse(1.1), TABLE, DEFAULT)
     assert "the model loses to a baseline: 'item + user bias' has RMSE 1.0000, the model 1.1000" in told
-    assert compare_with_baselines(with_rmse(9.0), {}) is None
+    assert compare_with_baselines(with_rmse(9.0), {}, DEFAULT) is None
 
 
 def test_a_difference_on_few_users_is_said_to_be_within_chance():
-    assert compare_with_baselines(with_rmse(0.9, clients=1), TABLE) is None
-    told = compare_with_baselines(with_rmse(1.1, clients=1), TABLE)
-    assert "With 1 user measured, this difference is within chance." in told
+    assert compare_with_baselines(with_rmse(0.9, clients=1), TABLE, DEFAULT) is None
+    told = compare_with_baselines(with_rmse(1.1, clients=1), TABLE, DEFAULT)
+    assert "For so few users (1), this difference is within chance." in told
     assert "loses" not in told
     assert "Try" not in told
 
 
-def test_the_default_settings_are_advised_to_whoever_has_others():
+def test_a_losing_model_with_other_settings_is_advised_to_use_the_defaults():
     found = with_rmse(1.1)
     assert "--preset default" not in compare_with_baselines(found, TABLE, DEFAULT)
     file = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source="x", fractions=(0.6, 0.2, 0.2)))
@@ -240,14 +246,14 @@ def test_recommendations_stay_in_the_scale_and_need_ratings(trained):
     with pytest.warns(UserWarning, match="left out 1 of 4 items.*: unheard of"):
         found = model.recommend(person | {"unheard of": 1}, 15)
     assert {one.item for one in found} == set(range(3, 14))  # item 14 has a single rating
-    low, high = shown_scale(model.saved)
+    low, high = model.saved.ends
     assert all(low <= one.rating <= high for one in found)
     assert 14 in {one.item for one in model.recommend(person, 15, least_ratings=0)}
 
 
 def test_counts_may_be_above_those_of_training_and_predictions_are_not(trained):
     model = fr.recommend.load(trained[1])
-    high = max(shown_scale(model.saved)[1], model.items.scale[1])
+    high = max(model.saved.ends[1], model.items.scale[1])
     assert model.predict({0: 3, 1: 10 * high**2}).max() <= high
     with pytest.raises(ValueError, match="rating -1 is outside of the scale that the model was trained on"):
         model.predict({0: 3, 1: -1})

@@ -24,7 +24,7 @@ from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.device.bundle_data import packed, unpacked
 from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.recommend.recommender import Recommender
-from fedrecon._src.recommend.saved_models import open_model, save_model
+from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.recommend.tasks import RATINGS
 
 pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
@@ -60,11 +60,11 @@ def made(tmp_path_factory):
             transform, quantise, _ = CASES[name]
             place = tmp_path_factory.mktemp("case")
             made_up = clicks_model(transform) if name.startswith("clicks") else default_model(transform)
-            save_model(place / "run" / "model", made_up.config, made_up.params, made_up.legend)
+            made_up.save(place / "run" / "model")
             saved = open_model(place / "run")
             bundle_model(saved, place / "bundle", most=MOST, quantise=quantise)
             leaves, structure = flatten(saved.params)
-            params = unflatten(structure, unpacked(packed(leaves, quantise, ("gram",))))
+            params = unflatten(structure, unpacked(packed(leaves, quantise, ("gram", "*popularity*"))))
             served = Recommender(dataclasses.replace(saved, params=params))
             page = Page(place / "bundle", place) if shutil.which("node") else None
             found[name] = (Bundle(place / "bundle"), served, page, place / "run")
@@ -116,7 +116,8 @@ def in_jax(served, item, rating):
     ((_, scores),) = served._every_score(seen)
     if saved.task is RATINGS and saved.config.model.scale.transform == "log1p":
         scores = np.expm1(scores)
-    order = [name for name in ("user_bias", "user_embedding", "user_traits") if name in local]
+    names = ("user_bias", "user_embedding", "user_traits", "popularity_weight")
+    order = [name for name in names if name in local]
     return local, np.concatenate([np.ravel(local[name]) for name in order]), scores[0]
 
 

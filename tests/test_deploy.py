@@ -86,12 +86,13 @@ def write_talk(path, people):
 
 
 @pytest.mark.slow
-def test_text_gives_what_the_simulation_of_the_union_gives(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("local", "solver"), [("output_bias", "closed-form"), ("oov_embedding", "gradient-descent")])
+def test_text_gives_what_the_simulation_of_the_union_gives(local, solver, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
     config = TextConfig(
         data=TextData(source="", fractions=(0.8, 0.1, 0.1), max_sentences=6),
-        model=NextWord(vocabulary=12, oov_buckets=4, embedding=4, hidden=5, projection=4, max_words=8),
-        reconstruct=Reconstruct(learning_rate=0.5, steps=2, epochs=1, batch_size=4),
+        model=NextWord(vocabulary=12, oov_buckets=4, embedding=4, hidden=5, projection=4, max_words=8, local=local),
+        reconstruct=Reconstruct(solver=solver, learning_rate=0.5, steps=2, epochs=1, batch_size=4),
         update=Update(learning_rate=0.5, steps=2, batch_size=4),
         server=Server(learning_rate=1.0),
         rounds=2,

@@ -52,7 +52,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_nodes_are_told_that_training_failed_and_their_models_serve_nobody(files, tmp_path):
+def test_nodes_learn_that_training_failed_and_refuse_the_model(files, tmp_path):
     broken = dataclasses.replace(CONFIG, update=Update(learning_rate=1e30, batch_size=4), aggregate=Aggregate())
     nodes = {k: node_of(part, tmp_path / f"node{k}") for k, part in enumerate(files[1])}
     outcome = deployed(plan_of(broken), InProcess({k: node.handle for k, node in nodes.items()}), tmp_path / "run")
@@ -166,7 +166,7 @@ def test_too_few_nodes_end_with_a_sentence(files, tmp_path):
     assert 20 <= clock.now < 30
     grid = grid_of(parts[:2])
     grid.handlers[1] = spoiled(grid.handlers[1], dies)
-    with pytest.raises(NotEnoughNodes, match=r"round 1 got 1 good replies.*failed: \{'unreachable': 1\}"):
+    with pytest.raises(NotEnoughNodes, match=r"round 1 got 1 valid replies.*failed: \{'unreachable': 1\}"):
         deployed(PLAN, grid, tmp_path / "b", min_nodes=2)
 
 

@@ -24,7 +24,7 @@ from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon.deploy import Plan
 
-ROUNDS, LONGEST = 8, 420
+ROUNDS, LONGEST = 40, 420  # far more rounds than are killed, which are over in milliseconds
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ class Deployment:
             for k, node in enumerate(self.nodes):
                 assert node.poll() in (None, 0, -signal.SIGKILL), self.log(f"n{k}")
             assert time.monotonic() < end, self.log("server")
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def rounds(self):
         file = self.run / "metrics.jsonl"
@@ -88,9 +88,12 @@ class Deployment:
         os.kill(stopped.pid, signal.SIGSTOP)
 
         def others_wait():
-            trained = f"round {len(self.rounds()) + 1}:"
+            before = len(self.rounds())
             others = [f"n{k}" for k in range(3) if self.nodes[k] is not stopped]
-            return all(trained in self.log(name) for name in others)
+            if not all(f"round {before + 1}:" in self.log(name) for name in others):
+                return False
+            time.sleep(2)  # the stopped node's report may have been on its way, and end this round
+            return len(self.rounds()) == before
 
         try:
             self.wait_for(others_wait)
@@ -132,7 +135,7 @@ def test_everything_is_killed_within_a_round_and_every_user_counts_once_in_every
 
 @pytest.mark.slow
 def test_a_node_that_hangs_costs_a_deadline_and_comes_back_when_it_wakes(tmp_path, processes):
-    run = Deployment(tmp_path, processes, 500, "--min-nodes", 2, "--deadline", 6, "--wait", 300)
+    run = Deployment(tmp_path, processes, 1_000_000, "--min-nodes", 2, "--deadline", 6, "--wait", 300)
     run.wait_for(lambda: run.rounds() and run.rounds()[-1]["answered"] == 3)
     os.kill(run.nodes[0].pid, signal.SIGSTOP)
     since = len(run.rounds())
@@ -215,7 +218,7 @@ def test_a_message_reaches_a_node_and_its_answer_comes_back_over_tls(keys):
     with serving(keys) as (port, board, api), asked(board) as replies:
         assert answer_once(connect(port, keys)) == [b"question"]
     assert [reply.data for reply in replies.values()] == [b"QUESTION"]
-    assert not api.problems
+    assert api.problems == {"epoch": 1}
 
 
 def test_errors_that_last_end_with_a_sentence(keys, tmp_path):
@@ -255,7 +258,7 @@ def test_a_node_waits_for_a_server_that_is_not_there_yet_and_comes_back_to_it(ke
 
 
 @pytest.mark.slow
-def test_nobody_of_a_hundred_nodes_is_lost_and_nothing_is_kept():
+def test_a_hundred_nodes_complete_a_round_without_leaks():
     """Nodes in threads, over loopback: every round gets all reports, and messages are dropped after it."""
     stop, count, rounds = threading.Event(), 100, 20
     with serving(connections=2 * count) as (port, board, api):
@@ -280,7 +283,7 @@ def test_nobody_of_a_hundred_nodes_is_lost_and_nothing_is_kept():
             assert (list(replies.good.values()), replies.failed, replies.late) == ([True] * count, {}, [])
             assert not board._messages
         stop.set()
-        assert not api.problems
+        assert api.problems == {"epoch": count}
 
 
 @pytest.mark.parametrize(
@@ -359,7 +362,7 @@ def test_a_slow_report_is_cut_off(keys):
         board.send(number, b"question", 60)
         task = board.next_task(number)
         path = f"/v1/rounds/{task.round}/reports/{task.ticket}"
-        signed = http_client.sign_request(key, "PUT", path, "0" * 64)
+        signed = http_client.sign_request(key, "PUT", path, "0" * 64, api.verifier.epoch)
         head = f"PUT {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in signed.items()) + "\r\n"
         assert b" 408 " in speak(port, head.encode(), b"x")

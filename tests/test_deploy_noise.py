@@ -1,5 +1,6 @@
 """A deployed training with noise: who adds it, from which entropy, what it promises, and when nodes end it."""
 
+import dataclasses
 import json
 
 import jax
@@ -13,9 +14,12 @@ from deployed import Waiting, config_of, deployed, files_of, grid_of, node_of, p
 from fedrecon._src.core.upload import Total
 from fedrecon._src.deploy import plan_privacy
 from fedrecon._src.deploy.algorithm_plan import plan_for
+from fedrecon._src.deploy.messages import Envelope, pack, unpack
 from fedrecon._src.deploy.plan import PlanError, describe, weaker
-from fedrecon._src.privacy.accounting import epsilon_of
-from fedrecon._src.recommend.config import Privacy
+from fedrecon._src.privacy.accounting import Release, epsilon_of
+from fedrecon._src.privacy.ring import WIDTHS, restore
+from fedrecon._src.recommend.config import DEFAULT, Privacy
+from fedrecon._src.recommend.round_zero import run_round_zero
 from fedrecon._src.server import fixed_point, gaussian
 from fedrecon.deploy import InProcess, NotEnoughNodes, Plan
 from toy_models import descend, linear, xy
@@ -127,7 +131,7 @@ def test_a_run_that_goes_on_counts_the_round_that_may_have_been_summed_twice(fil
     assert after["epsilon"] > before["epsilon"]
 
 
-def test_who_takes_part_is_not_what_the_seed_says():
+def test_participation_does_not_follow_from_the_seed():
     plan = private_plan(share=0.5)
     clients = xy(*[([1, 2], [3, 4])] * 400)
     drawn = [set(plan_privacy.draw_participants(clients, plan.share).names.tolist()) for _ in range(2)]
@@ -142,7 +146,7 @@ def test_who_takes_part_is_not_what_the_seed_says():
         ({}, {"least_users": 2}, "set `least_users` to 1"),
         ({"correlated": 2}, {}, "leave out correlated"),
         ({"clip_quantile": 0.5}, SECURE, "leave out correlated and clip_quantile"),
-        ({"epsilon": 1e-7, "delta": 1e-12, "noise_multiplier": None}, SECURE, "epsilon 1e-07 cannot be reached"),
+        ({"epsilon": 1e-7, "delta": 1e-12, "noise_multiplier": None}, SECURE, "no amount of noise gives epsilon 1e-07"),
     ],
 )
 def test_plans_whose_promise_cannot_be_kept_are_refused(privacy, options, says):
@@ -150,16 +154,146 @@ def test_plans_whose_promise_cannot_be_kept_are_refused(privacy, options, says):
         private_plan(privacy, **options)
 
 
-def test_round_zero_without_noise_is_no_part_of_a_plan_with_noise():
-    import dataclasses
+# ---- round zero ----
 
-    from fedrecon._src.recommend.config import DEFAULT
 
+def recipe_plan(privacy=None, **options):
     config = dataclasses.replace(
-        DEFAULT, privacy=Privacy(epsilon=4.0), data=dataclasses.replace(DEFAULT.data, max_examples=9)
+        DEFAULT,
+        data=dataclasses.replace(DEFAULT.data, source="", fractions=(0.6, 0.2, 0.2), max_examples=10),
+        model=dataclasses.replace(DEFAULT.model, dim=3),
+        privacy=Privacy(**({"noise_multiplier": 0.5, "clip_norm": 8.0, "rating_range": (0.0, 6.0)} | (privacy or {}))),
+        rounds=2,
+        evaluate_every=0,
     )
-    with pytest.raises(PlanError, match="round zero of a deployment has no noise"):
-        plan_of(config, users=100)
+    return plan_of(config, **{"users": 24, "least_nodes": 3, **options})
+
+
+class NoNoise:
+    """A generator that draws nothing but zeros."""
+
+    def poisson(self, rate, size):
+        return np.zeros(size, np.int64)
+
+    def normal(self, mean, deviation, size):
+        return np.zeros(size)
+
+
+def ask_round_zero(zero, users, generator):
+    state = zero.start()
+    while not state.done:
+        parts = [plan_privacy.answer_round_zero(zero, state, part, generator) for part in users]
+        state = plan_privacy.advance_round_zero(zero, state, parts, len(users), generator)
+    return state
+
+
+@pytest.mark.parametrize(("options", "tolerance"), [({}, 1e-9), (SECURE, 1e-3)])
+def test_round_zero_over_nodes_is_that_of_the_simulation_if_no_noise_is_drawn(options, tolerance, files):
+    plan = recipe_plan(**options)
+    nodes = [plan.read_file(part).users.train for part in files[1]]
+    estimate = ask_round_zero(plan.zero, nodes, NoNoise).estimate
+    zero = dataclasses.replace(plan.zero, hosts=0)
+    union = plan.read_file(files[0]).users.train
+    assert sum(map(len, nodes)) == len(union) == zero.clients
+    expected = run_round_zero(zero, union, lambda entries, clients, noise: (entries.total(), Release(1.0, 1.0, 1)))
+    for name in ("mean", "deviation", "low", "high", "noise", "user_variance", "item_bias", "item_count"):
+        value, other = getattr(estimate, name), getattr(expected.estimate, name)
+        np.testing.assert_allclose(value, other, tolerance, tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("options", [{}, SECURE], ids=["noise of the server", "noise of the nodes"])
+def test_the_answers_of_round_zero_have_the_noise_that_is_promised(options, files):
+    zero, nobody = recipe_plan(**options).zero, xy(([1], [2])).take(np.zeros(1, bool))
+    state, rng = zero.start(), np.random.default_rng(0)
+    sums = []
+    for _ in range(40):
+        total = sum(plan_privacy.answer_round_zero(zero, state, nobody, lambda: rng)["answer"] for _ in range(3))
+        if zero.hosts:
+            share = zero.share_of_noise(state)
+            sums.append(restore(share.grid, total))
+            assert share.release(1.0).noise_multiplier == zero.noise_of(state)
+        else:
+            assert not total.any()  # the server adds it
+            sums.append(rng.normal(0.0, zero.noise_of(state), len(total)))
+    assert np.std(sums) == pytest.approx(zero.noise_of(state), rel=0.02)
+
+
+def test_all_of_round_zero_is_accounted_for_and_one_question_twice(files):
+    plan = recipe_plan(**SECURE)
+    nodes = [plan.read_file(part).users.train for part in files[1]]
+    releases = plan_privacy.ledger_of(plan, 2).releases
+    assert [release.purpose for release in releases] == ["round zero"] * 5 + [None]
+    assert {release.mechanism for release in releases} == {"skellam"}
+    cost = [release.noise_multiplier**-2 for release in releases[:-1]]
+    assert sum(cost[:4]) == pytest.approx(plan.round_zero_noise**-2)
+    assert cost[4] == max(cost[:4])
+    assert releases[-1] == plan.release._replace(rounds=2)
+    result = plan.zero.read_result(plan.zero.to_bytes(ask_round_zero(plan.zero, nodes, NoNoise)))
+    assert plan.prepared(result).release == plan.release
+
+
+def test_a_node_answers_one_question_of_round_zero_twice_and_none_three_times(files):
+    plan, node = recipe_plan({"rating_range": None}), node_of(files[1][0])
+
+    def ask(kind, body=b"", **facts):
+        return unpack(node.handle(pack(Envelope(kind, plan.digest, "run", 0, facts, body))), 2**20)
+
+    assert ask("join", plan.content).kind == "ok"
+    assert [ask("prepare", number=0).kind for _ in range(2)] == ["ok", "ok"]
+    assert ask("prepare", number=0).facts["reason"] == "budget"
+    histogram = 50.0 * (np.arange(plan.zero.zeros(0)["answer"].size) > 200)
+    state = plan.zero.advance(plan.zero.start(), {"answer": histogram})
+    body = plan.zero.to_bytes(state)
+    assert ask("prepare", body, number=1).kind == "ok"
+    assert ask("prepare", body, number=1).facts["reason"] == "budget"  # the spare one is used up
+    assert node.memory.answers == {f"{plan.digest} prepare-0": 2, f"{plan.digest} prepare-1": 1}
+
+
+def test_a_forged_state_does_not_make_answers_without_a_bound(files):
+    plan = recipe_plan()
+    zero, users = plan.zero, plan.read_file(files[0]).users.train
+    state = zero.advance(zero.start(), zero.answer(zero.start(), users))
+    assert np.linalg.norm(zero.answer(state, users.take(np.arange(1)))["answer"]) <= 1
+    forged = state._replace(estimate=state.estimate._replace(deviation=1e-308, mean=1e308))
+    with pytest.raises(ValueError, match="unbounded answers"), np.errstate(all="ignore"):
+        plan_privacy.answer_round_zero(zero, forged, users)
+
+
+def test_a_rough_number_of_users_is_corrected_by_what_they_answer(files):
+    """With the number that the plan says, the mean would be off by as much as the number is."""
+    means = []
+    for users in (24, 32):
+        plan = recipe_plan(users=users)
+        nodes = [plan.read_file(part).users.train for part in files[1]]
+        state = ask_round_zero(dataclasses.replace(plan.zero, noise_multiplier=1e-3), nodes, NoNoise)
+        means.append(state.estimate.mean)
+        assert state.bounds.clients == pytest.approx(14, rel=0.01)
+    assert means[0] == pytest.approx(means[1], rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_run_with_noise_begins_with_round_zero_and_keeps_its_promise(files, tmp_path):
+    plan = recipe_plan({"epsilon": 8.0, "noise_multiplier": None, "clip_norm": None}, **SECURE)
+    assert 7.9 < plan.promises.epsilon <= 8.0
+    assert plan.promises.clip_norm == 8.0
+    outcome = deployed(plan, grid_of(files[1]), tmp_path)
+    assert np.isfinite(parameters(outcome)).all()
+    spent = json.loads((tmp_path / "run.json").read_text())["privacy"]
+    assert [release.get("purpose") for release in spent["releases"]] == ["round zero"] * 5 + [None]
+    assert spent["epsilon"] == plan_privacy.ledger_of(plan, 2).epsilon < plan.promises.epsilon
+
+
+@pytest.mark.slow
+def test_without_noise_drawn_both_ways_to_add_it_train_the_same_recipe(files, tmp_path, monkeypatch):
+    for module in (fixed_point, plan_privacy):
+        monkeypatch.setattr(module, "draw", lambda share, *rest: np.zeros(share.length, WIDTHS[share.grid.bits][1]))
+    monkeypatch.setattr(gaussian, "draw_noise", lambda like, deviation, key: jax.tree.map(jnp.zeros_like, like))
+    monkeypatch.setattr(plan_privacy.advance_round_zero, "__defaults__", (NoNoise,))
+    by_nodes, by_server = (
+        deployed(recipe_plan(**options), grid_of(files[1]), tmp_path / str(len(options))) for options in (SECURE, {})
+    )
+    # The server's optimizer divides by the size of its gradients: of one close to 0, rounding may turn the sign.
+    assert np.mean(np.abs(parameters(by_nodes) - parameters(by_server)) < 5e-3) > 0.97
 
 
 @pytest.mark.slow

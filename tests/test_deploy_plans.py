@@ -21,10 +21,10 @@ from fedrecon._src.deploy.sums import length_of, shapes_of
 from fedrecon._src.privacy import secure_sum
 from fedrecon._src.recommend.config import DEFAULT, ClickData, ClicksConfig, Data, Reconstruct
 from fedrecon._src.recommend.rating_model import prepare_ratings
-from fedrecon._src.recommend.recipe import build_algorithm, make_evaluator
+from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.recommend.settings import Ranking
-from fedrecon._src.recommend.tasks import CLICKS, Items
+from fedrecon._src.recommend.tasks import CLICKS, Items, build_algorithm
 from fedrecon.deploy import (
     InProcess,
     Memory,
@@ -201,7 +201,7 @@ def test_a_keras_model_on_nodes_gives_what_the_simulation_gives(tmp_path):
     assert outcome.test.clients > 0
 
 
-def test_a_node_refuses_the_plan_of_another_algorithm_or_of_one_that_it_was_not_given():
+def test_a_node_refuses_plans_of_other_or_missing_algorithms():
     algorithm, own = keras_algorithm(), population(range(6))
     plan = plan_for(algorithm, own, rounds=1, max_examples=12)
     other = fr.federated_reconstruction(
@@ -229,7 +229,7 @@ def test_an_operator_names_the_function_that_brings_the_algorithm(tmp_path, monk
 
     reply = operated("mine:make").handle(pack(Envelope("join", plan.digest, "run", 0, {}, plan.content)))
     assert unpack(reply, 2**20).kind == "ok"
-    with pytest.raises(PlanError, match="--algorithm is 'mine:nothing'"):
+    with pytest.raises(PlanError, match="got 'mine:nothing'"):
         operated("mine:nothing")
 
 

@@ -42,22 +42,24 @@ def test_sentences_and_prompts_look_to_a_device_as_to_training(text, max_words):
     mine, sentences = personal_text(text, training, max_words), device_words.split_text(text)
     for name, column in device.columns(sentences).items():
         assert np.array_equal(column, mine.columns[name])
-    assert device.own_words(sentences) == mine.words
-    (ours, place), (theirs, expected) = device.prompt(text), prompt_columns(text, training, max_words)
-    assert place == expected
+    uses = {word: count for words in mine.words.values() for word, count in words.items()}
+    assert device_words.PersonalWords(device, sentences).uses == uses
+    (ours, words), (theirs, expected) = device.prompt(text), prompt_columns(text, training, max_words)
+    assert len(words) == expected
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 # ---- bundles ----
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+@pytest.fixture(scope="module", params=["oov_embedding", "output_bias"])
+def made(request, tmp_path_factory):
     pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
     from device_models import text_bundle
 
     out = tmp_path_factory.mktemp("text") / "bundle"
-    return out, *text_bundle(out, page=False)
+    MADE.clear()
+    return out, *text_bundle(out, page=False, local=request.param)
 
 
 def reconstructed(algorithm, params, columns, most=10):
@@ -95,11 +97,15 @@ def test_a_text_bundle_reconstructs_and_suggests_what_jax_does(made, tmp_path_fa
     mine = personal_text(text, vocabulary, 7)
     expected = reconstructed(algorithm, params, mine.columns)
     local = person.refresh()
-    assert np.max(np.abs(local["oov_embedding"] - expected["oov_embedding"])) <= 1e-5
+    assert local.keys() == expected.keys()
+    assert all(np.max(np.abs(local[path] - expected[path])) <= 1e-5 for path in local)
     ours = person.complete("we met the", 6)
-    theirs = fr.recommend.suggest(
-        algorithm.model, params, expected, "we met the", vocabulary, personal_words=mine.words, n=6, max_words=7
-    )
+    columns, position = prompt_columns("we met the", vocabulary, 7)
+    logits = fr.predict(algorithm.model, params, expected, columns)[:, position]
+    words = fr.recommend.PersonalWords(vocabulary, biased=False)  # the bias is in the logits
+    for sentence in sentences:
+        words.learn(sentence[:7], np.zeros(vocabulary.first_oov + 1), ended=len(sentence) < 7)
+    theirs = words.suggest(np.asarray(jax.nn.softmax(logits)), ["we", "met", "the"], 6)
     assert [one.probability for one in ours] == pytest.approx([one.probability for one in theirs], abs=1e-5)
     assert {one.word for one in ours} == {one.word for one in theirs}
 
@@ -107,19 +113,19 @@ def test_a_text_bundle_reconstructs_and_suggests_what_jax_does(made, tmp_path_fa
 def test_the_exported_form_of_text_is_the_one_that_serves(made):
     _, algorithm, params, vocabulary = made
     mine = personal_text("we met the zebra\nso is the yak\nmy emu", vocabulary, 7).columns
-    expected = fr.reconstruct(algorithm, params, mine)["oov_embedding"]
-    assert np.max(np.abs(reconstructed(algorithm, params, mine)["oov_embedding"] - expected)) <= 1e-5
+    expected, found = fr.reconstruct(algorithm, params, mine), reconstructed(algorithm, params, mine)
+    assert all(np.max(np.abs(found[path] - expected[path])) <= 1e-5 for path in expected)
 
 
 def test_a_text_bundle_says_what_it_needs(made, tmp_path):
     from fedrecon_device import Personal
 
     person = Personal(made[0], tmp_path / "me.json")
-    with pytest.raises(ValueError, match="give `text`"):
+    with pytest.raises(ValueError, match="`text` must be given"):
         person.add(item=[1], rating=[2])
-    with pytest.raises(ValueError, match="recommends nothing"):
+    with pytest.raises(ValueError, match="needs a model of ratings or clicks"):
         person.recommend()
-    assert person.bundle.warm_start
+    assert person.bundle.warm_start == ("oov_embedding" in person.bundle.start)
 
 
 def test_a_saved_model_of_text_becomes_a_bundle_that_suggests(tmp_path):

@@ -20,7 +20,7 @@ from fedrecon._src.app.cli import main, show
 from fedrecon._src.device.model_bundle import items_legend
 from fedrecon._src.device.web_page import page_files, policy, serve
 from fedrecon._src.recommend.config import Data, Factorization, RatingsConfig
-from fedrecon._src.recommend.saved_models import SavedModel, open_model, save_model
+from fedrecon._src.recommend.saved_models import SavedModel, open_model
 from fedrecon._src.recommend.tasks import RATINGS, Items
 from fedrecon._src.storage.lock import file_lock
 from fedrecon_device import BundleError
@@ -73,7 +73,7 @@ def test_the_pages_own_tests_pass():
     assert found.returncode == 0, found.stdout
 
 
-def test_the_page_is_small_and_asks_nobody_else():
+def test_the_page_is_small_and_makes_no_other_requests():
     pages = page_files({"task": "ratings", "files": {}})
     assert sum(map(len, pages.values())) < 100_000
     for name, data in pages.items():
@@ -82,7 +82,7 @@ def test_the_page_is_small_and_asks_nobody_else():
         assert b"@FILES@" not in data
 
 
-def test_the_service_worker_keeps_all_that_the_page_reads_and_changes_with_the_model():
+def test_the_service_worker_caches_every_file_of_the_page_and_follows_the_model():
     tables = {"global.safetensors": {"bytes": 1, "sha256": "a"}, "items.json.zlib": {"bytes": 1, "sha256": "b"}}
     pages = page_files({"task": "ratings", "files": tables})
     worker = pages["web/sw.js"].decode()
@@ -109,7 +109,7 @@ def test_text_needs_all_of_onnxruntime_web(tmp_path):
 def test_a_port_that_is_taken_or_is_none_is_named(server, tmp_path, capsys):
     taken = str(server.server_address[1])
     assert main(["page", str(tmp_path), "--port", taken, "--no-open"]) == 2
-    assert f"port {taken} of this machine cannot be used" in capsys.readouterr().err
+    assert f"cannot listen on port {taken}" in capsys.readouterr().err
     assert main(["page", str(tmp_path), "--port", "70000"]) == 2
     assert "--port" in capsys.readouterr().err
 
@@ -147,7 +147,7 @@ def a_run(folder):
     config = dataclasses.replace(RATINGS.untrained, model=Factorization(dim=3))
     legend = Items(np.array([5, 7, 9]), np.array(["A", "B", "A"]), np.array([9, 1, 8]), (1.0, 5.0))
     params = {"item_embedding": np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)}
-    save_model(folder / "model", config, params, legend)
+    SavedModel(config, params, legend).save(folder / "model")
     return folder
 
 
@@ -237,14 +237,15 @@ def test_numbers_and_folders_that_make_no_sense_are_refused_before_the_work(
     command, message, tmp_path, monkeypatch, capsys
 ):
     config, items = RatingsConfig(data=Data(source="")), Items(np.arange(2))
-    save_model(tmp_path / "run", config, {"item_embedding": np.zeros((2, config.model.dim), np.float32)}, items)
+    params = {"item_embedding": np.zeros((2, config.model.dim), np.float32)}
+    SavedModel(config, params, items).save(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     assert main([word.format(run=tmp_path / "run") for word in command]) in (1, 2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "there").exists()
 
 
-def test_bundle_does_not_overwrite_unless_it_is_told_to(tmp_path, capsys):
+def test_bundle_overwrites_only_with_the_option(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": {}}))
     assert main(["bundle", str(tmp_path), "--out", str(tmp_path / "there")]) == 2
@@ -284,7 +285,7 @@ def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
 def test_a_saved_model_knows_how_often_items_were_rated_and_the_scale(tmp_path):
     legend = Items(np.array([5, 7]), None, np.array([2, 0]), (0.5, 5.0))
     params = {"item_embedding": np.zeros((2, 50), np.float32)}
-    save_model(tmp_path / "model", RATINGS.untrained, params, legend)
+    SavedModel(RATINGS.untrained, params, legend).save(tmp_path / "model")
     found = open_model(tmp_path).legend
     assert found.counts.tolist() == [2, 0]
     assert found.scale == (0.5, 5.0)
@@ -319,6 +320,6 @@ def legend_of(items):
     return items_legend(SavedModel(RATINGS.untrained, {}, items))
 
 
-def test_titles_that_an_older_model_repeats_are_told_apart():
+def test_repeated_titles_of_an_older_model_are_made_unique():
     recalled = RATINGS.recall({"item_ids": [3, 7, 9], "titles": ["A", "B", "A"]})
     assert recalled.titles.tolist() == ["A [3]", "B", "A [9]"]

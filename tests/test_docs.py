@@ -18,7 +18,6 @@ import pytest
 import studies.__main__
 
 import fedrecon as fr
-import fedrecon_device
 from fedrecon._src.app.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +119,8 @@ def test_the_examples_of_the_readme_beat_the_mean_and_recommend_titles(tmp_path,
     python, shown, by_hand, by_hand_shown = [b for b in blocks_of(page) if b.language in ("python", "text")]
     names = {"__name__": "__main__"}
     printed = run_block(python, page, names).splitlines()
-    rows = dict(re.findall(r"^(\w.*?)  +([\d.]+)", "\n".join(printed), re.MULTILINE))
+    first_table = "\n".join(printed).partition("RMSE after")[0]
+    rows = dict(re.findall(r"^(\w.*?)  +([\d.]+)", first_table, re.MULTILINE))
     assert float(rows["model"]) < float(rows["item + user bias"]) < float(rows["global mean"])
     table, films = shown.text.splitlines()[:-5], printed[-5:]  # ties between films are decided by the last bits
     assert_says("\n".join(printed[:-5]), "\n".join(table), "README.md")
@@ -192,9 +192,7 @@ def test_every_link_to_a_file_leads_to_one(page):
         assert (page.parent / target).exists(), target
 
 
-def test_the_version_is_the_same_everywhere():
-    assert f"\nversion: {fr.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert fedrecon_device.__version__ == fr.__version__
+def test_the_changelog_begins_with_the_version():
     assert re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == fr.__version__
 
 

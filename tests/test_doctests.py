@@ -23,7 +23,7 @@ MODULES = (
     *("fedrecon", "fedrecon.aggregators", "fedrecon.data", "fedrecon.deploy", "fedrecon.device", "fedrecon.kit"),
     *("fedrecon.models", "fedrecon.optimizers", "fedrecon.privacy", "fedrecon.recommend", "fedrecon.split"),
 )
-WITHOUT_EXAMPLE = 1  # names at most; this number only goes down
+WITHOUT_EXAMPLE = 0  # names at most; this number only goes down
 NAMES = {"fr": fr, "np": np, "jax": jax, "jnp": jnp, "optax": optax}
 
 

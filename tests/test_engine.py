@@ -145,7 +145,7 @@ def test_nothing_is_compiled_again_however_many_rounds_are_left():
 )
 def test_clients_packed_once_train_to_the_bits_of_clients_packed_in_every_round(place, monkeypatch):
     clients = population([3, 5, 1, 6, 0, 0], seed=1)
-    options = {"rounds": 4, "sampling": fr.Sampling(4, drop_out=0.5), "layout": fr.layout(*place), "seed": 3}
+    options = {"rounds": 4, "clients_per_round": fr.Sampling(4, drop_out=0.5), "layout": fr.layout(*place), "seed": 3}
     expected = fr.train(ALGORITHM, clients, **options)
     monkeypatch.setattr(sampling_module, "RESIDENT_BYTES", 0)
     found = fr.train(ALGORITHM, clients, **options)
@@ -157,7 +157,7 @@ def test_clients_packed_once_train_to_the_bits_of_clients_packed_in_every_round(
 def test_clients_that_keep_state_find_it_again_however_they_are_packed(monkeypatch):
     clients = population([3, 5, 1, 6, 2, 4], seed=1)
     algorithm = fr.federated_averaging(lookup_model(), update=descend(0.1, 2), server=optax.sgd(1.0))
-    options = {"rounds": 4, "sampling": fr.Sampling(4), "layout": fr.layout(1, 2, sharing=3), "seed": 3}
+    options = {"rounds": 4, "clients_per_round": fr.Sampling(4), "layout": fr.layout(1, 2, sharing=3), "seed": 3}
     expected = fr.train(algorithm, clients, **options)
     monkeypatch.setattr(sampling_module, "RESIDENT_BYTES", 0)
     found = fr.train(algorithm, clients, **options)
@@ -193,8 +193,8 @@ def test_the_type_of_ids_does_not_change_what_is_learned(dtype):
     [
         ({"jax_devices": 5}, "jax_devices"),
         ({"jax_devices": 0}, "jax_devices"),
-        ({"block": 0}, "`block` is 0; it must be at least 1"),
-        ({"block": 4, "sharing": 6}, "`sharing` is 6; it must be a multiple of `block`, which is 4"),
+        ({"block": 0}, "`block` must be .* at least 1"),
+        ({"block": 4, "sharing": 6}, "`sharing` must be a multiple of `block`"),
     ],
 )
 def test_an_impossible_layout_is_refused(options, message):
@@ -213,7 +213,7 @@ def test_by_default_all_devices_run_blocks_that_fit_a_cache():
     assert 1 < fr.layout(model=model(50_000)).block < MOST_IN_BLOCK
 
 
-def test_by_default_clients_of_a_large_model_share_it_as_long_as_what_is_their_own_is_small():
+def test_clients_share_a_large_model_by_default_if_their_local_part_is_small():
     def place(shared, own):
         model = linear()._replace(
             init_global=lambda key: {"dense": jnp.zeros(shared)}, init_local=lambda key: {"own": jnp.zeros(own)}
@@ -249,7 +249,7 @@ def test_each_client_gets_its_own_result(block, devices):
 
 
 @pytest.mark.parametrize("given", ["", "--xla_foo=1", "--xla_backend_extra_options=own=1"])
-def test_small_loops_are_compiled_as_one_unless_somebody_has_options_of_their_own(given, monkeypatch):
+def test_small_loops_are_compiled_as_one_unless_xla_flags_are_set(given, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
     multihost._compile_small_loops()
     multihost._compile_small_loops()

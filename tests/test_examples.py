@@ -29,15 +29,15 @@ def run(name, **sizes):
 def assert_all_measured_alike(found, clients):
     """Every way was measured on the same examples of this many clients, and none diverged."""
     assert list(found.rows)[:3] == WAYS
-    evaluations = [way.evaluation for way in found.rows.values()]
+    evaluations = [way.unseen[0] for way in found.rows.values()]
     assert len({one.clients for one in evaluations}) == 1
     assert 0 < evaluations[0].clients < 2 * clients  # drawn by name: about as many as asked for
     assert len({one.examples for one in evaluations}) == 1
     assert [one.diverged for one in evaluations] == [0] * len(evaluations)
     assert all(math.isfinite(value) for name in found.rows for value in found[name].values())
-    sent = [found.rows[name].sent for name in WAYS]
+    sent = [found.rows[name].costs.up for name in WAYS]
     assert sent[0] == 0 < sent[2] < sent[1]
-    assert found.rows["local only"].run.rounds == 0 < found.rows["partially local"].run.rounds
+    assert found.rows["local only"].runs[0].rounds == 0 < found.rows["partially local"].runs[0].rounds
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -60,8 +60,8 @@ def test_an_example_prints_its_table(monkeypatch, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     head, _, *rows, last = capsys.readouterr().out.splitlines()[-6:]
     assert [row[:15].strip() for row in rows] == WAYS
-    at = head.split().index("rmse")
-    local_only, global_only, partially_local = (float(row[15:].split()[at]) for row in rows)
+    assert head.split()[:2] == ["unseen", "rmse"]
+    local_only, global_only, partially_local = (float(row[15:].split()[0]) for row in rows)
     assert partially_local < min(local_only, global_only)
     assert re.match(r"\d+ clients never seen in training", last)
 

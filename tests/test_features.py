@@ -4,7 +4,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.algorithms.validation import check_training, features_used
+from fedrecon._src.algorithms.validation import check_training, check_values, features_used
 from toy_models import a_and_b, descend, linear, lookup_clients, lookup_model, squared_error
 
 
@@ -25,7 +25,7 @@ def test_features_that_only_a_metric_reads_are_used():
 
 
 def test_a_feature_that_the_clients_do_not_have_is_named():
-    with pytest.raises(ValueError, match="the model reads the feature 'rating'; the clients have: x, y"):
+    with pytest.raises(ValueError, match="the model reads the feature 'rating', which is none of x, y"):
         features_used(linear()._replace(loss=lambda p, b: (p - b["rating"], jnp.ones_like(p))), a_and_b())
 
 
@@ -67,14 +67,14 @@ def test_a_model_that_fits_passes():
     assert check_training(algorithm, lookup_clients([0, 3, 2])) is None
 
 
-def logistic(classes=4):
+def logistic(classes=4, loss="cross_entropy"):
     return fr.models.from_function(
         lambda params, x: x[:, None] * params["w"] + params["b"],
         {"w": jnp.zeros(classes), "b": jnp.zeros(classes)},
         local="b",
         inputs="x",
         label="y",
-        loss="cross_entropy",
+        loss=loss,
     )
 
 
@@ -101,8 +101,33 @@ def test_labels_that_are_no_class_of_the_logits_are_refused(labels, bad):
         )
 
 
+def test_labels_of_the_integer_loss_of_optax_are_checked_too():
+    with pytest.raises(ValueError, match=r"column 'y' holds 4 .*0 to 3"):
+        trained(logistic(loss=optax.softmax_cross_entropy_with_integer_labels), classes(1, 2, 3, 4, 1, 2))
+
+
+def test_labels_of_a_wrong_type_are_named():
+    with pytest.raises(ValueError, match=r"column 'y': .* not float32"):
+        trained(logistic(), classes(*np.arange(6, dtype=np.float32)))
+
+
 def test_labels_of_clients_that_are_left_out_do_not_matter():
     assert trained(logistic(), classes(0, 1, 2, 7, 8, 9).take([0])).rounds == 1
+
+
+def test_the_first_bad_value_is_named_and_no_examples_are_fine():
+    x = np.zeros((4, 2), np.float32)
+    x[3, 1] = np.nan
+    clients = fr.Clients({"x": x, "y": np.zeros(4, np.float32)}, [0, 1, 1], [1, 1, 4])
+    model = fr.models.from_function(
+        lambda params, x: x @ params["w"] + params["b"],
+        {"w": jnp.zeros(2), "b": jnp.zeros(())},
+        **{"local": "b", "inputs": "x", "label": "y", "loss": "mse"},
+    )
+    algorithm = fr.federated_averaging(model, update=descend(0.1), reconstruct=descend(0.1), server=optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"column 'x' holds nan \(client 2, example 2\)"):
+        check_values(algorithm, clients)
+    check_values(algorithm, clients.cap(0))
 
 
 @pytest.mark.parametrize(("column", "bad"), [("x", np.nan), ("y", np.inf)])

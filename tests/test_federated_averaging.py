@@ -127,5 +127,5 @@ def test_lookups_change_nothing_in_averaging():
 
 
 def test_a_default_cannot_be_learned_where_parameters_are_kept():
-    with pytest.raises(ValueError, match="it cannot learn where they start"):
+    with pytest.raises(ValueError, match="it cannot train their initial values"):
         averaging(fr.models.learned_default(linear()))

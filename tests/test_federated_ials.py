@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedrecon as fr
+from fedrecon._src.client.least_squares import invert_positive
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.models.item_ranking import popularity_factors
 from fedrecon._src.recommend import ranking
@@ -68,7 +69,7 @@ def test_rows_and_a_small_matrix_give_the_gradient_over_all_items(weight, both_w
     algorithm = ials(model, both_ways=both_ways)
     state = algorithm.init(jax.random.key(1))
     V = state.method.params["item_embedding"]
-    upload = fr.client_update(algorithm, algorithm.message(state), CLIENTS, fr.kit.round_key(0, 0))
+    upload = fr.kit.client_update(algorithm, algorithm.message(state), CLIENTS, fr.kit.round_key(0, 0))
     assert jax.tree.map(np.shape, upload.delta["gram"]) == (len(CLIENTS), DIM, DIM)
     total, count = 0, 0
     for k in range(len(CLIENTS)):
@@ -84,7 +85,7 @@ def test_rows_and_a_small_matrix_give_the_gradient_over_all_items(weight, both_w
             weights[0, mine[support]], weights[1, mine[query]] = own[support], own[query]
             total += dense_gradient(V, *weights)
             count += len(mine[query])
-    after = fr.server_update(algorithm, state, [upload], fr.kit.round_key(0, 0)).method.params
+    after = fr.kit.server_update(algorithm, state, [upload], fr.kit.round_key(0, 0)).method.params
     np.testing.assert_allclose(after["item_embedding"], V - total / count, atol=2e-6)
     np.testing.assert_allclose(after["gram"], after["item_embedding"].T @ after["item_embedding"], atol=1e-6)
 
@@ -93,10 +94,10 @@ def test_by_hand():
     # One dimension, items worth 1 and 2; support has the first, query the second. G = 5, and with unobserved 1 and
     # ridge 1 the embedding is 1 / (1 + 5 + 1) = 1/7.
     algorithm = ials(fr.models.ranking_factorization(2, 1), unobserved=1.0, ridge=1.0, both_ways=False)
-    params = {"item_embedding": jnp.array([[1.0], [2.0]]), "gram": jnp.array([[5.0]])}
+    params = {**fr.models.ranking_params(jnp.array([[1.0], [2.0]])), "inverse": jnp.array([[1 / 6]])}
     clients = Clients.from_columns({"item": np.array([0, 1], np.int32)}, client=np.zeros(2, int))
     message = algorithm.message(algorithm.init(jax.random.key(0)))._replace(method=params)
-    upload = fr.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
+    upload = fr.kit.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
     error, z = 2 / 7 - 1, 1 / 7
     of_z = 2 * error + 5 * z - z  # the item of the support counts for nothing
     w = of_z / 7
@@ -109,7 +110,7 @@ def test_first_order_leaves_the_support_of_a_client_alone():
     algorithm = ials(second_order=False, both_ways=False)
     state = algorithm.init(jax.random.key(1))
     clients = people([6])
-    delta = fr.client_update(algorithm, algorithm.message(state), clients, fr.kit.round_key(0, 0)).delta
+    delta = fr.kit.client_update(algorithm, algorithm.message(state), clients, fr.kit.round_key(0, 0)).delta
     V = np.asarray(state.method.params["item_embedding"], float)
     z = np.asarray(fr.reconstruct(algorithm, state.method.params, clients.take([0]).cap(3))["user_embedding"])[0]
     np.testing.assert_allclose(-delta["gram"][0] * 3, UNOBSERVED / 2 * np.outer(z, z), atol=1e-6)
@@ -129,29 +130,36 @@ def test_by_rows_and_by_whole_tables_give_the_same():
 
 
 def test_rounds_are_those_of_a_loop_in_numpy():
-    """All clients in every round, halves in stored order, both ways, everybody weighing the same, Adam and a prior."""
+    """All clients in every round, halves in stored order, both ways, weights sqrt(n), Adam and a prior on changes."""
     rate, prior, rounds, clients = 0.1, 3.0, 3, people([6, 4, 7, 2])
-    server = fr.optimizers.with_prior(optax.adam(rate), {"item_embedding": prior}, examples=clients.num_examples)
-    algorithm = ials(server=server, aggregate=fr.aggregators.mean("uniform"))
+    examples = clients.num_examples
+    server = fr.optimizers.with_prior(optax.adam(rate), prior, examples=examples, around_start=True)
+    algorithm = ials(server=server, aggregate=fr.aggregators.mean("sqrt-examples"))
     run = fr.train(algorithm, clients, rounds=rounds, clients_per_round=4, seed=0, layout=one_by_one())
     V = np.asarray(algorithm.init(fr.kit.run_keys(0).init).method.params["item_embedding"], float)
-    first, second = np.zeros_like(V), np.zeros_like(V)
+    start, tables = np.stack([V, np.zeros_like(V)]), np.stack([V, np.zeros_like(V)])
+    first, second = np.zeros_like(tables), np.zeros_like(tables)
     for number in range(1, rounds + 1):
-        G, gradient = V.T @ V, np.zeros_like(V)
+        V, T = tables
+        G, gradient = V.T @ V, np.zeros_like(tables)
         for k in range(len(clients)):
             mine, half = items_of(clients, k), -(-clients.sizes[k] // 2)
             for s, q in ((mine[:half], mine[half:]), (mine[half:], mine[:half])):
                 A = V[s].T @ V[s] + UNOBSERVED * G + RIDGE * np.eye(DIM)
-                z = np.linalg.solve(A, V[s].sum(0))
+                z = np.linalg.solve(A, (V[s] + T[s]).sum(0))
                 w = np.linalg.solve(A, V[q].T @ (V[q] @ z - 1) + UNOBSERVED * (G @ z - V[s].T @ (V[s] @ z)))
-                here = np.zeros_like(V)
-                here[q] += np.outer(V[q] @ z - 1, z)
-                here[s] += np.outer(1 - V[s] @ z, w) - np.outer(V[s] @ w, z) - UNOBSERVED * np.outer(V[s] @ z, z)
-                here += UNOBSERVED * V @ (np.outer(z, z) - np.outer(z, w) - np.outer(w, z))
-                gradient += here / len(mine) / len(clients)
-        gradient = clients.num_examples * gradient + prior * V
+                here = np.zeros_like(tables)
+                here[0, q] += np.outer(V[q] @ z - 1, z)
+                here[0, s] += np.outer(1 - V[s] @ z, w) - np.outer(V[s] @ w, z) - UNOBSERVED * np.outer(V[s] @ z, z)
+                here[0] += UNOBSERVED * V @ (np.outer(z, z) - np.outer(z, w) - np.outer(w, z))
+                here[1, s] += w
+                gradient += here / len(mine) * len(mine) ** 0.5
+        gradient /= np.sqrt(clients.sizes).sum()
+        gradient = clients.num_examples * gradient + prior * (tables - start)
         first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-        V = V - rate * first / (1 - 0.9**number) / (np.sqrt(second / (1 - 0.999**number)) + 1e-8)
+        tables = tables - rate * first / (1 - 0.9**number) / (np.sqrt(second / (1 - 0.999**number)) + 1e-8)
+    V, T = tables
+    np.testing.assert_allclose(run.params["history_offset"], T, atol=2e-4)
     np.testing.assert_allclose(run.params["item_embedding"], V, atol=2e-4)
 
 
@@ -198,19 +206,29 @@ def test_a_client_measures_itself_as_ranking_defines_it():
     assert found.clients == expected.users == 5
 
 
-@given(st.lists(st.integers(0, 50), min_size=3, max_size=20), st.integers(0, 2**16))
-def test_factors_of_popularity_rank_everybodys_items_by_popularity(counts, seed):
-    counts = np.array(counts)
-    params = popularity_factors(counts, 4)
-    assert np.allclose(params["gram"], params["item_embedding"].T @ params["item_embedding"])
-    mine = np.random.default_rng(seed).permutation(len(counts))[:2]
-    rows = params["item_embedding"][mine]
-    own = np.linalg.solve(rows.T @ rows + 0.4 * params["gram"] + np.eye(4), rows.sum(0))
-    scores = params["item_embedding"] @ own
-    if counts[mine].any():
-        assert (np.sign(np.subtract.outer(scores, scores)) == np.sign(np.subtract.outer(counts, counts))).all()
-    else:
-        assert not scores.any()
+@given(st.lists(st.integers(0, 50), min_size=3, max_size=20), st.integers(0, 3))
+def test_factors_of_popularity_rank_everybodys_items_by_popularity(counts, size):
+    person = ranking.ItemSets(1, np.zeros(size, int), np.arange(size))
+    scores = ranking.score_by_factors(popularity_factors(np.array(counts), 4), 0.4, 1.0)(person)[0]
+    assert (np.sign(np.subtract.outer(scores, scores)) == np.sign(np.subtract.outer(counts, counts))).all()
+
+
+def test_popularity_decides_for_a_person_without_items_and_is_blended_in_for_others():
+    params = fr.models.ranking_params(np.float32([[1], [2], [0]]), counts=np.array([1, 2, 4]))
+    params["popularity_weight"][1:] = 0.5
+    clients = Clients.from_columns({"item": np.array([0], np.int32)}, client=np.array([0]))
+    algorithm = ials(fr.models.ranking_factorization(3, 1), unobserved=0.2, ridge=1.0)
+    sets = ranking.item_sets(clients)._replace(users=2)  # the second has none
+    expected = [[1 / 3 + 0.125, 2 / 3 + 0.25, 0.5], [0.25, 0.5, 1]]
+    np.testing.assert_allclose(ranking.score_by_factors(params, 0.2, 1.0)(sets), expected, atol=1e-6)
+    np.testing.assert_allclose(ranking.score_by_model(algorithm, params)(sets), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 40, 150])
+def test_the_inverse_of_a_positive_matrix(size):
+    rows = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
+    matrix = rows @ rows.T / size + np.eye(size, dtype=np.float32)
+    np.testing.assert_allclose(invert_positive(jnp.asarray(matrix)) @ matrix, np.eye(size), atol=1e-4)
 
 
 def test_settings_that_make_no_sense_are_errors():

@@ -110,7 +110,7 @@ def test_a_pattern_that_matches_nothing_is_refused():
 
 
 def test_few_clients_run_side_by_side_where_each_finetunes_a_large_model():
-    model = fr.models.next_word(10_000, 500, local_oov=False)
+    model = fr.models.next_word(10_000, 500, local="nothing")
     algorithm = fr.federated_averaging(model, update=descend(0.3, 16), server=fr.optimizers.fedyogi(0.1))
     assert fr.layout(model=model).sharing == 16
     assert fr.layout(model=fr.with_finetuning(algorithm, descend(0.1, 16), which="oov_*").model).sharing == 16
@@ -128,7 +128,7 @@ def test_finetuning_the_words_of_ones_own_is_reconstruction_from_trained_values(
         "oov": oov,
         "target": generator.integers(1, 5, (6, 3)).astype(np.int32),
     }
-    in_one_place = fr.models.next_word(4, 2, local_oov=False, **sizes)
+    in_one_place = fr.models.next_word(4, 2, local="nothing", **sizes)
     trained = in_one_place.init_global(jax.random.key(0))
     finetuned = fr.with_finetuning(
         fr.federated_averaging(in_one_place, update=descend(0.5, 2), server=fr.optimizers.fedyogi(0.1)),

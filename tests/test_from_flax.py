@@ -98,7 +98,7 @@ def test_parameters_are_drawn_from_the_key_and_divided(net):
     assert (one["head/kernel"] != other["head/kernel"]).all()
 
 
-def test_an_nnx_module_is_where_everybody_starts_and_its_layers_can_be_named_by_themselves():
+def test_clients_start_from_the_weights_of_an_nnx_module_and_layers_select_parameters():
     module = Net(nnx.Rngs(5))
     model = fr.models.from_flax(module, local=[module.head, module.norm], **CLASSES)
     for n in (1, 2):
@@ -114,7 +114,7 @@ def test_a_linen_layer_is_known_by_its_name():
 
 
 def test_a_layer_of_another_model_is_refused():
-    with pytest.raises(ValueError, match="`local` is a layer without parameters of this model; the parameters are"):
+    with pytest.raises(ValueError, match="which selects no parameter of this model; the parameters are"):
         fr.models.from_flax(Net(nnx.Rngs(0)), local=Net(nnx.Rngs(0)).head, **CLASSES)
 
 
@@ -124,7 +124,7 @@ def test_a_linen_module_without_an_example_is_named():
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="`module` is 3; give a Flax module"):
+    with pytest.raises(TypeError, match="`module` must be a Flax module"):
         fr.models.from_flax(3, local="head", **CLASSES)
 
 
@@ -213,7 +213,7 @@ class BareNet(nn.Module):
         return nn.Dense(2, name="head")(nn.Dropout(0.5)(x))
 
 
-def test_linen_layers_that_say_nothing_of_training_are_told():
+def test_linen_layers_get_the_training_flag():
     batch = batch_of(6)
     bare = fr.models.from_flax(BareNet(), example=batch, local="head", **CLASSES)
     told = linen_net(0.5)

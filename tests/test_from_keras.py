@@ -122,7 +122,7 @@ class Own(keras.layers.Layer):
         return x @ self.kernel
 
 
-def test_weights_of_a_layer_of_one_s_own_are_drawn_anew_if_it_keeps_the_initialiser():
+def test_weights_of_custom_layers_are_redrawn_if_the_initialiser_is_an_attribute():
     network = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), Own(name="own")])
     options = {"local": "own", "inputs": "x", "loss": "mse"}
     one, other = (fr.models.from_keras(network, **options).init_local(jax.random.key(n)) for n in (1, 2))
@@ -152,6 +152,15 @@ def test_layers_that_are_not_trainable_are_frozen():
     assert model.init_global(KEY) == {}
     found = model.predict({}, {"user/kernel": jnp.ones((DIM, 1))}, {"item": jnp.arange(ITEMS)})
     np.testing.assert_allclose(found[:, 0], np.asarray(network.get_layer("items").embeddings.value).sum(1), 1e-5)
+
+
+def test_a_weight_that_is_not_trainable_is_frozen_and_no_state():
+    network = functional()
+    items = network.get_layer("items").embeddings
+    items.trainable = False
+    items.assign(jnp.ones(items.shape))  # as if it had been trained before
+    model = fr.models.from_keras(network, **RATINGS)
+    assert (model.state, set(model.init_local(KEY)), model.init_global(KEY)) == (None, {"user/kernel"}, {})
 
 
 @pytest.mark.parametrize("inputs", [["a", "b"], {"first": "a", "second": "b"}], ids=["list", "mapping"])

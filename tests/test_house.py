@@ -15,7 +15,7 @@ ROOT = Path(fr.__file__).parent
 
 # Each may import those before it, never those after. The most specific name counts.
 PLACES = """
-_version core.pytrees core.factories core.formatting core.progress core.keys storage core client
+_version core.checks core.pytrees core.factories core.formatting core.progress core.keys storage core client
 privacy server algorithms.algorithm algorithms.validation algorithms.rounds algorithms.saving kit algorithms
 simulation.multihost simulation.engine simulation.sampling privacy.ledger simulation models data recommend
 privacy.attacks privacy.leakage privacy.audit deploy app device app.cli facade __main__
@@ -77,19 +77,42 @@ def test_few_modules_lie_at_the_top():
     assert len(list(ROOT.glob("*.py"))) <= 32
 
 
-@pytest.mark.parametrize("name", ["scaffold", "ditto"])
-def test_an_algorithm_is_one_short_file_of_public_names(name):
-    path = ROOT / "_src" / "algorithms" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 100
-    assert set(imports_of(path)) == {"fedrecon.kit"}
+RELATIVES = sorted(
+    path
+    for path in (ROOT / "_src" / "algorithms").glob("*.py")
+    if "\nfrom fedrecon import kit\n" in path.read_text() and path.stem != "federated_ials"
+)
 
 
-def test_every_module_says_what_lives_there():
+@pytest.mark.parametrize("path", RELATIVES, ids=lambda path: path.stem)
+def test_an_algorithm_is_one_short_file_of_public_names(path):
+    """A method that is a setting of another imports that one beside the kit."""
+    methods = {f"fedrecon._src.algorithms.{other.stem}" for other in RELATIVES}
+    methods |= {f"fedrecon._src.algorithms.{name}" for name in ("federated_averaging", "finetuning")}
+    assert len(path.read_text().splitlines()) <= 80
+    assert "fedrecon.kit" in imports_of(path)
+    assert set(imports_of(path)) <= {"fedrecon.kit"} | methods
+
+
+def test_every_method_is_public():
+    assert len(RELATIVES) >= 14
+    assert all(hasattr(fr.algorithms, path.stem) for path in RELATIVES)
+
+
+def test_only_commands_know_the_command_line():
+    known = {
+        module for module, path in modules() if re.search(r"^ *(import|from) tyro", path.read_text(), re.MULTILINE)
+    }
+    assert known
+    assert not [module for module in known if not module.startswith("fedrecon._src.app.cli")]
+
+
+def test_every_module_has_a_docstring():
     for module, path in modules():
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), module
 
 
-def test_no_module_is_called_by_a_name_that_says_nothing():
+def test_no_module_has_a_vague_name():
     assert not [m for m, _ in modules() if re.search(r"(^|_)(utils?|helpers?|common|manager|misc)$", m.split(".")[-1])]
 
 
@@ -140,6 +163,21 @@ def foreign_assignments(tree):
                 owner = owner.value
             if isinstance(target, ast.Attribute) and getattr(owner, "id", "") in foreign:
                 yield f"{owner.id} in line {node.lineno}"
+
+
+def private_names(path):
+    """Yield the private names that a file defines, and of its private attributes those that it reads."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = getattr(node, "attr", getattr(node, "name", getattr(node, "id", None))) or ""
+        if re.match(r"_(?!_)", name):
+            read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            yield name, f"{path.relative_to(REPOSITORY)}:{node.lineno}" if read else None
+
+
+def test_private_attributes_are_our_own():
+    names = [pair for path in SOURCES for pair in private_names(path)]
+    ours = {name for name, where in names if where is None} | {"_replace", "_fields", "_asdict", "_getframe", "_exit"}
+    assert not [f"{where} {name}" for name, where in names if name not in ours]
 
 
 @pytest.mark.parametrize("check", [private_imports, foreign_assignments])

@@ -102,5 +102,5 @@ def test_one_person_cannot_be_mistaken_for_another():
     algorithm = fr.federated_reconstruction(
         linear(), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
     )
-    with pytest.raises(ValueError, match="two or more"):
+    with pytest.raises(ValueError, match="must be at least 2"):
         fr.privacy.leakage(algorithm, {"w": np.float32(0)}, xy(([1, 2, 3], [5, 6, 8])))

@@ -75,7 +75,7 @@ def test_impossible_descents_are_refused(options, message):
         fr.gradient_descent(optax.sgd(0.1), **options)
 
 
-@pytest.mark.parametrize(("steps", "batch_size", "limit"), [(None, 5, None), (50, 5, 250), (0, 5, 1)])
+@pytest.mark.parametrize(("steps", "batch_size", "limit"), [(None, 5, None), (50, 5, 250), (0, 5, None)])
 def test_a_descent_says_how_many_examples_it_can_use(steps, batch_size, limit):
     found = descend(0.1, batch_size, steps=steps).limit
     assert found == limit
@@ -142,7 +142,7 @@ def test_least_squares_uses_at_most_its_limit_of_examples():
 
 @pytest.mark.parametrize("ridge", [0.0, -1.0, float("nan")])
 def test_least_squares_needs_a_ridge(ridge):
-    with pytest.raises(ValueError, match="it must be above 0, or clients with little data have no solution"):
+    with pytest.raises(ValueError, match="`ridge` must be above 0, or clients with little data have no solution"):
         fr.least_squares(ridge)
 
 
@@ -187,7 +187,7 @@ def test_least_squares_refuses_to_solve_for_too_much():
         predict=lambda g, local, batch: g["w"] * batch["x"] + local["b"].sum(),
         loss=squared_error,
     )
-    with pytest.raises(ValueError, match=f"{MOST_SOLVED_FOR + 1} numbers; it can solve for at most {MOST_SOLVED_FOR}"):
+    with pytest.raises(ValueError, match=f"at most {MOST_SOLVED_FOR} local parameters"):
         fr.reconstruct(solving(model, fr.least_squares(1.0)), {"w": np.float32(0)}, {"x": np.ones(1), "y": np.ones(1)})
 
 

@@ -30,13 +30,12 @@ def held_by_another_process(path):
 def test_a_lock_says_who_holds_it_and_goes_with_its_block(tmp_path):
     path = tmp_path / "deep" / "run.lock"
     with file_lock(path):
-        assert read_holder(path)[:2] == (os.getpid(), socket.gethostname())
+        assert read_holder(path).startswith(f"process {os.getpid()} on {socket.gethostname()} (since ")
         with (
             pytest.raises(LockedError, match=f"my run is in use by process {os.getpid()} on ") as error,
             file_lock(path, "my run"),
         ):
             pass
-        assert error.value.holder.pid == os.getpid()
         assert isinstance(error.value, StorageError)
     assert not path.exists()
     with file_lock(path):
@@ -55,10 +54,10 @@ def test_another_process_is_refused_until_the_holder_is_killed(tmp_path):
         process.stdout.close()
     assert path.exists()  # nobody could remove it, and it locks nothing
     with file_lock(path):
-        assert read_holder(path).pid == os.getpid()
+        assert f"process {os.getpid()} on" in read_holder(path)
 
 
-def test_waiting_takes_over_when_the_holder_ends_and_tells_once_for_whom_it_waits(tmp_path):
+def test_a_waiting_process_gets_the_lock_and_logs_its_holder_once(tmp_path):
     path, told, order = tmp_path / "run.lock", [], []
     begun, may_end = threading.Event(), threading.Event()
 
@@ -73,14 +72,14 @@ def test_waiting_takes_over_when_the_holder_ends_and_tells_once_for_whom_it_wait
     begun.wait(30)
 
     def on_wait(holder):
-        told.append(holder.pid)
+        told.append(holder)
         may_end.set()
 
     with file_lock(path, wait=math.inf, on_wait=on_wait):
         order.append("second")
     thread.join()
     assert order == ["first", "second"]
-    assert told == [os.getpid()]
+    assert [holder.split(" on ")[0] for holder in told] == [f"process {os.getpid()}"]
 
 
 def test_waiting_ends_when_its_time_is_over(tmp_path):
@@ -89,10 +88,10 @@ def test_waiting_ends_when_its_time_is_over(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "host": 1, "since": 2}', "[" * 100_000])
-def test_a_lock_file_with_anything_in_it_locks_nothing_and_names_nobody(tmp_path, content):
+def test_a_lock_file_with_arbitrary_content_does_not_lock(tmp_path, content):
     path = tmp_path / "a"
     path.write_text(content)
-    assert str(read_holder(path)) == "another process"
+    assert read_holder(path) == "another process"
     with file_lock(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 

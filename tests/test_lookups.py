@@ -269,7 +269,7 @@ def test_an_untrue_declaration_stops_training_before_the_first_round():
     ("lookups", "message"),
     [
         ({"tabel": "item"}, "`lookups` names 'tabel'; the global parameters are: scale, table"),
-        ({"table": "itme"}, "`lookups` says 'table' is read at feature 'itme'; a batch has: item"),
+        ({"table": "itme"}, "no column 'itme': `lookups` names it; the clients have item"),
     ],
 )
 def test_a_misspelt_declaration_is_named(lookups, message):

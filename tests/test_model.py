@@ -46,7 +46,7 @@ def test_parameters_are_partitioned_by_path_or_predicate(local, expected):
         ("user/*", "step", "`frozen` pattern 'step' matched nothing"),
         (lambda path, leaf: False, "steps", "`local` matched nothing; the paths are"),
         ([], "steps", "`local` matched nothing"),
-        (["user/*", "item/*"], "steps", "`local` matched everything: nothing would be left for the server"),
+        (["user/*", "item/*"], "steps", "`local` matched everything, so nothing would be left for the server"),
         ("user/*", (), "'steps' is int32, which cannot be trained; match it with `frozen`"),
         (["user/*", "steps"], (), "'steps' is int32, which cannot be trained"),
     ],

@@ -39,7 +39,7 @@ def test_the_paper_s_model_has_as_many_parameters_as_the_paper_says():
     assert model.lookups == {"item_embedding": "item"}
 
 
-def test_biases_start_at_zero_and_the_mean_where_it_is_told():
+def test_biases_start_at_zero_and_the_mean_at_its_initial_value():
     model = fr.models.matrix_factorization(4, dim=2, biases=True, init_mean=3.2)
     shared = model.init_global(jax.random.key(0))
     assert shared["mean"] == np.float32(3.2)
@@ -222,7 +222,7 @@ def test_evidence_that_reads_a_table_whole_is_found_out():
 
 
 def test_evidence_needs_local_parameters_and_is_taken_once():
-    with pytest.raises(ValueError, match="already takes evidence from support"):
+    with pytest.raises(ValueError, match="must not use implicit feedback already"):
         fr.models.implicit_feedback(counting(), 4)
-    with pytest.raises(ValueError, match="no local parameters"):
+    with pytest.raises(ValueError, match="must have local parameters"):
         fr.models.implicit_feedback(linear()._replace(init_local=lambda key: {}), 4)

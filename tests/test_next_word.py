@@ -76,7 +76,7 @@ def counts(model):
 def test_parameters_are_as_many_as_the_paper_has(vocabulary, buckets):
     shared = 96 * (vocabulary + 3) + 2_055_560 + 64_416 + 97 * (vocabulary + 3 + buckets)
     assert counts(fr.models.next_word(vocabulary, buckets)) == [shared, 96 * buckets]
-    assert counts(fr.models.next_word(vocabulary, buckets, local_oov=False)) == [shared + 96 * buckets, 0]
+    assert counts(fr.models.next_word(vocabulary, buckets, local="nothing")) == [shared + 96 * buckets, 0]
     if (vocabulary, buckets) == (10_000, 1):
         assert shared + 96 * buckets == 4_050_748
 
@@ -140,7 +140,7 @@ def test_predictions_are_those_of_a_loop_by_hand():
 def test_global_embeddings_of_buckets_give_the_same_predictions():
     params, local = parameters(small())
     batch = sentences([5, 2, 3])
-    found = fr.predict(small(local_oov=False), {**params, **local}, {}, batch)
+    found = fr.predict(small(local="nothing"), {**params, **local}, {}, batch)
     np.testing.assert_array_equal(found, fr.predict(small(), params, local, batch))
 
 
@@ -298,7 +298,7 @@ def plain_loss(params, local, batch):
 
 
 @pytest.mark.slow
-def test_what_reconstruction_leaves_out_is_there_when_it_is_differentiated_once_more():
+def test_second_derivatives_include_sentences_that_reconstruction_skips():
     """The gradient, in global parameters, of the length of the gradient in local ones."""
     model = small()
     params, local = parameters(model)
@@ -359,7 +359,7 @@ def test_second_order_differentiates_through_reconstruction():
 
 @pytest.mark.slow
 def test_everything_global_is_averaged_with_yogi_by_rows_as_by_whole_tables():
-    clients, model = people([5, 3, 4], [2, 5, 5, 1, 3]), small(local_oov=False)
+    clients, model = people([5, 3, 4], [2, 5, 5, 1, 3]), small(local="nothing")
     by_rows, whole = (
         one_round(
             fr.federated_averaging(each, update=descend(0.5, 2), server=fr.optimizers.fedyogi(0.1, eps=0.1)),

@@ -1,5 +1,6 @@
 """Models and algorithms that travel: the same digest and the same results at the other end; damage is noticed."""
 
+import functools
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.core.factories import follow, recipe_of
 from fedrecon._src.storage.atomic import StorageError
+from relatives import RELATIVES, WHOLE, make
 from toy_models import assert_same_bits, descend, lookup_model, one_round
 
 RATED = fr.data.synthetic_ratings(num_users=8, num_items=9, mean_ratings=6, seed=0)
@@ -36,6 +38,11 @@ def algorithm(model=None, **options):
     return fr.federated_reconstruction(factorization() if model is None else model, **settings)
 
 
+def relative_model(name):
+    model = fr.models.matrix_factorization(9, dim=2)
+    return fr.models.client_table(model, num_clients=8) if name in WHOLE else model
+
+
 MADE = {
     "reconstruction": algorithm,
     "least squares": lambda: algorithm(reconstruct=fr.least_squares(0.5), second_order=True),
@@ -55,6 +62,7 @@ MADE = {
     "finetuning": lambda: fr.with_finetuning(
         algorithm(), fr.gradient_descent(fr.optimizers.sgd(0.1), batch_size=2), which="*item*"
     ),
+    **{name: functools.partial(lambda name: make(name, relative_model(name)), name) for name in RELATIVES},
 }
 
 
@@ -157,7 +165,7 @@ def test_damage_and_foreign_folders_are_named(tmp_path):
             tmp_path / "it",
             algorithm(fr.models.learned_default(fr.models.matrix_factorization(9, dim=3)), update=descend(0.1)),
         )
-    with pytest.raises(ValueError, match="not those of the model"):
+    with pytest.raises(ValueError, match="names and shapes of the model"):
         fr.save_algorithm(tmp_path / "other", made, {"w": np.zeros(1)})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")

@@ -93,10 +93,10 @@ def test_every_row_of_a_table_is_noised_and_rounds_differ():
     state = algorithm.init(jax.random.key(0))
     clients = lookup_clients([4, 5])
     message = algorithm.message(state)
-    upload = fr.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
+    upload = fr.kit.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
     changes = []
     for number in range(2):
-        after = fr.server_update(algorithm, state, [upload], jax.random.key(number))
+        after = fr.kit.server_update(algorithm, state, [upload], jax.random.key(number))
         changes.append(
             jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.method.params, state.method.params)
         )
@@ -230,7 +230,7 @@ def test_simulation_equals_the_protocol_bit_for_bit(noise):
     algorithm = recon(fr.aggregators.secure(1.0, clients=8, **options), lookup_model())
     state = algorithm.init(jax.random.key(0))
     message, key = algorithm.message(state), fr.kit.round_key(0, 0)
-    upload = fr.client_update(algorithm, message, lookup_clients([4, 5, 6, 1, 3]), key)
+    upload = fr.kit.client_update(algorithm, message, lookup_clients([4, 5, 6, 1, 3]), key)
     assert any(isinstance(change, RowChanges) for change in upload.delta.values())
     summand = encode(algorithm, message, jax.tree.map(jnp.asarray, upload), jax.random.split(key, 5))
     simulated = add(no_total(summand), summand)
@@ -240,7 +240,7 @@ def test_simulation_equals_the_protocol_bit_for_bit(noise):
     total = from_vector(result.total, total_shapes(algorithm))
     for one, other in zip(jax.tree.leaves(total), jax.tree.leaves(simulated), strict=True):
         np.testing.assert_array_equal(one, other)
-    after = [fr.server_update(algorithm, state, [t], key) for t in (total, jax.tree.map(np.asarray, simulated))]
+    after = [fr.kit.server_update(algorithm, state, [t], key) for t in (total, jax.tree.map(np.asarray, simulated))]
     for one, other in zip(*map(jax.tree.leaves, after), strict=True):
         np.testing.assert_array_equal(one, other)
     without = rehearse(vectors, plan(5, vectors.shape[1]), dropouts=Dropouts(mask=[1]))

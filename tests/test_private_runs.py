@@ -53,11 +53,10 @@ def train_toy(ledger, rounds=6, noise=2.0, poisson=True, **options):
         toy(aggregate),
         clients,
         rounds=rounds,
-        sampling=Sampling(4, poisson=poisson),
+        clients_per_round=Sampling(4, poisson=poisson),
         ledger=ledger,
         layout=one_by_one(),
-        valid=clients,
-        evaluate_every=2,
+        valid=fr.Validation(clients, every=2),
         **options,
     )
 
@@ -90,7 +89,7 @@ def test_without_poisson_sampling_no_amplification_is_claimed():
 
 def test_a_ledger_needs_an_aggregator_that_promises_something():
     clients = xy(([1, 2, 3], [5, 6, 8]), ([1, 2, 3], [5, 6, 8]))
-    with pytest.raises(ValueError, match="promises nothing"):
+    with pytest.raises(ValueError, match="needs an aggregator that adds noise"):
         fr.train(toy(None), clients, rounds=1, ledger=Ledger(2, 1e-4), layout=one_by_one())
 
 

@@ -49,7 +49,7 @@ def test_the_federated_job_measures_as_the_others_do(data):
     result = run_job(SMALL, data, 0)
     measured = result["evaluations"][0]["unseen"]
     assert measured["clients"] == data.rank(ranking.popularity(data.train, 30), "test").users
-    assert result["sent"] == round(data.users.train.num_examples / len(data.users.train) * 4 + 16)
+    assert result["sent"] == round(data.users.train.num_examples / len(data.users.train) * 2 * 4 + 16)
     assert 0 < measured["micro"]["ndcg@100"] < 1
 
 

@@ -107,13 +107,13 @@ def test_dates_are_seconds_of_utc(write):
 
 
 @pytest.mark.parametrize(
-    ("time", "problem"), [("yesterday", "is not a number"), ("11.1.2024", "is neither a number of seconds nor a date")]
+    ("time", "problem"), [("yesterday", "must be a finite number"), ("11.1.2024", "'11.1.2024' must be a date")]
 )
 def test_a_time_that_nobody_asked_for_says_how_to_turn_it_off(write, time, problem):
     path = write(f"user,item,rating,timestamp\n1,2,3,{time}\n1,3,4,5\n")
-    with pytest.raises(DataError, match=f"line 2: time '{time}' {problem}.*: pass time=None to ignore it"):
+    with pytest.raises(DataError, match=f"line 2: .*{problem}.*: pass time=None to ignore it"):
         load_ratings(path)
-    with pytest.raises(DataError, match=f"line 2: time '{time}' {problem}") as error:
+    with pytest.raises(DataError, match=f"line 2: .*{problem}") as error:
         load_ratings(path, time="timestamp")
     assert "time=None" not in str(error.value)
     assert load_ratings(path, time=None).num_examples == 2
@@ -145,7 +145,7 @@ def test_chunks_of_any_size_give_the_same(write, monkeypatch):
     for size in (1, 2, 3, 7, 64):
         monkeypatch.setattr(sources_module.read_text, "__defaults__", (size,))
         assert load_ratings(path).fingerprint() == expected.fingerprint()
-        with pytest.raises(DataError, match=r"line 122: rating 'x' is not a number"):
+        with pytest.raises(DataError, match=r"line 122: rating 'x' must be a finite number"):
             load_ratings(write(text.replace("é,é,1", "é,é,x"), "bad.csv"))
 
 
@@ -155,37 +155,37 @@ def test_chunks_of_any_size_give_the_same(write, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("user,item,rating\n1,2,1e39\n", {}, "line 2: rating '1e39' is beyond 3.4e+38, the largest that can be stored"),
-        ("user,item,rating\n1,2," + "1" * 400 + "\n", {}, "line 2: rating '" + "1" * 50 + "' is not finite"),
+        ("user,item,rating\n1,2,1e39\n", {}, "line 2: rating '1e39' must be a finite number up to 3.4e+38"),
+        ("user,item,rating\n1,2," + "1" * 400 + "\n", {}, "line 2: rating '" + "1" * 50 + "' must be a finite number"),
         ("user,item,rating,rating\n1,2,3,4\n", {}, "has several columns 'rating', at 2 and 3"),
-        ("user,item,rating,time\n1,2,3," + "9" * 19 + "\n", {}, "time '9999999999999999999' is beyond the range"),
-        ("user,item,rating,time\n1,2,3,1e30\n", {}, "line 2: time '1e30' is beyond the range of 64-bit"),
-        ("user,item,rating\n1,2,3\n", {"encoding": "klingon"}, "'klingon' is not an encoding of text"),
-        ("user,item,rating\n1,2,3\n", {"encoding": "hex"}, "'hex' is not an encoding of text"),
-        ("user,item,rating\n1,2,3\n", {"encoding": "unicode_escape"}, "'unicode_escape' is not an encoding of text"),
-        ("user,item,rating\n1,2,3\n", {"encoding": "a\0b"}, "is not an encoding of text"),
+        ("user,item,rating,time\n1,2,3," + "9" * 19 + "\n", {}, "must be a number of seconds in 64 bits"),
+        ("user,item,rating,time\n1,2,3,1e30\n", {}, "line 2: time '1e30' must be a finite number up to 9.2e+18"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "klingon"}, "`encoding` must be a text encoding"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "hex"}, "`encoding` must be a text encoding"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "unicode_escape"}, "`encoding` must be a text encoding"),
+        ("user,item,rating\n1,2,3\n", {"encoding": "a\0b"}, "`encoding` must be a text encoding"),
         ("user,item,rating\n1,2,3\n", {"encoding": "utf-16"}, "is not utf-16 text"),
         ("user,item,rating\n1,2,3\n", {"delimiter": ""}, "`delimiter`"),
         ("user,item,rating\n1,2,3\n", {"delimiter": '"'}, "`delimiter`"),
         ("user,item,rating\n1,2,3\n", {"delimiter": "\n"}, "`delimiter`"),
         (",,,\n1,2,3\n", {}, "line 1 has only empty fields"),
         ("\n\n;;;\n1;2;3\n", {}, "line 3 has only empty fields"),
-        ("user,item,rating\n1," + "x" * 20_000 + ",3\n", {}, "...' has 20000 characters, more than 200"),
-        ("user,item,rating\na\0,2,3\n", {}, "line 2: user 'a\\x00' has a zero character"),
+        ("user,item,rating\n1," + "x" * 20_000 + ",3\n", {}, "x' must be a whole number or 1 to 200 characters"),
+        ("user,item,rating\na\0,2,3\n", {}, "line 2: user 'a\\x00' must be"),
         ("user,item,rating\n1,2,3\n", {"skip_lines": -1}, "`skip_lines`"),
         ("user,item,rating\n1,2,3\n", {"skip_lines": 9}, "is empty"),
         (b"user,item,rating\n1,2,3\n\xff", {}, "is not utf-8 text (invalid start byte at byte 23)"),
         ("user,item,rating\n1,2,3\n".encode("utf-16"), {}, "at byte 0). Name its encoding with encoding=..."),
         (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00", {}, "ratings.csv is not a text file"),
-        ("user;item;rating\n1;2;2,0\n", {}, "line 2: rating '2,0' is not a number: decimals need a point, not a comma"),
-        ("user,item,rating\n1,2,\n", {}, "rating is empty"),
-        ("user,item,rating\n1,2,NaN\n", {}, "rating 'NaN' is not finite"),
+        ("user;item;rating\n1;2;2,0\n", {}, "up to 3.4e+38, with a point for decimals"),
+        ("user,item,rating\n1,2,\n", {}, "rating '' must be a finite number"),
+        ("user,item,rating\n1,2,NaN\n", {}, "rating 'NaN' must be a finite number"),
         ('{"client": "a", "text": "b c"}\n', {}, "holds JSON objects; expected rows of user, item and rating"),
         ("user,item,count\n1,2,many\n", {"rating": "auto"}, "it was detected as the rating column"),
     ],
 )  # fmt: skip
 def test_odd_files_are_refused_with_a_sentence_that_names_them(write, content, options, message):
-    with pytest.raises(DataError, match=re.escape(message)) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         load_ratings(write(content), **options)
     if not {"delimiter", "encoding", "skip_lines"} & set(options):
         assert "ratings.csv" in str(error.value)
@@ -223,7 +223,7 @@ def test_one_long_id_costs_its_own_length(write):
     rows = "".join(f"{k},{k % 9},3\n" for k in range(20_000))
     path = write("user,item,rating\n" + rows + "x" * 20_000 + ",1,3\n")
     peak, message = peak_of(lambda: load_ratings(path))
-    assert "has 20000 characters" in message
+    assert "1 to 200 characters" in message
     assert peak < 50e6  # as text of fixed width it would be 1.6 GB
     ratings = load_ratings(path, bad_rows="skip")
     assert (len(ratings), ratings.skipped["bad_rows"]) == (20_000, 1)
@@ -282,11 +282,11 @@ def write_table(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"user": [1], "item": [1], "rating": [1e39]}, "row 1: rating '1e+39' is beyond 3.4e+38"),
-        ({"user": [1], "item": [1], "rating": [1.0], "time": [1e30]}, "row 1: time '1e+30' is beyond"),
+        ({"user": [1], "item": [1], "rating": [1e39]}, "row 1: rating '1e+39' must be a finite number up to 3.4e+38"),
+        ({"user": [1], "item": [1], "rating": [1.0], "time": [1e30]}, "row 1: time '1e+30' must be"),
         ({"user": [[1]], "item": [1], "rating": [1.0]}, "column 'user' must hold whole numbers or text (got list"),
-        ({"user": [1.5], "item": [1], "rating": [1.0]}, "row 1: user 1.5 is not a whole number"),
-        ({"user": ["x" * 300], "item": [1], "rating": [1.0]}, "has 300 characters"),
+        ({"user": [1.5], "item": [1], "rating": [1.0]}, "row 1: user '1.5' must be a whole number"),
+        ({"user": ["x" * 300], "item": [1], "rating": [1.0]}, "1 to 200 characters"),
         ({"user": [b"x"], "item": [1], "rating": [1.0]}, "column 'user' must hold whole numbers or text (got binary"),
         ({"user": [True], "item": [1], "rating": [1.0]}, "column 'user' must hold whole numbers or text (got bool"),
         ({"user": [], "item": [], "rating": []}, "has no ratings"),
@@ -326,7 +326,7 @@ def test_a_parquet_time_that_nobody_asked_for_says_how_to_turn_it_off(write_tabl
         load_ratings(path)
     assert "time" not in load_ratings(path, time=None).columns
     path = write_table({"user": [1, 1], "item": [1, 2], "rating": [1.0, 1.0], "time": [1, None]})
-    with pytest.raises(DataError, match=r"row 2: time is empty .*time=None.*bad_rows=\"skip\""):
+    with pytest.raises(DataError, match=r"row 2: time '' must be .*time=None.*bad_rows=\"skip\""):
         load_ratings(path)
 
 
@@ -349,7 +349,7 @@ def test_one_long_text_in_parquet_is_not_made_a_column(write_table):
     names = pa.DictionaryArray.from_arrays(np.arange(60_000, dtype=np.int32) % 2, ["u1", "x" * 20_000])
     path = write_table({"user": names, "item": list(range(60_000)), "rating": [1.0] * 60_000})
     peak, message = peak_of(lambda: load_ratings(path))
-    assert "has 20000 characters" in message
+    assert "1 to 200 characters" in message
     assert peak < 50e6
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.algorithms.rounds import total_shapes, upload_shapes
+from relatives import RELATIVES, make, model_of
 from toy_models import assert_close, descend, lookup_clients, lookup_model, one_by_one, squared_error
 
 SEED, ROUNDS = 3, 2
@@ -112,14 +113,7 @@ CASES = {
         NAMED,
     ),
     "finetuning": (fr.with_finetuning(recon(), descend(0.1, 2), which="mix/*"), CLIENTS),
-    "scaffold": (
-        fr.scaffold(all_global(), learning_rate=0.1, batch_size=2, num_clients=5, server=optax.sgd(1.0)),
-        CLIENTS,
-    ),
-    "ditto": (
-        fr.ditto(all_global(), update=descend(0.1, 2), personal=descend(0.1, 2), strength=0.3, server=optax.sgd(1.0)),
-        NAMED,
-    ),
+    **{name: (make(name, model_of(name)), NAMED) for name in RELATIVES},
 }
 
 
@@ -131,12 +125,12 @@ def simulated(algorithm, clients):
 def rounds_of_hosts(algorithm, clients, client_side):
     """Train with the functions of hosts alone; `client_side` returns what reaches the server, and what is kept."""
     state = jax.tree.map(np.asarray, algorithm.init(fr.kit.run_keys(SEED).init))
-    kept = None if algorithm.method.init_client is None else fr.init_client_state(algorithm, clients, SEED)
+    kept = None if algorithm.method.init_client is None else fr.kit.init_client_state(algorithm, clients, SEED)
     for number in range(ROUNDS):
         key = fr.kit.round_key(SEED, number)
         message = fr.kit.from_bytes(fr.kit.to_bytes(algorithm.message(state)), algorithm.message(state))
         uploads, kept = client_side(message, key, kept)
-        state = jax.tree.map(np.asarray, fr.server_update(algorithm, state, uploads, key))
+        state = jax.tree.map(np.asarray, fr.kit.server_update(algorithm, state, uploads, key))
     return algorithm.params(state), () if kept is None else kept
 
 
@@ -174,13 +168,15 @@ def test_what_is_expected_of_a_client_follows_from_its_columns_without_examples(
     like = upload_shapes(algorithm, {name: column[:0] for name, column in columns.items()})
     message, key = algorithm.message(algorithm.init(jax.random.key(0))), jax.random.key(1)
     for items in ([3, 1, 4, 2], [3, 1, 1, 1]):
-        upload = fr.client_update(algorithm, message, columns | {"item": np.array(items, dtype)}, key)
+        upload = fr.kit.client_update(algorithm, message, columns | {"item": np.array(items, dtype)}, key)
         found = fr.kit.from_bytes(fr.kit.to_bytes(upload), like)
         assert sorted(set(np.asarray(found.delta["item_embedding"].ids)[0].tolist()) - {0}) == sorted(set(items[2:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["names", "redrawn split", "clipped", "averaging with local parts", "scaffold"])
+@pytest.mark.parametrize(
+    "case", ["names", "redrawn split", "clipped", "averaging with local parts", "scaffold", "pfedrec"]
+)
 def test_gateways_that_add_up_their_clients_give_what_the_simulator_gives(case):
     algorithm, clients = CASES[case]
     like = total_shapes(algorithm)
@@ -206,10 +202,10 @@ def test_clients_keep_their_identity_in_any_population():
     algorithm, clients = CASES["random steps"]
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     key = fr.kit.round_key(0, 0)
-    everybody = fr.client_update(algorithm, message, clients, key)
+    everybody = fr.kit.client_update(algorithm, message, clients, key)
     some = clients.take(np.array([3, 1]))
     moved = fr.Clients({n: c.copy() for n, c in some.columns.items()}, some.starts, some.ends, some.names)
-    alone = fr.client_update(algorithm, message, moved, key, lengths=fr.kit.Lengths(5, 5))
+    alone = fr.kit.client_update(algorithm, message, moved, key, lengths=fr.kit.Lengths(5, 5))
     np.testing.assert_allclose(alone.delta["mix/dense"], everybody.delta["mix/dense"][[3, 1]], 1e-6)
 
 
@@ -226,7 +222,7 @@ def test_nothing_local_is_in_what_leaves():
     for options in ({}, {"joint": True}, {"second_order": True}):
         algorithm = recon(marked(lookup_model()), reconstruct=descend(0.0, 2), update=descend(0.0, 2), **options)
         message = algorithm.message(algorithm.init(jax.random.key(0)))
-        upload = fr.client_update(algorithm, message, CLIENTS, fr.kit.round_key(0, 0))
+        upload = fr.kit.client_update(algorithm, message, CLIENTS, fr.kit.round_key(0, 0))
         for leaf in jax.tree.leaves(upload.parts):
             assert not np.any(np.isclose(leaf, mark))
 
@@ -234,12 +230,14 @@ def test_nothing_local_is_in_what_leaves():
 def test_nodes_run_one_program_whatever_their_clients(monkeypatch):
     algorithm, clients = recon(), CLIENTS
     message = algorithm.message(algorithm.init(jax.random.key(0)))
-    fr.client_update(algorithm, message, clients[0], fr.kit.round_key(0, 0), lengths=fr.kit.Lengths(8, 8))
+    fr.kit.client_update(algorithm, message, clients[0], fr.kit.round_key(0, 0), lengths=fr.kit.Lengths(8, 8))
     from fedrecon._src.algorithms.rounds import _compiled_client
 
     before = _compiled_client(algorithm)._cache_size()
     for i in range(1, len(clients)):
-        fr.client_update(algorithm, message, clients[i], fr.kit.round_key(0, i), client=i, lengths=fr.kit.Lengths(8, 8))
+        fr.kit.client_update(
+            algorithm, message, clients[i], fr.kit.round_key(0, i), client=i, lengths=fr.kit.Lengths(8, 8)
+        )
     assert _compiled_client(algorithm)._cache_size() == before == 1
 
 
@@ -259,17 +257,17 @@ def test_making_an_algorithm_computes_nothing():
 def test_a_round_without_uploads_is_refused():
     algorithm = recon()
     with pytest.raises(ValueError, match="`uploads` is empty"):
-        fr.server_update(algorithm, algorithm.init(jax.random.key(0)), [])
+        fr.kit.server_update(algorithm, algorithm.init(jax.random.key(0)), [])
 
 
 def test_clients_that_keep_something_must_be_given_it():
     algorithm, clients = CASES["averaging with local parts"]
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     with pytest.raises(ValueError, match="client_state"):
-        fr.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
+        fr.kit.client_update(algorithm, message, clients, fr.kit.round_key(0, 0))
 
 
-def test_a_penalty_is_part_of_what_is_minimised():
+def test_a_surrogate_is_what_a_step_minimises():
     """One step of SGD on (w - 3)^2 + 2 w at w = 1: the gradient is -4 + 2."""
     from fedrecon import kit
 
@@ -279,7 +277,12 @@ def test_a_penalty_is_part_of_what_is_minimised():
         predict=lambda params, local, batch: params["w"] * batch["x"],
         loss=squared_error,
     )
-    updater = kit.Updater(model, descend(0.1), penalty=lambda params, pull: pull * params["w"])
+
+    def penalized(measure, point, start, pull):
+        loss, sums = measure(point)
+        return loss + pull * point.params["w"] + 0 * start["w"], sums
+
+    updater = kit.Updater(model, descend(0.1), surrogate=penalized)
     base = fr.federated_averaging(model, update=descend(0.1), server=optax.sgd(1.0))
 
     def client(params, kept, cohort, key):
@@ -289,5 +292,5 @@ def test_a_penalty_is_part_of_what_is_minimised():
     algorithm = dataclasses.replace(base, define=lambda model: base.define(model)._replace(client=client))
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     columns = {"x": np.float32([1]), "y": np.float32([3])}
-    upload = fr.client_update(algorithm, message, columns, fr.kit.round_key(0, 0))
+    upload = fr.kit.client_update(algorithm, message, columns, fr.kit.round_key(0, 0))
     np.testing.assert_allclose(upload.delta["w"], [0.2], 1e-6)

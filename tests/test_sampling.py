@@ -87,10 +87,11 @@ def test_the_share_that_drops_out_is_as_asked_for():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"clients_per_round": 0}, {"oversample": 0.5}, {"drop_out": 1.0}, {"drop_out": -0.1}]
+    "settings",
+    [{"clients_per_round": 0}, {"oversample": 0.5}, {"drop_out": 1.0}, {"drop_out": -0.1}, {"least": 0}, {"apart": 0}],
 )
 def test_impossible_sampling_is_refused(settings):
-    with pytest.raises(ValueError, match="`clients_per_round`"):
+    with pytest.raises(ValueError, match=f"`{next(iter(settings))}`"):
         fr.Sampling(**settings)
 
 
@@ -101,6 +102,7 @@ def test_a_tenth_of_the_population_takes_part_but_no_fewer_than_asked_for():
     assert fr.Sampling(7, least=200).cohort_size(300) == 7
 
 
-def test_a_least_number_of_no_clients_is_refused():
-    with pytest.raises(ValueError, match="`least`"):
-        fr.Sampling(None, least=0)
+@pytest.mark.parametrize("settings", [{"apart": 2}, {"oversample": 1.5}])
+def test_poisson_sampling_is_independent(settings):
+    with pytest.raises(ValueError, match=r"`poisson`.*`apart` or `oversample`"):
+        fr.Sampling(4, poisson=True, **settings)

@@ -267,7 +267,7 @@ def test_a_client_refuses_terms_below_its_least_size():
 def test_a_client_refuses_a_circle_below_the_threshold():
     host = Host(clients=5, threshold=4).introduce()
     hellos = [host.hellos[k] for k in range(3)]
-    with pytest.raises(ss.Refusal, match="got a circle of 3, and the threshold is 4"):
+    with pytest.raises(ss.Refusal, match="a circle of 3 clients; the terms allow 4"):
         ss.share(host.state[0], sum_messages.write_roster(host.terms, 0, hellos))
 
 
@@ -275,7 +275,7 @@ def test_a_client_refuses_a_circle_larger_than_the_terms_say():
     terms = ss.plan(9, 2, circle=4, threshold=3)
     hellos = {me: ss.advertise(terms, me, least=0) for me in range(5)}
     roster = sum_messages.write_roster(terms, 0, [hello for _, hello in hellos.values()])
-    with pytest.raises(ss.Refusal, match="got a circle of 5; the terms say 4 at most"):
+    with pytest.raises(ss.Refusal, match="a circle of 5 clients; the terms allow 3 to 4"):
         ss.share(hellos[0][0], roster)
 
 
@@ -303,7 +303,7 @@ def test_a_client_never_reveals_both_shares_of_one_client():
     everybody = [(k, 1) for k in range(5)]
     both = sum_messages._header("request", host.terms, 0) + struct.pack(">H", 6)
     both += b"".join(struct.pack(">QB", *entry) for entry in [*everybody, (2, 0)])
-    with pytest.raises(ss.Refusal, match="shares of client 2 twice; both its secrets would reveal its input"):
+    with pytest.raises(ss.Refusal, match="shares of a client twice; both its secrets would reveal its input"):
         ss.unmask(host.state[0], both)
     # Nor one after the other: the state after the first request has no shares left.
     after, _ = ss.unmask(host.state[0], host.requests[0])
@@ -385,7 +385,7 @@ def test_a_key_with_which_nothing_secret_can_be_agreed_is_refused():
 def test_an_input_of_another_type_or_length_is_refused():
     host = Host().introduce().share().deliver()
     for vector in (host.vectors[0].astype(np.int64), host.vectors[0][:-1], host.vectors[:1]):
-        with pytest.raises(ss.SecureSumError, match=r"the terms say uint32\[4\]"):
+        with pytest.raises(ss.SecureSumError, match=r"`vector` must be uint32\[4\]"):
             ss.mask(host.state[0], host.deliveries[0], vector)
 
 
@@ -458,7 +458,7 @@ def test_terms_of_a_huge_length_take_no_memory_either():
     terms = ss.Terms.from_bytes(ss.plan(3, 2**50).to_bytes())
     tracemalloc.start()
     state, _ = ss.advertise(terms, 0, least=0)
-    with pytest.raises(ss.SecureSumError, match="the terms say"):
+    with pytest.raises(ss.SecureSumError, match="`vector` must be"):
         ss.mask(dataclasses.replace(state, stage="mask"), b"", np.zeros(4, np.uint32))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -471,7 +471,7 @@ def test_terms_travel_as_bytes_and_bad_ones_are_refused():
     for damaged in (b"", terms.to_bytes()[:-1], b"X" + terms.to_bytes()[1:]):
         with pytest.raises(ss.MessageError, match="not the terms"):
             ss.Terms.from_bytes(damaged)
-    with pytest.raises(ss.MessageError, match="protocol version 9"):
+    with pytest.raises(ss.MessageError, match="protocol version"):
         ss.Terms.from_bytes(terms.to_bytes()[:4] + b"\x09" + terms.to_bytes()[5:])
     with pytest.raises(ss.SecureSumError, match="must be above half"):
         ss.Terms.from_bytes(terms._replace(threshold=5).to_bytes())
@@ -480,12 +480,12 @@ def test_terms_travel_as_bytes_and_bad_ones_are_refused():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"cohort": 1}, "hides nobody"),
-        ({"threshold": 5}, "`threshold` is 5 for circles of 10; it must be above half"),
-        ({"threshold": 11}, "no more than all of it"),
-        ({"bits": 16}, "integers have 32 or 64"),
-        ({"length": 0}, "they must be at least 0 and 1"),
-        ({"session": b"short"}, "`session` has 5 bytes"),
+        ({"cohort": 1}, "`cohort` and `circle` must be at least 2"),
+        ({"threshold": 5}, "`threshold` must be above half"),
+        ({"threshold": 11}, "and not above `circle`"),
+        ({"bits": 16}, "`bits` must be 32 or 64"),
+        ({"length": 0}, "`length` must be from 1"),
+        ({"session": b"short"}, "`session` must have 16 bytes"),
     ],
 )
 def test_terms_that_make_no_sense_are_refused(change, sentence):

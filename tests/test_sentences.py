@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from fedrecon._src.data.sentences import next_word_columns
-from fedrecon._src.data.vocabulary import word_hash
+from fedrecon._src.data.vocabulary import FORMAT, word_hash
 from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.manifest import write_manifest
 from fedrecon.data import Sentences, Vocabulary, input_ids, personal_text, prompt_columns
 
 # V = 3: ids 1 to 3, 4 begins, 5 ends, 6 and 7 are buckets
@@ -68,23 +69,26 @@ def test_a_vocabulary_survives_a_file(tmp_path):
     [
         (None, "is missing"),
         ("{", "is not valid JSON"),
-        ("[]", "is not a saved vocabulary"),
-        ('{"format": "other", "version": 1}', "is of format other 1; this version of fedrecon reads"),
-        ('{"format": "fedrecon-vocabulary", "version": 2}', "is of format fedrecon-vocabulary 2"),
-        ('{"format": "fedrecon-vocabulary", "version": 1, "words": [1], "buckets": 1}', "words must be text"),
-        ('{"format": "fedrecon-vocabulary", "version": 1, "words": ["a", "a"], "buckets": 1}', "twice"),
+        ("[]", "is of format 'not an object'"),
+        ('{"format": "other", "version": 1}', "is of format 'other' 1; this version of fedrecon reads"),
+        ('{"format": "fedrecon-vocabulary", "version": 2}', "is of format 'fedrecon-vocabulary' 2"),
+        ({"words": [1], "buckets": 1}, "`words` must be strings"),
+        ({"words": ["a", "a"], "buckets": 1}, "twice"),
+        ({"words": ["a"]}, "KeyError"),
     ],
 )
 def test_files_that_are_no_vocabulary_are_refused(tmp_path, content, message):
     path = tmp_path / "vocabulary.json"
-    if content is not None:
+    if isinstance(content, dict):
+        write_manifest(path, FORMAT, content)
+    elif content is not None:
         path.write_text(content)
     with pytest.raises(StorageError, match=f"{re.escape(str(path))}.*{message}"):
         Vocabulary.load(path)
 
 
 def test_vocabularies_without_buckets_or_with_a_word_twice_are_refused():
-    with pytest.raises(ValueError, match="`buckets` is 0; words outside the vocabulary need at least 1"):
+    with pytest.raises(ValueError, match="`buckets` must be a finite number at least 1"):
         Vocabulary(("a",), 0)
     with pytest.raises(ValueError, match="'b' is in the vocabulary twice"):
         Vocabulary(("a", "b", "b"), 1)

@@ -159,7 +159,7 @@ def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_bits(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_folder_that_the_first_process_refuses_ends_the_other_with_the_same_sentence(tmp_path):
+def test_all_processes_report_the_error_of_the_first_one(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     ratings = write_ratings(tmp_path / "ratings.csv")

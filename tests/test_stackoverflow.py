@@ -2,14 +2,16 @@ import lzma
 import re
 import sqlite3
 from html import escape
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedrecon._src.core.progress import silent
 from fedrecon._src.data.posts import plain_text
-from fedrecon._src.data.stackoverflow import decode_example, read_word_count
+from fedrecon._src.data.stackoverflow import _unpack, decode_example, read_word_count
 from fedrecon.data import DataError, load_text, prepare_posts, prepare_stackoverflow
 from stackoverflow_files import blob, example, nested, varint, write_database
 
@@ -126,11 +128,11 @@ def test_the_vocabulary_file_gives_the_words_in_its_order(database, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("the 5\nfour\n", "line 2: 'four.n' is not a word and its count"),
-        ("the 5\na b\n", "line 2: 'a b.n' is not a word and its count"),
-        ("the 5\nthe 4\n", "line 2: 'the' is listed twice"),
+        ("the 5\nfour\n", "line 2: 'four' must be a word that is not listed yet and its count"),
+        ("the 5\na b\n", "line 2: 'a b' must be a word"),
+        ("the 5\nthe 4\n", "line 2: 'the 4' must be a word that is not listed yet"),
         ("", "is empty; expected a word and its count on each line"),
-        (b"BZh9\xff\xfe", "cannot read"),
+        (b"BZh9\xff\xfe", "is not utf-8 text"),
         (None, "cannot read"),
     ],
 )
@@ -174,14 +176,17 @@ def test_both_ways_through_the_table_give_the_same(database, tmp_path):
 BAD = [
     (b"\xff\xff", "a number at byte 0 does not end"),
     (blob("2010-01-08 09:34:05 UTC", "some words")[:-3], "does not fit"),
-    (blob("yesterday", "words"), "'yesterday' is not a date"),
-    (example({"tokens": [b"words"]}), "creation_date should be one text, but is None"),
-    (example({"creation_date": [b"2010-01-08 09:34:05 UTC"], "tokens": [3]}), "tokens should be one text, but is []"),
+    (blob("yesterday", "words"), "'yesterday' must be a date"),
+    (example({"tokens": [b"words"]}), "creation_date and tokens must be one text each (got {'tokens'"),
+    (
+        example({"creation_date": [b"2010-01-08 09:34:05 UTC"], "tokens": [3]}),
+        "must be one text each (got",
+    ),
     (
         example({"creation_date": [b"2010-01-08 09:34:05 UTC"], "tokens": [b"caf\xe9"]}),
         "'utf-8' codec can't decode byte",
     ),
-    ("text", "serialized_example_proto is str, not a blob"),
+    ("text", "does not fit in a message of 4"),
 ]
 
 
@@ -212,11 +217,20 @@ def test_a_compressed_database_is_unpacked_only_on_request(database, tmp_path):
     assert not [file for file in tmp_path.iterdir() if "cut.sqlite" in file.name and file.suffix != ".lzma"]
 
 
+def test_a_database_appears_under_its_name_when_all_of_it_is_written(tmp_path, monkeypatch):
+    packed, sizes = tmp_path / "other.sqlite.lzma", []
+    packed.write_bytes(lzma.compress(b"so little that it waits in a buffer"))
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda old, new: (sizes.append(old.stat().st_size), replace(old, new)))
+    _unpack(packed, tmp_path / "other.sqlite", silent)
+    assert sizes == [len(b"so little that it waits in a buffer")]
+
+
 def test_files_that_are_not_the_data_set_are_refused(tmp_path, database):
     with pytest.raises(DataError, match=r"is not a file; expected stackoverflow\.sqlite"):
         prepare_stackoverflow(tmp_path / "missing.sqlite", tmp_path / "corpus")
     (tmp_path / "text.sqlite").write_text("no database")
-    with pytest.raises(DataError, match="is not an SQLite database"):
+    with pytest.raises(DataError, match="file is not a database"):
         prepare_stackoverflow(tmp_path / "text.sqlite", tmp_path / "corpus")
     connection = sqlite3.connect(tmp_path / "empty.sqlite")
     connection.execute("CREATE TABLE something (a)")
@@ -326,14 +340,14 @@ def test_html_is_stripped(html, text):
 
 
 BAD_ROWS = [
-    ("  <row Id='1' PostTypeId=\r\n", "not XML"),
-    ("  <row Id='1' Body='&bogus;' />\r\n", "not XML"),
-    ("  <row Id='1' Body='\udcff' />\r\n", "not XML"),
+    ("  <row Id='1' PostTypeId=\r\n", "unclosed token"),
+    ("  <row Id='1' Body='&bogus;' />\r\n", "undefined entity"),
+    ("  <row Id='1' Body='\udcff' />\r\n", "not well-formed"),
     ("  <other />\r\n", "is not a <row .../>, which has a line of its own"),
-    (row({name: value for name, value in ANSWER.items() if name != "Body"}), "a row without Body"),
-    (row({name: value for name, value in ANSWER.items() if name != "PostTypeId"}), "a row without PostTypeId"),
-    (row({name: value for name, value in ANSWER.items() if name != "CreationDate"}), "a row without CreationDate"),
-    (row(ANSWER | {"CreationDate": "long ago"}), "'long ago' is not a date"),
+    (row({name: value for name, value in ANSWER.items() if name != "Body"}), "no 'Body'"),
+    (row({name: value for name, value in ANSWER.items() if name != "PostTypeId"}), "no 'PostTypeId'"),
+    (row({name: value for name, value in ANSWER.items() if name != "CreationDate"}), "no 'CreationDate'"),
+    (row(ANSWER | {"CreationDate": "long ago"}), "'long ago' must be a date"),
 ]
 
 

@@ -291,7 +291,7 @@ def test_baselines_of_a_study_are_those_of_the_library_on_the_same_query(ratings
     names = ("global mean", "item + user bias")
     job = dataclasses.replace(with_config(BASE, rounds=1), method="baselines", measures=names)
     (entry,) = run_job(job, data, 1)["evaluations"]
-    expected = fr.recommend.rating_baselines(division.train, division.test, which=names, num_items=ratings.num_items)
+    expected = fr.recommend.rating_baselines(division.train, division.test, num_items=ratings.num_items)
     trained = fr.evaluate(*_nothing_learned(ratings), division.test)
     for name in names:
         assert entry[name]["micro"] == expected.table[name]

@@ -55,7 +55,8 @@ def content(corpus):
     columns = {name: values.tolist() for name, values in corpus.clients.columns.items()}
     clients = [corpus.clients.starts.tolist(), corpus.clients.ends.tolist(), corpus.clients.names.tolist()]
     lists = [corpus.tokens.tolist(), corpus.counts.tolist(), corpus.split_of.tolist()]
-    return columns, clients, lists, corpus.words, corpus.splits, corpus.train_tokens, dict(corpus.skipped)
+    words = corpus.words, corpus.other_words
+    return columns, clients, lists, words, corpus.splits, corpus.train_tokens, dict(corpus.skipped)
 
 
 # ---- what is kept ----
@@ -236,12 +237,30 @@ def test_streamed_examples_are_those_in_memory_for_more_than_one_block(tmp_path,
 
 def test_a_prepared_folder_opens_with_the_same_content(write):
     path = write(POSTS)
-    corpus = prepare(path)
+    corpus = prepare(path, kept_words=3)
     for again in (Corpus.open(path.parent / "corpus"), Corpus.open(path.parent / "corpus", mapped=False)):
         assert content(again) == content(corpus)
     names = {file.name for file in (path.parent / "corpus").iterdir()}
     arrays = {f"{name}.npy" for name in ("tokens", "begins", "times", "offsets", "names", "split", "counts")}
-    assert names == arrays | {"corpus.json", "words.txt"}
+    assert names == arrays | {"corpus.json", "words.txt", "others.txt"}
+
+
+def test_the_spelling_of_words_that_are_not_kept_is_stored_unless_they_are_too_many(tmp_path, monkeypatch):
+    posts = [Post("a", 0.0, [["x", "x", "é", "z"]]), Post("b", 0.0, [["y", "x", "z"]], split=1)]
+
+    def corpus_of(name, **options):
+        settings = CorpusSettings(splits=("train", "test"), fractions=None, words_in_memory=1, **options)
+        return prepare_corpus(posts, tmp_path / name, settings, "test", {})
+
+    counted = corpus_of("counted")
+    assert (counted.words, counted.other_words) == (("x", "z", "é"), ("y",))  # only a test client uses y
+    assert (counted.counts.tolist(), counted.train_tokens) == ([2, 1, 1], 4)
+    assert corpus_of("few", kept_words=1).other_words == ("y", "z", "é")
+    assert corpus_of("given", words=("y", "q")).other_words == ("x", "z", "é")
+    sentences = corpus_of("spelled", kept_words=2).in_words_of(fr.data.Vocabulary(("x",), 2), "test", spelled=True)
+    assert sorted(sentences.other_words) == ["y", "z"]
+    monkeypatch.setattr("fedrecon._src.data.corpus_writer.MOST_SPELLED", 3)
+    assert corpus_of("many", kept_words=1).other_words == ()
 
 
 def test_a_source_is_prepared_once_and_then_opened(write, monkeypatch, tmp_path):
@@ -263,24 +282,30 @@ def test_a_source_is_prepared_once_and_then_opened(write, monkeypatch, tmp_path)
 # ---- what cannot be read ----
 
 BAD = [
-    (b'{"client": "a"', "not JSON"),
-    (b"[1, 2]", "a JSON list, not an object with client and text"),
-    (b'{"text": "x"}', "no 'client'; it has: text"),
-    (b'{"client": "a", "txt": "x"}', "no 'text'; it has: client, txt"),
-    (b'{"client": "a", "text": 3}', "text '3' is not text"),
-    (b'{"client": "a", "text": null}', "text 'None' is not text"),
-    (b'{"client": null, "text": "x"}', "client None is neither text nor a whole number"),
-    (b'{"client": true, "text": "x"}', "client True is neither text nor a whole number"),
-    (b'{"client": 1.5, "text": "x"}', "client 1.5 is neither text nor a whole number"),
+    (b'{"client": "a"', "Expecting ',' delimiter"),
+    (b"[1, 2]", "[1, 2]: Input should be a valid dictionary"),
+    (b'{"text": "x"}', "'client' is missing"),
+    (b'{"client": "a", "txt": "x"}', "'text' is missing"),
+    (b'{"client": "a", "text": 3}', "text 3: Input should be a valid string"),
+    (b'{"client": "a", "text": null}', "text None: Input should be a valid string"),
+    (
+        b'{"client": null, "text": "x"}',
+        "client None: Input should be a valid string, or",
+    ),
+    (
+        b'{"client": true, "text": "x"}',
+        "client True: Input should be a valid string, or",
+    ),
+    (b'{"client": 1.5, "text": "x"}', "client 1.5: Input should be a valid string, or"),
     (b'{"client": "", "text": "x"}', "client '' is not 1 to 200 printable characters"),
     (b'{"client": "a\\nb", "text": "x"}', "is not 1 to 200 printable characters"),
     (b'{"client": "\\ud800", "text": "x"}', "is not 1 to 200 printable characters"),
-    (b'{"client": "a", "time": "noon", "text": "x"}', "'noon' is not a date such as"),
-    (b'{"client": "a", "time": NaN, "text": "x"}', "time 'nan' is neither a number of seconds nor a date"),
-    (b'{"client": "a", "time": [1], "text": "x"}', "time '[1]' is neither a number of seconds nor a date"),
-    (b'{"client": "a", "time": true, "text": "x"}', "time 'True' is neither"),
-    (b'{"client": "a", "time": 1' + b"0" * 400 + b', "text": "x"}', "is neither a number of seconds nor a date"),
-    (b'{"client": "a", "text": "caf\xe9"}', "not UTF-8 text"),
+    (b'{"client": "a", "time": "noon", "text": "x"}', "'noon' must be a date"),
+    (b'{"client": "a", "time": NaN, "text": "x"}', "time nan: Input should be a finite number"),
+    (b'{"client": "a", "time": [1], "text": "x"}', "time [1]: Input should be a valid number"),
+    (b'{"client": "a", "time": true, "text": "x"}', "time True: Input should be a valid number"),
+    (b'{"client": "a", "time": 1' + b"0" * 400 + b', "text": "x"}', "Input should be a valid number"),
+    (b'{"client": "a", "text": "caf\xe9"}', "'utf-8' codec can't decode byte 0xe9"),
     (b"[" * 100_000, ""),
 ]
 
@@ -302,7 +327,7 @@ def test_truncated_gzip_is_an_error_that_names_the_line_or_ends_the_file(write):
         [{"client": "a", "text": f"s{k} {rng.random()} {rng.random()}"} for k in range(2_000)], "posts.jsonl.gz"
     )
     path.write_bytes(path.read_bytes()[:-10_000])
-    with pytest.raises(DataError, match=r"posts.jsonl.gz line \d+: the gzip data is cut off or damaged"):
+    with pytest.raises(DataError, match=r"posts.jsonl.gz line \d+: .*posts.jsonl.gz is damaged or cut off"):
         prepare(path, max_sentences=5_000)
     corpus = prepare(path, bad_rows="skip", max_sentences=5_000)
     assert corpus.skipped["bad_rows"] == 1
@@ -337,8 +362,8 @@ def test_files_with_nothing_to_read_are_refused_and_leave_nothing(tmp_path, cont
 def test_wrong_arguments_are_refused_before_anything_is_read(write):
     path = write([b"bad"])
     for wrong, message in [
-        ({"bad_rows": "ignore"}, "`bad_rows` must be one of error, skip"),
-        ({"fractions": (0.5, 0.5)}, "`fractions` must be one share for each of train, valid, test"),
+        ({"bad_rows": "ignore"}, "`bad_rows` must be one of 'error', 'skip'"),
+        ({"fractions": (0.5, 0.5)}, "`fractions` must have one share for each of train, valid, test"),
         ({"fractions": (0.5, 0.5, 0.5)}, "sum to 1"),
         ({"kept_words": 0}, "`kept_words`"),
         ({"max_sentences": 0}, "`max_sentences`"),
@@ -347,22 +372,22 @@ def test_wrong_arguments_are_refused_before_anything_is_read(write):
             prepare(path, **wrong)
     with pytest.raises(DataError, match="missing is not a file"):
         prepare_text(path.parent / "missing", path.parent / "corpus")
-    with pytest.raises(DataError, match="none of its 2 clients is in train, whose words we count"):
+    with pytest.raises(DataError, match="none of its 2 clients is in train: there are no words to count"):
         prepare(write(POSTS, "good"), fractions=(0, 0.5, 0.5))
 
 
 def test_questions_a_corpus_cannot_answer_are_refused(write, tmp_path):
     corpus = prepare(write(POSTS))
-    with pytest.raises(ValueError, match="`vocab_size` is 11; ask for 1 to 10"):
+    with pytest.raises(ValueError, match=r"`vocab_size` must be .* at least 1 and at most 10"):
         corpus.next_words("train", 11, 1)
     with pytest.raises(DataError, match="no split 'heldout'; it has: train, valid, test"):
         corpus.split("heldout")
-    with pytest.raises(ValueError, match="`max_words` is 0"):
+    with pytest.raises(ValueError, match="`max_words` must be"):
         corpus.next_words("train", 1, 1, max_words=0)
-    with pytest.raises(DataError, match=r"is not a prepared corpus: it has no corpus\.json"):
+    with pytest.raises(DataError, match=r"is not a complete corpus: .*corpus\.json is missing"):
         Corpus.open(tmp_path)
     (tmp_path / "corpus" / "begins.npy").write_bytes(b"")
-    with pytest.raises(DataError, match="is damaged or incomplete"):
+    with pytest.raises(DataError, match="is not a complete corpus"):
         Corpus.open(tmp_path / "corpus")
 
 
@@ -405,7 +430,7 @@ def few_files(more):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_corpus_may_have_more_runs_than_a_process_may_open_files(write):
+def test_a_corpus_of_many_batches_needs_few_open_files(write):
     posts = [{"client": f"c{k % 30}", "time": k, "text": f"one two {k}"} for k in range(200)]
     path = write(posts)
     with few_files(50):
@@ -444,7 +469,7 @@ def test_synthetic_text_has_private_words_in_predictable_places():
     assert all(len(kinds) == 1 for kinds in follows.values())
     assert len(follows) == len({word for _, word in follows}) > 10
     assert content(synthetic_text(5)) == content(synthetic_text(5)) != content(synthetic_text(5, seed=1))
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="`kinds` must be"):
         synthetic_text(kinds=0)
 
 

@@ -60,12 +60,10 @@ ENDLESS = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELEC
         (
             "DROP TABLE examples; CREATE TABLE examples(split_name, client_id, serialized_example_proto "
             "GENERATED ALWAYS AS (zeroblob(1000000000)))",
-            "serialized_example_proto of examples is computed",
+            "examples must be a table without computed columns .*serialized_example_proto",
         ),
         ("DROP TABLE examples; CREATE VIRTUAL TABLE examples USING fts5(split_name, client_id)", "virtual table"),
         ("DROP TABLE examples", "no such table"),
-        ("UPDATE client_metadata SET num_examples = 'many'", "client 'c1' in client_metadata is 'many', not a count"),
-        ("UPDATE client_metadata SET num_examples = -3", "is '-3', not a count"),
     ],
 )  # fmt: skip
 def test_a_database_that_is_a_program_is_refused(tmp_path, change, message):
@@ -117,7 +115,7 @@ def test_every_changed_file_of_a_corpus_is_named(posts, tmp_path):
     prepare_text(posts, tmp_path / "corpus")
     for file in sorted((tmp_path / "corpus").iterdir()):
         content = file.read_bytes()
-        changed = bytearray(content)
+        changed = bytearray(content or b"..")
         changed[-2] ^= 1
         file.write_bytes(changed)
         with pytest.raises(DataError, match=rf"{file.name.replace('.', '[.]')}"):
@@ -137,7 +135,7 @@ def test_large_files_are_read_only_by_a_full_check(posts, tmp_path, monkeypatch)
     np.save(tmp_path / "corpus" / "tokens.npy", tokens[:-1])
     with pytest.raises(DataError, match=r"tokens\.npy is damaged: it has .* bytes"):
         Corpus.open(tmp_path / "corpus")
-    with pytest.raises(ValueError, match="`check` must be one of quick, full"):
+    with pytest.raises(ValueError, match="`check` must be one of 'quick', 'full'"):
         Corpus.open(tmp_path / "corpus", check="none")
 
 

@@ -76,11 +76,11 @@ def test_a_job_that_counts_words_is_measured_like_a_training_and_sends_nothing(r
     assert result["evaluations"][-1]["round"] == job.config.rounds
     assert result["sent"] == 0
     assert result.keys() == results["recon"].keys()
-    accuracy = 100 * result["evaluations"][-1]["most frequent next word"]["micro"]["accuracy"]
+    accuracy = 100 * result["evaluations"][-1]["counted bigrams"]["micro"]["accuracy"]
     assert 0 < accuracy < 100
     rows = {"counting-25": [result | {"settings": job.settings}]}
     report = to_markdown(compose(study, rows, [], tmp_path), tmp_path)
-    assert f"| Baseline: most frequent next word | {accuracy:.2f} |  | none |" in report
+    assert f"| Baseline: counted bigrams | {accuracy:.2f} |  | none |" in report
     assert "| FedRecon, 500 OOV |  |  |  |" in report, "what was not run has no figures"
 
 

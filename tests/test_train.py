@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import re
@@ -69,14 +70,17 @@ def keeping():
     )
 
 
-def run(algorithm, rounds=12, folder=None, **options):
-    options = {"evaluate_every": 5, "valid": ratings(seed=9), "checkpoint_every": 4, "seed": 3, **options}
+DEFAULT = fr.Validation(ratings(seed=9), every=5)
+
+
+def run(algorithm, rounds=12, folder=None, checkpoint_every=4, **options):
+    options = {"valid": DEFAULT, "seed": 3, **options}
     return fr.train(
         algorithm,
         ratings(),
         rounds=rounds,
         clients_per_round=3,
-        folder=fr.RunFolder(folder) if folder else None,
+        folder=fr.RunFolder(folder, checkpoint_every) if folder else None,
         layout=one_by_one(),
         **options,
     )
@@ -203,7 +207,7 @@ class Recorder(fr.Callback):
 
 def test_callbacks_get_every_round_every_evaluation_and_the_result():
     recorder = Recorder()
-    result = run(momentum(), rounds=3, evaluate_every=2, callbacks=[recorder, fr.Callback()])
+    result = run(momentum(), rounds=3, valid=fr.Validation(ratings(), 2), callbacks=[recorder, fr.Callback()])
     assert recorder.rounds == of_kind(result.history, "round")
     assert recorder.evaluations == of_kind(result.history, "evaluation")
     assert recorder.runs == [result]
@@ -278,10 +282,10 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_drop_out_and_too_small_clients_are_counted_in_the_round():
-    found = run(momentum(), valid=None, rounds=8, sampling=None)
+    found = run(momentum(), valid=None, rounds=8)
     assert {entry["clients"] for entry in found.history} <= {1, 2, 3}
     sampling = fr.Sampling(6, drop_out=0.5, min_examples=3)
-    found = fr.train(momentum(), ratings(), rounds=8, sampling=sampling, layout=one_by_one())
+    found = fr.train(momentum(), ratings(), rounds=8, clients_per_round=sampling, layout=one_by_one())
     for entry in found.history:
         assert entry["invited"] == 6
         assert entry["too_small"] == 2  # of two examples and of none
@@ -291,8 +295,8 @@ def test_drop_out_and_too_small_clients_are_counted_in_the_round():
 
 def test_a_round_in_which_nobody_answers_changes_nothing():
     sampling = fr.Sampling(2, min_examples=99)
-    found = fr.train(momentum(), ratings(), rounds=2, sampling=sampling, layout=one_by_one())
-    start = fr.train(momentum(), ratings(), rounds=0, sampling=sampling, layout=one_by_one())
+    found = fr.train(momentum(), ratings(), rounds=2, clients_per_round=sampling, layout=one_by_one())
+    start = fr.train(momentum(), ratings(), rounds=0, clients_per_round=sampling, layout=one_by_one())
     assert_same_bits(found.params, start.params)
     assert [entry["skipped"] for entry in found.history] == [True, True]
     assert np.isnan(found.history[0]["loss"])
@@ -321,7 +325,7 @@ def test_evaluations_that_diverge_are_warned_of_once_in_a_training():
     algorithm = recon_with(None, optax.sgd(0.0))
     never = clients_of(*({"item": np.zeros(4, np.int32), "rating": np.full(4, 3e38, np.float32)} for _ in "ab"))
     with pytest.warns(fr.DivergenceWarning, match="the evaluation after round 1: 2 of 2 evaluated clients") as told:
-        fr.train(algorithm, ratings(), rounds=3, valid=never, evaluate_every=1, layout=one_by_one())
+        fr.train(algorithm, ratings(), rounds=3, valid=fr.Validation(never, 1), layout=one_by_one())
     assert len(told) == 1
 
 
@@ -334,13 +338,15 @@ def test_updates_that_are_all_too_long_are_warned_of():
 def test_rounds_without_anybody_are_warned_of():
     sampling = fr.Sampling(2, min_examples=99)
     with pytest.warns(fr.DivergenceWarning, match="nobody sent an update that counts"):
-        fr.train(momentum(), ratings(), rounds=3, sampling=sampling, layout=one_by_one())
+        fr.train(momentum(), ratings(), rounds=3, clients_per_round=sampling, layout=one_by_one())
 
 
 def test_a_data_frame_must_be_made_into_clients():
     pd = pytest.importorskip("pandas")
-    with pytest.raises(TypeError, match=r"`clients` is of type DataFrame; .* fr.Clients.from_dataframe\(frame"):
+    with pytest.raises(TypeError, match=r"`clients` must be fr.Clients, .* fr.Clients.from_dataframe\(frame"):
         fr.train(momentum(), pd.DataFrame({"user": [1], "item": [1], "rating": [1.0]}), rounds=1)
+    with pytest.raises(TypeError, match="got dict"):
+        fr.train(momentum(), ratings(), rounds=1, valid={"item": [1], "rating": [1.0]})
 
 
 def test_a_run_is_shown_in_one_line():
@@ -356,24 +362,23 @@ def test_rounds_come_out_the_same_however_they_are_grouped():
         linear(), reconstruct=descend(0.05), update=descend(0.01), server=optax.sgd(1.0)
     )
     one = one_round(algorithm, a_and_b(), rounds=23)
-    other = one_round(algorithm, a_and_b(), rounds=23, valid=a_and_b(), evaluate_every=3)
+    other = one_round(algorithm, a_and_b(), rounds=23, valid=fr.Validation(a_and_b(), 3))
     assert_same_bits(other.params, one.params)
     other.history = of_kind(other.history, "round")
     assert_same_history(other, one, 0)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"clients_per_round": 3, "sampling": fr.Sampling(3)}, "`clients_per_round`"),
-        ({"rounds": -1}, "`rounds` and `evaluate_every` must be at least 0"),
-        ({"checkpoint_every": 0}, "`checkpoint_every` at least 1"),
+        (lambda: fr.train(momentum(), ratings(), rounds=-1), "`rounds` must be .* at least 0"),
+        (lambda: fr.Validation(ratings(), every=-1), "`every` must be .* at least 0"),
+        (lambda: fr.RunFolder("x", checkpoint_every=0), "`checkpoint_every` must be .* at least 1"),
     ],
 )
-def test_impossible_training_is_refused(options, message):
-    options = {"rounds": 1, **options}
+def test_impossible_training_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
-        fr.train(momentum(), ratings(), **options)
+        make()
 
 
 def test_no_clients_are_refused():
@@ -438,7 +443,7 @@ def norms():
         found.append(norm_of(params))
         return valid(params, kept)
 
-    run(momentum(), valid=measure, evaluate_every=2)
+    run(momentum(), valid=fr.Validation(measure, 2))
     assert found == sorted(found)
     return found
 
@@ -447,7 +452,7 @@ PATIENT = fr.EarlyStopping(patience=2)
 
 
 def patient(norms, early_stopping=PATIENT, **options):
-    return run(momentum(), valid=judged_by(norms[1]), evaluate_every=2, early_stopping=early_stopping, **options)
+    return run(momentum(), valid=fr.Validation(judged_by(norms[1]), 2, early_stopping), **options)
 
 
 def test_training_ends_when_evaluations_get_no_better_and_keeps_the_best(norms):
@@ -455,7 +460,7 @@ def test_training_ends_when_evaluations_get_no_better_and_keeps_the_best(norms):
     assert (found.rounds, found.best) == (8, 4)
     assert found.stopped == "early stopping: no improvement in 2 evaluations; keeping round 4"
     assert_same_bits(found.params, run(momentum(), rounds=4).params)
-    every = run(momentum(), valid=judged_by(norms[-1]), evaluate_every=2, early_stopping=PATIENT)
+    every = run(momentum(), valid=fr.Validation(judged_by(norms[-1]), 2, PATIENT))
     assert (every.rounds, every.best, every.stopped) == (12, None, None)
     assert_same_bits(every.params, run(momentum()).params)
 
@@ -486,7 +491,7 @@ def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():
 
 
 def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_round(norms):
-    found = run(momentum(), valid=judged_by(0.0), evaluate_every=2, early_stopping=PATIENT)
+    found = run(momentum(), valid=fr.Validation(judged_by(0.0), 2, PATIENT))
     assert (found.rounds, found.best) == (4, 0)
     assert "keeping round 0" in found.stopped
     assert_same_bits(found.params, run(momentum(), rounds=0).params)
@@ -496,38 +501,28 @@ def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_ro
 def test_something_simple_is_kept_if_no_round_is_better(norms, tmp_path):
     start = run(momentum(), rounds=0).params
     simple = {name: 2 * norms[-1] * leaf / norm_of(start) for name, leaf in start.items()}
-    options = {
-        "valid": judged_by(norm_of(simple)),
-        "evaluate_every": 2,
-        "early_stopping": fr.EarlyStopping(2, fallback=simple),
-    }
-    found = run(momentum(), **options)
+    stopping = fr.EarlyStopping(2, fallback=simple)
+    validation = fr.Validation(judged_by(norm_of(simple)), 2, stopping)
+    found = run(momentum(), valid=validation)
     assert (found.rounds, found.best) == (4, 0)
     assert_same_bits(found.params, simple)
-    wide = options | {
-        "early_stopping": fr.EarlyStopping(
-            2, fallback={name: np.asarray(leaf, np.float64) for name, leaf in simple.items()}
-        )
-    }
-    assert run(momentum(), folder=tmp_path, callbacks=[Stop("round", 3)], **wide).interrupted
-    assert_same_bits(run(momentum(), folder=tmp_path, **wide).params, simple)
-    at_once = run(momentum(), rounds=0, **options)
+    wide = fr.EarlyStopping(2, fallback={name: np.asarray(leaf, np.float64) for name, leaf in simple.items()})
+    in_doubles = dataclasses.replace(validation, early_stopping=wide)
+    assert run(momentum(), folder=tmp_path, callbacks=[Stop("round", 3)], valid=in_doubles).interrupted
+    assert_same_bits(run(momentum(), folder=tmp_path, valid=in_doubles).params, simple)
+    at_once = run(momentum(), rounds=0, valid=validation)
     assert at_once.best == 0
     assert_same_bits(at_once.params, simple)
-    better = run(momentum(), **options | {"valid": judged_by(norms[-1])})
+    better = run(momentum(), valid=fr.Validation(judged_by(norms[-1]), 2, stopping))
     assert better.best is None
     assert_same_bits(better.params, run(momentum()).params)
     with pytest.raises(ValueError, match="`fallback`"):
-        run(momentum(), **options | {"early_stopping": fr.EarlyStopping(2, fallback={"x": np.zeros(3)})})
+        run(momentum(), valid=fr.Validation(ratings(), 2, fr.EarlyStopping(2, fallback={"x": np.zeros(3)})))
 
 
 def test_what_evaluations_are_judged_by_can_be_chosen(norms):
-    found = run(
-        momentum(),
-        valid=judged_by(0.0),
-        evaluate_every=2,
-        early_stopping=fr.EarlyStopping(2, score=lambda metrics: -metrics["loss"]),
-    )
+    stopping = fr.EarlyStopping(2, score=lambda metrics: -metrics["loss"])
+    found = run(momentum(), valid=fr.Validation(judged_by(0.0), 2, stopping))
     assert (found.rounds, found.best) == (12, None), "the loss grows, and that is wanted here"
 
 
@@ -535,8 +530,9 @@ def test_only_evaluations_after_the_rounds_that_are_named_decide(norms, tmp_path
     found = patient(norms, fr.EarlyStopping(2, rounds=[6, 8, 10]))  # that of round 4 would be best
     assert (found.rounds, found.best) == (8, 0)
     assert "keeping round 0" in found.stopped
-    options = {"valid": judged_by(norms[2] - 0.01), "early_stopping": fr.EarlyStopping(2, rounds=[5, 6, 7, 9])}
-    found = run(momentum(), evaluate_every=0, **options)
+    stopping = fr.EarlyStopping(2, rounds=[5, 6, 7, 9])
+    options = {"valid": fr.Validation(judged_by(norms[2] - 0.01), early_stopping=stopping)}
+    found = run(momentum(), **options)
     assert (found.rounds, found.best) == (9, 6)
     assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 5, 6, 7, 9]
     assert run(momentum(), folder=tmp_path, callbacks=[Stop("round", 7)], **options).interrupted
@@ -551,10 +547,8 @@ def test_an_interrupted_run_keeps_rounds_after_its_last_evaluation(norms, tmp_pa
     assert_same_bits(found.params, run(momentum(), rounds=4).params)
 
 
-def test_patience_needs_somebody_to_judge_and_clients_that_keep_nothing():
-    with pytest.raises(ValueError, match="`valid`"):
-        run(momentum(), valid=None, early_stopping=PATIENT)
+def test_patience_needs_clients_that_keep_nothing():
     with pytest.raises(ValueError, match="`early_stopping`"):
-        run(keeping(), early_stopping=PATIENT)
+        run(keeping(), valid=fr.Validation(ratings(), early_stopping=PATIENT))
     with pytest.raises(ValueError, match="`patience`"):
         fr.EarlyStopping(patience=0)

@@ -88,8 +88,8 @@ def test_tuning_whose_every_trial_fails_ends_with_its_code_and_leaves_no_setting
 
 
 def test_tuning_needs_rounds(tuned, tmp_path, capsys):
-    assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path / "tuned"), "--rounds", "0"]) == 1
-    assert "give --rounds 1 or more" in capsys.readouterr().err
+    assert main(["tune", str(tuned / "ratings.csv"), "--out", str(tmp_path / "tuned"), "--rounds", "0"]) == 2
+    assert "--rounds: must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "tuned").exists()
 
 
@@ -154,7 +154,7 @@ def test_what_goes_with_the_error_is_found():
 
 def test_tuning_touches_no_folder_of_somebody_else_and_no_earlier_tuning(tuned, tmp_path, capsys):
     (tmp_path / "config.json").write_text("mine")
-    for folder, message in [(tmp_path, "fedrecon did not make it"), (tuned / "tuned", "an earlier tuning")]:
+    for folder, message in [(tmp_path, "fedrecon did not make it"), (tuned / "tuned", "contains tuning results")]:
         before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
         capsys.readouterr()
         assert main(["tune", str(tuned / "ratings.csv"), "--out", str(folder), "--trials", "1"]) == 1

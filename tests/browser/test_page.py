@@ -68,8 +68,8 @@ def address(saved, tmp_path_factory):
         yield found
 
 
-@pytest.fixture(scope="module")
-def writing(tmp_path_factory):
+@pytest.fixture(scope="module", params=["output_bias", "oov_embedding"])
+def writing(request, tmp_path_factory):
     """A bundle of a small model of text, and where its page is."""
     from device_models import text_bundle
 
@@ -78,7 +78,7 @@ def writing(tmp_path_factory):
             "there is no onnxruntime-web where FEDRECON_ONNXRUNTIME_WEB says; make test-browser installs it with npm"
         )
     folder = tmp_path_factory.mktemp("bundle") / "text"
-    text_bundle(folder, vendor=Path(ORT_WEB))
+    text_bundle(folder, vendor=Path(ORT_WEB), local=request.param)
     yield from served(folder)
 
 
@@ -305,10 +305,10 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
     page = opened(context, address)
     requests = []
     context.on("request", lambda request: requests.append(request.url))
-    page.fill("#text", text)
-    page.click("#learn")
-    until(page, "document.getElementById('learned').textContent.startsWith('Reconstructed')")
-    page.fill("#text", "we met")
+    page.fill("#text", text)  # as pasted: learned at once
+    until(page, "document.getElementById('learned').textContent.startsWith('Learned from 3 sentences')")
+    page.fill("#text", "")
+    page.type("#text", "we met ")
     until(page, "fedrecon.words?.length === 5")
     page.wait_for_timeout(600)
     picture(page, "writing")
@@ -316,8 +316,8 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
 
     person = Personal(folder, tmp_path / "me.json")
     person.add(text=text)
-    local = person.refresh()["oov_embedding"]
-    assert found["local"]["oov_embedding"] == pytest.approx(local.reshape(-1).tolist(), abs=1e-5)
+    for path, leaf in person.refresh().items():
+        assert found["local"][path] == pytest.approx(leaf.reshape(-1).tolist(), abs=1e-5)
     expected = person.complete("we met", 5)
     assert [one["word"] for one in found["words"]] == [one.word for one in expected]
     assert [one["personal"] for one in found["words"]] == [one.personal for one in expected]
@@ -330,6 +330,34 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
     page.reload()
     ready(page)
     assert page.inner_text("#kept-what").startswith("3 sentences")
+    assert page.problems == []
+
+
+def test_a_persons_invented_words_are_suggested_after_two_uses(context, writing):
+    """Three invented words, typed twice each in whole sentences; nothing is clicked."""
+    page = opened(context, writing[1])
+    sentences = {
+        "i told my flumphox": "i told my",
+        "we ate a krazzle with you": "we ate a",
+        "so it is zibbit !": "so it is",
+    }
+    for repeat in (1, 2):
+        for count, sentence in enumerate(sentences, 1):
+            page.type("#text", f"{sentence}\n")
+            until(
+                page,
+                f"document.getElementById('learned').textContent.includes('from {3 * repeat - 3 + count} sentence')",
+            )
+    for sentence, beginning in sentences.items():
+        invented = next(word for word in sentence.split() if word in ("flumphox", "krazzle", "zibbit"))
+        page.type("#text", f"{beginning} ")
+        until(page, f"[...document.querySelectorAll('#suggestions .own')].some((e) => e.textContent === '{invented}')")
+        page.type("#text", invented[:2])
+        until(page, f"document.querySelector('#suggestions button')?.textContent === '{invented}'")
+        picture(page, f"own-{invented}")
+        page.click("#suggestions button")
+        assert page.input_value("#text").endswith(f"{beginning} {invented} ")
+        page.type("#text", "\n")
     assert page.problems == []
 
 
@@ -368,12 +396,13 @@ def test_what_one_has_is_chosen_and_ranks_the_rest_as_in_python(context, tmp_pat
             page.get_by_label(f"I have {title}", exact=True).check()
         page.fill("#search", "")
         picture(page, "clicks")
-        params = unpacked(packed(saved.params, "int8", ("gram",)))
+        params = unpacked(packed(saved.params, "int8", ("gram", "*popularity*")))
         served_by_python = Recommender(dataclasses.replace(saved, params=params))
         person = dict.fromkeys(mine, 1)
         found = page.evaluate("({...fedrecon, scores: Array.from(fedrecon.scores)})")
         local = served_by_python.reconstruct(person)
-        assert found["local"] == pytest.approx(local["user_embedding"].tolist(), abs=1e-5)
+        numbers = [*local["user_embedding"].tolist(), *local["popularity_weight"].reshape(-1).tolist()]
+        assert found["local"] == pytest.approx(numbers, abs=1e-5)
         assert found["scores"] == pytest.approx(served_by_python.predict(person).tolist(), abs=1e-5)
         best = served_by_python.recommend(person, 10)
         assert page.locator("#best .title").all_inner_texts() == [one.title for one in best]

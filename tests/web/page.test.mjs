@@ -6,7 +6,7 @@ import { test } from "node:test";
 import { Bundle, readTensors, underPrefix } from "../../src-device/fedrecon_device/web/bundle.js";
 import { clipped, find, fold, nearest, rank } from "../../src-device/fedrecon_device/web/ranking.js";
 import { factorization, predictAll, reconstruct } from "../../src-device/fedrecon_device/web/solvers.js";
-import { Vocabulary, splitText, wordHash } from "../../src-device/fedrecon_device/web/words.js";
+import { PersonalWords, Vocabulary, splitText, wordHash } from "../../src-device/fedrecon_device/web/words.js";
 
 const vectors = JSON.parse(readFileSync(new URL("./vectors.json", import.meta.url), "utf8"));
 
@@ -31,20 +31,24 @@ test("sentences, prompts and a person's own words look as in training", () => {
   const words = new Vocabulary(vocabulary);
   const sentences = splitText(text);
   const found = words.columns(sentences);
-  for (const name of ["word", "oov", "target"]) assert.deepEqual(Array.from(found[name]), columns[name], name);
-  const asked = words.prompt(prompt.text);
-  assert.equal(asked.place, prompt.place);
-  for (const name of ["word", "oov"]) assert.deepEqual(Array.from(asked.columns[name]), prompt[name], name);
-  const mine = Object.fromEntries([...words.ownWords(sentences)].map(([b, w]) => [String(b), Object.fromEntries(w)]));
-  assert.deepEqual(mine, own);
+  for (const name of ["word", "oov", "pair", "target"]) assert.deepEqual(Array.from(found[name]), columns[name], name);
+  const asked = words.prompt(prompt.words);
+  assert.equal(asked.words.length, prompt.place);
+  for (const name of ["word", "oov", "pair"]) assert.deepEqual(Array.from(asked.columns[name]), prompt[name], name);
+  const person = new PersonalWords(words);
+  for (const sentence of sentences) person.learn(sentence);
+  assert.deepEqual(Object.fromEntries([...person.own].map(([word, place]) => [word, person.uses[place]])), own);
 });
 
 test("suggestions are those of Python, in its order", () => {
-  const { vocabulary, logits, own, suggested } = vectors.words;
-  const mine = new Map(Object.entries(own).map(([bucket, words]) => [Number(bucket), new Map(Object.entries(words))]));
-  const found = new Vocabulary(vocabulary).suggest(logits, mine, suggested.length);
-  assert.deepEqual(found.map(({ word, personal }) => [word, personal]), suggested.map((s) => [s.word, s.personal]));
-  close(found.map((one) => one.probability), suggested.map((one) => one.probability));
+  const { vocabulary, logits, text, suggested } = vectors.words;
+  const person = new PersonalWords(new Vocabulary(vocabulary));
+  for (const sentence of splitText(text)) person.learn(sentence);
+  for (const { words, n, prefix, found: expected } of suggested) {
+    const found = person.suggest(logits, words, n, prefix);
+    assert.deepEqual(found.map(({ word, personal }) => [word, personal]), expected.map((s) => [s.word, s.personal]));
+    close(found.map((one) => one.probability), expected.map((one) => one.probability));
+  }
 });
 
 test("items are ranked with ties, exclusions and rare items as in Python", () => {
@@ -72,7 +76,7 @@ test("both solvers and every optimizer give the local parameters and scores of J
     bundle.start = tensors(one.start);
     const model = factorization(bundle);
     const local = reconstruct(model, one.items, one.ratings);
-    const expected = [...(one.local.user_bias ?? []), ...one.local.user_embedding];
+    const expected = [...(one.local.user_bias ?? []), ...one.local.user_embedding, ...(one.local.popularity_weight ?? [])];
     close(local, expected);
     close(predictAll(model, local), one.scores);
   }
