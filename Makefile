@@ -5,9 +5,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-STUDIES := reproduce-movielens reproduce-text reproduce-privacy reproduce-ranking
+STUDIES := reproduce-movielens reproduce-text reproduce-privacy reproduce-ranking reproduce-recommendation \
+	reproduce-expressions reproduce-relatives
 
-.PHONY: demo deploy-demo check coverage test test-quick test-matrix test-slow soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
+.PHONY: demo deploy-demo check coverage test test-quick test-matrix test-slow test-flower soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -46,9 +47,19 @@ coverage: .venv/dev.stamp
 test-slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m slow
 
-# 100 rounds of a deployment on this machine: memory and files must not grow.
+# 100 rounds of a deployment on this machine: memory and files must not grow. Then with ten kills of the coordinator.
 soak: .venv/dev.stamp
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/soak.py --kills 10
+
+# Gateways and silos over stock Flower, each version in a virtualenv of its own: its pins are not ours.
+FLOWER ?= 1.41.0 1.42.0
+test-flower: .venv/dev.stamp
+	@for version in $(FLOWER); do \
+	  bin=$(CURDIR)/build/flower-$$version/bin; $(PYTHON) -m venv build/flower-$$version || exit 1; \
+	  $$bin/python -m pip install --quiet --disable-pip-version-check flwr==$$version || exit 1; echo "== flwr $$version"; \
+	  FEDRECON_FLOWER_BIN=$$bin $(BIN)/python -m pytest -m 'slow or not slow' tests/test_deploy_flower.py || exit 1; \
+	done
 
 # Kills a training with kill -9 at its file operations, and compares bits in the end.
 kill: .venv/dev.stamp

@@ -141,7 +141,7 @@ def trained(data, oversample, deadline, rounds, seeds):
     found = []
     for seed in range(seeds):
         sampling = Timed(100, oversample, seconds=tuple(seconds.tolist()), deadline=deadline)
-        run = fr.train(algorithm, train, rounds=rounds, sampling=sampling, seed=seed)
+        run = fr.train(algorithm, train, rounds=rounds, clients_per_round=sampling, seed=seed)
         found.append([evaluators[name](run.params).micro["rmse"] for name in ("slow", "fast")])
     return {name: [float(row[k]) for row in found] for k, name in enumerate(("slow", "fast"))}
 

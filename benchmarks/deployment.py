@@ -1,4 +1,4 @@
-"""A deployment on loopback with four nodes over TLS: seconds a round, bytes, CPU, memory, requests.
+"""A deployment on loopback with four nodes over TLS, and with many simulated ones: seconds, bytes, CPU, memory.
 
 Seconds a round are those that the server waits, less those that its slowest node computes. CPU and memory are those of
 processes as the system counts them, from the first round that counts on.
@@ -215,12 +215,81 @@ def shares_of_an_empty_application(checkins=2000, reports=300, size=150_000):
         ("check-ins", checkins, lambda k: "/v1/check-in", b""),
     ):
         method = "PUT" if data else "GET"
-        signed = [node_keys.sign_request(key, method, path(k), digests[bool(data)]) for k in range(count)]
+        digest, epoch = digests[bool(data)], api.verifier.epoch
+        signed = [node_keys.sign_request(key, method, path(k), digest, epoch) for k in range(count)]
         rates = [
             asyncio.run(answered_per_cpu_second(app, count, path, signed.__getitem__, data)) for app in (api.app, empty)
         ]
         shares[what] = {"per core and second": rates[0], "share of an empty application": rates[0] / rates[1]}
     return shares
+
+
+def measure_load(nodes, rounds, longest=LONGEST):
+    """Run a training of many simulated nodes; return seconds a round, reports that are missing, and memory by round."""
+    from load import answers_of, run_nodes
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
+        write_files(folder)
+        settings = ["--preset", "paper", "--model.dim", 8, "--rounds", rounds, "--evaluate-every", 0]
+        made = (
+            "plan",
+            "--items",
+            folder / "items.csv",
+            "--out",
+            folder / "plan",
+            "--data.fractions",
+            1,
+            0,
+            0,
+            *settings,
+        )
+        subprocess.run(fedrecon(*made), check=True, stdout=subprocess.DEVNULL)
+        answers = answers_of(Plan.open(folder / "plan"), folder / "node0.csv")
+        patient = ("--min-nodes", nodes, "--deadline", 300, "--wait", 300, "--max-connections", 3 * nodes)
+        serve = ("serve", folder / "plan", "--out", folder / "run", "--listen", f"127.0.0.1:{port}", "--insecure")
+        server, memory = launch(folder / "server.log", fedrecon(*serve, *patient)), {}
+
+        async def watch():
+            while server.poll() is None:
+                with contextlib.suppress(OSError):
+                    memory[rounds_done(folder / "run")] = memory_of(server.pid)
+                await asyncio.sleep(0.5)
+
+        async def everything():
+            while not listens(port) and server.poll() is None:
+                await asyncio.sleep(0.2)
+            watching = asyncio.create_task(watch())
+            reports = await run_nodes(answers, port, nodes, longest)
+            watching.cancel()
+            return reports
+
+        try:
+            reports = asyncio.run(everything())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(60)
+            if server.returncode != 0:
+                raise RuntimeError((folder / "server.log").read_text()[-3000:])
+        finally:
+            stop(server)
+        records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        counted = [record for record in records if record["kind"] == "round"]
+        settled = {done: size for done, size in memory.items() if done >= rounds // 5} or memory
+        return {
+            "seconds": statistics.median(record["seconds"] for record in counted),
+            "lost": nodes * rounds - sum(record["answered"] for record in counted),
+            "reports": sum(reports),
+            "MB first": settled[min(settled)],
+            "MB last": settled[max(settled)],
+            "bytes": statistics.median(record["bytes_sent"] + record["bytes_received"] for record in counted),
+            "memory": memory,
+        }
+
+
+def listens(port):
+    """Say whether somebody listens at a port."""
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))
 
 
 def memory_of_a_user(users=40_000, ratings=30):
@@ -285,10 +354,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", help="not used")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--only", nargs="+", choices=[*KINDS, "load"], default=[*KINDS, "load"])
+    parser.add_argument("--nodes", type=int, default=500, help="of the load")
+    parser.add_argument("--rounds", type=int, default=100, help="of the load")
     arguments = parser.parse_args()
     rows, figures = [], {}
-    for kind in arguments.only:
+    for kind in KINDS:
+        if kind not in arguments.only:
+            continue
         found = figures[kind] = measure(kind)
         print(kind, json.dumps(found), file=sys.stderr, flush=True)
         aim = "at most 0.3 s" if kind == "open sums" else ""
@@ -305,6 +378,14 @@ def main():
             text = f"{found['per core and second']:,.0f}, {found['share of an empty application']:.0%} of an empty app"
             rows.append((f"{what} per core and second, signed", text, "at least 60 %"))
         rows.append(("memory of a user with 30 ratings", f"{memory_of_a_user():,.0f} bytes", ""))
+    if "load" in arguments.only:
+        found = figures["load"] = measure_load(arguments.nodes, arguments.rounds)
+        name = f"{arguments.nodes} simulated nodes"
+        rows.append((f"{name}: seconds a round", f"{found['seconds']:.2f} s", ""))
+        rows.append((f"{name}: reports lost in {arguments.rounds} rounds", str(found["lost"]), "none"))
+        text = f"{found['MB first']:.0f} MB after a fifth of the rounds, {found['MB last']:.0f} MB at the end"
+        rows.append((f"{name}: memory of the coordinator", text, "flat"))
+        rows.append((f"{name}: bytes a round", f"{found['bytes']:,.0f}", ""))
     arguments.json.write_text(json.dumps({"rows": rows, "figures": figures}))
     print(json.dumps(figures, indent=1))
 

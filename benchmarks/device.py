@@ -26,6 +26,7 @@ from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon.data import unique_labels
+from fedrecon.models import ranking_params
 from fedrecon_device import Bundle
 from fedrecon_device.bundle import ITEMS, TABLES
 from fedrecon_device.files import MANIFEST
@@ -47,8 +48,8 @@ def of_defaults(num_items, titles):
 def of_clicks(num_items, titles):
     """A model of clicks of the default settings."""
     items = untrained(num_items, 1, titles=titles).legend
-    table = np.random.default_rng(0).normal(0, 0.1, (num_items, CLICKS.untrained.model.dim)).astype(np.float32)
-    return SavedModel(CLICKS.untrained, {"gram": table.T @ table, "item_embedding": table}, items)
+    table = np.random.default_rng(0).normal(0, 0.1, (num_items, 64)).astype(np.float32)
+    return SavedModel(CLICKS.untrained, ranking_params(table), items)
 
 
 def made_up_titles(num_items):

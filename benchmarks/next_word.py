@@ -48,7 +48,7 @@ class Step:
         import fedrecon as fr
         from fedrecon._src.core.cohort import Packer
 
-        model = fr.models.next_word(VOCABULARY, 1, local_oov=False)
+        model = fr.models.next_word(VOCABULARY, 1, local="nothing")
         descent = fr.gradient_descent(optax.sgd(0.3), batch_size=BATCH)
         algorithm = fr.federated_averaging(model, update=descent, server=optax.sgd(1.0))
         self.cohort = jax.device_put(Packer(clients(1, STEPS, 1), algorithm.method.needs).pack(np.array([0])))

@@ -23,6 +23,7 @@ PARTS = {
     "optimizers": ("client optimizers", ["w1.py", "optimizers"]),
     "packing": ("preparing cohorts", ["w1.py", "packing"]),
     "devices": ("two devices against one", ["w1.py", "devices"]),
+    "methods": ("methods against federated averaging", ["methods.py"]),
     "frameworks": ("matrix factorization in other frameworks", ["frameworks.py"]),
     "population": ("10 thousand to 10 million clients", ["population.py"]),
     "text-step": ("next word: a training step", ["next_word.py", "step"]),

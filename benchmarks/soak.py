@@ -1,12 +1,15 @@
 """A soak on loopback: many rounds with nodes over TLS. Memory of every process and files must not grow.
 
 Ends with exit code 1 if, from round 20 on, a process grows by more than a tenth (and 16 MB), or files by more than the
-records.
+records. With --kills, the coordinator is killed (kill -9) so many times on the way and started again with --resume:
+then every round must be in the records once.
 """
 
 import argparse
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +55,7 @@ def look(folder, server, nodes):
     }
 
 
-def soak(rounds, secure):
+def soak(rounds, secure, kills=0):
     """Run a training; return what was seen after every tenth round."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -64,9 +67,10 @@ def soak(rounds, secure):
         subprocess.run(fedrecon("plan", *made, *SETTINGS.split(), *safety), **quiet)
         address, digest = f"127.0.0.1:{free_port()}", Plan.open(folder / "plan").digest
         pace = ("--min-nodes", NODES, "--deadline", 300, "--wait", 300, "--keys", folder / "keys")
-        command = fedrecon("serve", folder / "plan", "--out", folder / "run", "--listen", address, *pace)
-        server = launch(folder / "server.log", command)
+        start = fedrecon("serve", folder / "plan", "--out", folder / "run", "--listen", address, *pace)
+        server = launch(folder / "server.log", start)
         nodes, seen = [], {}
+        deaths = [(k + 1) * rounds // (kills + 1) for k in range(kills)]  # after these rounds
         try:
             for k in range(NODES):
                 own = ("--ca", folder / "keys" / "ca.crt", "--key", folder / "keys" / "nodes" / f"node{k}.key")
@@ -80,9 +84,17 @@ def soak(rounds, secure):
                 if done and done not in seen:
                     seen[done] = look(folder, server, nodes)
                     print(done, json.dumps(seen[done]), file=sys.stderr, flush=True)
+                if deaths and rounds_done(folder / "run") >= deaths[0]:
+                    del deaths[0]
+                    os.killpg(server.pid, signal.SIGKILL)
+                    server.wait()
+                    server = launch(folder / "server.log", [*start, "--resume"])
                 time.sleep(0.1)
             if server.returncode != 0 or rounds_done(folder / "run") < rounds:
                 raise RuntimeError((folder / "server.log").read_text()[-3000:])
+            records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+            if [record["round"] for record in records if record["kind"] == "round"] != list(range(1, rounds + 1)):
+                raise RuntimeError("a round is missing from the records, or is there twice")
         finally:
             for process in (*nodes, server):
                 stop(process)
@@ -102,10 +114,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=105, help="the last look is before the last round")
     parser.add_argument("--only", nargs="+", choices=["open", "secure"], default=["open"])
+    parser.add_argument("--kills", type=int, default=0, help="of the coordinator")
     arguments = parser.parse_args()
     failed = False
     for kind in arguments.only:
-        seen = soak(arguments.rounds, kind == "secure")
+        seen = soak(arguments.rounds, kind == "secure", arguments.kills)
         print(f"{kind} sums; MB")
         print(f"{'rounds':>8}" + "".join(f"{name:>18}" for name in next(iter(seen.values()))))
         for number, row in sorted(seen.items()):
