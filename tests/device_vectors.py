@@ -12,11 +12,16 @@ import optax
 import device_models
 import fedrecon as fr
 from device_models import algorithm_of, solver_of, trained
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.cohort import Needs, Packer, lengths_for
+from fedrecon._src.core.keys import as_number, client_keys, round_key
+from fedrecon._src.core.keys import words_of as key_words
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.data.vocabulary import word_hash
 from fedrecon._src.device.bundle_data import packed, tables_file, unpacked
 from fedrecon._src.device.export import export_form, of_weighed
+from fedrecon._src.device.update_graph import describe_rows, describe_split
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, split_text
 from fedrecon_device.ranking import clipped, nearest, rank
@@ -175,6 +180,76 @@ def tables_of():
     return found
 
 
+def keys_of():
+    """Return keys of clients, and the order of a redrawn split, as JAX and the packer draw them."""
+    cases = []
+    for number, name in enumerate(["ann", "7", "\u00dcn\u00ef-\U0001f600", "0f" * 16, "a", ""]):
+        key, size = round_key(7, number), (0, 1, 2, 9, 40, 3)[number]
+        clients = Clients({"at": np.arange(size)}, np.array([0]), np.array([size]), np.array([name]))
+        packer = Packer(clients, Needs(fr.split.redrawn(fr.split.query_only())))
+        order = packer.pack(np.array([0]), np.array([as_number(key_words(key))])).query.columns["at"][0, :size]
+        cases.append(
+            {
+                "round": key_words(key).tolist(),
+                "name": name,
+                "hash": f"{as_number(clients.identities())[0]:016x}",
+                "key": key_words(client_keys(key, jnp.asarray(clients.identities()))[0]).tolist(),
+                "order": order.tolist(),
+            }
+        )
+    return cases
+
+
+PACKED = [
+    (fr.split.redrawn(fr.split.half()), 12, {"item": (40, ["item"])}, True),
+    (fr.split.half(by="time"), 12, {"item": (40, ["item"])}, False),
+    (fr.split.at_most(3, fr.split.fraction(0.8)), 10, {}, False),
+    (fr.split.alternate(2), 9, {"item/pair": (40, ["item", "pair"])}, True),
+    (fr.split.query_only(), 5, {"item": (40, ["item"])}, False),
+]
+
+
+def packed_examples():
+    """Return inputs of the update graph, as the packer makes them, for several plans and numbers of examples."""
+    draw, cases = np.random.default_rng(3), []
+    for number, (split, most, groups, support_rows) in enumerate(PACKED):
+        needs = Needs(split, None, 6, groups, support_rows)
+        lengths = lengths_for(most, needs)
+        for size in (0, 1, 2, 7, 15):
+            columns = {
+                "item": draw.integers(0, 40, size).astype(np.int32),
+                "pair": draw.integers(0, 40, (size, 2)).astype(np.int32),
+                "rating": draw.integers(1, 6, size).astype(np.float32),
+                "time": draw.integers(0, 5, size).astype(np.int32),
+            }
+            last, key = {name: column[-most:] for name, column in columns.items()}, round_key(5, number)
+            clients = Clients(last, np.array([0]), np.array([min(size, most)]), np.array(["ann"]))
+            cohort = Packer(clients, needs, lengths).pack(np.array([0]), np.array([as_number(key_words(key))]))
+            inputs = {f"{side}_count": getattr(cohort, side).count[0] for side in ("support", "query")}
+            for side in ("support", "query"):
+                inputs |= {f"{side}/{name}": x[0] for name, x in getattr(cohort, side).columns.items()}
+            for field in ("rows", "num_rows", "slots", "support_slots"):
+                inputs |= {f"{field}/{name}": x[0] for name, x in getattr(cohort, field).items()}
+            about = {name: {"dtype": str(x.dtype), "shape": list(x.shape[1:])} for name, x in columns.items()}
+            plan = {
+                "examples": {**lengths._asdict(), "most": most, "columns": about},
+                "split": describe_split(needs, most, lengths),
+                "rows": describe_rows(
+                    needs, {name: np.zeros((1, *x.shape[1:])) for name, x in columns.items()}, lengths
+                ),
+            }
+            cases.append(
+                {
+                    "plan": plan,
+                    "round": key_words(key).tolist(),
+                    "name": "ann",
+                    "columns": {name: x.tolist() for name, x in columns.items()},
+                    "inputs": {name: np.asarray(x).tolist() for name, x in inputs.items()},
+                }
+            )
+    return cases
+
+
 def vectors():
     """Return all vectors."""
     return {
@@ -184,6 +259,8 @@ def vectors():
         "ranking": ranking_of(),
         "solved": solved(),
         "tables": tables_of(),
+        "keys": keys_of(),
+        "packed": packed_examples(),
     }
 
 
