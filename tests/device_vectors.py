@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 import device_models
 import fedrecon as fr
@@ -22,9 +23,11 @@ from fedrecon._src.data.vocabulary import word_hash
 from fedrecon._src.device.bundle_data import packed, tables_file, unpacked
 from fedrecon._src.device.export import export_form, of_weighed
 from fedrecon._src.device.update_graph import describe_rows, describe_split
+from fedrecon._src.privacy.secure_sum.primitives import public_of
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, split_text
 from fedrecon_device.ranking import clipped, nearest, rank
+from fedrecon_device.sealing import Purpose, Secrets, expand, make_report
 from fedrecon_device.words import PersonalWords
 from fedrecon_device.words import Vocabulary as DeviceVocabulary
 
@@ -250,6 +253,30 @@ def packed_examples():
     return cases
 
 
+def sealed():
+    """Return reports for two servers, with everything that is random in them given."""
+    helper, draw = X25519PrivateKey.from_private_bytes(bytes(range(32))), np.random.default_rng(4)
+    public, cases = helper.public_key().public_bytes_raw(), []
+    for bits, length in ((32, 5), (24, 4), (20, 4), (20, 5)):
+        vector, secrets = draw.integers(0, 2**bits, length), Secrets(draw.bytes(16), draw.bytes(32), draw.bytes(32))
+        purpose = Purpose(draw.bytes(32), "a run \u00e9", draw.bytes(16), 2**33 + bits, length)
+        names = {"plan": purpose.plan.hex(), "batch": purpose.batch.hex()}
+        cases.append(
+            {
+                "bits": bits,
+                "vector": vector.tolist(),
+                "helper": public.hex(),
+                "purpose": purpose._asdict() | names,
+                "secrets": {name: secret.hex() for name, secret in secrets._asdict().items()},
+                "ephemeral_public": public_of(secrets.ephemeral).hex(),
+                "mask": expand(secrets.seed, length).tolist(),
+                "bound": purpose.bind(secrets.id).hex(),
+                "report": make_report(vector, public, purpose, bits, secrets).hex(),
+            }
+        )
+    return cases
+
+
 def vectors():
     """Return all vectors."""
     return {
@@ -259,6 +286,7 @@ def vectors():
         "ranking": ranking_of(),
         "solved": solved(),
         "tables": tables_of(),
+        "sealed": sealed(),
         "keys": keys_of(),
         "packed": packed_examples(),
     }

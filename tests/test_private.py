@@ -218,6 +218,30 @@ def test_the_sum_of_integers_is_the_mean_of_floats_to_the_rounding():
     assert all(leaf.dtype == np.uint32 for leaf in jax.tree.leaves(total))
 
 
+@pytest.mark.parametrize("bits", [20, 24, 32])
+def test_a_ring_of_few_bits_has_the_sum_of_the_simulation(bits):
+    """Two servers cut sums to the ring's bits: they decode to the mean of the simulation, negative values included."""
+    deltas = np.random.default_rng(1).normal(0, 0.2, (7, 50))
+    aggregator = fr.aggregators.secure(2.0, clients=8, max_weight=8, protocol="two-servers", bits=bits)
+    mean, _, report, total = through(aggregator, uploads(*deltas, examples=np.full(7, 8)))
+    cut = jax.tree.map(lambda leaf: leaf & np.uint32(2**bits - 1), total)
+    is_cut = [bool((left != right).any()) for left, right in zip(*map(jax.tree.leaves, (cut, total)), strict=True)]
+    assert any(is_cut) == (bits < 32)
+    decoded, *_ = aggregator.decode(aggregator.init(total.parts), cut, jax.random.key(0))
+    for left, right in zip(*map(jax.tree.leaves, (decoded, mean)), strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert np.abs(mean.parts["delta"]["w"] - deltas.mean(0)).max() < 2.0 * 8 * 8 / 2 ** (bits - 1)
+    assert (float(report["weight"]), float(report["clients"])) == (56, 7)
+    assert aggregator.ring == ("two-servers", bits)
+
+
+def test_few_bits_are_for_two_servers():
+    with pytest.raises(ValueError, match="`bits`"):
+        fr.aggregators.secure(1.0, clients=8, bits=20)
+    with pytest.raises(ValueError, match="`protocol`"):
+        fr.aggregators.secure(1.0, clients=8, protocol="one-server")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [None, 1.0], ids=["plain", "noise of the clients"])
 def test_simulation_equals_the_protocol_bit_for_bit(noise):

@@ -86,7 +86,7 @@ def share_of_noise(
       noise_multiplier: noise in the sum, in units of the clipping norm.
       clients: the most that are added up; sums of this many do not overflow.
       least: the fewest trusted clients that are added up; together they add all the noise.
-      bits: of the ring, 32 or 64.
+      bits: of the ring: 20, 24, 32 or 64.
       resolution: how many integers the noise in the sum is wide at most. Finer ones gain nothing: rounding to an
         integer lengthens an upload by half the root of `length` steps, which is part of the noise's calibration.
     """
@@ -105,7 +105,7 @@ def share_of_noise(
             return ShareOfNoise(trial._replace(headroom=headroom), variance, noise_multiplier, steps, length, least)
         if step > clip:
             raise ValueError(
-                f"{bits} bits cannot hold the sum of {clients} clients and their noise; use 64 bits, or less noise"
+                f"{bits} bits cannot hold the sum of {clients} clients and their noise; use more bits, or less noise"
             )
         step *= 2
 

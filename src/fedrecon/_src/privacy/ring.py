@@ -15,7 +15,9 @@ import numpy as np
 
 from fedrecon._src.core.checks import check_choice, check_number
 
-WIDTHS = {32: (np.int32, np.uint32), 64: (np.int64, np.uint64)}
+# The types that hold integers of so many bits. A ring of 20 or 24 bits is computed in 32, which changes nothing modulo
+# 2**20; only `restore` and whoever packs integers cut the rest off.
+WIDTHS = dict.fromkeys((20, 24, 32), (np.int32, np.uint32)) | {64: (np.int64, np.uint64)}
 
 
 class Grid(NamedTuple):
@@ -25,7 +27,7 @@ class Grid(NamedTuple):
       limit: values are from `-limit` to `limit`.
       clients: at most this many values are added up.
       step: what one integer is worth, a power of two.
-      bits: 32 or 64: sums are modulo 2**bits.
+      bits: 20, 24, 32 or 64: sums are modulo 2**bits.
       headroom: integers that are left free on either side for noise in the sum.
     """
 
@@ -56,7 +58,7 @@ def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> Gr
     Args:
       limit: the largest absolute value, such as the clipping norm.
       clients: how many values are added up at most.
-      bits: of the ring, 32 or 64.
+      bits: of the ring: 20, 24, 32 or 64.
       headroom: integers to leave free on either side, for noise that clients add.
 
     Returns:
@@ -71,7 +73,7 @@ def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> Gr
         raise ValueError(
             f"{bits} bits cannot hold the sum of {clients} clients"
             + (f" and noise up to {headroom}" if headroom else "")
-            + ("; use 64 bits" if bits == 32 else "; use fewer clients or less noise")
+            + ("; use fewer clients or less noise" if bits == 64 else "; use more bits")
         )
     step = 2.0 ** math.ceil(math.log2(limit) - math.log2(room))
     while _levels(limit, step) > room:
@@ -90,7 +92,7 @@ def quantise(grid: Grid, values: Any, xp: ModuleType = np) -> Any:
     Args:
       grid: what integers stand for.
       values: any shape; the caller makes sure that they are finite.
-      xp: numpy, or `jax.numpy` for use inside a compiled function (32 bits only).
+      xp: numpy, or `jax.numpy` for use inside a compiled function (not for 64 bits).
     """
     signed, unsigned = WIDTHS[grid.bits]
     steps = xp.rint(xp.clip(values, -grid.limit, grid.limit) / grid.step)
@@ -105,5 +107,8 @@ def restore(grid: Grid, total: Any, xp: ModuleType = np) -> Any:
       total: the sum, modulo 2**bits, of at most `grid.clients` clients.
       xp: numpy, which gives double precision, or `jax.numpy`.
     """
-    signed = WIDTHS[grid.bits][0]
-    return total.astype(signed).astype(xp.float64 if xp is np else xp.float32) * grid.step
+    signed, unsigned = WIDTHS[grid.bits]
+    spare = np.dtype(unsigned).itemsize * 8 - grid.bits  # the sign is the first bit of the ring
+    return ((total.astype(unsigned) << spare).astype(signed) >> spare).astype(
+        xp.float64 if xp is np else xp.float32
+    ) * grid.step

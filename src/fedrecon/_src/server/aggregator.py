@@ -16,6 +16,18 @@ from fedrecon._src.privacy.noise import ShareOfNoise
 Report = dict[str, Array]  # what is known about a round beside the mean: counts, the weight, whether it was skipped
 
 
+class RingSum(NamedTuple):
+    """How a sum of integers is made in deployment.
+
+    Attributes:
+      protocol: `four-messages`, or `two-servers` with one message per client.
+      bits: of the ring: sums are modulo 2**bits.
+    """
+
+    protocol: str
+    bits: int
+
+
 class Aggregator(NamedTuple):
     """From uploads to what the server takes. Between `encode` and `decode` there is nothing but a sum.
 
@@ -29,6 +41,7 @@ class Aggregator(NamedTuple):
         it; None for an aggregator that promises nothing.
       share: `parts -> ShareOfNoise`, noise in integers that a host of clients adds to what it sends, from entropy of
         its own; None for an aggregator whose hosts add nothing.
+      ring: which secure sum it is made for; None for sums of real numbers.
 
     Example:
       >>> import fedrecon as fr
@@ -43,6 +56,7 @@ class Aggregator(NamedTuple):
     decode: Callable[[Any, Total, Array], tuple[Total, Any, Report]]
     release: Callable[[Parts], Release] | None = None
     share: Callable[[Parts], ShareOfNoise] | None = None
+    ring: RingSum | None = None
 
 
 def stateless(
@@ -104,7 +118,9 @@ def chain(*stages: Aggregator) -> Aggregator:
             report |= stage_report
         return total, tuple(states), report
 
-    promises = [(stage.release, stage.share) for stage in stages if stage.release is not None]
+    promises = [stage for stage in stages if stage.release is not None]
     if len(promises) > 1:
         raise ValueError(f"only one stage may add noise for differential privacy (got {len(promises)})")
-    return Aggregator(init, message, encode, decode, *(promises[0] if promises else ()))
+    release, share = (promises[0].release, promises[0].share) if promises else (None, None)
+    ring = next((stage.ring for stage in stages if stage.ring is not None), None)
+    return Aggregator(init, message, encode, decode, release, share, ring)

@@ -16,20 +16,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, broadcast_clients
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon._src.privacy.ring import Grid, grid, quantise, restore
-from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
+from fedrecon._src.server.aggregator import Aggregator, Report, RingSum, chain, stateless
 from fedrecon._src.server.averaging import (
     Weigh,
     all_finite,
@@ -43,11 +43,12 @@ from fedrecon._src.server.averaging import (
 from fedrecon._src.server.gaussian import MARGIN
 from fedrecon._src.server.rescaling import Scales, rescale
 
+Protocol = Literal["four-messages", "two-servers"]
 RESOLUTION = 2**12  # integers that the noise in the sum is wide: a float32 can be rounded to each of them
 
 
 @register_factory
-def secure(
+def secure(  # noqa: PLR0913 (keywords, of which a call names a few)
     clip_norm: float,
     *,
     clients: int,
@@ -59,6 +60,8 @@ def secure(
     least: int | None = None,
     scales: Scales | None = None,
     simulated_noise: bool = True,
+    protocol: Protocol = "four-messages",
+    bits: int = 32,
 ) -> Aggregator:
     """Average uploads through a sum of integers, as a secure sum does.
 
@@ -75,6 +78,10 @@ def secure(
       scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescale`.
       simulated_noise: with noise: add it here. False where hosts of clients add it, as many as `least` or more
         (`Aggregator.share`), which nodes of a deployment do.
+      protocol: how a deployment makes the sum: `four-messages` between clients and one server, or `two-servers` that do
+        not work together, with one message per client. The result is the same.
+      bits: of the ring, 20, 24 or 32. With two servers, fewer bits make reports smaller and rounding coarser: of
+        values, of the weight and of metrics, each relative to its largest possible sum.
 
     Returns:
       An `Aggregator`.
@@ -85,24 +92,29 @@ def secure(
     """
     if clients < 2:
         raise ValueError(f"`clients` must be at least 2: a sum over one client hides nothing (got {clients})")
+    check_choice("protocol", protocol, get_args(Protocol))
+    check_choice("bits", bits, (20, 24, 32) if protocol == "two-servers" else (32,))
+    ring = RingSum(protocol, bits)
     if noise_multiplier is not None:
         if per_round is None or least is None:
             raise ValueError(
                 "`noise_multiplier` needs `per_round` and `least`, the mean and the least number of clients"
             )
         sized = functools.partial(
-            _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least
+            _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least, bits=bits
         )
         sized(1)  # bad settings are reported here, not in the first round
         stages = [] if scales is None else [rescale(scales)]
         clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
-        return chain(finite(), *stages, clipped, _noised_integers(sized, per_round, simulated_noise))
+        noised = _noised_integers(sized, per_round, simulated_noise)._replace(ring=ring)
+        return chain(finite(), *stages, clipped, noised)
     check_number("max_weight", max_weight, above=True)
     check_number("max_metric", max_metric, above=True)
     weighed = _at_most(weigh or "examples", max_weight)
-    values = grid(clip_norm * max_weight, clients)
-    scalar_grids = {"weight": grid(max_weight, clients), "sums": grid(max_metric, clients)}
-    return chain(finite(), clip(clip_norm), by_weight(weighed), _integers(values, scalar_grids, clients))
+    values, counts = grid(clip_norm * max_weight, clients, bits=bits), Grid(1.0, clients, 1.0, bits)
+    scalar_grids = {"weight": grid(max_weight, clients, bits=bits), "sums": grid(max_metric, clients, bits=bits)}
+    integers = _integers(values, scalar_grids, counts)._replace(ring=ring)
+    return chain(finite(), clip(clip_norm), by_weight(weighed), integers)
 
 
 def _weighed_and_clipped(weigh: Weigh, limit: float) -> Aggregator:
@@ -119,11 +131,11 @@ def _at_most(weigh: Weigh, most: float) -> Weigh:
     return bounded
 
 
-def _integers(values: Grid, scalar_grids: Mapping[str, Grid], clients: int) -> Aggregator:
+def _integers(values: Grid, scalar_grids: Mapping[str, Grid], counts: Grid) -> Aggregator:
     """Make integers of what is added, and numbers of the sum; counts are integers already."""
 
     def grid_of(name: str) -> Grid:
-        return scalar_grids[name] if name in scalar_grids else Grid(1.0, clients, 1.0, 32)
+        return scalar_grids.get(name, counts)
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
         parts = _map(lambda array: quantise(values, array * broadcast_clients(summand.scale, array), jnp), summand)
@@ -142,8 +154,8 @@ def _integers(values: Grid, scalar_grids: Mapping[str, Grid], clients: int) -> A
     return Aggregator(lambda parts: (), lambda state: (), encode, decode)
 
 
-def _share(length: int, *, clip_norm: float, noise_multiplier: float, clients: int, least: int) -> ShareOfNoise:
-    return share_of_noise(clip_norm, length, noise_multiplier, clients=clients, least=least, resolution=RESOLUTION)
+def _share(length: int, *, clip_norm: float, noise_multiplier: float, **cohort: int) -> ShareOfNoise:
+    return share_of_noise(clip_norm, length, noise_multiplier, resolution=RESOLUTION, **cohort)
 
 
 def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregator:

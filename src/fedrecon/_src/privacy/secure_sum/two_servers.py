@@ -1,0 +1,251 @@
+"""A sum in one message per device, with two servers that do not work together.
+
+A device adds a mask to its vector and sends it to the coordinator, with the mask's seed sealed to the helper
+(`fedrecon_device.sealing`). When a batch is complete, the coordinator gives the helper all sealed seeds of it. The
+helper answers with the sum of the masks and says which seeds it could open. The difference of the two sums is the sum
+of the vectors of just those reports, exactly, however many devices dropped out.
+
+    device                        coordinator                     helper
+    make_report(vector, …)   →    Spool.add
+                                  Spool.records              →    Helper.answer
+                                  unmask(plan, reports, …)   ←
+
+**What the helper promises.** A seed opens only for the plan, run, round, batch and report id it was sealed for. A round
+of a run is answered once; the very same request gets the very same answer. So no report is in two sums, also after a
+restart, and two sums that differ in one report do not exist. A sum of fewer than `least` reports is refused, as is one
+that names a report or a seed twice. What it must remember for this is one line per run, written before it answers.
+
+**What breaks it.** Both servers together can open every report. A coordinator that invents all other devices of a batch
+knows their vectors and so the one of the real device: admission (tokens of somebody else's backend) and noise of the
+devices help, this protocol does not. A device may send any vector; only its range is bounded, by the ring.
+
+References: Corrigan-Gibbs and Boneh, Prio, NSDI 2017 (sums of shares at two servers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal
+from fedrecon._src.storage.atomic import StorageError, read_bytes, sync
+from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
+from fedrecon_device import sealing
+from fedrecon_device.sealing import ID, RECORD, Purpose
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+MEMORY, MEMORY_FORMAT = "helper.json", Format("fedrecon-helper", 1)
+MOST_RUNS = 1000  # that a helper remembers
+MOST_PLAN = 2**24  # bytes of a device plan
+OWNER = 16  # bytes that name a device in a spool
+
+
+class SumPlan(NamedTuple):
+    """What the two servers need to know of a device plan.
+
+    Attributes:
+      digest: the SHA-256 of the plan, 32 bytes.
+      length: of a vector.
+      bits: of the ring.
+      least: the fewest reports of a sum.
+      helper: the helper's public key, 32 bytes.
+    """
+
+    digest: bytes
+    length: int
+    bits: int
+    least: int
+    helper: bytes
+
+    @property
+    def report_bytes(self) -> int:
+        """The size of every report."""
+        return RECORD + sealing.packed_size(self.length, self.bits)
+
+    def purpose(self, run: str, number: int, batch: bytes) -> Purpose:
+        """Return what the reports of a batch are for."""
+        return Purpose(self.digest, run, batch, number, self.length)
+
+
+def read_sum_plan(path: Path) -> SumPlan:
+    """Read what a device plan says about its sums.
+
+    Args:
+      path: `plan.json`, or a bundle that has one.
+
+    Raises:
+      StorageError: it is not a device plan, or its sums do not need a helper.
+    """
+    file = path / "plan.json" if path.is_dir() else path
+    data = read_bytes(file, MOST_PLAN)
+    try:
+        plan = json.loads(data)
+        about, length = plan["sum"], plan["vector"]["length"]
+        bits, least = about["bits"], about["least"]
+        helper = bytes.fromhex(about["helper"])
+        good = plan["format"] == "fedrecon-device-plan" and about["protocol"] == "two-servers" and len(helper) == 32
+        good = (
+            good and all(type(value) is int and value > 0 for value in (length, bits, least)) and bits in sealing.BITS
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise StorageError(f"{file} is not a device plan whose sums are made by two servers")
+    return SumPlan(hashlib.sha256(data).digest(), length, bits, least, helper)
+
+
+# ---- the helper ----
+
+
+class Helper:
+    """The second server: it opens seeds, adds up their masks, and never sees a vector."""
+
+    def __init__(self, plan: SumPlan, private: X25519PrivateKey, folder: Path):
+        """Continue from the memory in a folder; one process at a time may use it.
+
+        Raises:
+          StorageError: the memory is damaged, or of another plan. Nothing is answered then.
+        """
+        self.plan, self._private, self._file = plan, private, folder / MEMORY
+        self.public = private.public_key().public_bytes_raw()
+        if self.public != plan.helper:
+            raise StorageError(f"the plan names the helper {plan.helper.hex()}, and this one is {self.public.hex()}")
+        self._runs: dict[str, dict[str, Any]] = {}  # by run: the newest round that was answered, and the request
+        if self._file.exists():
+            memory = read_manifest(self._file, MEMORY_FORMAT)
+            if memory["plan"] != plan.digest.hex():
+                raise StorageError(f"{self._file} is of the plan {memory['plan'][:16]}, not {plan.digest.hex()[:16]}")
+            self._runs = memory["runs"]
+
+    def answer(self, run: str, number: int, batch: bytes, records: bytes) -> bytes:
+        """Return which records are in the sum, as bits, and the sum of their masks, packed.
+
+        Args:
+          run: the name of the training.
+          number: the round.
+          batch: the name of the sum, 16 bytes.
+          records: ids and sealed seeds, one after the other.
+
+        Raises:
+          MessageError: the request is malformed.
+          Refusal: an answer would give too much away.
+        """
+        if len(records) % RECORD or len(batch) != ID:
+            raise MessageError(f"records have {RECORD} bytes each, and a batch {ID} (got {len(records)}, {len(batch)})")
+        request = hashlib.sha256(batch + records).hexdigest()
+        last = self._runs.get(run)
+        if last is not None and number <= last["round"] and (number, request) != (last["round"], last["request"]):
+            raise Refusal(f"round {last['round']} was answered; so is every round before, each once")
+        if last is None and len(self._runs) >= MOST_RUNS:
+            raise Refusal(f"this helper has answered {MOST_RUNS} runs; use another memory, with another key and plan")
+        parts = [records[k : k + RECORD] for k in range(0, len(records), RECORD)]
+        if len({part[:ID] for part in parts}) < len(parts):
+            raise Refusal("a report is there twice")
+        purpose = self.plan.purpose(run, number, batch)
+        seeds = [sealing.open_seed(self._private, self.public, part, purpose) for part in parts]
+        readable = [seed for seed in seeds if seed is not None]
+        if len(set(readable)) < len(readable):
+            raise Refusal("a seed is there twice")
+        if len(readable) < self.plan.least:
+            raise Refusal(f"{len(readable)} of {len(parts)} reports can be opened; a sum needs {self.plan.least}")
+        self._runs[run] = {"round": number, "request": request}
+        write_manifest(self._file, MEMORY_FORMAT, {"plan": self.plan.digest.hex(), "runs": self._runs}, mode=0o600)
+        sync(self._file.parent)
+        total = np.zeros(self.plan.length, np.uint32)
+        for seed in readable:
+            total += sealing.expand(seed, self.plan.length)
+        included = np.array([seed is not None for seed in seeds])
+        return np.packbits(included, bitorder="little").tobytes() + sealing.pack(total, self.plan.bits)
+
+
+# ---- the coordinator ----
+
+
+class Spool:
+    """A file with the reports of one batch, in the order in which they came, so that memory does not grow with them."""
+
+    def __init__(self, path: Path, size: int):
+        """Open or make the file; a last report that was cut off is dropped.
+
+        Args:
+          path: the file.
+          size: of a report, in bytes.
+        """
+        self.path, self._size = path, size
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        whole = os.fstat(self._file.fileno()).st_size // (OWNER + size)
+        self._file.truncate(whole * (OWNER + size))
+        self._file.seek(0, os.SEEK_END)
+        self.owners = [entry[:OWNER] for entry in self._entries(whole)]  # of the reports, in their order
+
+    def __len__(self) -> int:
+        """Return how many reports there are."""
+        return len(self.owners)
+
+    def add(self, owner: bytes, report: bytes) -> None:
+        """Append a report.
+
+        Args:
+          owner: 16 bytes that name its device.
+          report: all of it.
+        """
+        if len(report) != self._size or len(owner) != OWNER:
+            raise MessageError(f"a report has {self._size} bytes (got {len(report)})")
+        self._file.write(owner + report)
+        self.owners.append(owner)
+
+    def _entries(self, count: int) -> Iterator[bytes]:
+        self._file.flush()
+        with open(self.path, "rb") as file:
+            for _ in range(count):
+                yield file.read(OWNER + self._size)
+
+    def reports(self, count: int) -> Iterator[bytes]:
+        """Yield the first reports."""
+        return (entry[OWNER:] for entry in self._entries(count))
+
+    def records(self, count: int) -> bytes:
+        """Return the ids and sealed seeds of the first reports, once these are on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return b"".join(report[:RECORD] for report in self.reports(count))
+
+    def close(self, delete: bool = False) -> None:
+        """Close the file, and delete it if its reports are no longer needed."""
+        self._file.close()
+        if delete:
+            self.path.unlink(missing_ok=True)
+
+
+def unmask(plan: SumPlan, reports: Iterable[bytes], answer: bytes, count: int) -> tuple[np.ndarray, int]:
+    """Return the sum of the reports that the helper included, modulo 2**bits, and how many these are.
+
+    Args:
+      plan: what both servers know.
+      reports: all that the helper was asked about, in the same order.
+      answer: the helper's.
+      count: how many reports.
+
+    Raises:
+      MessageError: the answer is not one to this request.
+    """
+    cut = (count + 7) // 8
+    included = np.unpackbits(np.frombuffer(answer[:cut], np.uint8), bitorder="little").astype(bool)
+    if len(included) < count or included[count:].any() or included.sum() < plan.least:
+        raise MessageError(f"the helper's answer must include {plan.least} or more of the {count} reports")
+    try:
+        total = -sealing.unpack(answer[cut:], plan.length, plan.bits)
+        for report, is_in in zip(reports, included[:count], strict=True):
+            if is_in:
+                total += sealing.unpack(report[RECORD:], plan.length, plan.bits)
+    except ValueError as error:
+        raise MessageError(f"the sum cannot be unmasked: {error}") from None
+    return total & np.uint32(2**plan.bits - 1), int(included.sum())

@@ -1,0 +1,216 @@
+"""One message per device, two servers: the sum is exact for those counted; the helper refuses what tells more."""
+
+import contextlib
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedrecon._src.privacy.secure_sum import two_servers
+from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal
+from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, SumPlan, unmask
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon_device import sealing
+from fedrecon_device.sealing import RECORD, Purpose, draw_secrets, make_report
+
+KEY = X25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC = KEY.public_key().public_bytes_raw()
+BATCH = bytes(16)
+
+
+def plan_of(length=5, bits=32, least=2):
+    return SumPlan(hashlib.sha256(b"plan").digest(), length, bits, least, PUBLIC)
+
+
+def reports_of(plan, vectors, run="run", number=0, batch=BATCH):
+    return [make_report(vector, PUBLIC, plan.purpose(run, number, batch), plan.bits) for vector in vectors]
+
+
+def records_of(reports):
+    return b"".join(report[:RECORD] for report in reports)
+
+
+@pytest.mark.parametrize("bits", sealing.BITS)
+@given(values=st.lists(st.integers(0, 2**32 - 1), max_size=9))
+def test_packed_integers_come_back_modulo_the_ring(bits, values):
+    data = sealing.pack(np.array(values, np.uint32), bits)
+    assert len(data) == sealing.packed_size(len(values), bits)
+    assert sealing.unpack(data, len(values), bits).tolist() == [value % 2**bits for value in values]
+
+
+def test_packed_bytes_by_hand():
+    values = np.array([0x12345, 0xABCDE, 0x00001], np.uint32)
+    assert sealing.pack(values, 20).hex() == "4523e1cdab" + "0100000000"
+    assert sealing.pack(values, 24).hex() == "452301" + "debc0a" + "010000"
+    assert sealing.pack(values, 32).hex() == "45230100" + "debc0a00" + "01000000"
+    with pytest.raises(ValueError, match="3 integers of 24 bits have 9 bytes"):
+        sealing.unpack(bytes(8), 3, 24)
+
+
+def test_the_mask_is_the_key_stream_of_aes():
+    # AES-256 with a zero key of a zero block, from the NIST known-answer tests.
+    assert sealing.expand(bytes(32), 4).astype("<u4").tobytes().hex() == "dc95c078a2408989ad48a21492842087"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_sum_is_exact_for_those_counted(tmp_path_factory, data):
+    bits, length = data.draw(st.sampled_from(sealing.BITS)), data.draw(st.integers(1, 20))
+    states = data.draw(st.lists(st.sampled_from(["good", "dropped out", "unreadable"]), min_size=2, max_size=20))
+    plan, folder = plan_of(length, bits), tmp_path_factory.mktemp("sum")
+    vectors = np.random.default_rng(0).integers(0, 2**32, (len(states), length), dtype=np.uint32)
+    helper, good = Helper(plan, KEY, folder), vectors[[state == "good" for state in states]]
+    with contextlib.closing(Spool(folder / "spool", plan.report_bytes)) as spool:
+        for state, report in zip(states, reports_of(plan, vectors), strict=True):
+            if state != "dropped out":
+                spool.add(bytes(16), report if state == "good" else report[:20] + bytes([report[20] ^ 1]) + report[21:])
+        count, records = len(spool), spool.records(len(spool))
+        if len(good) < plan.least:
+            with pytest.raises(Refusal, match="a sum needs 2"):
+                helper.answer("run", 0, BATCH, records)
+            return
+        total, counted = unmask(plan, spool.reports(count), helper.answer("run", 0, BATCH, records), count)
+    assert counted == len(good)
+    np.testing.assert_array_equal(total, good.sum(0, dtype=np.uint32) & np.uint32(2**bits - 1))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"run": "another"},
+        {"number": 1},
+        {"batch": bytes(15) + b"1"},
+        {"digest": bytes(32)},
+        {"length": 4},
+        {"id": True},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_seed_opens_for_nothing_else(tmp_path, other):
+    plan, fields = plan_of(), {"run": "run", "number": 0, "batch": BATCH}
+    sealed_for = Purpose(
+        other.get("digest", plan.digest),
+        **{"run": "run", "batch": BATCH, "round": other.get("number", 0), "length": other.get("length", 5)}
+        | {name: other[name] for name in ("run", "batch") if name in other},
+    )
+    strangers = [make_report(np.zeros(sealed_for.length), PUBLIC, sealed_for, 32) for _ in range(2)]
+    if "id" in other:
+        strangers = [bytes([k] * 16) + report[16:] for k, report in enumerate(strangers)]
+    helper, good = Helper(plan, KEY, tmp_path), reports_of(plan, np.ones((3, 5)), **fields)
+    with pytest.raises(Refusal, match="0 of 2 reports"):
+        helper.answer("run", 0, BATCH, records_of(strangers))
+    answer = helper.answer("run", 0, BATCH, records_of([strangers[0], *good]))
+    assert answer[0] == 0b1110
+    padded = [strangers[0][:RECORD] + bytes(20), *good]
+    assert unmask(plan, padded, answer, 4)[0].tolist() == [3] * 5
+
+
+def test_twice_is_refused(tmp_path):
+    plan, helper = plan_of(), Helper(plan_of(), KEY, tmp_path)
+    one, two = reports_of(plan, np.zeros((2, 5)))
+    with pytest.raises(Refusal, match="a report is there twice"):
+        helper.answer("run", 0, BATCH, records_of([one, two, one]))
+    secrets = draw_secrets()
+    twins = [secrets._replace(id=bytes([k] * 16)) for k in range(2)]
+    reports = [make_report(np.zeros(5), PUBLIC, plan.purpose("run", 0, BATCH), 32, twin) for twin in twins]
+    with pytest.raises(Refusal, match="a seed is there twice"):
+        helper.answer("run", 0, BATCH, records_of(reports))
+
+
+def test_a_round_is_answered_once_also_after_a_restart(tmp_path):
+    plan, vectors = plan_of(), np.arange(20, dtype=np.uint32).reshape(4, 5)
+    reports = reports_of(plan, vectors, number=3)
+    first = Helper(plan, KEY, tmp_path).answer("run", 3, BATCH, records_of(reports))
+    helper = Helper(plan, KEY, tmp_path)
+    assert helper.answer("run", 3, BATCH, records_of(reports)) == first  # the very same request
+    other_batch, other = bytes([1] * 16), reports_of(plan, vectors, number=3, batch=bytes([1] * 16))
+    for number, batch, batch_reports in [
+        (3, BATCH, reports[:3]),  # would show the fourth by a difference
+        (3, BATCH, reports[::-1]),
+        (3, other_batch, other),
+        (2, BATCH, reports_of(plan, vectors, number=2)),
+    ]:
+        with pytest.raises(Refusal, match="round 3 was answered"):
+            helper.answer("run", number, batch, records_of(batch_reports))
+    with pytest.raises(Refusal, match="0 of 4"):  # a batch that overlaps an earlier one
+        helper.answer("run", 4, BATCH, records_of(reports))
+    helper.answer("another run", 0, BATCH, records_of(reports_of(plan, vectors, run="another run")))
+    helper.answer("run", 4, BATCH, records_of(reports_of(plan, vectors, number=4)))
+
+
+def test_a_refused_request_leaves_no_trace(tmp_path):
+    plan, helper = plan_of(), Helper(plan_of(), KEY, tmp_path)
+    reports = reports_of(plan, np.ones((2, 5)))
+    with pytest.raises(Refusal, match="1 of 1 reports"):
+        helper.answer("run", 0, BATCH, records_of(reports[:1]))
+    with pytest.raises(MessageError, match="96 bytes"):
+        helper.answer("run", 0, BATCH, records_of(reports)[1:])
+    assert not list(tmp_path.iterdir())
+    helper.answer("run", 0, BATCH, records_of(reports))
+
+
+def test_a_damaged_memory_is_loud(tmp_path):
+    plan = plan_of()
+    Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports_of(plan, np.ones((2, 5)))))
+    file = tmp_path / two_servers.MEMORY
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-20], whole.replace(b'"round": 0', b'"round": 7')):
+        file.write_bytes(damaged)
+        with pytest.raises(StorageError, match=file.name):
+            Helper(plan, KEY, tmp_path)
+    file.write_bytes(whole)
+    with pytest.raises(StorageError, match="is of the plan"):
+        Helper(plan._replace(digest=bytes(32)), KEY, tmp_path)
+    with pytest.raises(StorageError, match="names the helper"):
+        Helper(plan, X25519PrivateKey.generate(), tmp_path)
+
+
+def test_the_memory_is_written_before_the_answer(tmp_path):
+    plan = plan_of()
+    helper = Helper(plan, KEY, tmp_path / "gone")  # there is no such folder: it cannot be written
+    with pytest.raises(StorageError, match="cannot be written"):
+        helper.answer("run", 0, BATCH, records_of(reports_of(plan, np.ones((2, 5)))))
+
+
+def test_an_answer_that_does_not_fit_is_refused():
+    plan = plan_of()
+    reports = reports_of(plan, np.ones((3, 5)))
+    for answer in (b"", b"\x07" + bytes(19), b"\x01" + bytes(20), b"\x0f" + bytes(20)):
+        with pytest.raises(MessageError):
+            unmask(plan, reports, answer, 3)
+
+
+def test_a_spool_survives_a_restart(tmp_path):
+    spool = Spool(tmp_path / "spool", 10)
+    spool.add(b"a" * 16, b"0123456789")
+    spool.add(b"b" * 16, b"9876543210")
+    spool.close()
+    with open(tmp_path / "spool", "ab") as file:
+        file.write(b"cut off")
+    spool = Spool(tmp_path / "spool", 10)
+    assert spool.owners == [b"a" * 16, b"b" * 16]
+    spool.add(b"c" * 16, b"abcdefghij")
+    assert list(spool.reports(3)) == [b"0123456789", b"9876543210", b"abcdefghij"]
+    with pytest.raises(MessageError, match="10 bytes"):
+        spool.add(b"d" * 16, b"")
+    spool.close(delete=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_says_what_the_servers_need(tmp_path):
+    plan = {
+        "format": "fedrecon-device-plan",
+        "vector": {"length": 5},
+        "sum": {"protocol": "two-servers", "bits": 24, "helper": PUBLIC.hex(), "least": 3},
+    }
+    data = json.dumps(plan).encode()
+    (tmp_path / "plan.json").write_bytes(data)
+    assert two_servers.read_sum_plan(tmp_path) == SumPlan(hashlib.sha256(data).digest(), 5, 24, 3, PUBLIC)
+    for change in ({"bits": 21}, {"least": 0}, {"helper": None}, {"helper": "00"}, {"protocol": "open"}):
+        (tmp_path / "plan.json").write_text(json.dumps(plan | {"sum": plan["sum"] | change}))
+        with pytest.raises(StorageError, match="not a device plan"):
+            two_servers.read_sum_plan(tmp_path / "plan.json")
