@@ -292,5 +292,11 @@ def vectors():
     }
 
 
+def write(sections):
+    """Write vectors as JSON, one line for each section, so that changes of different sections merge."""
+    lines = (f"{json.dumps(name)}:{json.dumps(section, separators=(',', ':'))}" for name, section in sections.items())
+    FILE.write_text("{" + ",\n".join(lines) + "}\n")
+
+
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(vectors(), indent=None, separators=(",", ":")) + "\n")
+    write(vectors())

@@ -23,6 +23,10 @@ POLICY = (
 VENDORED = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
 FOR_ITEMS = (TABLES, ITEMS)
 FOR_TEXT = (TABLES, WORDS, "reconstruct.onnx", "predict.onnx")
+FOR_TRAINING = ("plan.json", "update.onnx")
+SCRIPTS_OF_ITEMS = ("items.js", "ranking.js", "solvers.js")
+SCRIPTS_OF_TEXT = ("writing.js", "words.js")
+SCRIPTS_OF_TRAINING = ("keys.js", "sealing.js", "training.js")
 
 
 def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:
@@ -30,7 +34,7 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
 
     Args:
       manifest: the bundle's manifest so far, without the page's own files.
-      vendor: the folder `dist` of the npm package onnxruntime-web, for a task whose page needs it.
+      vendor: the folder `dist` of the npm package onnxruntime-web, for a page that runs graphs.
 
     Raises:
       ValueError: `vendor` lacks a file of onnxruntime-web.
@@ -42,13 +46,15 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
         if source.name.endswith((".js", ".css"))
     }
     contents["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
-    ranks = manifest["task"] in ITEM_TASKS
-    for name in ("writing.js", "words.js", "onnx.js") if ranks else ("items.js", "ranking.js", "solvers.js"):
+    ranks, runs_graphs = manifest["task"] in ITEM_TASKS, needs_onnx(manifest)
+    unused = {*(SCRIPTS_OF_TEXT if ranks else SCRIPTS_OF_ITEMS)}
+    unused |= set() if trains(manifest) else {*SCRIPTS_OF_TRAINING}
+    for name in unused if runs_graphs else {*unused, "onnx.js"}:
         contents.pop(f"web/{name}")
-    if not ranks and vendor is not None:
+    if runs_graphs and vendor is not None:
         check_vendor(vendor)
         contents |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
-    read = [name for name in (FOR_ITEMS if ranks else FOR_TEXT) if name in manifest["files"]]
+    read = [name for name in _files_read(manifest) if name in manifest["files"]]
     digests = {name: digest_of(data) for name, data in contents.items()} | {
         n: manifest["files"][n]["sha256"] for n in read
     }
@@ -56,6 +62,21 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     names = ", ".join(json.dumps(name) for name in sorted([*read, *contents]) if name != "web/sw.js")
     contents["web/sw.js"] = _filled(contents["web/sw.js"], {"@VERSION@": version, '"@FILES@"': names})
     return dict(sorted(contents.items()))
+
+
+def trains(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a bundle's page can take part in training: whether the bundle has a device plan."""
+    return "plan.json" in manifest["files"]
+
+
+def needs_onnx(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a bundle's page runs graphs: a page of items has its solvers in JavaScript."""
+    return manifest["task"] not in ITEM_TASKS or trains(manifest)
+
+
+def _files_read(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the files of the bundle that its page reads."""
+    return (FOR_ITEMS if manifest["task"] in ITEM_TASKS else FOR_TEXT) + (FOR_TRAINING if trains(manifest) else ())
 
 
 def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
@@ -66,7 +87,7 @@ def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
 
 
 def check_vendor(vendor: Path) -> None:
-    """Check that a folder holds what a page of text needs of onnxruntime-web.
+    """Check that a folder holds what a page needs of onnxruntime-web.
 
     Raises:
       ValueError: a file is missing.
@@ -80,13 +101,15 @@ def check_vendor(vendor: Path) -> None:
 
 def page_lacks(manifest: Mapping[str, Any]) -> str | None:
     """Return what a bundle's page needs and does not have; None if it has everything."""
-    needed = () if manifest["task"] in ITEM_TASKS else [*(f"web/vendor/{name}" for name in VENDORED), *FOR_TEXT]
+    if not needs_onnx(manifest):
+        return None
+    needed = [*(f"web/vendor/{name}" for name in VENDORED), *_files_read(manifest)]
     return next((name for name in needed if name not in manifest["files"]), None)
 
 
 def policy(manifest: Mapping[str, Any]) -> str:
     """Return the Content-Security-Policy of a bundle's page: its own files; WebAssembly only where ONNX needs it."""
-    return POLICY.format(wasm="" if manifest["task"] in ITEM_TASKS else " 'wasm-unsafe-eval'")
+    return POLICY.format(wasm=" 'wasm-unsafe-eval'" if needs_onnx(manifest) else "")
 
 
 def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
