@@ -22,7 +22,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -113,27 +113,94 @@ class RequestError(Exception):
         self.status, self.kind, self.headers = status, kind, headers
 
 
-class Api:
+class Service:
+    """An application that bounds what it reads, and counts what it refuses by kind."""
+
+    def __init__(self, limits: Limits, routes: Sequence[Route]):
+        """Serve endpoints."""
+        self.limits = limits
+        self.problems: collections.Counter[str] = collections.Counter()
+        handlers: dict[Any, Any] = {RequestError: self._refuse, HTTPException: self._refuse}
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
+
+    def close(self) -> None:
+        """End requests that would go on for ever."""
+
+    async def _refuse(self, request: Request, problem: Exception) -> Response:
+        if isinstance(problem, HTTPException):  # no such path or method
+            problem = RequestError(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
+        assert isinstance(problem, RequestError)
+        self.problems[problem.kind] += 1
+        content = dataclasses.asdict(Problem(f"urn:fedrecon:{problem.kind}", problem.status, str(problem)))
+        headers = {"Connection": "close", **problem.headers} if problem.status != 404 else problem.headers
+        return JSONResponse(content, problem.status, headers, "application/problem+json")
+
+    async def read_body(self, request: Request) -> bytes:
+        """Read what a request sends, within the limits."""
+        length = request.headers.get("content-length", "")
+        if not (length.isascii() and length.isdigit() and len(length) < 16):
+            raise RequestError(411, "no-length", "a report needs a Content-Length")
+        if int(length) > self.limits.body_bytes:
+            raise RequestError(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                async for chunk in request.stream():  # never more than was announced: the HTTP parser checks it
+                    body += chunk
+        except TimeoutError:
+            raise RequestError(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
+        except ClientDisconnect:
+            raise RequestError(400, "cut-off", "the connection ended before the report") from None
+        return bytes(body)
+
+    async def read_signed_body(self, request: Request, digest: str) -> bytes:
+        """Read what a signed request sends, and compare it with the digest that was signed."""
+        body = await self.read_body(request)
+        if hashlib.sha256(body).hexdigest() != digest:
+            raise RequestError(400, "wrong-digest", "the body does not have the digest that was signed")
+        return body
+
+
+def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:
+    """Return the key that signed a request, and the digest of the body that it announces."""
+    target = request.scope["raw_path"].decode("latin-1")
+    if request.scope["query_string"]:
+        target += "?" + request.scope["query_string"].decode("latin-1")
+    try:
+        return verifier.check(request.method, target, request.headers)
+    except SignatureError as error:
+        headers = {"Retry-After": "1"}
+        if error.problem == "epoch":
+            headers["Fedrecon-Epoch"] = verifier.epoch
+        raise RequestError(STATUS.get(error.problem, 401), error.problem, str(error), **headers) from None
+
+
+def round_number(request: Request) -> int:
+    """Return the number of the round in a request's path."""
+    number = request.path_params["number"]
+    if not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise RequestError(404, "forged", "the round must be a number")
+    return int(number)
+
+
+class Api(Service):
     """The four endpoints over a board of tasks."""
 
     def __init__(self, plan: Plan, board: TaskBoard, verifier: Verifier, limits: Limits):
         """Serve a plan and the tasks of a board."""
-        self.plan, self.board, self.verifier, self.limits = plan, board, verifier, limits
-        self.problems: collections.Counter[str] = collections.Counter()
+        self.plan, self.board, self.verifier = plan, board, verifier
         self._waiting: dict[int, asyncio.Event] = {}  # by node
         self._uploading: set[int] = set()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         board.wake = self._wake
-        self.app = Starlette(
-            routes=[
-                Route("/v1/plan", self.get_plan),
-                Route("/v1/check-in", self.check_in),
-                Route("/v1/broadcasts/{digest}", self.get_broadcast),
-                Route("/v1/rounds/{number}/reports/{ticket}", self.put_report, methods=["PUT"]),
-            ],
-            exception_handlers={RequestError: self._refuse, HTTPException: self._refuse},
-        )
+        routes = [
+            Route("/v1/plan", self.get_plan),
+            Route("/v1/check-in", self.check_in),
+            Route("/v1/broadcasts/{digest}", self.get_broadcast),
+            Route("/v1/rounds/{number}/reports/{ticket}", self.put_report, methods=["PUT"]),
+        ]
+        super().__init__(limits, routes)
 
     def _wake(self, node: int) -> None:
         """Tell a waiting node, from the thread of the round loop, that it has a task."""
@@ -146,33 +213,15 @@ class Api:
         for node in list(self._waiting):
             self._wake(node)
 
-    async def _refuse(self, request: Request, problem: Exception) -> Response:
-        if isinstance(problem, HTTPException):  # no such path or method
-            problem = RequestError(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
-        assert isinstance(problem, RequestError)
-        self.problems[problem.kind] += 1
-        content = dataclasses.asdict(Problem(f"urn:fedrecon:{problem.kind}", problem.status, str(problem)))
-        headers = {"Connection": "close", **problem.headers} if problem.status != 404 else problem.headers
-        return JSONResponse(content, problem.status, headers, "application/problem+json")
-
     def _authenticate(self, request: Request) -> tuple[int, str]:
         """Return the node that signed a request, and the digest of its body."""
-        target = request.scope["raw_path"].decode("latin-1")
-        if request.scope["query_string"]:
-            target += "?" + request.scope["query_string"].decode("latin-1")
-        try:
-            key, digest = self.verifier.check(request.method, target, request.headers)
-        except SignatureError as error:
-            headers = {"Retry-After": "1"}
-            if error.problem == "epoch":
-                headers["Fedrecon-Epoch"] = self.verifier.epoch
-            raise RequestError(STATUS.get(error.problem, 401), error.problem, str(error), **headers) from None
+        key, digest = authenticate(self.verifier, request)
         return self.board.number_of(key), digest
 
     async def get_plan(self, request: Request) -> Response:
         """Return the plan."""
         self._authenticate(request)
-        return _immutable(request, self.plan.content, self.plan.digest, "application/json")
+        return immutable_response(request, self.plan.content, self.plan.digest, "application/json")
 
     async def check_in(self, request: Request) -> Response:
         """Return a node's next task, or wait for one."""
@@ -218,51 +267,31 @@ class Api:
         data = self.board.message(node, digest)
         if data is None:
             raise RequestError(404, "no-broadcast", "this node has no task with such a broadcast")
-        return _immutable(request, data, digest, "application/octet-stream")
+        return immutable_response(request, data, digest, "application/octet-stream")
 
     async def put_report(self, request: Request) -> Response:
         """Take a report."""
         node, digest = self._authenticate(request)
-        number, ticket = request.path_params["number"], request.path_params["ticket"]
-        if not (number.isascii() and number.isdigit() and len(number) < 10):
-            raise RequestError(404, "forged", "the round must be a number")
-        state = self.board.state(node, int(number), ticket)
+        number, ticket = round_number(request), request.path_params["ticket"]
+        state = self.board.state(node, number, ticket)
         if state == "open":
             if node in self._uploading:
                 raise RequestError(429, "too-many", "this node is sending a report already", **{"Retry-After": "1"})
             self._uploading.add(node)
             try:
-                data = await self._read_body(request, digest)
+                data = await self.read_signed_body(request, digest)
             finally:
                 self._uploading.discard(node)
-            state = self.board.report(node, int(number), ticket, data)
+            state = self.board.report(node, number, ticket, data)
         if state == "forged":
             raise RequestError(404, state, "the coordinator gave this node no such ticket")
         if state == "expired":
             raise RequestError(410, state, "the task is over: the round was closed, or its deadline has passed")
         return Response(status_code=201 if state == "open" else 200)
 
-    async def _read_body(self, request: Request, digest: str) -> bytes:
-        length = request.headers.get("content-length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 16):
-            raise RequestError(411, "no-length", "a report needs a Content-Length")
-        if int(length) > self.limits.body_bytes:
-            raise RequestError(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                async for chunk in request.stream():  # never more than was announced: the HTTP parser checks it
-                    body += chunk
-        except TimeoutError:
-            raise RequestError(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
-        except ClientDisconnect:
-            raise RequestError(400, "cut-off", "the connection ended before the report") from None
-        if hashlib.sha256(body).hexdigest() != digest:
-            raise RequestError(400, "wrong-digest", "the body does not have the digest that was signed")
-        return bytes(body)
 
-
-def _immutable(request: Request, data: bytes, digest: str, media_type: str) -> Response:
+def immutable_response(request: Request, data: bytes, digest: str, media_type: str) -> Response:
+    """Return bytes that never change under their digest; nothing if the client has them."""
     headers = {"ETag": f'"{digest}"', "Cache-Control": IMMUTABLE}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
@@ -407,6 +436,21 @@ def run_server(
 
 
 @contextlib.contextmanager
+def run_service(service: Service, address: tuple[str, int], tls: Tls | None) -> Iterator[int]:
+    """Serve an application within its limits in a thread; yields the port. On leaving, answer what is under way.
+
+    Raises:
+      OSError: the address cannot be used.
+    """
+    bounds = ConnectionBounds(service.app, service.limits)
+    options = {"http": bounds.protocol(), "h11_max_incomplete_event_size": service.limits.header_bytes}
+    with run_server(bounds, address, tls, stop=service.close, **options) as port:
+        yield port
+    if service.problems:
+        log.info("refused requests: %s", json.dumps(dict(service.problems)))
+
+
+@contextlib.contextmanager
 def serve_tasks(
     plan: Plan, address: tuple[str, int], tls: Tls | None, keys: Mapping[bytes, str] | None, limits: Limits
 ) -> Iterator[tuple[TaskBoard, Api]]:
@@ -425,9 +469,5 @@ def serve_tasks(
     verifier = Verifier(keys)
     board = TaskBoard(verifier.name)
     api = Api(plan, board, verifier, limits)
-    bounds = ConnectionBounds(api.app, limits)
-    options = {"http": bounds.protocol(), "h11_max_incomplete_event_size": limits.header_bytes}
-    with run_server(bounds, address, tls, stop=api.close, **options):
+    with run_service(api, address, tls):
         yield board, api
-    if api.problems:
-        log.info("refused requests: %s", json.dumps(dict(api.problems)))
