@@ -17,7 +17,7 @@ from fedrecon._src.deploy.certificates import KeyExists, make_node
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
 from fedrecon._src.deploy.plan import is_prefix
 from fedrecon._src.storage.atomic import StorageError
-from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.storage.ownership import file_lock
 from fedrecon.deploy import Memory, Plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "deploy"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrecon._src.core.clients import Clients, Totals
-from fedrecon._src.storage.client_files import FORMAT
+from fedrecon._src.storage.arrays import FORMAT
 from fedrecon._src.storage.manifest import write_manifest
 
 quick = settings(max_examples=40, deadline=None)

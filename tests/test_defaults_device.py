@@ -23,8 +23,8 @@ from fedrecon._src.app.cli import main
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.device.bundle_data import packed, unpacked
 from fedrecon._src.device.model_bundle import bundle_model
-from fedrecon._src.recommend.recommender import Recommender
 from fedrecon._src.recommend.saved_models import open_model
+from fedrecon._src.recommend.serving import Recommender
 from fedrecon._src.recommend.tasks import RATINGS
 
 pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedrecon._src.client.least_squares import solve_positive
+from fedrecon._src.client.closed_form import solve_positive
 from fedrecon._src.device.inlining import eliminated, inlined, used_inputs
 
 DRAW = np.random.default_rng(0)

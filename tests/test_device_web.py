@@ -22,7 +22,7 @@ from fedrecon._src.device.web_page import page_files, page_lacks, policy, serve
 from fedrecon._src.recommend.config import Data, Factorization, RatingsConfig
 from fedrecon._src.recommend.saved_models import SavedModel, open_model
 from fedrecon._src.recommend.tasks import RATINGS, Items
-from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.storage.ownership import file_lock
 from fedrecon_device import BundleError
 from fedrecon_device.contents import content_of
 from fedrecon_device.files import FORMAT, VERSION, manifest_bytes

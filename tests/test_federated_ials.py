@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon._src.client.least_squares import invert_positive
+from fedrecon._src.client.closed_form import invert_positive
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.models.item_ranking import popularity_factors
+from fedrecon._src.models.factorization import popularity_factors
 from fedrecon._src.recommend import ranking
 from toy_models import assert_close, one_by_one
 

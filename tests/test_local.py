@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client.least_squares import MOST_SOLVED_FOR
+from fedrecon._src.client.closed_form import MOST_SOLVED_FOR
 from fedrecon._src.client.objectives import Objective, Problem
 from fedrecon._src.core.cohort import Examples
 from toy_models import a_and_b, clients_of, descend, linear, squared_error, xy

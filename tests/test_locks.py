@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from fedrecon._src.storage.atomic import StorageError
-from fedrecon._src.storage.lock import LockedError, file_lock, read_holder
+from fedrecon._src.storage.ownership import LockedError, file_lock, read_holder
 
 HOLD_FOREVER = """
 import sys, time
-from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.storage.ownership import file_lock
 with file_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

@@ -16,7 +16,7 @@ from fedrecon._src.core.client_sampling import OVERFLOW
 from fedrecon._src.core.upload import RowChanges, Upload, add, no_total, summand_of
 from fedrecon._src.privacy.accounting import epsilon_after, epsilon_of, noise_for
 from fedrecon._src.privacy.ledger import Ledger, spending
-from fedrecon._src.server.adaptive_clipping import BINS, quantile_of
+from fedrecon._src.server.averaging import BINS, quantile_of
 from fedrecon._src.simulation.sampling import sample
 from toy_models import descend, linear, lookup_clients, lookup_model, one_round, xy
 

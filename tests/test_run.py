@@ -8,8 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedrecon._src.storage.atomic import StorageError
-from fedrecon._src.storage.metrics_log import StorageWarning
-from fedrecon._src.storage.run_folder import RunFolder, find_part, list_stashes, read_description
+from fedrecon._src.storage.run_folder import RunFolder, StorageWarning, find_part, list_stashes, read_description
 from toy_models import assert_same_bits
 
 

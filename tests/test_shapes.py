@@ -12,12 +12,12 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client import least_squares
+from fedrecon._src.client import closed_form
 from fedrecon._src.simulation import training
 from toy_models import clients_of, one_round
 
 ROOMS = tuple(f"fedrecon._src.{room}" for room in ("core", "client", "server", "algorithms", "simulation"))
-LOADED = [least_squares, training]  # with all that a round needs
+LOADED = [closed_form, training]  # with all that a round needs
 
 
 def has_shapes(function):

@@ -9,9 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
+from fedrecon._src.storage.arrays import check_parameters, load_arrays, map_array, save_arrays
 from fedrecon._src.storage.atomic import StorageError, read_bytes, read_json, without_nan, write_json
-from fedrecon._src.storage.client_files import map_array
 from fedrecon._src.storage.manifest import file_digest
 from toy_models import assert_same_bits
 

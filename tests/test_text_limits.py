@@ -14,7 +14,7 @@ import pytest
 from fedrecon._src.data import corpus as corpus_module
 from fedrecon._src.data import sources as sources_module
 from fedrecon._src.data.posts import plain_text
-from fedrecon._src.storage.lock import LockedError, file_lock
+from fedrecon._src.storage.ownership import LockedError, file_lock
 from fedrecon.data import Corpus, DataError, load_text, prepare_posts, prepare_stackoverflow, prepare_text
 from fuzz_loaders import bounded
 from stackoverflow_files import write_database

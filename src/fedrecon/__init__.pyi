@@ -41,8 +41,8 @@ from ._src.algorithms.saving import load_algorithm as load_algorithm
 from ._src.algorithms.saving import save_algorithm as save_algorithm
 from ._src.app.logs import log_to as log_to
 from ._src.client.closed_form import closed_form as closed_form
+from ._src.client.closed_form import least_squares as least_squares
 from ._src.client.gradient_descent import gradient_descent as gradient_descent
-from ._src.client.least_squares import least_squares as least_squares
 from ._src.core.client_sampling import Sampling as Sampling
 from ._src.core.clients import Clients as Clients
 from ._src.core.model import Metric as Metric

@@ -1,5 +1,7 @@
 """Data sets of clients: MovieLens and ratings files; text and Stack Overflow; synthetic ones of the same shape."""
 
+from fedrecon._src.core.clients import pooled as pooled
+from fedrecon._src.core.clients import with_owner as with_owner
 from fedrecon._src.data import Corpus as Corpus
 from fedrecon._src.data import CorpusOptions as CorpusOptions
 from fedrecon._src.data import DataError as DataError
@@ -26,5 +28,3 @@ from fedrecon._src.data import split_text as split_text
 from fedrecon._src.data import synthetic_ratings as synthetic_ratings
 from fedrecon._src.data import synthetic_text as synthetic_text
 from fedrecon._src.data import unique_labels as unique_labels
-from fedrecon._src.data.pooling import pooled as pooled
-from fedrecon._src.data.pooling import with_owner as with_owner

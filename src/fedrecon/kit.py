@@ -26,7 +26,7 @@ from fedrecon._src.algorithms.rounds import server_round as server_round
 from fedrecon._src.algorithms.rounds import server_update as server_update
 from fedrecon._src.algorithms.saving import digest as digest
 from fedrecon._src.algorithms.validation import decide_lookups as decide_lookups
-from fedrecon._src.client.batch_statistics import set_local_state as set_local_state
+from fedrecon._src.client.batches import set_local_state as set_local_state
 from fedrecon._src.client.gradient_descent import gradient_descent as gradient_descent
 from fedrecon._src.client.lookups.tracing import find_lookups as find_lookups
 from fedrecon._src.client.objectives import Objective as Objective

@@ -11,9 +11,9 @@ from fedrecon._src.privacy.ledger import Ledger as Ledger
 from fedrecon._src.privacy.noise import coefficients as coefficients
 from fedrecon._src.privacy.noise import correlate as correlate
 from fedrecon._src.privacy.noise import nothing_yet as nothing_yet
-from fedrecon._src.server.adaptive_clipping import adaptive_clip as adaptive_clip
+from fedrecon._src.server.averaging import adaptive_clip as adaptive_clip
+from fedrecon._src.server.averaging import rescale as rescale
 from fedrecon._src.server.fixed_point import from_vector as from_vector
 from fedrecon._src.server.fixed_point import secure as secure
 from fedrecon._src.server.fixed_point import to_vectors as to_vectors
 from fedrecon._src.server.gaussian import private as private
-from fedrecon._src.server.rescaling import rescale as rescale

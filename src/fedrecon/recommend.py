@@ -7,9 +7,6 @@ from fedrecon._src.recommend.baselines import BaselineResults as BaselineResults
 from fedrecon._src.recommend.baselines import rating_baselines as rating_baselines
 from fedrecon._src.recommend.cold_start import rank_after as rank_after
 from fedrecon._src.recommend.cold_start import rate_after as rate_after
-from fedrecon._src.recommend.completer import Completer as Completer
-from fedrecon._src.recommend.completer import PersonalCompleter as PersonalCompleter
-from fedrecon._src.recommend.completer import load_completer as load_completer
 from fedrecon._src.recommend.default_training import TrainOptions as TrainOptions
 from fedrecon._src.recommend.default_training import train as train
 from fedrecon._src.recommend.default_training import train_clicks as train_clicks
@@ -40,11 +37,14 @@ from fedrecon._src.recommend.ranking import score_by_factors as score_by_factors
 from fedrecon._src.recommend.ranking import score_by_model as score_by_model
 from fedrecon._src.recommend.ranking import split_items as split_items
 from fedrecon._src.recommend.ranking import top_items as top_items
-from fedrecon._src.recommend.recommender import Recommended as Recommended
-from fedrecon._src.recommend.recommender import Recommender as Recommender
-from fedrecon._src.recommend.recommender import load as load
 from fedrecon._src.recommend.round_zero import RoundZero as RoundZero
 from fedrecon._src.recommend.round_zero import estimate_ratings as estimate_ratings
+from fedrecon._src.recommend.serving import Completer as Completer
+from fedrecon._src.recommend.serving import PersonalCompleter as PersonalCompleter
+from fedrecon._src.recommend.serving import Recommended as Recommended
+from fedrecon._src.recommend.serving import Recommender as Recommender
+from fedrecon._src.recommend.serving import load as load
+from fedrecon._src.recommend.serving import load_completer as load_completer
 from fedrecon._src.recommend.spectral_start import SpectralStart as SpectralStart
 from fedrecon._src.recommend.spectral_start import estimate_clicks as estimate_clicks
 from fedrecon._src.recommend.word_evaluation import PersonalResults as PersonalResults

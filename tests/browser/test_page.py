@@ -21,8 +21,8 @@ from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.device.bundle_data import packed, unpacked
 from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.device.web_page import serve
-from fedrecon._src.recommend.recommender import Recommender
 from fedrecon._src.recommend.saved_models import open_model
+from fedrecon._src.recommend.serving import Recommender
 from fedrecon._src.recommend.tasks import RATINGS
 from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon_device import Bundle

@@ -14,7 +14,7 @@ import optax
 from jax import Array
 
 from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaging_method, keep_finite, update_keys
-from fedrecon._src.client.batch_statistics import set_local_state
+from fedrecon._src.client.batches import set_local_state
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.reconstruction import reconstruction
 from fedrecon._src.client.update import Updater, first_order_predict

@@ -26,7 +26,7 @@ import optax
 from jax import Array
 
 from fedrecon import kit
-from fedrecon._src.client.least_squares import invert_positive
+from fedrecon._src.client.closed_form import invert_positive
 from fedrecon._src.core.checks import check_number
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ _FACTORY_MODULES = (
     "fedrecon.split",
     "fedrecon._src.client.closed_form",
     "fedrecon._src.client.gradient_descent",
-    "fedrecon._src.client.least_squares",
+    "fedrecon._src.client.closed_form",
     "fedrecon.algorithms",
     "fedrecon._src.algorithms.finetuning",
 )

@@ -19,7 +19,7 @@ from typing import Any
 from scipy.stats import spearmanr
 
 from fedrecon._src.app.plots import write_figure
-from fedrecon._src.core.extras import require
+from fedrecon._src.core.checks import require
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.progress import silent
 from fedrecon._src.data import Ratings

@@ -13,8 +13,7 @@ import optax
 from jax import Array
 
 from fedrecon._src.client.batches import Batches
-from fedrecon._src.client.lookups.lookup_tables import change_rows, merge_repeats, read_rows
-from fedrecon._src.client.lookups.phases import cut, phases, put_back
+from fedrecon._src.client.lookups.lookup_tables import change_rows, cut, merge_repeats, phases, put_back, read_rows
 from fedrecon._src.client.lookups.reach import reach, state_labels
 from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
 from fedrecon._src.core.checks import check_number

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from fedrecon._src.client.batch_statistics import set_local_state
+from fedrecon._src.client.batches import set_local_state
 from fedrecon._src.client.objectives import Solver, local_objective, solve_local, start_local
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.client.batch_statistics import advance_shared
+from fedrecon._src.client.batches import advance_shared
 from fedrecon._src.client.lookups.lookup_tables import (
     LookupTables,
     check_paths,

@@ -1,7 +1,9 @@
-"""Checks of arguments: numbers within bounds, choices, and names that must exist."""
+"""Checks of arguments: numbers within bounds, choices, names that must exist, and packages that are installed."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -79,6 +81,18 @@ def check_column(name: str, columns: Collection[str], what: str = "the clients")
         raise ValueError(f"no column {name!r}: {what} have {', '.join(map(str, columns))}")
 
 
+def near_miss(name: str, names: Collection[str]) -> str:
+    """Return " (did you mean ...?)" for a name that is close to a known path or to a prefix of one.
+
+    Args:
+      name: a name that is not known.
+      names: the known names or paths.
+    """
+    prefixes = {"/".join(parts[:n]) for parts in (path.split("/") for path in names) for n in range(1, len(parts) + 1)}
+    close = difflib.get_close_matches(name.strip("*/"), sorted(prefixes | set(names)), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
 def explain_validation(problem: ValidationError) -> str:
     """Return the field, the value and the rule of the first error that pydantic found.
 
@@ -92,3 +106,34 @@ def explain_validation(problem: ValidationError) -> str:
     # of all types of a union
     rules = [error["msg"] for error in (first, *more) if error["loc"][:1] == first["loc"][:1]]
     return f"{field} {first['input']!r:.50}: {', or '.join(dict.fromkeys(rules))}".strip()
+
+
+# ---- packages of extras ----
+
+
+EXTRAS = {  # by package, the extra that installs it
+    **{name: name for name in ("keras", "flax", "equinox")},
+    **dict.fromkeys(("dp_accounting", "jax_privacy"), "privacy"),
+    **dict.fromkeys(("starlette", "uvicorn", "httpx", "cryptography", "Crypto"), "deploy"),
+    **dict.fromkeys(("fedrecon_device", "jax2onnx", "onnx", "onnxruntime", "flatbuffers"), "device"),
+    "optuna": "tune",
+}
+
+
+def install_hint(error: ImportError) -> str | None:
+    """Return how to install the package that could not be imported, or None if no extra has it."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    extra = EXTRAS[package]
+    source = " (in a copy of the repository: pip install ./src-device '.[device]')" if extra == "device" else ""
+    return f"{package} cannot be imported; run: pip install 'fedrecon[{extra}]'{source}"
+
+
+def require(module: str) -> Any:
+    """Import a module of an extra; the error says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = ImportError(str(error), name=module)
+        raise ImportError(f"{install_hint(missing)} ({error})", name=module) from error

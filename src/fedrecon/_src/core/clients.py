@@ -5,6 +5,8 @@ so they cost two integers per client and copy nothing. A saved folder opens by m
 clients take no memory until they are read.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import operator
@@ -21,8 +23,7 @@ import numpy as np
 from fedrecon._src.core.checks import check_column, check_number
 from fedrecon._src.core.keys import as_number, as_words, mix_hashes, name_hashes
 from fedrecon._src.core.tabular import read_csv, read_parquet, to_arrays, to_arrow
-from fedrecon._src.storage.atomic import atomic_folder
-from fedrecon._src.storage.client_files import (
+from fedrecon._src.storage.arrays import (
     CLIENTS_PER_BLOCK,
     ArrayFile,
     ClientStream,
@@ -33,6 +34,7 @@ from fedrecon._src.storage.client_files import (
     read_clients_manifest,
     write_clients_manifest,
 )
+from fedrecon._src.storage.atomic import atomic_folder
 
 FINGERPRINT_EXAMPLES = 1 << 20  # up to this size all data is hashed, beyond it a sample of about this size
 
@@ -492,3 +494,44 @@ def _extra_fields(cls: type[Clients], needed: bool = False) -> list[str]:
     base_fields, none = {field.name for field in dataclasses.fields(Clients)}, dataclasses.MISSING
     added = [field for field in dataclasses.fields(cls) if field.name not in base_fields]
     return [f.name for f in added if not needed or (f.default is none and f.default_factory is none)]
+
+
+# ---- examples labelled with their client, and pooled: for training with a `client_table` ----
+
+
+def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
+    """Return the same clients with a column that holds, for every example, the index of its client.
+
+    Args:
+      clients: whose examples are copied.
+      feature: the name of the new column.
+
+    Example:
+      >>> clients = fr.data.synthetic_ratings(num_users=2, num_items=9, mean_ratings=5)
+      >>> fr.data.with_owner(clients).columns["client"].tolist()
+      [0, 0, 0, 1, 1, 1]
+    """
+    owner = np.repeat(np.arange(len(clients), dtype=np.int32), clients.sizes)
+    rows = rows_of(clients.starts, clients.ends)
+    columns = {name: values[rows] for name, values in clients.columns.items()}
+    ends = np.cumsum(clients.sizes)
+    return Clients(columns | {feature: owner}, ends - clients.sizes, ends, clients.names)
+
+
+def pooled(clients: Clients, *, seed: int, feature: str = "client") -> Clients:
+    """Return one client that has everybody's examples, shuffled, with a column for the client of each.
+
+    Args:
+      clients: whose examples are copied.
+      seed: decides the order.
+      feature: the name of the new column.
+
+    Example:
+      >>> clients = fr.data.synthetic_ratings(num_users=2, num_items=9, mean_ratings=5)
+      >>> fr.data.pooled(clients, seed=0)
+      Clients(1 clients, 6 examples: ...)
+    """
+    owned = with_owner(clients, feature=feature)
+    order = np.random.default_rng(seed).permutation(owned.num_examples)
+    columns = {name: values[order] for name, values in owned.columns.items()}
+    return Clients(columns, np.array([0]), np.array([len(order)]))

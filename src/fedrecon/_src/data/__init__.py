@@ -11,6 +11,8 @@ from fedrecon._src.data.ratings import RatingLimits as RatingLimits
 from fedrecon._src.data.ratings import Ratings as Ratings
 from fedrecon._src.data.ratings import RatingsSchema as RatingsSchema
 from fedrecon._src.data.ratings import load_ratings as load_ratings
+from fedrecon._src.data.ratings import load_titles as load_titles
+from fedrecon._src.data.ratings import unique_labels as unique_labels
 from fedrecon._src.data.sentences import PersonalText as PersonalText
 from fedrecon._src.data.sentences import Sentences as Sentences
 from fedrecon._src.data.sentences import input_ids as input_ids
@@ -22,7 +24,5 @@ from fedrecon._src.data.summary import Summary as Summary
 from fedrecon._src.data.synthetic import synthetic_ratings as synthetic_ratings
 from fedrecon._src.data.synthetic import synthetic_text as synthetic_text
 from fedrecon._src.data.tables import TextOptions as TextOptions
-from fedrecon._src.data.titles import load_titles as load_titles
-from fedrecon._src.data.titles import unique_labels as unique_labels
 from fedrecon._src.data.vocabulary import Vocabulary as Vocabulary
 from fedrecon._src.data.vocabulary import split_text as split_text

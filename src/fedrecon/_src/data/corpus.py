@@ -20,7 +20,7 @@ from fedrecon._src.core.progress import Advance, Progress, silent
 from fedrecon._src.data.sentences import Sentences, next_word_columns
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, word_hash
-from fedrecon._src.storage.client_files import map_array
+from fedrecon._src.storage.arrays import map_array
 from fedrecon._src.storage.manifest import Format, read_folder_manifest
 
 FORMAT, MANIFEST = Format("fedrecon-corpus", 2), "corpus.json"

@@ -22,10 +22,10 @@ from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data.corpus import FORMAT, MANIFEST, Corpus
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.data.vocabulary import word_hash
+from fedrecon._src.storage.arrays import ArrayFile
 from fedrecon._src.storage.atomic import StorageError, atomic_folder
-from fedrecon._src.storage.client_files import ArrayFile
-from fedrecon._src.storage.lock import file_lock
 from fedrecon._src.storage.manifest import write_folder_manifest
+from fedrecon._src.storage.ownership import file_lock
 
 KEPT_WORDS = 50_000
 MOST_SPELLED = 1 << 20  # if clients use more words in all, the spelling of those that are not kept is not stored

@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 from fedrecon._src.core.progress import bars
 from fedrecon._src.data.columns import encode_ids
-from fedrecon._src.data.ratings import Ratings, RatingTable, collect_ratings, load_ratings, read_rows
+from fedrecon._src.data.ratings import Ratings, RatingTable, collect_ratings, load_ratings, read_rows, read_titles
 from fedrecon._src.data.sources import (
     DataError,
     RowErrors,
@@ -22,7 +22,6 @@ from fedrecon._src.data.sources import (
 )
 from fedrecon._src.data.synthetic import synthetic_ratings
 from fedrecon._src.data.tables import TextTable
-from fedrecon._src.data.titles import read_titles
 
 URL = "https://files.grouplens.org/datasets/movielens/"
 PIECE = 1 << 16  # bytes of a download in memory at a time

@@ -24,7 +24,7 @@ from typing import IO, Any, Literal, get_args
 
 from fedrecon._src.core.checks import check_choice
 from fedrecon._src.storage.atomic import write_errors
-from fedrecon._src.storage.lock import file_lock
+from fedrecon._src.storage.ownership import file_lock
 
 BadRows = Literal["error", "skip"]  # whether records that cannot be read are refused, or left out and counted
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from fedrecon._src.core.extras import require
+from fedrecon._src.core.checks import require
 from fedrecon._src.device.inlining import inlined, used_inputs
 
 LARGE = 256  # numbers of a constant that is worth replacing

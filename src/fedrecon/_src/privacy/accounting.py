@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedrecon._src.core.checks import check_choice, check_number
-from fedrecon._src.core.extras import require
+from fedrecon._src.core.checks import check_choice, check_number, require
 
 MOST_ROUNDS = 10**6  # beyond this, rounding up takes over: losses of a round are smaller than its steps
 MOST_EPSILON = 1e4

@@ -21,9 +21,8 @@ from fedrecon._src.algorithms.algorithm import Algorithm, encode
 from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
 from fedrecon._src.algorithms.rounds import client_update, server_update
 from fedrecon._src.client.gradient_descent import gradient_descent
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, require
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.extras import require
 from fedrecon._src.core.keys import round_key
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.pytrees import flatten

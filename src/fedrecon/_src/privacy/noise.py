@@ -31,8 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.checks import check_choice, check_number
-from fedrecon._src.core.extras import require
+from fedrecon._src.core.checks import check_choice, check_number, require
 from fedrecon._src.privacy.accounting import Release, check_clip
 from fedrecon._src.privacy.ring import WIDTHS, Grid
 

@@ -16,11 +16,10 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.data import Corpus, Ratings, load, load_text
 from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.recommend.completer import Completer
 from fedrecon._src.recommend.config import Config, check_config, preset_of
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
-from fedrecon._src.recommend.recommender import Recommender
 from fedrecon._src.recommend.saved_models import SavedModel
+from fedrecon._src.recommend.serving import Completer, Recommender
 from fedrecon._src.recommend.stopping import early_stopping_of, evaluate_by_divisions, rounds_of, why_failed
 from fedrecon._src.recommend.task import Ready, Users
 from fedrecon._src.recommend.tasks import TASKS, build_algorithm, task_of

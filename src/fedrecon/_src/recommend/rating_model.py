@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from fedrecon._src.client.least_squares import Ridge
+from fedrecon._src.client.closed_form import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.formatting import readable

@@ -9,9 +9,8 @@ import optax
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_reconstruction import federated_reconstruction
-from fedrecon._src.client.closed_form import closed_form
+from fedrecon._src.client.closed_form import Ridge, closed_form, least_squares
 from fedrecon._src.client.gradient_descent import gradient_descent
-from fedrecon._src.client.least_squares import Ridge, least_squares
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.optimizers import fedadagrad, fedyogi
 from fedrecon._src.core import split

@@ -31,17 +31,18 @@ from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon._src.privacy.ring import Grid, grid, quantise, restore
 from fedrecon._src.server.aggregator import Aggregator, Report, RingSum, chain, stateless
 from fedrecon._src.server.averaging import (
+    Scales,
     Weigh,
     all_finite,
     by_weight,
     check_weigh,
     clip,
     finite,
+    rescale,
     weigh_and_clip,
     weigh_clients,
 )
 from fedrecon._src.server.gaussian import MARGIN
-from fedrecon._src.server.rescaling import Scales, rescale
 
 Protocol = Literal["four-messages", "two-servers"]
 RESOLUTION = 2**12  # integers that the noise in the sum is wide: a float32 can be rounded to each of them

@@ -26,8 +26,7 @@ from fedrecon._src.core.upload import Parts, Summand, Total
 from fedrecon._src.privacy.accounting import Release, check_clip, update_noise_for
 from fedrecon._src.privacy.noise import coefficients, correlate, nothing_yet
 from fedrecon._src.server.aggregator import Aggregator, Report, chain
-from fedrecon._src.server.averaging import Weigh, check_weigh, finite, weigh_and_clip
-from fedrecon._src.server.rescaling import Scales, rescale
+from fedrecon._src.server.averaging import Scales, Weigh, check_weigh, finite, rescale, weigh_and_clip
 
 MARGIN = 1e-5  # norms are computed in single precision, so uploads are clipped a little below the norm that is claimed
 BELOW = "below"

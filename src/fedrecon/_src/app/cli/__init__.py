@@ -150,7 +150,7 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         return str(problem), 2
     if isinstance(problem, options.ConfigError) and not problem.source:
         return problem.describe(options.flag_of(problem.field)), 2
-    from fedrecon._src.core.extras import install_hint
+    from fedrecon._src.core.checks import install_hint
     from fedrecon._src.data.sources import DataError
 
     if isinstance(problem, ImportError) and (hint := install_hint(problem)):

@@ -69,7 +69,7 @@ def run(args: Make | Check) -> int:
     from fedrecon._src.device.model_bundle import bundle_model
     from fedrecon._src.device.web_page import page_lacks
     from fedrecon._src.recommend.saved_models import open_model
-    from fedrecon._src.storage.lock import file_lock
+    from fedrecon._src.storage.ownership import file_lock
     from fedrecon_device.files import read_manifest
 
     lock = args.out.absolute().with_name(f".{args.out.absolute().name}.lock")

@@ -16,7 +16,7 @@ from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Rule
 
 if TYPE_CHECKING:
-    from fedrecon._src.recommend.completer import Completion
+    from fedrecon._src.recommend.serving import Completion
 
 OWN = "*"  # marks a person's own words
 
@@ -54,7 +54,7 @@ parse = partial(options.parse, Complete, "complete")
 def run(args: Complete) -> int:
     """Complete and print."""
     from fedrecon._src.data import DataError, split_text
-    from fedrecon._src.recommend.completer import load_completer, read_text
+    from fedrecon._src.recommend.serving import load_completer, read_text
 
     completer = load_completer(args.run)
     text = read_text(args.text)

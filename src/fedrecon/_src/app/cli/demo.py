@@ -115,7 +115,7 @@ def _recommend(outcome: ExperimentResult) -> None:
     """Recommend to a test user with a typical number of ratings."""
     import numpy as np
 
-    from fedrecon._src.recommend.recommender import Recommender
+    from fedrecon._src.recommend.serving import Recommender
 
     test, items = outcome.users.test, outcome.model.legend
     usual = int(np.argsort(test.sizes, kind="stable")[len(test) // 2])

@@ -95,8 +95,7 @@ def run(args: Join) -> int:
     from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
     from fedrecon._src.deploy.local_socket import answer_socket
     from fedrecon._src.deploy.node_keys import read_private_key
-    from fedrecon._src.storage.lock import file_lock
-    from fedrecon._src.storage.ownership import LOCK
+    from fedrecon._src.storage.ownership import LOCK, file_lock
 
     socket = Path(args.server.removeprefix(UNIX)) if args.server.startswith(UNIX) else None
     server = args.server if socket is not None else parse_server(args.server, args.insecure)

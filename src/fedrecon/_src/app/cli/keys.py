@@ -35,7 +35,7 @@ parse = partial(options.parse, Keys, "keys")
 
 def run(args: Keys) -> int:
     """Make the keys and print where each belongs."""
-    from fedrecon._src.core.extras import require
+    from fedrecon._src.core.checks import require
     from fedrecon._src.deploy import certificates
 
     require("cryptography")

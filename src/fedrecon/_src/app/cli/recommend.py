@@ -62,8 +62,8 @@ def run(args: Recommend) -> int:
     from fedrecon._src.app.resuming import with_columns
     from fedrecon._src.core.progress import silent
     from fedrecon._src.data import Ratings
-    from fedrecon._src.recommend.recommender import Recommender
     from fedrecon._src.recommend.saved_models import open_for
+    from fedrecon._src.recommend.serving import Recommender
     from fedrecon._src.recommend.tasks import CLICKS, RATINGS
     from fedrecon._src.recommend.tasks.ratings import with_titles
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.core.extras import require
+from fedrecon._src.core.checks import require
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten, path_name, unflatten
 from fedrecon._src.models.adapters.network import Arrays, Mode, Network, Options, adapt, moving

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrecon._src.core.checks import require
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.extras import require
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.models.adapters.network import (

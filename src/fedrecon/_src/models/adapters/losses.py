@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fedrecon._src.core.checks import near_miss
 from fedrecon._src.core.model import Batch, Metric, Weighted
-from fedrecon._src.models.adapters.selection import near_miss
 
 Values = Callable[[Any, Any], Any]  # (predictions, labels) -> (examples, ...)
 Loss = str | Values

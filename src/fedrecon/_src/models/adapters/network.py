@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
 
 import jax
@@ -11,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.checks import check_choice
+from fedrecon._src.core.checks import check_choice, check_number, near_miss
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step
-from fedrecon._src.core.pytrees import Params
+from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.models.adapters.losses import CLASS_LOSSES, Loss, Metrics, feature, make_loss, make_metrics
-from fedrecon._src.models.adapters.selection import Locate, near_miss, select
 
 Treatment = Literal["local", "averaged", "frozen"]
 Inputs = str | Sequence[str] | Mapping[str, str]
@@ -296,3 +296,176 @@ def both(mask: Array | None, other: Array | None) -> Array | None:
     if mask is None or other is None:
         return other if mask is None else mask
     return jnp.logical_and(mask, other)
+
+
+# ---- selection of parameters: by pattern, by layer, by predicate, or some rows of a table ----
+
+
+MOST_LISTED = 20
+Locate = Callable[[Any], Collection[str] | None]  # a layer -> the paths of its parameters; None for anything else
+
+
+class LocalRows(NamedTuple):
+    """Some rows of the tables at a path or pattern; see `rows`."""
+
+    pattern: str
+    ids: Any
+
+
+class Selection(NamedTuple):
+    """The selected parameters: whole ones, and rows `{path: ascending ids}` of others."""
+
+    whole: frozenset[str]
+    rows: Mapping[str, np.ndarray]
+
+
+def rows(pattern: str, ids: slice | Sequence[int] | np.ndarray) -> LocalRows:
+    """Select some rows of a table for `local`; the other rows stay global.
+
+    Args:
+      pattern: the path of the table, or a pattern that matches it.
+      ids: the rows, as a slice (`slice(100, None)`: all from row 100 on) or as row numbers.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> model = fr.models.from_function(
+      ...     lambda params, word: params["table"][word].sum(-1),
+      ...     {"table": jnp.zeros((100, 4))},
+      ...     local=fr.models.rows("table", slice(90, None)),  # the last ten rows
+      ...     inputs="word",
+      ...     loss="mse",
+      ... )
+      >>> model.init_local(jax.random.key(0))["table"].shape
+      (10, 4)
+    """
+    return LocalRows(pattern, ids)
+
+
+def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate = lambda layer: None) -> Selection:
+    """Find the parameters that an argument selects.
+
+    Args:
+      which: a glob pattern on paths (it also selects everything below a match, so "head" is every parameter of the
+        layer `head`), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or several of these.
+      argument: the name of the argument, for error messages.
+      leaves: parameters by path.
+      locate: finds the paths of a layer's parameters.
+
+    Raises:
+      ValueError: if any of them selects nothing.
+    """
+    whole: set[str] = set()
+    by_row: dict[str, np.ndarray] = {}
+    for item in which if _is_several(which) else [which]:
+        if isinstance(item, LocalRows):
+            paths = _paths(item.pattern, argument, leaves, locate)
+            by_row |= {path: _row_numbers(path, leaves[path], item.ids) for path in paths}
+        else:
+            whole |= set(_paths(item, argument, leaves, locate))
+    both = sorted(whole & set(by_row))
+    if both:
+        raise ValueError(f"`{argument}` selects {both[0]!r} twice, whole and by rows; give one of them")
+    return Selection(frozenset(whole), by_row)
+
+
+def _is_several(which: Any) -> bool:
+    return isinstance(which, (list, tuple, set, frozenset)) and not isinstance(which, LocalRows)
+
+
+def _paths(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate) -> Collection[str]:
+    if isinstance(which, str):
+        paths = [p for p in leaves if fnmatch.fnmatchcase(p, which) or fnmatch.fnmatchcase(p, f"{which}/*")]
+    elif (located := locate(which)) is not None:
+        paths = [path for path in leaves if path in located]
+    elif callable(which):
+        paths = [path for path, leaf in leaves.items() if which(path, leaf)]
+    else:
+        raise TypeError(
+            f"`{argument}` must be a path pattern, a layer of this model, a predicate of path and leaf, or a list of "
+            f"these (got {which!r})"
+        )
+    if not paths:
+        hint = near_miss(which, leaves) if isinstance(which, str) else ""
+        more = f" and {len(leaves) - MOST_LISTED} more" if len(leaves) > MOST_LISTED else ""
+        raise ValueError(
+            f"`{argument}` is {which!r:.60}, which selects no parameter of this model{hint}; "
+            f"the parameters are: {', '.join(list(leaves)[:MOST_LISTED])}{more}"
+        )
+    return paths
+
+
+def _row_numbers(path: str, leaf: Any, ids: Any) -> np.ndarray:
+    size = leaf.shape[0] if leaf.shape else 0
+    numbers = np.arange(size)[ids] if isinstance(ids, slice) else np.unique(np.asarray(ids, np.int64))
+    if numbers.ndim != 1 or not 0 < numbers.size < size or numbers.min() < 0 or numbers.max() >= size:
+        raise ValueError(
+            f"`rows` of {path!r} must be some of its rows 0 to {size - 1}; for all of them, give its path itself "
+            f"(got {ids!r})"
+        )
+    return np.sort(numbers)
+
+
+# ---- plain JAX functions ----
+
+
+def from_function(
+    apply: Callable[..., Any],
+    init: Callable[[Array], Params] | Params,
+    *,
+    init_state: Params | None = None,
+    momentum: float | Mapping[str, float] = {},
+    **options: Unpack[Options],
+) -> Model:
+    """Make a partially local model from a plain function.
+
+    `apply` may have these arguments: `training` (or `train`, `deterministic`, ...), `key` (None outside training) and
+    `mask` (`(examples,)`, false for padding; None if there is no padding). Batch statistics must leave out padding.
+
+    Args:
+      apply: `(params, *inputs) -> outputs` for a batch; with `init_state`,
+        `(params, state, *inputs) -> (outputs, new state)`.
+      init: `key -> params`, any pytree; or the parameters themselves, and then every client starts from them.
+      init_state: state that is not trained, such as running statistics; see `state`.
+      momentum: for state that is a moving average, `momentum * old + (1 - momentum) * batch`: one number for all of it,
+        or one for each path. Other state is set to the mean of its values after each single batch.
+      **options: `local`, `inputs`, `loss`, `label`, `metrics`, `state` and others; see `Options`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> model = fr.models.from_function(
+      ...     lambda params, x: params["w"] * x + params["b"],
+      ...     {"w": jnp.float32(2), "b": jnp.float32(1)},
+      ...     local="b",
+      ...     inputs="x",
+      ...     label="y",
+      ...     loss="mse",
+      ... )
+      >>> model.predict({"w": 2.0}, {"b": 1.0}, {"x": jnp.array([3.0])}).tolist()
+      [7.0]
+    """
+    make = init if callable(init) else lambda key: init
+    names = inspect.signature(apply).parameters
+    structures: dict[str, Any] = {}  # of parameters and state, known once `make` has run
+
+    def start(key: Array) -> tuple[Arrays, Arrays]:
+        params, structures["params"] = flatten(make(key))
+        state, structures["state"] = flatten(init_state)
+        return params, state
+
+    def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
+        more = mode_arguments(apply, mode) | {n: getattr(mode, n) for n in ("key", "mask") if n in names}
+        whole = unflatten(structures["params"], params)
+        if init_state is None:
+            return apply(whole, *inputs, **named, **more), state
+        outputs, new = apply(whole, unflatten(structures["state"], state), *inputs, **named, **more)
+        return outputs, flatten(new)[0]
+
+    momenta = momentum if isinstance(momentum, Mapping) else dict.fromkeys(flatten(init_state)[0], momentum)
+    for path, value in momenta.items():
+        if path not in flatten(init_state)[0]:
+            raise ValueError(f"`momentum` names {path!r}{near_miss(path, flatten(init_state)[0])}, which is not state")
+        check_number("momentum", value, most=1, below=True)
+    return adapt(Network(start, run, random="key" in names, momenta=momenta), **options)

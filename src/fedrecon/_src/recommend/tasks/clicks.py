@@ -23,7 +23,7 @@ from fedrecon._src.data import Ratings, RatingsSchema
 from fedrecon._src.data.columns import describe_columns
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
-from fedrecon._src.models.item_ranking import popularity_factors, ranking_params
+from fedrecon._src.models.factorization import popularity_factors, ranking_params
 from fedrecon._src.recommend import cold_start, ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reading
 from fedrecon._src.recommend.rating_model import Items
