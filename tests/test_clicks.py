@@ -87,9 +87,12 @@ def test_blending_leaves_popularity_as_it_is_where_it_was_kept(number):
     kept = fr.models.popularity_factors(counts, dim=2)
     weights = blend_popularity(kept, clients, fr.split.half(), 0.4, 1.0)["popularity_weight"]
     assert (weights > 0).all()
-    trained = fr.models.ranking_params(np.eye(4, 2, dtype=np.float32), counts)
-    weights = blend_popularity(trained, clients, fr.split.half(), 0.4, 1.0)["popularity_weight"]
-    assert number > 50 or weights.tolist() == [1, 0, 0, 0, 0, 0]
+    good = fr.models.ranking_params(np.eye(2, dtype=np.float32)[[0, 0, 1, 1]], counts)  # 0 and 1 go together
+    weights = blend_popularity(good, clients, fr.split.half(), 0.4, 1.0)["popularity_weight"]
+    assert weights.tolist() == [1, 0, 0, 0, 0, 0]
+    bad = fr.models.ranking_params(np.eye(2, dtype=np.float32)[[0, 1, 0, 0]], counts)  # 1 goes with nothing
+    weights = blend_popularity(bad, clients, fr.split.half(), 0.4, 1.0)["popularity_weight"]
+    assert (weights[1:] > 0.2).all(), "popularity alone ranks better than the bad model"
 
 
 def test_evaluation_of_a_run_gives_what_training_gave(folder, capsys):

@@ -211,7 +211,7 @@ def test_apfl_mixes_and_learns_how_much():
             share = np.clip(alpha, 0, 1)
             error = 2 * (share * v + (1 - share) * w - target)
             w, v, alpha = w - 0.1 * 2 * (w - target), v - 0.1 * share * error, alpha - 0.1 * (v - w) * error
-        return w, v, alpha
+        return w, v, np.clip(alpha, 0, 1)
 
     w, own = 1.0, [(1.0, 0.3), (1.0, 0.3)]
     for _ in range(3):
@@ -221,6 +221,12 @@ def test_apfl_mixes_and_learns_how_much():
     assert run.params["w"] == pytest.approx(w, rel=1e-5)
     np.testing.assert_allclose(run.client_state["own"]["w"], [v for v, _ in own], 1e-5)
     np.testing.assert_allclose(run.client_state["alpha"], [alpha for _, alpha in own], 1e-5)
+
+
+def test_apfl_projects_how_much_it_mixes():
+    """After the target 10, w = 2 and v = 1.8 (mixed: 1.82); at -10, alpha moves from .9 by .1 * .2 * 23.64 to 1.37."""
+    run = one_round(algorithms.apfl(line(0.0), update=descend(0.1), server=SGD, alpha=0.9), xy(([1, 1], [10, -10])))
+    assert run.client_state["alpha"].tolist() == [1.0]
 
 
 def test_fedrep_fits_the_head_then_the_body():

@@ -21,17 +21,15 @@ def apfl(
 ) -> kit.Algorithm:
     """Average a global model `w`, and train on every client a model `v` that predicts as `alpha v + (1 - alpha) w`.
 
-    In every step of a client, `w` follows the gradient of its own loss, and `v` and `alpha` that of the mixture's.
+    In every step of a client, `w` follows the gradient of its own loss, and `v` and `alpha` that of the mixture's. The
+    local parameters, `{"alpha": ..., "own": v}`, are kept; unseen clients train them on support.
 
     Args:
       model: with everything global.
       update: how a client trains all three.
       server: the optimizer that takes the negative mean change of `w` as a gradient.
-      alpha: where every client's `alpha` starts; outside 0 to 1, the nearer of these counts.
+      alpha: where every client's `alpha` starts; after its steps, it is projected to 0 to 1.
       aggregate: weights, clipping; `aggregators.mean()` by default.
-
-    Returns:
-      An `Algorithm`. Its local parameters, `{"alpha": ..., "own": v}`, are kept; unseen clients train them on support.
 
     Example:
       >>> import fedrecon as fr
@@ -64,7 +62,8 @@ def apfl(
 
         def client(params: kit.Params, state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             updated = updater.run(params, cohort, predict, (), state, kit.update_keys(model, key, cohort))
-            return updated.upload, kit.keep_finite(updated.local, state)
+            own = {**updated.local, "alpha": jnp.clip(updated.local["alpha"], 0, 1)}
+            return updated.upload, kit.keep_finite(own, state)
 
         return kit.averaging_method(
             model,

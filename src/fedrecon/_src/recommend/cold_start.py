@@ -139,6 +139,7 @@ def blend_popularity(
     A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
     whose items are limited to that many; where fewer than 50 have as many, the weight is that of fewer items.
     Where fewer than 50 have any, the weight of `params` stays: it is 1 where validation users preferred popularity.
+    If popularity alone ranks better than the result, with all that is known of these users, the weights are its.
 
     Args:
       params: of `models.ranking_factorization`.
@@ -162,7 +163,12 @@ def blend_popularity(
         scores = np.asarray(score(holdout.support))
         scores_by_blend = [_ndcg(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
         weights[number] = BLENDS[int(np.argmax(scores_by_blend))]
-    return {**params, "popularity_weight": weights}
+    blended, holdout = {**params, "popularity_weight": weights}, ranking.split_items(chosen, split)
+    scorers = (ranking.score_by_factors(blended, unobserved, ridge), _add(np.zeros((len(chosen), 1)), popular))
+    with_model, alone = (_ndcg(scorer, holdout, len(popular)) for scorer in scorers)
+    if with_model < alone:
+        weights[1:] = BLENDS[-1]
+    return blended
 
 
 def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
