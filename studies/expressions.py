@@ -128,7 +128,7 @@ def train(method: str, data: ExpressionsData, seed: int) -> ranking.Scorer:
         "layout": build_layout(config, ready.model),
     }
     run = fr.train(algorithm, clients, rounds=config.rounds, **options)
-    params = CLICKS.finish(config, ready.users, jax.tree.map(np.asarray, run.params))
+    params = CLICKS.finish(config, ready.users, algorithm, jax.tree.map(np.asarray, run.params))
     return ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
 
 

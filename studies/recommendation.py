@@ -137,11 +137,11 @@ class RecommendationData:
             test = ItemSets(len(clients), table[:, 0], table[:, 1])
             return Protocol(_without(everything, test, clients.num_items), test, everything, table[:, 2:])
         parts = fr.recommend.leave_one_out(clients)
-        test, valid = (
+        candidates, of_valid = (
             fr.recommend.sample_candidates(part, [everything], clients.num_items, seed=seed)
             for seed, part in enumerate((parts.test, parts.valid))
         )
-        return Protocol(parts.train, parts.test, everything, test, (parts.valid, valid))
+        return Protocol(parts.train, parts.test, everything, candidates, (parts.valid, of_valid))
 
 
 def _sorted_sets(users: int, user: np.ndarray, item: np.ndarray) -> ItemSets:
@@ -218,7 +218,7 @@ def _fit_fedrecon(train: ItemSets, num_items: int, seed: int) -> Fitted:
     layout = build_layout(ready.config, ready.model)
     options: dict[str, Any] = {"clients_per_round": config.sampling, "seed": seed, "layout": layout}
     run = fr.train(algorithm, users.train, rounds=config.rounds, **options)
-    params = CLICKS.finish(ready.config, users, jax.tree.map(np.asarray, run.params))
+    params = CLICKS.finish(ready.config, users, algorithm, jax.tree.map(np.asarray, run.params))
     sent = measure_costs(algorithm, users.train).up
     return Fitted(ranking.score_by_factors(params, config.model.unobserved, config.model.ridge), sent=sent)
 

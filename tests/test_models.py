@@ -6,6 +6,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.core.model import finish, measure
+from fedrecon._src.recommend.cold_start import shrink_evidence
 from toy_models import a_and_b, assert_close, assert_same_bits, clients_of, descend, linear, one_by_one, one_round, xy
 
 ITEMS = np.array([2, 0, 2])
@@ -226,3 +227,19 @@ def test_evidence_needs_local_parameters_and_is_taken_once():
         fr.models.implicit_feedback(counting(), 4)
     with pytest.raises(ValueError, match="must have local parameters"):
         fr.models.implicit_feedback(linear()._replace(init_local=lambda key: {}), 4)
+
+
+@pytest.mark.parametrize(("rating", "left"), [(0.0, 0.0), (1.0, 1.0)], ids=["misleads", "helps"])
+def test_implicit_feedback_of_the_bias_counts_only_where_it_helps_validation_users(rating, left):
+    """Evidence says that everybody rates .5 higher; the mean is 0, and all ratings are the same."""
+    model = fr.models.implicit_feedback(fr.models.matrix_factorization(4, dim=1, biases=True), 4)
+    solver, server = fr.least_squares(1.0), optax.sgd(1.0)
+    algorithm = fr.federated_reconstruction(model, reconstruct=solver, update=descend(0.1), server=server)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), model.init_global(jax.random.key(0)))
+    params["evidence"]["user_bias"] += 0.5
+    columns = {"item": np.tile(np.arange(4, dtype=np.int32), 60), "rating": np.full(240, rating, np.float32)}
+    clients = fr.Clients.from_columns(columns, client=np.repeat(np.arange(60), 4))
+    shrunk = shrink_evidence(algorithm, params, clients, fr.split.half())
+    assert shrunk["evidence"]["user_bias"].tolist() == [0.5 * left] * 4
+    few = shrink_evidence(algorithm, params, clients.take(np.arange(40)), fr.split.half())
+    assert few is params

@@ -2,6 +2,7 @@
 
 import gzip
 
+import jax
 import numpy as np
 import pytest
 from studies import expressions, recommendation
@@ -47,10 +48,41 @@ def test_a_job_measures_seen_and_unseen_users_and_its_report_names_what_is_missi
 
 def test_negatives_are_items_that_are_not_excluded(data):
     protocol = data.protocol("ml-100k")
-    drawn = recommendation.draw_negatives(protocol.everything, np.full(60, 2), 120, seed=0)
+    drawn = recommendation.Negatives(protocol.everything, 120).draw(np.full(60, 2), seed=0)
     assert np.bincount(drawn.user).tolist() == [2 * recommendation.NEGATIVES] * 60
     taken = set(zip(protocol.everything.user.tolist(), protocol.everything.item.tolist(), strict=True))
     assert not taken & set(zip(drawn.user.tolist(), drawn.item.tolist(), strict=True))
+
+
+@pytest.mark.slow
+def test_pfedrec_without_stored_items_is_pfedrec_and_other_examples_are_drawn_in_every_round(data):
+    protocol, rates = data.protocol("ml-100k"), recommendation.Rates(1, 10, 0.01)
+    full, lean = (recommendation._algorithm(name, 120, rates) for name in ("pfedrec", "fedalt"))
+    sizes, seen = np.bincount(protocol.train.user), []
+
+    def draw(number):
+        negatives = recommendation.Negatives(protocol.train, 120).draw(sizes, number)
+        seen.append(negatives.item)
+        return recommendation._labelled(protocol.train, negatives, number)
+
+    state, stored = recommendation.train_redrawn(full, draw, range(3), seed=0)
+    assert not np.array_equal(seen[1], seen[2])
+    lean_state, lean_stored = recommendation.train_pfedrec(full, lean, draw, 3, seed=0)
+    params = [algorithm.params(found) for algorithm, found in ((full, state), (lean, lean_state))]
+    for expected, result in zip(*map(jax.tree.leaves, ((params[0], stored), (params[1], lean_stored))), strict=True):
+        np.testing.assert_allclose(result, expected, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", recommendation.SAMPLING)
+def test_methods_that_sample_negatives_score_seen_and_unseen_users(data, method):
+    protocol = data.protocol("ml-100k")
+    fitted = recommendation._fit_with_negatives(
+        method, protocol.train, protocol.train, 120, 0, recommendation.GRIDS[method][0], rounds=2
+    )
+    assert fitted.seen(0, 3).shape == fitted.unseen(protocol.train.rows(0, 3)).shape == (3, 120)
+    assert fitted.sent > 0
+    assert (fitted.kept == 0) == (method == "fedavg")
 
 
 def test_a_fifth_of_the_uses_is_hidden_and_hits_are_shares_of_uses():

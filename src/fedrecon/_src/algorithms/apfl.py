@@ -62,8 +62,8 @@ def apfl(
 
         def client(params: kit.Params, state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             updated = updater.run(params, cohort, predict, (), state, kit.update_keys(model, key, cohort))
-            own = {**updated.local, "alpha": jnp.clip(updated.local["alpha"], 0, 1)}
-            return updated.upload, kit.keep_finite(own, state)
+            local = {**updated.local, "alpha": jnp.clip(updated.local["alpha"], 0, 1)}
+            return updated.upload, kit.keep_finite(local, state)
 
         return kit.averaging_method(
             model,

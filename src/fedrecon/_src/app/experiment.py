@@ -152,7 +152,7 @@ def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: Run
     evaluator = make_evaluator(config, algorithm, users, options.layout)
     run = train_algorithm(config, algorithm, users, ready.fallback, evaluator, options)
     if not run.interrupted:
-        run = dataclasses.replace(run, params=task.finish(config, users, run.params))
+        run = dataclasses.replace(run, params=task.finish(config, users, algorithm, run.params))
     failed = why_failed(run.history, task)
     model = _save(folder, SavedModel(config, run.params, ready.legend, failed))
     test: Evaluation | None = None

@@ -6,7 +6,7 @@ whoever has fewer than k examples is measured with all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import Split, at_most
 from fedrecon._src.recommend import baselines, ranking
 from fedrecon._src.simulation.personalization import reconstruct
@@ -24,6 +25,10 @@ BLENDS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 1e3)  # the last is popularity alone
 MOST_USERS = 1000  # that these are measured on
 LEAST_USERS = 50  # that a blend is chosen on: fewer choose by chance
 NDCG = "ndcg@100"
+ALL = 2**30  # more examples than anybody has
+EVIDENCE = "evidence/user_bias"
+PERSONAL = ("item_embedding", "item_traits")  # tables that a person's parameters beside the bias are multiplied by
+SHRINKS = (1.0, 0.5, 0.0)
 
 AfterExamples = dict[str, float]  # {"after 5": metric}
 
@@ -58,7 +63,9 @@ def rank_after(score: ranking.Scorer, clients: Clients, split: Split, num_items:
     }
 
 
-def rate_after(algorithm: Algorithm, params: Any, clients: Clients, split: Split) -> AfterExamples:
+def rate_after(
+    algorithm: Algorithm, params: Any, clients: Clients, split: Split, after: Sequence[int] = AFTER
+) -> AfterExamples:
     """Return the RMSE of a model of ratings by how many ratings it sees of a person.
 
     Args:
@@ -66,6 +73,7 @@ def rate_after(algorithm: Algorithm, params: Any, clients: Clients, split: Split
       params: global parameters.
       clients: held-out users; the first 1,000 are measured.
       split: support and query.
+      after: how many.
 
     Example:
       >>> import jax
@@ -87,7 +95,7 @@ def rate_after(algorithm: Algorithm, params: Any, clients: Clients, split: Split
     if not len(query.rating):
         return {}
     measured = np.unique(query.client)
-    supports = [baselines.split_ratings(chosen, at_most(k, split)).support for k in AFTER]
+    supports = [baselines.split_ratings(chosen, at_most(k, split)).support for k in after]
     rows = [np.isin(support.client, measured) for support in supports]
     columns = {
         name: np.concatenate([getattr(support, name)[row] for support, row in zip(supports, rows, strict=True)])
@@ -112,7 +120,7 @@ def rate_after(algorithm: Algorithm, params: Any, clients: Clients, split: Split
     # Parameters are arguments: those of a saved round are numpy arrays, which no tracer indexes.
     predict = jax.jit(jax.vmap(lambda params, local, item: model.predict(params, local, {"item": item}), (None, 0, 0)))
     result = {}
-    for number, k in enumerate(AFTER):
+    for number, k in enumerate(after):
         part = slice(number * len(measured), (number + 1) * len(measured))
         people_params = jax.tree.map(lambda leaf, part=part: leaf[part], local)
         guess = np.asarray(predict(params, people_params, items))[owner, position]
@@ -129,6 +137,35 @@ def rating_baselines_after(train: Clients, clients: Clients, split: Split, num_i
         k: baselines.rating_baselines(train, chosen, split=at_most(k, split), num_items=num_items).table for k in AFTER
     }
     return {name: {name_after(k): table[name]["rmse"] for k, table in tables.items()} for name in tables[0]}
+
+
+def shrink_evidence(algorithm: Algorithm, params: Any, clients: Clients, split: Split) -> Any:
+    """Return global parameters of ratings in which what a person rates says no more of their bias than it helps.
+
+    Of somebody with few ratings, this may say less than nothing. The table `evidence/user_bias` is multiplied by the
+    largest of `SHRINKS` that has the least excess for validation users: of the RMSE after any number of ratings over
+    that of biases alone, and of the RMSE with all ratings over that of the table as it is.
+
+    Args:
+      algorithm: of ratings, with implicit feedback.
+      params: its global parameters.
+      clients: validation users; with fewer than 50, nothing changes.
+      split: support and query.
+    """
+    leaves, structure = flatten(params)
+    if len(clients) < LEAST_USERS or EVIDENCE not in leaves:
+        return params
+
+    def measure(changes: Mapping[str, Any]) -> np.ndarray:
+        changed = unflatten(structure, {**leaves, **changes})
+        return np.array(list(rate_after(algorithm, changed, clients, split, (*AFTER, ALL)).values()))
+
+    personal = [path for path in leaves if path.startswith("evidence/") or path.endswith(PERSONAL)]
+    limits = measure({path: 0 * leaves[path] for path in personal})
+    trials = {shrink: measure({EVIDENCE: np.float32(shrink) * leaves[EVIDENCE]}) for shrink in SHRINKS}
+    limits[-1:] = trials[1.0][-1:]
+    best = min(SHRINKS, key=lambda shrink: (round(np.maximum(trials[shrink] - limits, 0).sum(), 6), -shrink))
+    return unflatten(structure, {**leaves, EVIDENCE: np.float32(best) * leaves[EVIDENCE]})
 
 
 def blend_popularity(

@@ -139,7 +139,7 @@ def _train(task_name: str, data: Any, model: Mapping[str, Any], options: TrainOp
     evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)
     how = RunOptions(layout=layout, callbacks=options.get("callbacks", ()), progress=progress)
     run = train_algorithm(ready.config, algorithm, ready.users, ready.fallback, evaluator, how)
-    run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, run.params))
+    run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, algorithm, run.params))
     failed = why_failed(run.history, task)
     if failed is not None:
         warnings.warn(f"training failed: {failed}", stacklevel=3)

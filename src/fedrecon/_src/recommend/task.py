@@ -171,7 +171,7 @@ class Task(Generic[C, D, L]):
       restore: `(config, legend, scores) -> predictions` as they are shown.
       add_metrics: `(config, algorithm, params, clients, evaluation) -> evaluation` with what sums cannot tell.
       score: what validation clients compare models by, from metrics over all examples; less is better.
-      finish: `(config, users, params) -> global parameters` as they are served, after the last round.
+      finish: `(config, users, algorithm, params) -> global parameters` as they are served, after the last round.
     """
 
     name: str
@@ -210,7 +210,7 @@ class Task(Generic[C, D, L]):
     looks_like_counts: Callable[[C, D], bool] = lambda config, data: False
     omit: Callable[[C], Container[str]] = lambda config: ()
     score: Score = loss_of
-    finish: Callable[[C, Users, Any], Any] = lambda config, users, params: params
+    finish: Callable[[C, Users, Algorithm, Any], Any] = lambda config, users, algorithm, params: params
 
     def shown(self, measures: tuple[Measure, ...], config: C) -> tuple[Measure, ...]:
         """Return those of some measures that mean something for these settings."""

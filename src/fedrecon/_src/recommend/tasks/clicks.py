@@ -167,8 +167,9 @@ def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) 
     return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)), fallback=fallback)
 
 
-def _finish(config: ClicksConfig, users: Users, params: Any) -> Any:
+def _finish(config: ClicksConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
     """Choose how much popularity counts for people with few items, if there are enough to judge it by."""
+    del algorithm  # all of it follows from the parameters
     judged = config.patience is not None and judges_of(users) >= JUDGES
     if config.privacy.on or not judged or not np.isfinite(params["item_embedding"]).all():
         return params

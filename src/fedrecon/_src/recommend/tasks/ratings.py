@@ -268,6 +268,14 @@ def _add_after(
     return dataclasses.replace(evaluation, micro={**evaluation.micro, **after})
 
 
+def _finish(config: RatingsConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
+    """Choose how much implicit feedback says of a newcomer's bias, if there are enough to judge it by."""
+    if config.privacy.on or config.patience is None:
+        return params
+    split = build_split(config.split.evaluate, config.split)
+    return cold_start.shrink_evidence(algorithm, params, users.valid, split)
+
+
 def _saved_baselines(config: RatingsConfig, items: Items, measured: Clients) -> Table:
     """Measure the baselines that follow from the scale and the item biases in a model."""
     scale, liking = config.model.scale, items.liking
@@ -329,5 +337,6 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     limits=accepted_ratings,
     restore=_restore,
     omit=_omit,
+    finish=_finish,
     looks_like_counts=lambda config, ratings: config.data.transform == "none" and ratings.describe().looks_like_counts,
 )
