@@ -119,6 +119,7 @@ class Service:
     def __init__(self, limits: Limits, routes: Sequence[Route]):
         """Serve endpoints."""
         self.limits = limits
+        self.port = 0  # while it is served
         self.problems: collections.Counter[str] = collections.Counter()
         handlers: dict[Any, Any] = {RequestError: self._refuse, HTTPException: self._refuse}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
@@ -142,16 +143,16 @@ class Service:
             raise RequestError(411, "no-length", "a report needs a Content-Length")
         if int(length) > self.limits.body_bytes:
             raise RequestError(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
-        body = bytearray()
+        chunks = []
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():  # never more than was announced: the HTTP parser checks it
-                    body += chunk
+                    chunks.append(chunk)
         except TimeoutError:
             raise RequestError(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
         except ClientDisconnect:
             raise RequestError(400, "cut-off", "the connection ended before the report") from None
-        return bytes(body)
+        return b"".join(chunks)
 
     async def read_signed_body(self, request: Request, digest: str) -> bytes:
         """Read what a signed request sends, and compare it with the digest that was signed."""
@@ -167,7 +168,8 @@ def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:
     if request.scope["query_string"]:
         target += "?" + request.scope["query_string"].decode("latin-1")
     try:
-        return verifier.check(request.method, target, request.headers)
+        fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
+        return verifier.check(request.method, target, fields)
     except SignatureError as error:
         headers = {"Retry-After": "1"}
         if error.problem == "epoch":
@@ -469,5 +471,5 @@ def serve_tasks(
     verifier = Verifier(keys)
     board = TaskBoard(verifier.name)
     api = Api(plan, board, verifier, limits)
-    with run_service(api, address, tls):
+    with run_service(api, address, tls) as api.port:
         yield board, api
