@@ -21,9 +21,14 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # in processes that tests start
 
 import jax  # reads its flags when it starts
+from hypothesis import HealthCheck, settings
 
 jax.config.update("jax_num_cpu_devices", 4)
 gc.set_threshold(200_000, 100, 100)  # tracing makes many objects that live; looking through them took 4 % of the time
+
+# How long an example takes says nothing on a machine that does other work, too.
+settings.register_profile("fedrecon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fedrecon")
 
 compiled = tempfile.mkdtemp(prefix="fedrecon-tests-")  # one a process: workers must not read each other's half files
 atexit.register(shutil.rmtree, compiled, ignore_errors=True)

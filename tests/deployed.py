@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -117,10 +118,12 @@ def simulated(plan, union):
 
 
 def free_port():
-    """Return a port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody uses now, below those that the system gives to outgoing connections meanwhile."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 class Processes:
@@ -143,7 +146,7 @@ class Processes:
     def kill(self, process, how=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)
-        process.wait(30)
+        process.wait(120)
 
     def end(self):
         for process in self.all:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from deployed import Processes, config_of, free_port, write_ratings
+from deployed import Processes, config_of, write_ratings
 from fedrecon._src.core.wire import WireError, from_bytes
 from fedrecon._src.deploy import certificates
 from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
@@ -78,30 +78,31 @@ def files_of(folder):
 
 def run_and_record(plan, parts, folder, keys=None):
     """Train with three nodes in processes of their own, all bytes through a recorder; return these and our messages."""
-    port, processes = free_port(), Processes(folder)
-    recorder, tls, registry = Recorder(port), None, None
+    processes, recorder, tls, registry = Processes(folder), None, None, None
     if keys is not None:
         tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
         registry = read_registry(keys / "nodes")
     limits = Limits(largest_message(plan))
     try:
-        with serve_tasks(plan, ("127.0.0.1", port), tls, registry, limits) as (board, api):
+        with serve_tasks(plan, ("127.0.0.1", 0), tls, registry, limits) as (board, api):
+            recorder = Recorder(api.port)
             for k, part in enumerate(parts):
                 own = (
                     ("--insecure",) if keys is None else ("--ca", tls.authority, "--key", keys / "nodes" / f"n{k}.key")
                 )
                 words = ("--server", recorder.address, "--accept", plan.digest, "--once", *own)
                 processes.start(f"n{k}", "join", part, *words)
-            noting, pace = Noting(board), Pace(min_nodes=3, deadline=120, patience=240)
+            noting, pace = Noting(board), Pace(min_nodes=3, deadline=240, stage_deadline=240, patience=400)
             outcome = serve(plan, noting, RunFolder(folder / "run"), pace, clock=noting)
             for process in processes.all:
-                assert process.wait(60) == 0
+                assert process.wait(240) == 0
         assert api.problems == {"epoch": 3}
         assert [record["answered"] for record in outcome.history if record["kind"] == "round"] == [3, 3]
         assert outcome.test.clients > 0
     finally:
         processes.end()
-        recorder.close()
+        if recorder is not None:
+            recorder.close()
     return Capture(recorder.sent, recorder.received), noting.seen
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedrecon as fr
+from deployed import free_port
 from fedrecon._src.app.cli import train
 from fedrecon._src.simulation import multihost
 from fedrecon._src.simulation.engine import MOST_IN_BLOCK, MOST_ON_ACCELERATOR, MOST_SHARING, blocks_for
@@ -27,11 +27,6 @@ HERE = Path(__file__).parent
 LONG = 240  # seconds after which a process that should have ended is killed
 SMALL = ["--rounds", "300", "--checkpoint-every", "2", "--evaluate-every", "100", "--preset", "paper"]
 SMALL += ["--model.dim", "4", "--reconstruct.steps", "2", "--update.steps", "2", "--sampling.clients-per-round", "8"]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -28,9 +28,20 @@ def load_starter() -> Any:
     return starter
 
 
-def start_gateway(plan: Path, folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
+def start_gateway(plan: Path, folder: Path, number: int, port: int, min_nodes: int = 1) -> subprocess.Popen[bytes]:
     """Start a gateway for nodes at a port; it is asked at its socket in the folder."""
-    serve = [sys.executable, "-m", "fedrecon", "serve", plan, "--insecure", "--min-nodes", 1, "--status", "none"]
+    serve = [
+        sys.executable,
+        "-m",
+        "fedrecon",
+        "serve",
+        plan,
+        "--insecure",
+        "--min-nodes",
+        min_nodes,
+        "--status",
+        "none",
+    ]
     own = ["--gateway", folder / f"gateway{number}.sock", "--out", folder / f"gateway{number}"]
     with (folder / f"gateway{number}.log").open("ab") as log:
         command = [*map(str, [*serve, *own, "--listen", f"127.0.0.1:{port}"])]
