@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 STUDIES := reproduce-movielens reproduce-text reproduce-privacy reproduce-ranking reproduce-recommendation \
 	reproduce-expressions reproduce-relatives
 
-.PHONY: demo deploy-demo check coverage test test-quick test-matrix test-slow test-flower soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
+.PHONY: demo deploy-demo check coverage test test-quick test-matrix test-slow test-flower check-examples soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -52,14 +52,24 @@ soak: .venv/dev.stamp
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/soak.py --kills 10
 
-# Gateways and silos over stock Flower, each version in a virtualenv of its own: its pins are not ours.
+# Gateways and silos over stock Flower, each version in a virtualenv of its own: its pins are not ours. Where the index
+# lacks one of them, with those of the newest version that can be installed.
 FLOWER ?= 1.41.0 1.42.0
 test-flower: .venv/dev.stamp
 	@for version in $(FLOWER); do \
 	  bin=$(CURDIR)/build/flower-$$version/bin; $(PYTHON) -m venv build/flower-$$version || exit 1; \
-	  $$bin/python -m pip install --quiet --disable-pip-version-check flwr==$$version || exit 1; echo "== flwr $$version"; \
+	  install="$$bin/python -m pip install --quiet --disable-pip-version-check"; \
+	  $$install flwr==$$version || { $$install flwr && $$install --no-deps flwr==$$version; } || exit 1; \
+	  echo "== flwr $$version"; \
 	  FEDRECON_FLOWER_BIN=$$bin $(BIN)/python -m pytest -m 'slow or not slow' tests/test_deploy_flower.py || exit 1; \
 	done
+
+# The examples' files by the schemas of Compose and Kubernetes, in a virtualenv of its own: they have 100 MB.
+check-examples:
+	$(PYTHON) -m venv build/validators
+	build/validators/bin/python -m pip install --quiet --disable-pip-version-check check-jsonschema kubernetes-validate
+	build/validators/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/*/compose.yaml
+	build/validators/bin/kubernetes-validate --strict examples/*/kubernetes.yaml
 
 # Kills a training with kill -9 at its file operations, and compares bits in the end.
 kill: .venv/dev.stamp

@@ -44,10 +44,13 @@ def parts(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_coordinator_over_gateways_learns_what_one_over_all_clients_learns(parts, tmp_path):
-    plan = quick_plan()
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_coordinator_over_gateways_learns_what_one_over_all_clients_learns(parts, tmp_path, secure):
+    plan = quick_plan(secure=secure, least_nodes=2 if secure else 1)
     direct = deployed(plan, grid_of(parts), tmp_path / "direct")
-    gateways = [gateway_of(plan, grid_of(half)) for half in (parts[:1], parts[1:])]
+    gateways = [
+        gateway_of(plan, grid_of(half)) for half in ((parts[:2], parts[2:]) if secure else (parts[:1], parts[1:]))
+    ]
     over = deployed(plan, InProcess({k: handler_of(gateway) for k, gateway in enumerate(gateways)}), tmp_path / "over")
     for ours, theirs in zip(jax.tree.leaves(over.params), jax.tree.leaves(direct.params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
@@ -118,8 +121,6 @@ def test_what_a_gateway_refuses(parts):
     assert reason(gateway.handle(pack(train), 1.0)) == "error"  # no client answers it
     assert reason(gateway.handle(pack(train._replace(kind="mask")), 1.0)) == "garbage"
     assert reason(gateway_of(plan, InProcess({})).handle(join_of(plan), 60.0)) == "not_joined"
-    with pytest.raises(ValueError, match="secure"):
-        gateway_of(plan_of(secure=True, least_nodes=2), grid_of(parts))
 
 
 # ---- sockets ----

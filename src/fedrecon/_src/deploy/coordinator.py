@@ -174,7 +174,8 @@ class _Training(NodeRegistry):
         while not state.done:
             question = Question(self.run_id, 0, f"{PREPARE}{state.asked}", zero.to_bytes(state))
             node_sum = self._collect_sum(question, all_nodes=True).node_sum
-            state = plan_privacy.advance_round_zero(zero, state, node_sum.parts, len(node_sum.nodes))
+            nodes = len(node_sum.nodes) * (plan.least_nodes if self.over_gateways else 1)  # or more
+            state = plan_privacy.advance_round_zero(zero, state, node_sum.parts, nodes)
             # With noise, nodes hardly answer a question twice: after a restart, the next one is asked.
             write_manifest(file, ROUND_ZERO_FORMAT, {"state": base64.b64encode(zero.to_bytes(state)).decode()})
         result = zero.read_result(zero.to_bytes(state))
@@ -290,7 +291,7 @@ class _Training(NodeRegistry):
 
     def _sum(self, question: Question, invited: list[int], enough: int) -> NodeSum:
         pace, plan, channel = self.pace, self.plan, self.channel
-        if plan.secure:
+        if plan.secure and not self.over_gateways:  # their sums are secure already
             node_sum = secure_sum_of(plan, channel, question, invited, self.numbers(invited), pace)
         else:
             node_sum = open_sum(plan, channel, question, invited, enough=enough, seconds=pace.deadline)
@@ -302,7 +303,7 @@ class _Training(NodeRegistry):
         """Measure the parameters on the held-out users of every node; None if nobody could."""
         ready = [node for node in self.update() if node not in self.missed]
         node_sum = self._sum(Question(self.run_id, self.done, part, to_bytes(self.params())), ready, len(ready))
-        if len(node_sum.nodes) < self.plan.least_nodes:
+        if len(node_sum.nodes) < self.least_nodes:
             self.say(f"the {part} users were not measured: {len(node_sum.nodes)} nodes answered")
             return None
         return to_evaluation(self.plan.algorithm.model, add_sums(node_sum.parts))

@@ -25,8 +25,8 @@ from fedrecon._src.deploy.messages import (
     unpack,
 )
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.registry import NodeRegistry, NotEnoughNodes, Pace
-from fedrecon._src.deploy.sums import Question, open_sum
+from fedrecon._src.deploy.registry import GATEWAY, NodeRegistry, NotEnoughNodes, Pace
+from fedrecon._src.deploy.sums import Question, open_sum, secure_sum_of
 from fedrecon._src.deploy.transport import Channel, open_reply
 from fedrecon._src.storage.atomic import write_bytes
 
@@ -36,8 +36,8 @@ SHARE_OF_TIME = 0.7  # of the coordinator's deadline that clients have; the rest
 class Gateway:
     """Answers a coordinator: bytes in, bytes out, as a `Node` does.
 
-    It invites its clients to the coordinator's run, passes questions on, and adds up what they answer. Secure sums run
-    between all clients of a round, and a gateway knows only its own, so plans with secure sums are refused.
+    It invites its clients to the coordinator's run, passes questions on, and adds up what they answer. A secure sum
+    runs between the clients of one gateway, which learns only their sum, as the coordinator does.
 
     Example:
       >>> channel = Channel(InProcess({0: node.handle}), SYSTEM)  # doctest: +SKIP
@@ -61,8 +61,6 @@ class Gateway:
           folder: where the result of round zero is kept, so that a gateway that was killed can go on in the next round.
           say: called with a line about every question.
         """
-        if plan.secure:
-            raise ValueError("a plan with `secure` cannot be served by gateways; use one coordinator for all its nodes")
         self.plan, self.channel, self.pace, self.folder, self.say = plan, channel, pace, folder, say
         self._registry: NodeRegistry | None = None  # of the run that the coordinator named last
 
@@ -89,7 +87,7 @@ class Gateway:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_bytes(self._file(message.run), result)
         self._clients(message, seconds, result)
-        return b""
+        return GATEWAY
 
     def _file(self, run: str) -> Path:
         return (self.folder or Path()) / f"round-zero-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
@@ -122,14 +120,20 @@ class Gateway:
         end = self.channel.clock.monotonic() + SHARE_OF_TIME * seconds
         ready, registry = self._clients(message, seconds, self._recall(message.run)), self._registry
         assert registry is not None
-        seconds = max(end - self.channel.clock.monotonic(), 0.0)
+        seconds = max(end - self.channel.clock.monotonic(), 0.1)
         if message.kind == "finish":
             requests = dict.fromkeys(ready, message)
             self.channel.collect(requests, lambda sent, data: open_reply(data, sent, MOST_HEADER), len(ready), seconds)
             return b""
         question = Question(message.run, message.round, _purpose(message), message.body)
         invited, enough = registry.select(ready, message.round, 0, all_nodes=question.purpose != TRAIN)
-        node_sum = open_sum(registry.plan, self.channel, question, invited, enough=enough, seconds=seconds)
+        if self.plan.secure:
+            small = min(self.pace.stage_deadline, seconds / 8)  # three messages and, with the rest, the masked sums
+            pace = dataclasses.replace(self.pace, deadline=max(seconds - 3 * small, 1e-3), stage_deadline=small)
+            numbers = registry.numbers(invited)
+            node_sum = secure_sum_of(registry.plan, self.channel, question, invited, numbers, pace)
+        else:
+            node_sum = open_sum(registry.plan, self.channel, question, invited, enough=enough, seconds=seconds)
         registry.note_replies(node_sum.replies, node_sum.nodes, message.round, len(node_sum.nodes) < enough)
         answered = f"{len(node_sum.nodes)} of {len(invited)} clients answered"
         self.say(f"round {message.round + 1}, {question.purpose}: {answered}")
@@ -139,7 +143,7 @@ class Gateway:
 
 
 def _purpose(message: Envelope) -> str:
-    """Return what a question's sum is for; secure sums are for nothing that a gateway knows."""
+    """Return what a question's sum is for; no other gateway or node takes part in a gateway's secure sums."""
     facts = message.facts
     purposes = {"train": TRAIN, "evaluate": facts.get("part"), "prepare": f"{PREPARE}{facts.get('number')}"}
     purpose = purposes.get(message.kind)

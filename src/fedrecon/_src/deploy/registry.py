@@ -18,6 +18,7 @@ RETRY_SECONDS = 30.0  # until a node that refused to join is invited again
 MAX_ROUNDS_OUT = 32  # the most rounds for which a node that missed deadlines is not invited
 MAX_SECONDS, MAX_COUNT = 1e9, 2**31 - 1
 POLL_SECONDS = 0.2  # between two checks for nodes
+GATEWAY = b"gateway"  # what a gateway says when it joins
 
 
 class NotEnoughNodes(RuntimeError):
@@ -67,14 +68,24 @@ class NodeRegistry:
     def __init__(self, plan: Plan, channel: Channel, pace: Pace, run: str, say: Callable[[str], None]):
         """Begin without nodes."""
         self.plan, self.channel, self.pace, self.run_id, self.say = plan, channel, pace, run, say
-        self.min_nodes = max(pace.min_nodes, plan.least_nodes)
         self.done = 0  # rounds
         self.round_zero = b""  # its result
+        self.over_gateways = False  # whether those who joined are gateways, each with the plan's least number of nodes
         self.joined: dict[int, int | None] = {}  # with their numbers in the plan's list, if it has one
         self.missed: dict[int, tuple[int, int]] = {}  # by node: deadlines missed in a row, not invited before round
         self._invitations: dict[Any, int] = {}  # nodes by ticket
         self._invited_at: dict[int, float] = {}
         self._refusals: dict[int, str] = {}
+
+    @property
+    def least_nodes(self) -> int:
+        """How many must have answered for a sum to count."""
+        return 1 if self.over_gateways else self.plan.least_nodes
+
+    @property
+    def min_nodes(self) -> int:
+        """How many must have joined to begin a round, and have answered to end one."""
+        return max(self.pace.min_nodes, self.least_nodes)
 
     def reset(self) -> None:
         """Ask every node to join again, with the current state."""
@@ -97,7 +108,9 @@ class NodeRegistry:
                 data = reply.content()
                 # A reply to an invitation may come several rounds later.
                 request = invitation._replace(round=unpack(data, MOST_HEADER).round)
-                self.joined[node] = self._number_in(open_reply(data, request, MOST_HEADER))
+                body = open_reply(data, request, MOST_HEADER)
+                self.over_gateways = body == GATEWAY
+                self.joined[node] = None if self.over_gateways else self._number_in(body)
                 self._refusals.pop(node, None)
             except Failure as failure:
                 if self._refusals.get(node) != failure.reason:
