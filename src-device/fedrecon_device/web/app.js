@@ -5,7 +5,12 @@ import { openBundle } from "./bundle.js";
 import * as store from "./store.js";
 import { at, say } from "./widgets.js";
 
-/** @typedef {{show: () => void | Promise<void>, describe: () => string}} Task what one part of the page offers */
+/**
+ * @typedef {Object} Task what one part of the page offers
+ * @property {() => void | Promise<void>} show
+ * @property {() => string} describe what is kept
+ * @property {() => import("./training.js").Columns} columns the person's examples, as models read them
+ */
 
 const worker = "serviceWorker" in navigator ? navigator.serviceWorker : null;
 const hadWorker = Boolean(worker?.controller);
@@ -27,6 +32,8 @@ async function main() {
     bundle.manifest.task === "text"
       ? await (await import("./writing.js")).showWriting(bundle, options)
       : await (await import("./items.js")).showItems(bundle, options);
+  const trains = "plan.json" in bundle.manifest.files;
+  const showSharing = trains ? await (await import("./sharing.js")).showSharing(bundle, page.columns, describe) : describe;
   describe();
   at("model").textContent = bundle.digest;
   at("loading").hidden = true;
@@ -37,13 +44,13 @@ async function main() {
     if (dialog.returnValue !== "forget") return;
     store.forget();
     await page?.show();
-    describe();
+    showSharing();
     say("Everything has been forgotten.");
     at("kept-what").focus();
   });
   addEventListener("storage", async () => {
     await page?.show(); // another tab rated or forgot
-    describe();
+    showSharing();
   });
 }
 

@@ -65,28 +65,44 @@ export class Bundle {
 }
 
 /**
- * Open the bundle at an address.
+ * Open the bundle at an address, with its tables.
  * @param {URL} base
  * @returns {Promise<Bundle>}
  */
 export async function openBundle(base) {
-  /** @param {string} name */
-  const fetched = async (name) => {
+  const bundle = await openManifest(fetchFrom(base));
+  await bundle.load();
+  return bundle;
+}
+
+/**
+ * Return a function that fetches files beside an address.
+ * @param {URL} base
+ * @returns {(name: string) => Promise<ArrayBuffer>}
+ */
+export function fetchFrom(base) {
+  return async (name) => {
     const answer = await fetch(new URL(name, base));
     if (!answer.ok) throw new Error(`${name} is missing (${answer.status})`);
     return answer.arrayBuffer();
   };
+}
+
+/**
+ * Open a bundle without its tables.
+ * @param {(name: string) => Promise<ArrayBuffer>} fetched how its files are read: from a server, or in node from a folder
+ * @returns {Promise<Bundle>}
+ */
+export async function openManifest(fetched) {
   const manifest = JSON.parse(new TextDecoder().decode(await fetched("manifest.json")));
   if (manifest.format !== "fedrecon-bundle" || manifest.version !== 2) {
     throw new Error(`this page reads bundles of version 2, not ${manifest.format} ${manifest.version}`);
   }
-  const bundle = new Bundle(manifest, async (name) => {
+  return new Bundle(manifest, async (name) => {
     const data = await fetched(name);
     await compare(name, data, manifest.files[name]);
     return data;
   });
-  await bundle.load();
-  return bundle;
 }
 
 /**
@@ -98,9 +114,20 @@ export async function openBundle(base) {
 async function compare(name, data, about) {
   if (about === undefined || data.byteLength !== about.bytes) throw new Error(`${name} was changed`);
   if (globalThis.crypto?.subtle === undefined) return; // it exists only on pages served securely, or from this machine
-  const found = new Uint8Array(await crypto.subtle.digest("SHA-256", data));
-  const text = Array.from(found, (byte) => byte.toString(16).padStart(2, "0")).join("");
-  if (text !== about.sha256) throw new Error(`${name} was changed: its digest is not the one in manifest.json`);
+  if ((await digestOf(data)) !== about.sha256) throw new Error(`${name} was changed: its digest is not the one in manifest.json`);
+}
+
+/**
+ * Return the SHA-256 of bytes, in hex.
+ * @param {ArrayBuffer} data
+ */
+export async function digestOf(data) {
+  return toHex(new Uint8Array(await crypto.subtle.digest("SHA-256", data)));
+}
+
+/** @param {Uint8Array} bytes */
+export function toHex(bytes) {
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 /**
@@ -136,9 +163,7 @@ export async function inflated(name, data) {
  * @returns {Map<string, {dtype: string, shape: number[], bytes: Uint8Array}>}
  */
 export function readTensors(buffer) {
-  const length = Number(new DataView(buffer).getBigUint64(0, true));
-  if (length > buffer.byteLength - 8) throw new Error("the tables' header is longer than the file");
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
+  const { header, length } = readHeader(buffer);
   const found = new Map();
   for (const [name, about] of Object.entries(header)) {
     if (name === "__metadata__") continue;
@@ -151,6 +176,22 @@ export function readTensors(buffer) {
     });
   }
   return found;
+}
+
+/**
+ * Return what a safetensors file says about itself.
+ * @param {ArrayBuffer} buffer
+ * @returns {Record<string, string>}
+ */
+export function readMetadata(buffer) {
+  return readHeader(buffer).header.__metadata__ ?? {};
+}
+
+/** @param {ArrayBuffer} buffer @returns {{header: Record<string, any>, length: number}} */
+function readHeader(buffer) {
+  const length = Number(new DataView(buffer).getBigUint64(0, true));
+  if (length > buffer.byteLength - 8) throw new Error("the tables' header is longer than the file");
+  return { header: JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length))), length };
 }
 
 /**

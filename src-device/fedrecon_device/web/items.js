@@ -191,7 +191,11 @@ export async function showItems(bundle, { onChange }) {
   at("best-none").textContent = said.begin;
   at("items").hidden = false;
   at("parts").hidden = false;
-  return { show, describe: () => counted(ratings().length, said.example) };
+  const columns = () => {
+    const mine = ratings();
+    return { item: Int32Array.from(mine, ([item]) => item), rating: Float32Array.from(mine, ([, rating]) => rating) };
+  };
+  return { show, describe: () => counted(ratings().length, said.example), columns };
 }
 
 /**

@@ -37,12 +37,13 @@ export class Graph {
  * Load graphs of a bundle.
  * @param {Bundle} bundle
  * @param {string[]} names
+ * @param {any} [runtime] onnxruntime-web, where it is a package as in node; by default that of the bundle
  * @returns {Promise<Graph[]>}
  */
-export async function loadGraphs(bundle, names) {
-  const ort = await import(/* @vite-ignore */ new URL("./vendor/ort.wasm.min.mjs", import.meta.url).href);
+export async function loadGraphs(bundle, names, runtime) {
+  const ort = runtime ?? (await import(/* @vite-ignore */ new URL("./vendor/ort.wasm.min.mjs", import.meta.url).href));
   ort.env.wasm.numThreads = 1;
-  ort.env.wasm.wasmPaths = new URL("./vendor/", import.meta.url).href;
+  if (runtime === undefined) ort.env.wasm.wasmPaths = new URL("./vendor/", import.meta.url).href;
   const graphs = [];
   for (const name of names) {
     const about = bundle.manifest.graphs[name];

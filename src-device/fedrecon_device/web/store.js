@@ -1,6 +1,8 @@
 // All that the page keeps: one entry of this browser's storage for this page, which one button deletes.
 // @ts-check
 
+/** @typedef {import("./participant.js").ParticipantRecord} ParticipantRecord */
+
 const KEY = `fedrecon:${globalThis.location?.pathname ?? ""}`;
 
 /** @type {string | null} what this browser refused to store, kept while the page is open */
@@ -16,6 +18,28 @@ function text() {
   }
 }
 
+/** @returns {{examples: unknown[], participation: ParticipantRecord | null}} what is kept, as far as it can be read */
+function read() {
+  try {
+    const { version, examples, participation } = JSON.parse(text() ?? "null") ?? {};
+    if (version === 1 && Array.isArray(examples)) return { examples, participation: participation ?? null };
+  } catch {
+    // somebody else wrote it
+  }
+  return { examples: [], participation: null };
+}
+
+/** @param {ReturnType<typeof read>} entry kept until the page is closed if the browser's storage takes nothing */
+function write({ examples, participation }) {
+  const content = JSON.stringify({ version: 1, examples, ...(participation === null ? {} : { participation }) });
+  try {
+    localStorage.setItem(KEY, content);
+    unstored = null;
+  } catch {
+    unstored = content; // full, or switched off
+  }
+}
+
 /**
  * Return the examples that are kept; none if there is nothing, or nothing that can be read.
  * @template T
@@ -23,26 +47,28 @@ function text() {
  * @returns {T[]}
  */
 export function kept(valid) {
-  try {
-    const found = JSON.parse(text() ?? "null");
-    return found?.version === 1 && Array.isArray(found.examples) ? found.examples.filter(valid) : [];
-  } catch {
-    return [];
-  }
+  return read().examples.filter(valid);
 }
 
 /**
- * Keep examples; if the browser's storage takes none, until the page is closed.
+ * Keep examples.
  * @param {unknown[]} examples
  */
 export function keep(examples) {
-  const content = JSON.stringify({ version: 1, examples });
-  try {
-    localStorage.setItem(KEY, content);
-    unstored = null;
-  } catch {
-    unstored = content; // full, or switched off
-  }
+  write({ ...read(), examples });
+}
+
+/** Return what taking part in training keeps; null if the person does not take part. */
+export function participation() {
+  return read().participation;
+}
+
+/**
+ * Keep what taking part in training keeps.
+ * @param {ParticipantRecord | null} record null to take no part, and to keep nothing of it
+ */
+export function keepParticipation(record) {
+  write({ ...read(), participation: record });
 }
 
 /** Whether what was entered last is kept only until the page is closed. */

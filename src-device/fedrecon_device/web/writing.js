@@ -161,7 +161,7 @@ export async function showWriting(bundle, { onChange }) {
   };
   await show();
   at("writing").hidden = false;
-  return { show, describe: () => counted(sentences.length, "sentence") };
+  return { show, describe: () => counted(sentences.length, "sentence"), columns: () => vocabulary.columns(sentences) };
 }
 
 /** @param {string} line whether a sentence ends at the end of it */

@@ -26,7 +26,7 @@ FOR_TEXT = (TABLES, WORDS, "reconstruct.onnx", "predict.onnx")
 FOR_TRAINING = ("plan.json", "update.onnx")
 SCRIPTS_OF_ITEMS = ("items.js", "ranking.js", "solvers.js")
 SCRIPTS_OF_TEXT = ("writing.js", "words.js")
-SCRIPTS_OF_TRAINING = ("keys.js", "sealing.js", "training.js")
+SCRIPTS_OF_TRAINING = ("background.js", "keys.js", "participant.js", "sealing.js", "sharing.js", "training.js")
 
 
 def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:
@@ -59,7 +59,10 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
         n: manifest["files"][n]["sha256"] for n in read
     }
     version = digest_of(json.dumps(digests, sort_keys=True).encode())[:16]
-    names = ", ".join(json.dumps(name) for name in sorted([*read, *contents]) if name != "web/sw.js")
+    offline = {*read, *contents} - {"web/sw.js", "update.onnx"}  # training needs the server anyway
+    if ranks:
+        offline -= {f"web/vendor/{name}" for name in VENDORED}
+    names = ", ".join(json.dumps(name) for name in sorted(offline))
     contents["web/sw.js"] = _filled(contents["web/sw.js"], {"@VERSION@": version, '"@FILES@"': names})
     return dict(sorted(contents.items()))
 

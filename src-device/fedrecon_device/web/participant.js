@@ -1,0 +1,247 @@
+// Taking part in training: check in, download, compute, protect, report, and sleep as told; in browsers and in node.
+// @ts-check
+
+import { digestOf, openManifest, readMetadata, readTensors, toHex, underPrefix } from "./bundle.js";
+import { loadGraphs } from "./onnx.js";
+import { addNoise, sealReport } from "./sealing.js";
+import { Trainer, readPlan } from "./training.js";
+
+/**
+ * @typedef {import("./training.js").Columns} Columns
+ * @typedef {import("./training.js").Plan} Plan
+ * @typedef {Object} SentReport what left the device, for its owner to see
+ * @property {string} at when, in ISO 8601
+ * @property {string} run
+ * @property {number} round
+ * @property {number} bytes
+ * @property {"two-servers" | "open"} protection
+ * @property {"sent" | "received" | "late" | "refused"} status
+ * @typedef {Object} ParticipantRecord all that taking part keeps
+ * @property {string} name random; what is drawn for this device follows from it
+ * @property {SentReport[]} reports the newest last
+ * @property {{run: string, round: number} | null} newest the newest round that was reported
+ * @property {Record<string, {shape: number[], data: number[]}>} state what the method keeps on this device
+ * @typedef {{read: () => Promise<ParticipantRecord | null>, write: (record: ParticipantRecord) => Promise<void>}} RecordStore the owner's own
+ * @typedef {{plan: string, run: string, round: number, broadcast: string, size: number, ticket: string, seconds: number}} Task
+ * @typedef {{seconds: number, reason: "reported" | "told" | "few examples" | "often enough", report?: SentReport}} Step
+ * @typedef {Object} Options
+ * @property {URL | string} server
+ * @property {() => Promise<string>} token asked for again when it has expired
+ * @property {RecordStore} store
+ * @property {() => Columns} columns the owner's examples
+ */
+
+const DAY = 86_400, PATIENCE = 600, MOST_BYTES = 1 << 28, MOST_REPORTS = 1000, TRIES = 4;
+
+/** An answer of the server that trying again does not change. */
+export class Refusal extends Error {}
+
+/** A device that takes part in the training of one plan. */
+export class Participant {
+  /**
+   * @param {Plan} plan
+   * @param {string} digest of the plan's file: the owner agreed to this plan and to no other
+   * @param {() => Promise<Trainer>} load called when there is something to compute
+   * @param {Options} options
+   */
+  constructor(plan, digest, load, { server, token, store, columns }) {
+    this.plan = plan;
+    this.digest = digest;
+    this.load = load;
+    this.store = store;
+    this.columns = columns;
+    this.getToken = token;
+    this.server = new URL(server);
+    /** @type {string | null} */
+    this.token = null;
+    /** @type {Promise<Trainer> | null} */
+    this.trainer = null;
+  }
+
+  /**
+   * Open the plan of a bundle.
+   * @param {(name: string) => Promise<ArrayBuffer>} read how its files are read
+   * @param {Options & {runtime?: any}} options `runtime` is the package onnxruntime-web, in node
+   */
+  static async open(read, { runtime, ...options }) {
+    const bundle = await openManifest(read);
+    const file = await bundle.read("plan.json");
+    const plan = readPlan(new TextDecoder().decode(file));
+    const load = async () => new Trainer(plan, (await loadGraphs(bundle, ["update"], runtime))[0]);
+    return new Participant(plan, await digestOf(file), load, options);
+  }
+
+  /**
+   * Take part until it is told to stop, or the server refuses for good.
+   * @param {AbortSignal} signal
+   * @param {(step: Step) => void} [onStep]
+   */
+  async run(signal, onStep = () => undefined) {
+    for (let failures = 0; !signal.aborted; ) {
+      let seconds = Math.min(3600, 5 * 2 ** failures);
+      try {
+        const step = await this.step(signal);
+        onStep(step);
+        [seconds, failures] = [step.seconds, 0];
+      } catch (problem) {
+        if (signal.aborted) return;
+        if (problem instanceof Refusal) throw problem;
+        failures++;
+      }
+      await sleep(seconds, signal);
+    }
+  }
+
+  /**
+   * Take part in one round if there is one, and say how long to sleep.
+   * @param {AbortSignal} signal
+   * @returns {Promise<Step>}
+   */
+  async step(signal) {
+    const record = (await this.store.read()) ?? { name: randomName(), reports: [], newest: null, state: {} };
+    const { reports_per_day: often, min_examples: least } = this.plan.limits;
+    const last = record.reports.slice(-often).map(({ at }) => Date.parse(at));
+    const since = (Date.now() - last[0]) / 1000;
+    if (last.length === often && since < DAY) return { seconds: DAY - since, reason: "often enough" };
+    const columns = this.columns(), first = Object.keys(this.plan.examples.columns)[0];
+    const width = this.plan.examples.columns[first].shape.reduce((product, n) => product * n, 1);
+    if (columns[first].length / width < least) return { seconds: PATIENCE, reason: "few examples" };
+    const answer = await this.request("v1/check-in", { signal });
+    if (answer.status === 204) return { seconds: told(answer), reason: "told" };
+    const task = /** @type {Task} */ (await answer.json());
+    if (task.plan !== this.digest) throw new Refusal("the server trains another plan than the one agreed to");
+    const { newest } = record;
+    if (newest?.run === task.run && task.round <= newest.round) return { seconds: task.seconds, reason: "told" };
+    const body = await this.compute(task, record, columns, signal);
+    signal.throwIfAborted();
+    return { seconds: 1, reason: "reported", report: await this.send(task, record, body, signal) };
+  }
+
+  /**
+   * Return the bytes of a report; what the method keeps goes into the record.
+   * @param {Task} task
+   * @param {ParticipantRecord} record
+   * @param {Columns} columns
+   * @param {AbortSignal} signal
+   */
+  async compute(task, record, columns, signal) {
+    const { message, key, batch } = await this.download(task, signal);
+    this.trainer ??= this.load();
+    const state = new Map(Object.entries(record.state).map(([path, { shape, data }]) => [path, { shape, data: Float32Array.from(data) }]));
+    const { vector, state: next } = await (await this.trainer).update(columns, message, key, record.name, state);
+    record.state = Object.fromEntries([...next].map(([path, { shape, data }]) => [path, { shape, data: Array.from(data) }]));
+    const { sum, noise } = this.plan;
+    if (noise !== null) addNoise(/** @type {Uint32Array} */ (vector), noise.variance);
+    if (sum.protocol === "open") return new Uint8Array(vector.slice().buffer);
+    const purpose = { plan: fromHex(this.digest), run: task.run, round: task.round, batch };
+    return sealReport(/** @type {Uint32Array} */ (vector), sum.bits, fromHex(sum.helper ?? ""), purpose);
+  }
+
+  /**
+   * Download what the server sends in a round, and check that it is what the task names.
+   * @param {Task} task
+   * @param {AbortSignal} signal
+   */
+  async download(task, signal) {
+    if (!/^[0-9a-f]{64}$/.test(task.broadcast) || !(task.size <= MOST_BYTES)) throw new Refusal("the task has no broadcast");
+    const answer = await this.request(`v1/broadcasts/${task.broadcast}`, { signal });
+    const data = await answer.arrayBuffer();
+    if (data.byteLength !== task.size || (await digestOf(data)) !== task.broadcast) throw new Error("the broadcast was changed");
+    const about = JSON.parse(readMetadata(data).fedrecon);
+    if (about.plan !== this.digest || about.run !== task.run || about.round !== task.round) {
+      throw new Refusal("the broadcast is of another plan, run or round");
+    }
+    return { message: underPrefix(readTensors(data), "message/"), key: about.key, batch: fromHex(about.batch) };
+  }
+
+  /**
+   * Send a report, which is in the record before it leaves, so that no round is ever reported twice.
+   * @param {Task} task
+   * @param {ParticipantRecord} record
+   * @param {Uint8Array} body
+   * @param {AbortSignal} signal
+   * @returns {Promise<SentReport>}
+   */
+  async send({ run, round, ticket }, record, body, signal) {
+    /** @type {SentReport} */
+    const report = {
+      at: new Date().toISOString(), run, round, bytes: body.length, protection: this.plan.sum.protocol, status: "sent",
+    };
+    record.newest = { run, round };
+    record.reports = [...record.reports, report].slice(-MOST_REPORTS);
+    await this.store.write(record);
+    const path = `v1/rounds/${round}/reports/${encodeURIComponent(ticket)}`;
+    const headers = { "Content-Type": "application/octet-stream" };
+    const options = { method: "PUT", body: /** @type {Uint8Array<ArrayBuffer>} */ (body), headers, signal };
+    for (let tries = 1; report.status === "sent"; tries++) {
+      try {
+        const { status } = await this.request(path, options, [404, 410]);
+        report.status = status === 410 ? "late" : status === 404 ? "refused" : "received";
+      } catch (problem) {
+        if (signal.aborted || problem instanceof Refusal || tries === TRIES) throw problem;
+        await sleep(2 ** (tries - 1), signal); // the same bytes again: the server counts them once
+      }
+    }
+    await this.store.write(record);
+    return report;
+  }
+
+  /**
+   * Ask the server, with a new token if the old one has expired.
+   * @param {string} path
+   * @param {RequestInit} options
+   * @param {number[]} [expected] statuses that the caller handles, besides success
+   * @returns {Promise<Response>}
+   */
+  async request(path, options, expected = []) {
+    const fresh = this.token === null;
+    const token = (this.token ??= await this.getToken());
+    const headers = { ...options.headers, Authorization: `Bearer ${token}` };
+    /** @type {RequestInit} */
+    const safe = { credentials: "omit", redirect: "error", referrerPolicy: "no-referrer", cache: "no-store" };
+    const answer = await fetch(new URL(path, this.server), { ...safe, ...options, headers });
+    if (answer.ok || expected.includes(answer.status)) return answer;
+    const { title } = await answer.json().catch(() => ({ title: undefined }));
+    const message = `the server answered ${answer.status}${title ? `: ${title}` : ""}`;
+    if (answer.status === 401 && !fresh) {
+      this.token = null;
+      return this.request(path, options, expected);
+    }
+    throw answer.status >= 500 || answer.status === 429 ? new Error(message) : new Refusal(message);
+  }
+}
+
+/** @param {Response} answer how many seconds the server wants to be left alone */
+function told(answer) {
+  const seconds = Number(answer.headers.get("Retry-After"));
+  return Number.isFinite(seconds) ? Math.min(DAY, Math.max(1, seconds)) : PATIENCE;
+}
+
+/** A name that says nothing about the device. */
+export function randomName() {
+  return toHex(crypto.getRandomValues(new Uint8Array(16)));
+}
+
+/** @param {string} text */
+function fromHex(text) {
+  return Uint8Array.from(text.match(/../g) ?? [], (pair) => parseInt(pair, 16));
+}
+
+/**
+ * Wait, unless it is told to stop.
+ * @param {number} seconds
+ * @param {AbortSignal} signal
+ * @returns {Promise<void>}
+ */
+export function sleep(seconds, signal) {
+  return new Promise((resolve) => {
+    const finish = () => {
+      clearTimeout(timer);
+      signal.removeEventListener("abort", finish);
+      resolve();
+    };
+    const timer = setTimeout(finish, 1000 * seconds);
+    signal.addEventListener("abort", finish);
+    if (signal.aborted) finish();
+  });
+}

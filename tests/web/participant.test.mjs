@@ -1,0 +1,184 @@
+// A participant against a server of this test: what it sends, what it refuses, when it sleeps and what it remembers.
+import assert from "node:assert/strict";
+import { createHash } from "node:crypto";
+import { createServer } from "node:http";
+import { after, test } from "node:test";
+
+import { Participant, Refusal, sleep } from "../../src-device/fedrecon_device/web/participant.js";
+import { Trainer } from "../../src-device/fedrecon_device/web/training.js";
+
+const DIGEST = "5".repeat(64);
+const PLAN = {
+  examples: { support: 2, query: 2, most: 4, columns: { item: { dtype: "int32", shape: [] } } },
+  split: {
+    counts: { support: [0, 1, 1, 2, 2], query: [0, 0, 1, 1, 2] },
+    begins: { support: [0, 0, 0, 0, 0], query: [0, 1, 1, 2, 2] },
+    pattern: null, by: null, redrawn: false,
+  },
+  rows: {},
+  state: {},
+  vector: { length: 3, dtype: "uint32", layout: [{ at: 0, values: "sum" }] },
+  sum: { protocol: "open", bits: 32, helper: null, least: 2 },
+  noise: null,
+  limits: { reports_per_day: 3, min_examples: 2 },
+};
+/** A graph that adds the message to the number of examples. */
+const GRAPH = {
+  run: async (/** @type {Map<string, any>} */ inputs) => {
+    const count = inputs.get("support_count").data[0] + inputs.get("query_count").data[0];
+    return new Map([["sum", { data: Uint32Array.from(inputs.get("message/w").data, (x) => x + count), shape: [3] }]]);
+  },
+};
+
+/** @param {object} about @param {number[]} values */
+function safetensors(about, values) {
+  const header = { "message/w": { dtype: "F32", shape: [3], data_offsets: [0, 12] }, __metadata__: { fedrecon: JSON.stringify(about) } };
+  const text = Buffer.from(JSON.stringify(header).padEnd(8 * Math.ceil(JSON.stringify(header).length / 8)));
+  const length = Buffer.alloc(8);
+  length.writeBigUInt64LE(BigInt(text.length));
+  return Buffer.concat([length, text, Buffer.from(Float32Array.from(values).buffer)]);
+}
+
+/** Start a server; `answers` may replace how it answers a kind of request. */
+async function start(/** @type {Record<string, any>} */ answers = {}) {
+  const about = { plan: DIGEST, run: "r", round: 7, key: [1, 2], batch: "ab".repeat(16), ...answers.about };
+  const broadcast = safetensors(about, [1, 2, 3]);
+  const name = createHash("sha256").update(broadcast).digest("hex");
+  const task = { plan: DIGEST, run: "r", round: 7, broadcast: name, size: broadcast.length, ticket: "t/1", seconds: 5, ...answers.task };
+  /** @type {{method: string, url: string, token: string, body: Buffer}[]} */
+  const requests = [];
+  const server = createServer(async (request, response) => {
+    const parts = [];
+    for await (const part of request) parts.push(part);
+    requests.push({ method: request.method, url: request.url, token: request.headers.authorization, body: Buffer.concat(parts) });
+    const kind = request.url.includes("check-in") ? "checkIn" : request.method === "PUT" ? "report" : "broadcast";
+    if (answers[kind]) return answers[kind](request, response, requests);
+    if (kind === "checkIn") return response.end(JSON.stringify(task));
+    if (kind === "broadcast") return response.end(broadcast);
+    response.writeHead(201).end();
+  });
+  await new Promise((resolve) => server.listen(0, "127.0.0.1", () => resolve(null)));
+  after(() => server.close());
+  const { port } = /** @type {import("node:net").AddressInfo} */ (server.address());
+  return { requests, address: `http://127.0.0.1:${port}/` };
+}
+
+/** A participant of two examples, and what it remembers. */
+function join(/** @type {string} */ server, plan = PLAN, items = [4, 5]) {
+  const kept = { record: null, writes: 0 };
+  const store = {
+    read: async () => structuredClone(kept.record),
+    write: async (record) => Object.assign(kept, { record: structuredClone(record), writes: kept.writes + 1 }),
+  };
+  const columns = () => ({ item: Int32Array.from(items) });
+  let tokens = 0;
+  const token = async () => `token-${++tokens}`;
+  const load = async () => new Trainer(/** @type {any} */ (plan), /** @type {any} */ (GRAPH));
+  return { participant: new Participant(/** @type {any} */ (plan), DIGEST, load, { server, token, store, columns }), kept };
+}
+
+const signal = new AbortController().signal;
+
+test("a round is downloaded, computed, reported and recorded", async () => {
+  const { requests, address } = await start();
+  const { participant, kept } = join(address);
+  const { reason, report } = await participant.step(signal);
+  assert.equal(reason, "reported");
+  assert.deepEqual(requests.map(({ method, url }) => `${method} ${url.replace(/[0-9a-f]{64}/, "X")}`), [
+    "GET /v1/check-in", "GET /v1/broadcasts/X", "PUT /v1/rounds/7/reports/t%2F1",
+  ]);
+  assert.deepEqual(new Set(requests.map((one) => one.token)), new Set(["Bearer token-1"]));
+  assert.deepEqual([...new Uint32Array(Uint8Array.from(requests[2].body).buffer)], [3, 4, 5]);
+  assert.deepEqual(kept.record.reports, [report]);
+  assert.deepEqual({ ...report, at: "" }, { at: "", run: "r", round: 7, bytes: 12, protection: "open", status: "received" });
+  assert.match(kept.record.name, /^[0-9a-f]{32}$/);
+});
+
+test("a round is never reported twice, whatever the server says, also after a restart", async () => {
+  const { requests, address } = await start();
+  const { participant, kept } = join(address);
+  await participant.step(signal);
+  const again = join(address);
+  again.kept.record = kept.record;
+  assert.equal((await again.participant.step(signal)).reason, "told");
+  assert.equal(requests.filter(({ method }) => method === "PUT").length, 1);
+});
+
+test("a report is in the record before it leaves, and a lost answer is asked for with the same bytes", async () => {
+  let records = 0;
+  const { requests, address } = await start({
+    report: (request, response, all) => {
+      records = kept.writes;
+      if (all.filter(({ method }) => method === "PUT").length === 1) return request.socket.destroy();
+      response.writeHead(200).end();
+    },
+  });
+  const { participant, kept } = join(address);
+  assert.equal((await participant.step(signal)).report.status, "received");
+  assert.equal(records, 1);
+  const [first, second] = requests.filter(({ method }) => method === "PUT");
+  assert.deepEqual(first.body, second.body);
+});
+
+test("it sleeps as it is told, with few examples, and when it has reported often enough", async () => {
+  const { requests, address } = await start({ checkIn: (_, response) => response.writeHead(204, { "Retry-After": "90" }).end() });
+  assert.deepEqual(await join(address).participant.step(signal), { seconds: 90, reason: "told" });
+  assert.equal((await join(address, PLAN, [4]).participant.step(signal)).reason, "few examples");
+  const { participant, kept } = join(address);
+  const at = new Date(Date.now() - 1000 * 3600).toISOString();
+  kept.record = { name: "x", reports: Array(3).fill({ at }), newest: null, state: {} };
+  const { seconds, reason } = await participant.step(signal);
+  assert.equal(reason, "often enough");
+  assert.ok(Math.abs(seconds - 23 * 3600) < 10);
+  assert.equal(requests.length, 1);
+});
+
+test("another plan, round or broadcast than agreed to is refused before anything is computed", async () => {
+  const wrong = [
+    { task: { plan: "6".repeat(64) } }, { about: { round: 8 } }, { about: { run: "other" } }, { about: { plan: "6".repeat(64) } },
+    { task: { broadcast: "../../secret" } }, { task: { size: 2 ** 30 } },
+  ];
+  for (const answers of wrong) {
+    const { requests, address } = await start(answers);
+    await assert.rejects(join(address).participant.step(signal), Refusal, JSON.stringify(answers));
+    assert.equal(requests.filter(({ method }) => method === "PUT").length, 0);
+  }
+  const { address } = await start({ broadcast: (_, response) => response.end("x".repeat(200)) });
+  await assert.rejects(join(address).participant.step(signal), /was changed/);
+});
+
+test("an expired token is replaced once; a device that is not admitted stops", async () => {
+  let refusals = 0;
+  const { requests, address } = await start({
+    checkIn: (request, response) =>
+      request.headers.authorization === "Bearer token-2" && ++refusals < 2
+        ? response.writeHead(204).end()
+        : response.writeHead(401, { "Content-Type": "application/problem+json" }).end('{"title": "expired"}'),
+  });
+  const { participant } = join(address);
+  await assert.rejects(participant.step(signal), /401: expired/);
+  participant.token = "token-1";
+  assert.equal((await participant.step(signal)).reason, "told");
+  assert.deepEqual(requests.map((one) => one.token.slice(-1)), ["1", "1", "2"]);
+});
+
+test("late and refused reports are recorded as such", async () => {
+  for (const [status, word] of /** @type {const} */ ([[410, "late"], [404, "refused"]])) {
+    const { address } = await start({ report: (_, response) => response.writeHead(status).end() });
+    const { participant, kept } = join(address);
+    await participant.step(signal);
+    assert.equal(kept.record.reports[0].status, word);
+  }
+});
+
+test("it runs until it is told to stop, also while it sleeps", async () => {
+  const { requests, address } = await start({ checkIn: (_, response) => response.writeHead(204, { "Retry-After": "1" }).end() });
+  const controller = new AbortController();
+  const running = join(address).participant.run(controller.signal, () => requests.length === 2 && controller.abort());
+  await running;
+  assert.equal(requests.length, 2);
+  const begun = performance.now();
+  setTimeout(() => controller.abort(), 10);
+  await sleep(1000, AbortSignal.timeout(20));
+  assert.ok(performance.now() - begun < 900);
+});
