@@ -10,16 +10,16 @@ import { Trainer, readPlan } from "./training.js";
  * @typedef {import("./training.js").Columns} Columns
  * @typedef {import("./training.js").Plan} Plan
  * @typedef {Object} SentReport what left the device, for its owner to see
- * @property {string} at when, in ISO 8601
+ * @property {number} time in seconds since 1970
  * @property {string} run
  * @property {number} round
  * @property {number} bytes
- * @property {"two-servers" | "open"} protection
- * @property {"sent" | "received" | "late" | "refused"} status
- * @typedef {Object} ParticipantRecord all that taking part keeps
+ * @property {string} protected how
+ * @property {"sending" | "sent" | "too late"} status
+ * @typedef {Object} ParticipantRecord all that taking part keeps, as in Python
  * @property {string} name random; what is drawn for this device follows from it
  * @property {SentReport[]} reports the newest last
- * @property {{run: string, round: number} | null} newest the newest round that was reported
+ * @property {string | null} plan the digest of the plan that `state` belongs to
  * @property {Record<string, {shape: number[], data: number[]}>} state what the method keeps on this device
  * @typedef {{read: () => Promise<ParticipantRecord | null>, write: (record: ParticipantRecord) => Promise<void>}} RecordStore the owner's own
  * @typedef {{plan: string, run: string, round: number, broadcast: string, size: number, ticket: string, seconds: number}} Task
@@ -98,10 +98,9 @@ export class Participant {
    * @returns {Promise<Step>}
    */
   async step(signal) {
-    const record = (await this.store.read()) ?? { name: randomName(), reports: [], newest: null, state: {} };
+    const record = (await this.store.read()) ?? emptyRecord();
     const { reports_per_day: often, min_examples: least } = this.plan.limits;
-    const last = record.reports.slice(-often).map(({ at }) => Date.parse(at));
-    const since = (Date.now() - last[0]) / 1000;
+    const last = record.reports.slice(-often), since = Date.now() / 1000 - last[0]?.time;
     if (last.length === often && since < DAY) return { seconds: DAY - since, reason: "often enough" };
     const columns = this.columns(), first = Object.keys(this.plan.examples.columns)[0];
     const width = this.plan.examples.columns[first].shape.reduce((product, n) => product * n, 1);
@@ -110,8 +109,8 @@ export class Participant {
     if (answer.status === 204) return { seconds: told(answer), reason: "told" };
     const task = /** @type {Task} */ (await answer.json());
     if (task.plan !== this.digest) throw new Refusal("the server trains another plan than the one agreed to");
-    const { newest } = record;
-    if (newest?.run === task.run && task.round <= newest.round) return { seconds: task.seconds, reason: "told" };
+    const reported = record.reports.some(({ run, round }) => run === task.run && round === task.round);
+    if (reported) return { seconds: told(answer), reason: "told" };
     const body = await this.compute(task, record, columns, signal);
     signal.throwIfAborted();
     return { seconds: 1, reason: "reported", report: await this.send(task, record, body, signal) };
@@ -127,14 +126,25 @@ export class Participant {
   async compute(task, record, columns, signal) {
     const { message, key, batch } = await this.download(task, signal);
     this.trainer ??= this.load();
-    const state = new Map(Object.entries(record.state).map(([path, { shape, data }]) => [path, { shape, data: Float32Array.from(data) }]));
-    const { vector, state: next } = await (await this.trainer).update(columns, message, key, record.name, state);
-    record.state = Object.fromEntries([...next].map(([path, { shape, data }]) => [path, { shape, data: Array.from(data) }]));
+    const trainer = await this.trainer;
+    const { vector, state } = await trainer.update(columns, message, key, record.name, this.stateOf(record));
+    record.plan = this.digest;
+    record.state = Object.fromEntries([...state].map(([path, { shape, data }]) => [path, { shape, data: Array.from(data) }]));
     const { sum, noise } = this.plan;
     if (noise !== null) addNoise(/** @type {Uint32Array} */ (vector), noise.variance);
     if (sum.protocol === "open") return new Uint8Array(vector.slice().buffer);
     const purpose = { plan: fromHex(this.digest), run: task.run, round: task.round, batch };
     return sealReport(/** @type {Uint32Array} */ (vector), sum.bits, fromHex(sum.helper ?? ""), purpose);
+  }
+
+  /**
+   * Return what the method kept on this device in the last round of this plan.
+   * @param {ParticipantRecord} record
+   * @returns {Map<string, import("./bundle.js").Tensor>}
+   */
+  stateOf(record) {
+    const leaves = record.plan === this.digest ? Object.entries(record.state) : [];
+    return new Map(leaves.map(([path, { shape, data }]) => [path, { shape, data: Float32Array.from(data) }]));
   }
 
   /**
@@ -165,18 +175,17 @@ export class Participant {
   async send({ run, round, ticket }, record, body, signal) {
     /** @type {SentReport} */
     const report = {
-      at: new Date().toISOString(), run, round, bytes: body.length, protection: this.plan.sum.protocol, status: "sent",
+      time: Math.floor(Date.now() / 1000), run, round, bytes: body.length, protected: protection(this.plan), status: "sending",
     };
-    record.newest = { run, round };
     record.reports = [...record.reports, report].slice(-MOST_REPORTS);
     await this.store.write(record);
     const path = `v1/rounds/${round}/reports/${encodeURIComponent(ticket)}`;
     const headers = { "Content-Type": "application/octet-stream" };
     const options = { method: "PUT", body: /** @type {Uint8Array<ArrayBuffer>} */ (body), headers, signal };
-    for (let tries = 1; report.status === "sent"; tries++) {
+    for (let tries = 1; report.status === "sending"; tries++) {
       try {
         const { status } = await this.request(path, options, [404, 410]);
-        report.status = status === 410 ? "late" : status === 404 ? "refused" : "received";
+        report.status = status < 300 ? "sent" : "too late";
       } catch (problem) {
         if (signal.aborted || problem instanceof Refusal || tries === TRIES) throw problem;
         await sleep(2 ** (tries - 1), signal); // the same bytes again: the server counts them once
@@ -217,9 +226,18 @@ function told(answer) {
   return Number.isFinite(seconds) ? Math.min(DAY, Math.max(1, seconds)) : PATIENCE;
 }
 
-/** A name that says nothing about the device. */
-export function randomName() {
-  return toHex(crypto.getRandomValues(new Uint8Array(16)));
+/** @returns {ParticipantRecord} of a device that takes part for the first time, with a name that says nothing about it */
+export function emptyRecord() {
+  return { name: toHex(crypto.getRandomValues(new Uint8Array(16))), reports: [], plan: null, state: {} };
+}
+
+/**
+ * Say how reports are protected.
+ * @param {Plan} plan
+ */
+export function protection({ sum, noise }) {
+  if (sum.protocol === "open") return "TLS only: the server sees each report";
+  return `masked for two servers: they learn sums of ${sum.least} or more${noise === null ? "" : ", with noise from this device"}`;
 }
 
 /** @param {string} text */

@@ -1,7 +1,7 @@
 // The switch with which a person takes part in training: off until they turn it on, and all that was sent below it.
 // @ts-check
 
-import { randomName, sleep } from "./participant.js";
+import { emptyRecord, sleep } from "./participant.js";
 import * as store from "./store.js";
 import { readPlan } from "./training.js";
 import { at, element, say } from "./widgets.js";
@@ -20,7 +20,6 @@ const STATES = {
   "few examples": "Waiting: there is too little to learn from yet.",
   "often enough": "Enough for today.",
 };
-const RESULTS = { sent: "no answer yet", received: "received", late: "came too late, not used", refused: "not used" };
 
 /**
  * Show the switch, and take part while it is on.
@@ -59,7 +58,7 @@ export async function showSharing(bundle, columns, onChange) {
   };
 
   toggle.addEventListener("change", () => {
-    store.keepParticipation(toggle.checked ? { name: randomName(), reports: [], newest: null, state: {} } : null);
+    store.keepParticipation(toggle.checked ? emptyRecord() : null);
     say(toggle.checked ? "You take part in training." : "You no longer take part. Nothing of it is kept.");
     show();
   });
@@ -99,11 +98,10 @@ function sized(bytes) {
 }
 
 /** @param {SentReport} report */
-function line({ at: when, round, bytes, protection, status }) {
-  const time = new Date(when).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
-  const protectedHow = protection === "open" ? "not masked" : "masked";
-  const parts = [time, `round ${round}`, `${bytes.toLocaleString("en")} bytes`, protectedHow, RESULTS[status]];
-  return element("li", { text: parts.join(" · ") });
+function line({ time, round, bytes, protected: how, status }) {
+  const when = new Date(1000 * time).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+  const result = { sending: "no answer yet", sent: "received", "too late": "too late, not used" }[status];
+  return element("li", { text: `${when} · round ${round} · ${bytes.toLocaleString("en")} bytes · ${how} · ${result}` });
 }
 
 /**
