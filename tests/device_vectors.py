@@ -288,7 +288,7 @@ def vectors():
         "tables": tables_of(),
         "sealed": sealed(),
         "keys": keys_of(),
-        "packed": packed_examples(),
+        "device_inputs": packed_examples(),
     }
 
 

@@ -19,6 +19,7 @@ DTYPES = {
     "tensor(int32)": "int32",
     "tensor(int64)": "int64",
     "tensor(int16)": "int16",
+    "tensor(uint32)": "uint32",
     "tensor(bool)": "bool",
 }
 

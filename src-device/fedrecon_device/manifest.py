@@ -38,6 +38,45 @@ class Description(NamedTuple):
     model_digest: str
 
 
+class Checker:
+    """Checks of what a JSON file holds; errors name the file, the field and the rule."""
+
+    def __init__(self, file: str):
+        """Check a file of this name."""
+        self._file = file
+
+    def expect(self, fine: bool, name: str, what: str) -> None:
+        """Raise a `BundleError` unless a field is fine."""
+        if not fine:
+            raise BundleError(f"{self._file}: `{name}` is damaged; expected {what}")
+
+    def object(self, parent: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Return a field that is an object."""
+        entry = parent.get(name)
+        self.expect(isinstance(entry, dict), name, "an object")
+        return entry  # type: ignore[return-value]
+
+    def whole(self, parent: Mapping[str, Any], name: str) -> int:
+        """Return a field that is a whole number."""
+        number = parent.get(name)
+        self.expect(_is_whole(number), name, "a whole number of at least 0")
+        return number  # type: ignore[return-value]
+
+    def column(self, name: str, about: Any) -> list[int]:
+        """Return the shape of one example of a column."""
+        valid = isinstance(about, dict) and about.get("dtype") in COLUMN_TYPES and isinstance(about.get("shape"), list)
+        valid = valid and len(about["shape"]) <= 8 and all(_is_whole(size) for size in about["shape"])
+        self.expect(valid, f"examples.columns.{name}", f"a dtype of {', '.join(COLUMN_TYPES)} and a shape")
+        return about["shape"]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+CHECK = Checker("manifest.json")
+
+
 def described(manifest: Mapping[str, Any], tables: str) -> Description:
     """Return what a manifest says.
 
@@ -48,50 +87,21 @@ def described(manifest: Mapping[str, Any], tables: str) -> Description:
     Raises:
       BundleError: something is missing or makes no sense; the message names it.
     """
-    examples, solver = _object(manifest, "examples"), _object(manifest, "reconstruct")
-    most, columns = _whole(examples, "most"), _object(examples, "columns")
-    _expect(most >= 1 and bool(columns), "examples", "at least one example of at least one column")
-    numbers = sum(most * math.prod(_column(name, about)) for name, about in columns.items())
-    _expect(numbers <= MOST_NUMBERS, "examples", f"at most {MOST_NUMBERS} numbers")
-    graphs = {name: _graph(name, about) for name, about in _object(manifest, "graphs").items()}
-    roles = _object(manifest, "roles")
-    _expect(all(isinstance(path, str) for path in roles.values()), "roles", "names of tables")
-    task, digest = manifest.get("task"), _object(_object(manifest, "files"), tables).get("sha256")
-    _expect(isinstance(task, str), "task", "a name")
-    _expect(isinstance(digest, str), "files", f"a digest of {tables}")
+    examples, solver = CHECK.object(manifest, "examples"), CHECK.object(manifest, "reconstruct")
+    most, columns = CHECK.whole(examples, "most"), CHECK.object(examples, "columns")
+    CHECK.expect(most >= 1 and bool(columns), "examples", "at least one example of at least one column")
+    numbers = sum(most * math.prod(CHECK.column(name, about)) for name, about in columns.items())
+    CHECK.expect(numbers <= MOST_NUMBERS, "examples", f"at most {MOST_NUMBERS} numbers")
+    graphs = {name: _graph(name, about) for name, about in CHECK.object(manifest, "graphs").items()}
+    roles = CHECK.object(manifest, "roles")
+    CHECK.expect(all(isinstance(path, str) for path in roles.values()), "roles", "names of tables")
+    task, digest = manifest.get("task"), CHECK.object(CHECK.object(manifest, "files"), tables).get("sha256")
+    CHECK.expect(isinstance(task, str), "task", "a name")
+    CHECK.expect(isinstance(digest, str), "files", f"a digest of {tables}")
     warm = solver.get("warm_start")
-    _expect(isinstance(warm, bool), "reconstruct.warm_start", "true or false")
-    least = _whole(manifest, "least_count")
+    CHECK.expect(isinstance(warm, bool), "reconstruct.warm_start", "true or false")
+    least = CHECK.whole(manifest, "least_count")
     return Description(task, most, columns, _scale(manifest), least, warm, graphs, roles, digest)  # type: ignore[arg-type]
-
-
-def _expect(fine: bool, name: str, what: str) -> None:
-    if not fine:
-        raise BundleError(f"manifest.json: `{name}` is damaged; expected {what}")
-
-
-def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
-    entry = parent.get(name)
-    _expect(isinstance(entry, dict), name, "an object")
-    return entry  # type: ignore[return-value]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-def _whole(parent: Mapping[str, Any], name: str) -> int:
-    number = parent.get(name)
-    _expect(_is_whole(number), name, "a whole number of at least 0")
-    return number  # type: ignore[return-value]
-
-
-def _column(name: str, about: Any) -> list[int]:
-    """Return the shape of one example of a column."""
-    valid = isinstance(about, dict) and about.get("dtype") in COLUMN_TYPES and isinstance(about.get("shape"), list)
-    valid = valid and len(about["shape"]) <= 8 and all(_is_whole(size) for size in about["shape"])
-    _expect(valid, f"examples.columns.{name}", f"a dtype of {', '.join(COLUMN_TYPES)} and a shape")
-    return about["shape"]
 
 
 def _scale(manifest: Mapping[str, Any]) -> list[float] | None:
@@ -99,14 +109,16 @@ def _scale(manifest: Mapping[str, Any]) -> list[float] | None:
     if scale is None:
         return None
     two = isinstance(scale, list) and len(scale) == 2 and all(isinstance(end, (int, float)) for end in scale)
-    _expect(two and all(abs(end) < 1e300 for end in scale) and scale[0] <= scale[1], "scale", "two numbers in order")
+    CHECK.expect(
+        two and all(abs(end) < 1e300 for end in scale) and scale[0] <= scale[1], "scale", "two numbers in order"
+    )
     return scale
 
 
 def _graph(name: str, about: Any) -> dict[str, Any]:
     if isinstance(about, dict) and isinstance(about.get("missing"), str):
         return {"missing": about["missing"]}
-    _expect(isinstance(about, dict) and isinstance(about.get("file"), str), f"graphs.{name}", "a file or a reason")
+    CHECK.expect(isinstance(about, dict) and isinstance(about.get("file"), str), f"graphs.{name}", "a file or a reason")
     for side in ("inputs", "outputs"):
         ends = about.get(side)
         fine = isinstance(ends, list) and all(
@@ -116,5 +128,5 @@ def _graph(name: str, about: Any) -> dict[str, Any]:
             and isinstance(end.get("shape"), list)
             for end in ends
         )
-        _expect(fine, f"graphs.{name}.{side}", "a list of names, types and shapes")
+        CHECK.expect(fine, f"graphs.{name}.{side}", "a list of names, types and shapes")
     return about

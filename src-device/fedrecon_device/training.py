@@ -1,18 +1,160 @@
-"""Training on a device: its plan, and its examples as the inputs of the update graph."""
+"""Training on a device: its plan, its examples as inputs of the update graph, and the vector that it reports."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedrecon_device.bundle import Bundle
+from fedrecon_device.contents import content_of
 from fedrecon_device.errors import BundleError
-from fedrecon_device.keys import Key, redrawn_order
+from fedrecon_device.files import digest_of, read_checked
+from fedrecon_device.keys import Key, client_key, redrawn_order
+from fedrecon_device.manifest import MOST_NUMBERS, Checker
 
 Columns = Mapping[str, np.ndarray]
+PLAN, PLAN_FORMAT, PLAN_VERSION = "plan.json", "fedrecon-device-plan", 1
 SIDES = ("support", "query")
+PROTOCOLS = ("open", "two-servers")
+
+
+class Update(NamedTuple):
+    """The result of a round on a device.
+
+    Attributes:
+      vector: all that leaves the device, one row of numbers.
+      state: what the device keeps for its next round, by path; it never leaves. Empty for most methods.
+    """
+
+    vector: np.ndarray
+    state: dict[str, np.ndarray]
+
+
+class Trainer:
+    """Runs rounds of training on a device.
+
+    Attributes:
+      plan: what the device agrees to, the content of plan.json.
+      digest: the plan's digest, sha256 of its bytes in hexadecimal digits.
+    """
+
+    def __init__(self, bundle: Bundle):
+        """Open the plan and the update graph of a bundle.
+
+        Raises:
+          BundleError: the bundle has no plan, or one that is damaged or does not belong to its graph.
+        """
+        self._graph = bundle.graph("update")  # says why there is none
+        data = read_checked(bundle.folder, bundle.manifest, PLAN)
+        self.plan, self.digest = read_plan(data), digest_of(data)
+        if self.plan["graph"] != bundle.manifest["files"]["update.onnx"]["sha256"]:
+            raise BundleError(f"{PLAN} is for another update.onnx than the bundle has")
+
+    def update(
+        self,
+        message: Mapping[str, np.ndarray],
+        round_key: Key,
+        name: str,
+        columns: Mapping[str, Any],
+        state: Mapping[str, np.ndarray] | None = None,
+    ) -> Update:
+        """Train on a person's examples for one round.
+
+        Args:
+          message: what the server sent, arrays by name (`message/PATH`).
+          round_key: the two words of the round's key.
+          name: of the device; it stays on the device.
+          columns: one array per feature, oldest example first.
+          state: what the device kept from its last round, by path, if the method keeps anything.
+
+        Raises:
+          BundleError: the message or the examples do not fit the plan.
+        """
+        key = np.array(client_key(round_key, name), np.uint32).view(np.int32)
+        inputs = {**message, "key": key, **pack_examples(self.plan, columns, round_key, name)}
+        outputs = self._graph.run({**inputs, **{f"state/{path}": leaf for path, leaf in (state or {}).items()}})
+        return Update(
+            lay_out(self.plan["vector"], outputs), {path: outputs[f"state/{path}"] for path in self.plan["state"]}
+        )
+
+
+def read_plan(data: bytes) -> dict[str, Any]:
+    """Read a device plan and check what devices rely on.
+
+    Args:
+      data: the bytes of plan.json.
+
+    Raises:
+      BundleError: it is damaged, or of a version that this runtime does not read; the message names the field.
+    """
+    plan = content_of(PLAN, data)
+    check = Checker(PLAN)
+    check.expect(isinstance(plan, dict) and plan.get("format") == PLAN_FORMAT, "format", PLAN_FORMAT)
+    check.expect(plan.get("version") == PLAN_VERSION, "version", f"{PLAN_VERSION}; update this runtime")
+    check.expect(isinstance(plan.get("graph"), str), "graph", "the digest of update.onnx")
+    examples, vector, total = (check.object(plan, name) for name in ("examples", "vector", "sum"))
+    most = check.whole(examples, "most")
+    columns = check.object(examples, "columns")
+    numbers = sum(check.whole(examples, side) for side in SIDES)
+    numbers *= sum(math.prod(check.column(name, about)) for name, about in columns.items())
+    check.expect(numbers <= MOST_NUMBERS and check.whole(vector, "length") <= MOST_NUMBERS, "examples", "fewer numbers")
+    check.expect(vector.get("dtype") in ("uint32", "float32"), "vector.dtype", "uint32 or float32")
+    layout = vector.get("layout")
+    check.expect(
+        isinstance(layout, list) and all(isinstance(entry, dict) for entry in layout), "vector.layout", "a list"
+    )
+    _check_split(check, check.object(plan, "split"), most, columns)
+    for group, table in check.object(plan, "rows").items():
+        fine = isinstance(table, dict) and set(table.get("features") or [None]) <= set(columns)
+        check.expect(fine, f"rows.{group}.features", "names of columns")
+        check.expect(check.whole(table, "capacity") <= MOST_NUMBERS, f"rows.{group}.capacity", "fewer rows")
+        check.whole(table, "table")
+    check.object(plan, "state")
+    check.expect(total.get("protocol") in PROTOCOLS, "sum.protocol", " or ".join(PROTOCOLS))
+    check.whole(total, "least")
+    return plan
+
+
+def _check_split(check: Checker, split: Mapping[str, Any], most: int, columns: Mapping[str, Any]) -> None:
+    """Check that positions are those of a person's examples, whatever their number."""
+    check.expect(split.get("by") is None or split["by"] in columns, "split.by", "a column or null")
+    for side in SIDES:
+        counts, begins = (check.object(split, name).get(side) for name in ("counts", "begins"))
+        for numbers in (counts, begins):
+            fine = isinstance(numbers, list) and len(numbers) == most + 1
+            fine = fine and all(type(number) is int and 0 <= number <= most for number in numbers)
+            check.expect(fine, f"split.{side}", f"{most + 1} numbers up to {most}")
+    pattern = split.get("pattern")
+    fine = pattern is None or (isinstance(pattern, list) and all(type(j) is int and j >= 0 for j in pattern))
+    check.expect(fine, "split.pattern", "positions or null")
+
+
+def lay_out(about: Mapping[str, Any], outputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return what a device adds to the sum as one row of numbers; rows of tables go to their places.
+
+    Args:
+      about: the plan's entry `vector`.
+      outputs: of the update graph.
+
+    Raises:
+      BundleError: the outputs do not fit into the vector.
+    """
+    vector = np.zeros(about["length"], about["dtype"])
+    for entry in about["layout"]:
+        values, at = outputs[entry["values"]], entry["at"]
+        if "ids" not in entry:
+            places = np.arange(values.size)
+        else:
+            count, width = int(outputs[entry["count"]]), math.prod(values.shape[1:])
+            values, ids = values[:count], outputs[entry["ids"]][:count]
+            places = (ids.astype(np.int64)[:, None] * width + np.arange(width)).reshape(-1)
+        if places.size and not 0 <= at + places.min() <= at + places.max() < len(vector):
+            raise BundleError(f"update.onnx: {entry['values']} does not fit into a vector of {len(vector)} numbers")
+        vector[at + places] = values.reshape(-1)
+    return vector
 
 
 def pack_examples(plan: Mapping[str, Any], columns: Mapping[str, Any], round_key: Key, name: str) -> dict[str, Any]:

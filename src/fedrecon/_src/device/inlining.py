@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
+
+from fedrecon._src.device import threefry
 
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]  # (equation, values) -> values
 
@@ -63,6 +66,8 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[A
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
         rule = RULES.get(equation.primitive.name, _as_it_is)
+        if equation.primitive.name not in TAKES_WORDS:
+            inputs = [value.typed() if isinstance(value, threefry.Words) else value for value in inputs]
         bound_values.update(zip(equation.outvars, rule(equation, inputs), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -73,7 +78,9 @@ def _as_it_is(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _closed(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    return evaluate(jaxpr.jaxpr, jaxpr.consts, values)
+    """Evaluate a closed jaxpr without what its results do not need, such as keys of steps that draw nothing."""
+    needed = _without_unused(jaxpr)
+    return evaluate(needed.jaxpr, needed.consts, values)
 
 
 def _call(name: str) -> Rule:
@@ -137,7 +144,21 @@ def _loop(steps: int, step: Callable[[Array, Any], Any], carry: Any) -> Any:
 def _put(values: Array, new: Array, t: Array) -> Array:
     """Replace row `t`, by a mask: exporters translate that everywhere, inside loops too."""
     at_step = (jnp.arange(values.shape[0]) == t).reshape(-1, *[1] * new.ndim)
-    return jnp.where(at_step, new[None], values)
+    return _choose(at_step, new[None], values)
+
+
+def _choose(condition: Array, yes: Array, no: Array) -> Array:
+    """Choose between values; between booleans by `and` and `or`, since ONNX Runtime has no `Where` of them."""
+    if yes.dtype == bool:
+        return (condition & yes) | (~condition & no)
+    return jnp.where(condition, yes, no)
+
+
+def _select(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    which, *choices = values
+    if len(choices) != 2 or choices[0].dtype != bool or which.dtype != bool:
+        return _as_it_is(equation, values)
+    return [_choose(which, choices[1], choices[0])]
 
 
 def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -190,26 +211,41 @@ def eliminated(matrix: Array, vector: Array) -> Array:
 
 
 def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Add rows at indices as a product with one-hot vectors: what the gradient of reading rows comes to.
+    """Add at indices as a product with one-hot vectors: what the gradient of reading rows or entries comes to.
 
     Indices outside the table match no row, and add nothing, as in JAX's gradients.
     """
     operand, indices, updates = values
     numbers = equation.params["dimension_numbers"]
-    batching = tuple(numbers.operand_batching_dims)
-    one_axis = len(numbers.scatter_dims_to_operand_dims) == 1 == len(numbers.inserted_window_dims)
-    alone = all(operand.shape[axis] == 1 for axis in batching)
-    if not one_axis or not alone or numbers.scatter_dims_to_operand_dims != numbers.inserted_window_dims:
+    axes, batching = tuple(numbers.scatter_dims_to_operand_dims), tuple(numbers.operand_batching_dims)
+    window = [dim for dim in range(operand.ndim) if dim not in axes and dim not in batching]
+    whole = [updates.shape[dim] for dim in numbers.update_window_dims] == [operand.shape[dim] for dim in window]
+    if axes != tuple(numbers.inserted_window_dims) or not whole:
         return _as_it_is(equation, values)
-    axis = numbers.scatter_dims_to_operand_dims[0]
-    rows, places = operand.shape[axis], indices.reshape(-1)
-    first = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
-    flat = jnp.transpose(updates, (*first, *numbers.update_window_dims)).reshape(len(places), -1)
-    hot = (places[:, None] == jnp.arange(rows, dtype=places.dtype)).astype(updates.dtype)
-    summed = hot.T @ flat  # (rows, the rest of a row)
-    rest = [size for dim, size in enumerate(operand.shape) if dim != axis and dim not in batching]
-    moved = jnp.moveaxis(summed.reshape(rows, *rest), 0, axis - sum(dim < axis for dim in batching))
-    return [operand + moved.reshape(operand.shape)]
+    if len(axes) == 2 and not window and all(operand.shape[dim] == 1 for dim in batching):
+        return [operand + _added_at_pairs(operand, axes, indices.reshape(-1, 2), updates.reshape(-1))]
+    if len(axes) != 1:
+        return _as_it_is(equation, values)
+    of_indices = tuple(numbers.scatter_indices_batching_dims)
+    order = (*of_indices, *(dim for dim in range(indices.ndim - 1) if dim not in of_indices))
+    outer = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
+    batches, rows = [operand.shape[dim] for dim in batching], operand.shape[axes[0]]
+    places = jnp.transpose(indices[..., 0], order).reshape(math.prod(batches), 1, -1)
+    new = jnp.transpose(updates, (*(outer[dim] for dim in order), *numbers.update_window_dims))
+    new = new.reshape(places.shape[0], places.shape[2], -1)
+    hot = (places == jnp.arange(rows, dtype=places.dtype)[:, None]).astype(new.dtype)  # (batches, rows, places)
+    summed = _matmul(hot, new).reshape(*batches, rows, *(operand.shape[dim] for dim in window))
+    return [operand + jnp.transpose(summed, sorted(range(operand.ndim), key=(*batching, axes[0], *window).__getitem__))]
+
+
+def _added_at_pairs(operand: Array, axes: Sequence[int], pairs: Array, new: Array) -> Array:
+    """Add single numbers at pairs of indices: a product of two one-hot matrices."""
+    first, second = (
+        (pairs[:, k, None] == jnp.arange(operand.shape[axis], dtype=pairs.dtype)).astype(new.dtype)
+        for k, axis in enumerate(axes)
+    )
+    summed = first.T @ (second * new[:, None])
+    return (summed if axes[0] < axes[1] else summed.T).reshape(operand.shape)
 
 
 def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -236,18 +272,32 @@ def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Write a product over one dimension as a matrix product: last dimension of the left, first of the right.
+    """Write any product as one of matrices: `(batches, rows, inner) x (batches, inner, columns)`.
 
-    The exporter guesses which side is transposed from sizes, and guesses wrong where one of them is 1.
+    The exporter guesses which side is transposed from sizes, and guesses wrong where one of them is 1. Products with
+    batches but without a common dimension it writes with a letter twice, which ONNX Runtime refuses.
     """
     left, right = values
-    ((over_left, over_right), batches) = equation.params["dimension_numbers"]
-    if any(batches) or len(over_left) != 1 or left.ndim != 2 or right.ndim != 2:
-        return _as_it_is(equation, values)
-    left = left.T if over_left[0] == 0 else left
-    right = right.T if over_right[0] == 1 else right
-    params = {**equation.params, "dimension_numbers": (((1,), (0,)), ((), ()))}
-    return [equation.primitive.bind(left, right, **params)]
+    ((over_left, over_right), (of_left, of_right)) = equation.params["dimension_numbers"]
+    free_left = [dim for dim in range(left.ndim) if dim not in over_left and dim not in of_left]
+    free_right = [dim for dim in range(right.ndim) if dim not in over_right and dim not in of_right]
+    batches, rows = [left.shape[dim] for dim in of_left], [left.shape[dim] for dim in free_left]
+    columns, inner = [right.shape[dim] for dim in free_right], math.prod(left.shape[dim] for dim in over_left)
+    batch = math.prod(batches)
+    lhs = jnp.transpose(left, (*of_left, *free_left, *over_left)).reshape(batch, math.prod(rows), inner)
+    rhs = jnp.transpose(right, (*of_right, *over_right, *free_right)).reshape(batch, inner, math.prod(columns))
+    kind = equation.params.get("preferred_element_type")
+    product = _matmul(lhs, rhs) if kind is None else _matmul(lhs, rhs).astype(kind)
+    return [product.reshape(*batches, *rows, *columns)]
+
+
+def _matmul(left: Array, right: Array) -> Array:
+    """Multiply batches of matrices, without batches if there is one, and by numbers if they have one inner column."""
+    if left.shape[2] == 1:
+        return left * right
+    if left.shape[0] == 1:
+        return lax.dot_general(left[0], right[0], (((1,), (0,)), ((), ())))[None]
+    return lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))))
 
 
 MOST_BELOW = 256  # the most places of which every pair is compared
@@ -267,12 +317,7 @@ def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return [jnp.moveaxis(result, -1, axis)]
 
 
-RULES: dict[str, Rule] = {
-    "cummax": _cummax,
-    "dot_general": _dot,
-    "gather": _gather,
-    "scatter-add": _scatter_add,
-    "scatter_add": _scatter_add,
+CALLS: dict[str, Rule] = {
     "jit": _call("jaxpr"),
     "pjit": _call("jaxpr"),
     "closed_call": _call("call_jaxpr"),
@@ -283,6 +328,18 @@ RULES: dict[str, Rule] = {
     "custom_vjp_call": _custom_vjp,
     "custom_vjp_call_jaxpr": _custom_vjp,
     "custom_vmap_call": _call("call"),
+}
+RULES: dict[str, Rule] = {
+    **CALLS,
+    **threefry.RULES,
+    "bitcast_convert_type": threefry.bitcast,
+    "cummax": _cummax,
+    "dot_general": _dot,
+    "erf_inv": threefry.erf_inv,
+    "gather": _gather,
+    "scatter-add": _scatter_add,
+    "scatter_add": _scatter_add,
+    "select_n": _select,
     "custom_linear_solve": _linear_solve,
     "optimization_barrier": _identity,
     "stop_gradient": _identity,
@@ -292,3 +349,4 @@ RULES: dict[str, Rule] = {
     "scan": _scan,
     "cond": _cond,
 }
+TAKES_WORDS = {*CALLS, *threefry.RULES}

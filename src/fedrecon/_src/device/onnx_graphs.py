@@ -14,6 +14,7 @@ from jax.extend import core
 
 from fedrecon._src.core.checks import require
 from fedrecon._src.device.inlining import inlined, used_inputs
+from fedrecon._src.device.threefry import UntranslatableError
 
 LARGE = 256  # numbers of a constant that is worth replacing
 OPSET = 21  # ONNX Runtime reads it since 1.18, also on phones and in browsers
@@ -32,7 +33,12 @@ class OnnxGraph(NamedTuple):
 
 
 def to_onnx(
-    function: Callable[..., Any], named: Mapping[str, Any], outputs: Sequence[str], *, any_number: Sequence[str] = ()
+    function: Callable[..., Any],
+    named: Mapping[str, Any],
+    outputs: Sequence[str],
+    *,
+    any_number: Sequence[str] = (),
+    refused: Mapping[str, str] | None = None,
 ) -> OnnxGraph:
     """Translate a function to ONNX.
 
@@ -41,24 +47,31 @@ def to_onnx(
       named: arrays, or their shapes, by the name of the input. Inputs that no output depends on are left out.
       outputs: names of the outputs.
       any_number: inputs whose first dimension may have any size.
+      refused: inputs that no output may depend on, and why.
 
     Raises:
-      ExportError: an operation has no translation; the message names it, and the parameters that it reads.
+      ExportError: an operation has no translation; the message names it, and the parameters that it reads. Or an
+        output depends on an input that is refused.
     """
     jax2onnx = require("jax2onnx")
     shapes = {name: jax.ShapeDtypeStruct(np.shape(array), array.dtype) for name, array in named.items()}
-    names = used_inputs(function, shapes)
+    try:
+        inline = inlined(lambda *values: function(dict(zip(shapes, values, strict=True))), *shapes.values())
+    except UntranslatableError as problem:
+        raise ExportError(str(problem)) from problem
+    names = used_inputs(lambda values: inline(*values.values()), shapes)
+    for name, reason in (refused or {}).items():
+        if name in names:
+            raise ExportError(reason)
 
-    def of_used(*values: Any) -> Any:
+    def flat(*values: Any) -> Any:
         named_values = dict(zip(names, values, strict=True))
-        return function(
-            {name: named_values.get(name, np.zeros(array.shape, array.dtype)) for name, array in shapes.items()}
-        )
+        given = {name: named_values.get(name, np.zeros(array.shape, array.dtype)) for name, array in shapes.items()}
+        # sizes that are not known cannot be evaluated from a trace
+        return function(given) if any_number else inline(*given.values())
 
     named_values = [shapes[name] for name in names]
-    flat = inlined(of_used, *named_values)
-    if any_number:  # sizes that are not known cannot be evaluated from a trace
-        flat = of_used
+    if any_number:
         named_values = [
             _with_any(array) if name in any_number else array for name, array in zip(names, named_values, strict=True)
         ]
