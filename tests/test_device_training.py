@@ -1,12 +1,24 @@
-"""Training on a device: keys and packed examples as in JAX."""
+"""Training on a device: what it draws, packs, computes and reports is what the simulator does."""
 
+import json
+
+import jax
 import numpy as np
 import pytest
 
+import fedrecon as fr
 from device_vectors import keys_of, packed_examples
-from fedrecon_device import BundleError
+from fedrecon._src.algorithms.algorithm import with_params
+from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.core.keys import words_of
+from fedrecon._src.core.pytrees import flatten
+from fedrecon_device import Bundle, BundleError, check
 from fedrecon_device.keys import client_key, name_hash, redrawn_order
-from fedrecon_device.training import pack_examples
+from fedrecon_device.training import Trainer, lay_out, pack_examples, read_plan
+
+HELPER = "ab" * 32
+SIZES = {"ann": 0, "bo": 1, "cy": 2, "dee": 7, "eve": 12, "flo": 3, "gus": 9, "hal": 5, "ida": 11, "jo": 4, "kim": 6}
+SEED, ROUND, MOST, ITEMS = 3, 4, 12, 200
 
 
 def test_a_device_draws_keys_and_orders_as_jax_does():
@@ -29,3 +41,176 @@ def test_ids_outside_the_table_and_columns_that_do_not_fit_are_refused():
         pack_examples(case["plan"], {**case["columns"], "item": [40] * 7}, (0, 0), "ann")
     with pytest.raises(BundleError, match="same length"):
         pack_examples(case["plan"], {**case["columns"], "item": [4]}, (0, 0), "ann")
+
+
+def test_rows_and_arrays_go_to_their_places_in_the_vector():
+    about = {
+        "length": 9,
+        "dtype": "uint32",
+        "layout": [
+            {"at": 0, "values": "table", "ids": "ids", "count": "count"},
+            {"at": 8, "values": "weight"},
+        ],
+    }
+    outputs = {"table": np.uint32([[1, 2], [3, 4], [0, 0]]), "ids": np.int32([3, 1, 0]), "count": np.int32(2)}
+    vector = lay_out(about, {**outputs, "weight": np.uint32(7)})
+    assert vector.tolist() == [0, 0, 3, 4, 0, 0, 1, 2, 7]
+    with pytest.raises(BundleError, match="does not fit"):
+        lay_out(about, {**outputs, "ids": np.int32([5, 1, 0]), "weight": np.uint32(7)})
+
+
+# ---- whole rounds ----
+
+
+def sgd(learning_rate=0.1, **limits):
+    return fr.gradient_descent(fr.optimizers.sgd(learning_rate), batch_size=5, **limits)
+
+
+def secure(**more):
+    return fr.aggregators.secure(5.0, clients=100, max_weight=100.0, **more)
+
+
+def paper(aggregate):
+    """Return the paper's factorization: SGD in R and U, half and half."""
+    model = fr.models.matrix_factorization(ITEMS, 6)
+    solver = sgd(steps=50)
+    server = fr.optimizers.sgd(1.0)
+    return fr.federated_reconstruction(model, reconstruct=solver, update=solver, server=server, aggregate=aggregate)
+
+
+def recipe(aggregate):
+    """Return the default recipe for ratings: least squares, second order, redrawn halves, evidence."""
+    from device_models import default_model
+    from fedrecon._src.recommend.tasks import build_algorithm
+
+    saved = default_model()
+    return build_algorithm(saved.config, saved.algorithm.model, 1, aggregate)
+
+
+def ratings_of(name, items=ITEMS):
+    draw = np.random.default_rng(sum(map(ord, name)))
+    items = draw.permutation(items)[: SIZES[name]].astype(np.int32)
+    return {"item": items, "rating": draw.integers(1, 6, SIZES[name]).astype(np.float32)}
+
+
+def params_of(algorithm):
+    """Return parameters as large as trained ones."""
+    draw = np.random.default_rng(0)
+    start = algorithm.params(algorithm.init(jax.random.key(0)))
+    return jax.tree.map(lambda leaf: np.asarray(leaf + 0.1 * draw.normal(size=leaf.shape), np.float32), start)
+
+
+def vector_of(total):
+    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(total)])
+
+
+def arrays_of(message):
+    return {f"message/{path}": np.asarray(leaf) for path, leaf in flatten(message)[0].items()}
+
+
+ALGORITHMS = {
+    "paper": lambda: paper(fr.aggregators.mean()),
+    "paper, ring": lambda: paper(secure()),
+    "recipe, two servers": lambda: recipe(secure(protocol="two-servers", bits=24)),
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    """Export each algorithm once; return by name its bundle, the algorithm and the server's state."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            algorithm = ALGORITHMS[name]()
+            params = params_of(algorithm)
+            helper = HELPER if "two servers" in name else None
+            out = fr.device.bundle(
+                algorithm,
+                params,
+                tmp_path_factory.mktemp("train") / "bundle",
+                like={"item": np.arange(20), "rating": np.resize(np.float32([1, 2.5, 4]), 20)},
+                most=MOST,
+                train=fr.device.DevicePlan(rounds=5, least=3, helper=helper),
+            )
+            state = with_params(algorithm.init(fr.kit.run_keys(SEED).init), params)
+            made[name] = out, algorithm, state
+        return made[name]
+
+    return get
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_devices_report_what_the_simulator_adds_up(bundles, name):
+    folder, algorithm, state = bundles(name)
+    trainer, key = Trainer(Bundle(folder)), fr.kit.round_key(SEED, ROUND)
+    message, lengths = (
+        algorithm.message(state),
+        fr.kit.Lengths(*(trainer.plan["examples"][s] for s in ("support", "query"))),
+    )
+    total, different = 0, 0
+    for client in SIZES:
+        columns = ratings_of(client)
+        vector = trainer.update(arrays_of(message), tuple(words_of(key).tolist()), client, columns).vector
+        expected = vector_of(
+            fr.kit.client_total(algorithm, message, columns, key, client=client, lengths=lengths).total
+        )
+        if vector.dtype == np.uint32:
+            steps = (vector - expected).view(np.int32)
+            different += np.count_nonzero(steps)
+            assert np.abs(steps).max() <= 1
+        else:
+            np.testing.assert_allclose(vector, expected, rtol=1e-5, atol=1e-5)
+        total = total + vector
+    assert different <= 1, f"{different} integers differ by a step"
+    clients = fr.Clients.from_columns(
+        {n: np.concatenate([ratings_of(c)[n] for c in SIZES]) for n in ("item", "rating")},
+        client=np.repeat(list(SIZES), list(SIZES.values())),
+    )
+    whole = fr.kit.client_total(algorithm, message, clients, key, lengths=lengths).total
+    if total.dtype == np.uint32:
+        total = fr.privacy.from_vector(total, total_shapes(algorithm))
+    else:
+        leaves, structure = jax.tree.flatten(total_shapes(algorithm))
+        cuts = np.cumsum([leaf.size for leaf in leaves])[:-1]
+        parts = [part.reshape(leaf.shape) for part, leaf in zip(np.split(total, cuts), leaves, strict=True)]
+        total = jax.tree.unflatten(structure, parts)
+    on_devices, simulated = (
+        flatten(algorithm.params(fr.kit.server_update(algorithm, state, [sums], key)))[0] for sums in (total, whole)
+    )
+    for path, leaf in simulated.items():
+        np.testing.assert_allclose(on_devices[path], leaf, atol=1e-6)
+    assert any(
+        np.abs(leaf - flatten(algorithm.params(state))[0][path]).max() > 1e-3 for path, leaf in simulated.items()
+    )
+
+
+@pytest.mark.slow
+def test_the_plan_says_what_devices_agree_to(bundles):
+    folder, algorithm, _ = bundles("recipe, two servers")
+    plan = read_plan((folder / "plan.json").read_bytes())
+    assert plan["sum"] == {"protocol": "two-servers", "bits": 24, "helper": HELPER, "least": 3}
+    assert plan["algorithm"] == fr.kit.digest(algorithm)
+    assert (plan["rounds"], plan["noise"], plan["split"]["redrawn"]) == (5, None, True)
+    assert (
+        plan["vector"]["length"] == vector_of(jax.tree.map(lambda s: np.zeros(s.shape), total_shapes(algorithm))).size
+    )
+
+
+@pytest.mark.slow
+def test_check_runs_the_training_vectors(bundles, tmp_path):
+    folder, *_ = bundles("paper")
+    assert check(folder).vectors == 12
+    assert json.loads((folder / "training_vectors.json").read_text())["message"]["message/method/item_embedding"] == {
+        "table": "item_embedding"
+    }
+
+
+def test_a_plan_that_does_not_fit_the_sums_is_refused():
+    with pytest.raises(ValueError, match="`helper`"):
+        fr.device.DevicePlan().check(paper(secure(protocol="two-servers")))
+    with pytest.raises(ValueError, match="two servers"):
+        fr.device.DevicePlan(helper=HELPER).check(paper(fr.aggregators.mean()))
+    with pytest.raises(ValueError, match="least"):
+        fr.device.DevicePlan(least=0).check(paper(fr.aggregators.mean()))

@@ -9,4 +9,6 @@ from fedrecon_device.errors import StoreError as StoreError
 from fedrecon_device.personal import Added as Added
 from fedrecon_device.personal import Personal as Personal
 from fedrecon_device.personal import Recommended as Recommended
+from fedrecon_device.training import Trainer as Trainer
+from fedrecon_device.training import Update as Update
 from fedrecon_device.words import Suggestion as Suggestion

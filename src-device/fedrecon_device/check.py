@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,11 @@ from fedrecon_device.bundle import Bundle
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import check_files
 from fedrecon_device.ranking import rank
+from fedrecon_device.training import PLAN, Trainer
 
-VECTORS = "test_vectors.json"
+VECTORS, TRAINING_VECTORS = "test_vectors.json", "training_vectors.json"
 TOLERANCE = 1e-5
+STEPS = 1  # by which integers of a ring may differ: numbers halfway between two are rounded either way
 
 
 class Checked(NamedTuple):
@@ -39,13 +42,53 @@ def check(folder: str | Path) -> Checked:
     cases = bundle.read_json(VECTORS)
     if not isinstance(cases, list) or not cases:
         raise BundleError(f"{VECTORS} has no test vectors")
-    try:
+    with _naming(VECTORS):
         worst = max(_differences(bundle, case) for case in cases)
+    if PLAN not in bundle.manifest["files"]:
+        return Checked(files, len(cases), worst)
+    trainer, training = Trainer(bundle), bundle.read_json(TRAINING_VECTORS)
+    with _naming(TRAINING_VECTORS):
+        message = {name: _sent(bundle, about) for name, about in training["message"].items()}
+        worst = max(worst, *(_update_difference(bundle, trainer, message, case) for case in training["cases"]))
+    return Checked(files, len(cases) + len(training["cases"]), worst)
+
+
+@contextlib.contextmanager
+def _naming(file: str) -> Iterator[None]:
+    """Turn whatever a damaged file of test vectors leads to into an error that names it."""
+    try:
+        yield
     except BundleError:
         raise
     except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError, MemoryError) as problem:
-        raise BundleError(f"{VECTORS} is damaged: {problem!r}") from None
-    return Checked(files, len(cases), worst)
+        raise BundleError(f"{file} is damaged: {problem!r}") from None
+
+
+def _sent(bundle: Bundle, about: Mapping[str, Any]) -> np.ndarray:
+    """Return an array of a message: a table of the bundle, or the numbers given."""
+    if "table" in about:
+        return bundle.tables[about["table"]]
+    return np.array(about["values"], about["dtype"]).reshape(about["shape"])
+
+
+def _update_difference(
+    bundle: Bundle, trainer: Trainer, message: Mapping[str, np.ndarray], case: Mapping[str, Any]
+) -> float:
+    """Run one test vector of training; return its largest difference, 0 for integers."""
+    key: Any = tuple(case["round_key"])
+    about = trainer.plan["examples"]["columns"]
+    columns = {name: np.asarray(case["examples"][name], column["dtype"]) for name, column in about.items()}
+    vector = trainer.update(message, key, case["name"], columns).vector
+    where = f"training vector {case['name']!r}"
+    if vector.dtype == np.float32:
+        return _difference(vector, case["vector"], where)
+    places = np.asarray(case["vector"].get("at", range(vector.size)), np.int64)
+    steps = vector.view(np.int32)[places].astype(np.int64) - np.asarray(case["vector"]["values"], np.int64)
+    if [vector.size] != case["vector"]["shape"] or np.max(np.abs(steps), initial=0) > STEPS:
+        raise BundleError(
+            f"{where} differs from what JAX gave by {np.max(np.abs(steps))} steps; at most {STEPS} may be"
+        )
+    return 0.0
 
 
 def _differences(bundle: Bundle, case: Mapping[str, Any]) -> float:

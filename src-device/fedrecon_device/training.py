@@ -108,7 +108,8 @@ def read_plan(data: bytes) -> dict[str, Any]:
     )
     _check_split(check, check.object(plan, "split"), most, columns)
     for group, table in check.object(plan, "rows").items():
-        fine = isinstance(table, dict) and set(table.get("features") or [None]) <= set(columns)
+        features: Any = table.get("features") if isinstance(table, dict) else None
+        fine = isinstance(features, list) and bool(features) and all(feature in columns for feature in features)
         check.expect(fine, f"rows.{group}.features", "names of columns")
         check.expect(check.whole(table, "capacity") <= MOST_NUMBERS, f"rows.{group}.capacity", "fewer rows")
         check.whole(table, "table")
@@ -122,11 +123,11 @@ def _check_split(check: Checker, split: Mapping[str, Any], most: int, columns: M
     """Check that positions are those of a person's examples, whatever their number."""
     check.expect(split.get("by") is None or split["by"] in columns, "split.by", "a column or null")
     for side in SIDES:
-        counts, begins = (check.object(split, name).get(side) for name in ("counts", "begins"))
-        for numbers in (counts, begins):
+        for field in ("counts", "begins"):
+            numbers: Any = check.object(split, field).get(side)
             fine = isinstance(numbers, list) and len(numbers) == most + 1
             fine = fine and all(type(number) is int and 0 <= number <= most for number in numbers)
-            check.expect(fine, f"split.{side}", f"{most + 1} numbers up to {most}")
+            check.expect(fine, f"split.{field}.{side}", f"{most + 1} numbers up to {most}")
     pattern = split.get("pattern")
     fine = pattern is None or (isinstance(pattern, list) and all(type(j) is int and j >= 0 for j in pattern))
     check.expect(fine, "split.pattern", "positions or null")

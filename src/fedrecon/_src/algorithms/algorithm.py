@@ -201,6 +201,16 @@ class Algorithm:
         return bool(jax.tree.leaves(shapes_of(self.model.init_local)))
 
 
+def with_params(state: ServerState, params: Params) -> ServerState:
+    """Return a server's state with other global parameters, to continue from a trained model.
+
+    Args:
+      state: of a method whose state has `params`, as all methods here.
+      params: the global parameters.
+    """
+    return state._replace(method=state.method._replace(params=jax.tree.map(jnp.asarray, params)))
+
+
 def encode(algorithm: Algorithm, message: RoundMessage, upload: Upload, keys: Array) -> Summand:
     """Encode uploads as summands, ready to be added.
 

@@ -78,17 +78,22 @@ def promised(values: Any, unlike: Any = None) -> dict[str, Any]:
     """Write an array for a test vector: all of a small one, the most telling places of a large one.
 
     Args:
-      values: the array.
+      values: the array; unsigned integers of a ring are written with their sign.
       unlike: what it was before. Of a large array, the places that differ most from it are written, and some others.
     """
-    array = np.asarray(values, np.float32)
+    array = np.asarray(values)
+    array = array.view(np.int32) if array.dtype == np.uint32 else array.astype(np.float32)
     flat = array.reshape(-1)
+
+    def written(some: np.ndarray) -> list[Any]:
+        return some.tolist() if some.dtype == np.int32 else numbers(some)
+
     if flat.size <= FULL:
-        return {"shape": list(array.shape), "values": numbers(flat)}
+        return {"shape": list(array.shape), "values": written(flat)}
     moved = np.abs(flat - (0 if unlike is None else np.asarray(unlike, np.float32).reshape(-1)))
     at = {*np.argsort(-moved, kind="stable")[: FULL // 2].tolist(), *range(0, flat.size, -(-flat.size // (FULL // 2)))}
     places = sorted(at)
-    return {"shape": list(array.shape), "at": places, "values": numbers(flat[places])}
+    return {"shape": list(array.shape), "at": places, "values": written(flat[places])}
 
 
 def numbers(values: Any) -> list[float]:

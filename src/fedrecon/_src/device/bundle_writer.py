@@ -17,17 +17,20 @@ from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.device.bundle_data import Quantisation, numbers, packed, tables_file, unpacked
 from fedrecon._src.device.export import Exporter, Form, Legend, export_form, wide
 from fedrecon._src.device.onnx_graphs import OPSET, ExportError, OnnxGraph
+from fedrecon._src.device.update_graph import DevicePlan, UpdateGraph
 from fedrecon._src.storage.atomic import atomic_folder, read_json
 from fedrecon._src.storage.ownership import check_replaceable
 from fedrecon._version import __version__
 from fedrecon_device.bundle import ITEMS, TABLES, WORDS
-from fedrecon_device.check import VECTORS, check
+from fedrecon_device.check import TRAINING_VECTORS, VECTORS, check
 from fedrecon_device.contents import written
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import FORMAT, MANIFEST, VERSION, digest_of, manifest_bytes
+from fedrecon_device.training import PLAN
 
 MOST_EXAMPLES = 300
 EXPORTED = "reconstruct.jaxexport"
+TRAINING = (PLAN, TRAINING_VECTORS)
 
 
 def bundle(
@@ -41,6 +44,7 @@ def bundle(
     quantise: Quantisation | None = None,
     legend: Legend | None = None,
     onnx: bool = True,
+    train: DevicePlan | bool = False,
     replace: bool = False,
 ) -> Path:
     """Write a bundle that reconstructs and predicts wherever ONNX Runtime runs.
@@ -57,14 +61,17 @@ def bundle(
       legend: what ids stand for, and what else the bundle says.
       onnx: whether to write graphs and StableHLO. The page of a model that ranks items needs neither; without them,
         no exporter is needed.
+      train: add the client's part of a round (`update.onnx`), so that devices can train, under this plan; True for the
+        default one.
       replace: whether to replace a bundle that is there. A folder with other files is never replaced.
 
     Returns:
       The folder.
 
     Raises:
-      ExportError: something cannot be translated to ONNX. The folder is written all the same and holds the StableHLO
-        form; the message names the operation and the parameter.
+      ExportError: something cannot be translated to ONNX. The folder is written all the same, without the graphs that
+        it concerns; the message names the operation and the parameter.
+      ValueError: `train` without graphs, or a plan that does not fit the algorithm's aggregator.
       StorageError: the folder to be replaced holds something that is not part of a bundle.
 
     Example:
@@ -83,6 +90,9 @@ def bundle(
     """
     if replace:
         check_bundle(Path(out))
+    terms = DevicePlan() if train is True else train or None
+    if terms is not None:
+        terms.check(algorithm, onnx=onnx)
     legend = legend or Legend()
     examples = wide(like)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
@@ -90,7 +100,7 @@ def bundle(
     tables = unpacked(stored)  # a device computes with these, so test vectors come from them
     form = export_form(algorithm, unflatten(structure, tables), seed, ranked=legend.ranks)
     form = form if legend.adapt is None else legend.adapt(form)
-    most = most if form.limit is None else min(most, form.limit)
+    room, most = most, most if form.limit is None else min(most, form.limit)
     if most < 1:
         raise ValueError(f"`most` must be at least 1: a device reconstructs from examples (got {most})")
     exporter = Exporter(form, tables, structure, examples, most, legend.queries)
@@ -101,7 +111,11 @@ def bundle(
         files[EXPORTED] = exporter.stablehlo()
     files[VECTORS] = written(VECTORS, exporter.vectors(legend))
     files |= {name: written(name, content) for name, content in legend.files.items()}
-    entries = {name: _graph_entry(name, graphs, problems) for name in ("reconstruct", "predict")}
+    if terms is not None:
+        update = UpdateGraph(algorithm, examples, room, form.prepare)
+        files |= _training_files(update, terms, unflatten(structure, tables), seed, graphs, problems)
+    names = ("reconstruct", "predict", *(["update"] if terms else []))
+    entries = {name: _graph_entry(name, graphs, problems) for name in names}
     manifest = _describe(legend, form, examples, most) | {"graphs": entries, "quantised": quantise}
     if legend.page is not None:
         files |= legend.page({**manifest, "files": _entries(files)})
@@ -110,14 +124,38 @@ def bundle(
         wrong = None if problems or not onnx else _disproved(folder)
         if wrong is not None:  # graphs that disagree with the model are not delivered
             problems = dict.fromkeys(graphs, wrong)
-            files = {name: data for name, data in files.items() if not name.endswith(".onnx")}
             entries = {name: _graph_entry(name, {}, problems) for name in problems}
-            for name in graphs:
-                (folder / f"{name}.onnx").unlink()
+            for name in [name for name in files if name.endswith(".onnx") or name in TRAINING]:
+                files.pop(name)
+                (folder / name).unlink()
             _write(folder, {**manifest, "graphs": entries}, files)
+    if set(problems) == {"update"}:
+        raise ExportError(f"{out} cannot train: {problems['update']}")
     if problems:
         raise ExportError(f"{out} holds the StableHLO form only ({EXPORTED}): {next(iter(problems.values()))}")
     return Path(out)
+
+
+def _training_files(
+    update: UpdateGraph,
+    terms: DevicePlan,
+    params: Any,
+    seed: int,
+    graphs: dict[str, OnnxGraph],
+    problems: dict[str, str],
+) -> dict[str, bytes]:
+    """Export the update graph; return it with its plan and test vectors, or note why it cannot be exported."""
+    try:
+        graph = graphs["update"] = update.graph()
+    except ExportError as problem:
+        problems["update"] = str(problem)
+        return {}
+    plan, vectors = update.plan(terms, graph), update.vectors(params, seed)
+    return {
+        "update.onnx": graph.data,
+        PLAN: written(PLAN, plan),
+        TRAINING_VECTORS: written(TRAINING_VECTORS, vectors),
+    }
 
 
 def _describe(legend: Legend, form: Form, examples: Mapping[str, np.ndarray], most: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Form(NamedTuple):
       start: where reconstruction starts: the learned default, or the fresh parameters of a single client.
       limit: how many examples reconstruction can use; None for no limit.
       evidence: whether the support moves the start.
+      prepare: `columns -> columns`, from what people have to what the model reads.
     """
 
     reconstruct: Callable[[Params, Params, Batch, Array], Params]
@@ -45,6 +46,7 @@ class Form(NamedTuple):
     start: Params
     limit: int | None
     evidence: bool
+    prepare: Callable[[Batch], Batch] = lambda columns: columns
 
 
 def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool = False) -> Form:
@@ -87,14 +89,13 @@ def of_counts(form: Form, feature: str = "rating") -> Form:
       feature: the column that holds the counts; what is below 0 counts as 0, as in training.
     """
 
-    def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
-        logs = jnp.log1p(jnp.maximum(columns[feature], 0))
-        return form.reconstruct(params, start, {**columns, feature: logs}, count)
+    def prepare(columns: Batch) -> Batch:
+        return {**columns, feature: jnp.log1p(jnp.maximum(columns[feature], 0))}
 
     def predict(params: Params, local: Params, columns: Batch) -> Array:
         return jnp.expm1(jnp.minimum(form.predict(params, local, columns), HIGHEST_LOG))
 
-    return form._replace(reconstruct=reconstruct, predict=predict)
+    return _prepared(form, prepare)._replace(predict=predict)
 
 
 def of_weighed(form: Form, weight: Callable[[Array], Array], feature: str = "rating") -> Form:
@@ -106,12 +107,18 @@ def of_weighed(form: Form, weight: Callable[[Array], Array], feature: str = "rat
       feature: the column that holds the counts.
     """
 
-    def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
+    def prepare(columns: Batch) -> Batch:
         rest = {name: column for name, column in columns.items() if name != feature}
-        weights = weight(jnp.maximum(columns[feature], 1))
-        return form.reconstruct(params, start, {**rest, "weight": weights}, count)
+        return {**rest, "weight": weight(jnp.maximum(columns[feature], 1))}
 
-    return form._replace(reconstruct=reconstruct)
+    return _prepared(form, prepare)
+
+
+def _prepared(form: Form, prepare: Callable[[Batch], Batch]) -> Form:
+    def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
+        return form.reconstruct(params, start, prepare(columns), count)
+
+    return form._replace(reconstruct=reconstruct, prepare=prepare)
 
 
 class Legend(NamedTuple):

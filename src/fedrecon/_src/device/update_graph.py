@@ -3,24 +3,76 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon._src.algorithms.algorithm import Algorithm, encode
-from fedrecon._src.algorithms.rounds import as_clients
+from fedrecon._src.algorithms.algorithm import Algorithm, encode, with_params
+from fedrecon._src.algorithms.rounds import as_clients, client_total, total_shapes
+from fedrecon._src.algorithms.saving import digest
+from fedrecon._src.algorithms.validation import decide_lookups
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, Packer, lengths_for, row_capacity
+from fedrecon._src.core.keys import round_key, run_keys, words_of
 from fedrecon._src.core.model import Batch
-from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.core.upload import RowChanges, Summand, broadcast_clients
+from fedrecon._src.device.bundle_data import draws, numbers, plain, promised
 from fedrecon._src.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
 from fedrecon._src.models.text.shared_weights import plain_layers
+from fedrecon._src.privacy.noise import ShareOfNoise
+from fedrecon_device.files import digest_of
+from fedrecon_device.training import PLAN_FORMAT, PLAN_VERSION
 
 SIDES = ("support", "query")
+Prepare = Callable[[Any], Batch]  # of numpy or JAX arrays
 ROW_FIELDS = ("rows", "num_rows", "slots", "support_slots")
+
+
+class DevicePlan(NamedTuple):
+    """What devices agree to when they train, besides what follows from the algorithm.
+
+    Attributes:
+      rounds: how many rounds the training has at most.
+      least: a sum has at least this many reports.
+      helper: the public key of the second server, 64 hexadecimal digits; needed if the aggregator is
+        `secure(protocol="two-servers")`.
+      reports_per_day: how many reports a device sends per day at most.
+      min_examples: a device with fewer examples does not take part.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> fr.device.DevicePlan(rounds=50, least=20).reports_per_day
+      4
+    """
+
+    rounds: int = 100
+    least: int = 10
+    helper: str | None = None
+    reports_per_day: int = 4
+    min_examples: int = 2
+
+    def check(self, algorithm: Algorithm, *, onnx: bool = True) -> None:
+        """Raise a `ValueError` if it does not fit the algorithm's sums, or if there are no graphs."""
+        if not onnx:
+            raise ValueError("`train` needs graphs (got onnx=False)")
+        for name in ("rounds", "least", "reports_per_day", "min_examples"):
+            check_number(name, getattr(self, name), least=1)
+        if _protocol(algorithm) == "open" and self.helper is None:
+            return
+        if _protocol(algorithm) == "open":
+            raise ValueError('`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")')
+        if self.helper is None or not re.fullmatch("[0-9a-f]{64}", self.helper):
+            raise ValueError(f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})")
+
+
+def _protocol(algorithm: Algorithm) -> str:
+    ring = algorithm.aggregator.ring
+    return "two-servers" if ring is not None and ring.protocol == "two-servers" else "open"
 
 
 class UpdateGraph:
@@ -32,16 +84,18 @@ class UpdateGraph:
     parameters start, which it draws from `key` as the simulator does.
     """
 
-    def __init__(self, algorithm: Algorithm, like: Mapping[str, np.ndarray], most: int, prepare: Prepare | None = None):
+    def __init__(self, algorithm: Algorithm, like: Mapping[str, np.ndarray], most: int, prepare: Prepare):
         """Prepare to export.
 
         Args:
-          algorithm: what is trained, with decided lookups.
+          algorithm: what is trained.
           like: made-up examples, one array per feature.
           most: how many examples of a person a device uses.
           prepare: turns columns as people have them into those of the model.
         """
-        self._algorithm, self._prepare = algorithm, prepare or (lambda columns: dict(columns))
+        self._prepare = prepare
+        prepared = {name: np.asarray(column) for name, column in prepare(like).items()}
+        algorithm = self._algorithm = decide_lookups(algorithm, as_clients(prepared))
         self._needs = algorithm.method.needs._replace(columns=list(like))
         self._like, self._most = like, most
         self.lengths = lengths_for(most, self._needs)
@@ -99,8 +153,9 @@ class UpdateGraph:
             columns = self._prepare(_under(f"{side}/", named))
             return Examples({name: column[None] for name, column in columns.items()}, named[f"{side}_count"][None])
 
+        client, identity = jnp.zeros(1, jnp.int32), jnp.zeros((1, 2), jnp.uint32)
         rows = [{name: x[None] for name, x in _under(f"{field}/", named).items()} for field in ROW_FIELDS]
-        return Cohort(jnp.zeros(1, jnp.int32), jnp.zeros((1, 2), jnp.uint32), *map(examples, SIDES), *rows)
+        return Cohort(client, identity, examples("support"), examples("query"), *rows)
 
     def _laid_out(self, summand: Summand) -> dict[str, Any]:
         """Return what a client adds, by name, and note where each array goes in its vector."""
@@ -142,27 +197,88 @@ class UpdateGraph:
         }
         return to_onnx(self.run, self.inputs, self.outputs, refused=refused)
 
-    def describe(self) -> dict[str, Any]:
-        """Return what a device plan says about examples, rows and the vector."""
-        length, dtype = self.vector
+    def plan(self, terms: DevicePlan, graph: OnnxGraph) -> dict[str, Any]:
+        """Return the content of plan.json.
+
+        Args:
+          terms: what devices agree to.
+          graph: this, translated.
+        """
+        (length, dtype), algorithm = self.vector, self._algorithm
+        read = {end["name"].partition("/")[2] for end in graph.inputs if end["name"].startswith(SIDES)}
+        read |= {feature for _, features in self._needs.groups.values() for feature in features}
+        read |= {self._needs.split.by}
+        columns = {name: column for name, column in self._like.items() if name in read}
+        ring, share = algorithm.aggregator.ring, self._share_of_noise()
         return {
-            "examples": {
-                **self.lengths._asdict(),
-                "most": self._most,
-                "columns": {n: {"dtype": str(x.dtype), "shape": list(x.shape[1:])} for n, x in self._like.items()},
-            },
+            "format": PLAN_FORMAT,
+            "version": PLAN_VERSION,
+            "algorithm": digest(algorithm),
+            "graph": digest_of(graph.data),
+            "rounds": terms.rounds,
+            "examples": {**self.lengths._asdict(), "most": self._most, "columns": _types(columns)},
             "split": describe_split(self._needs, self._most, self.lengths),
             "rows": describe_rows(self._needs, self._like, self.lengths),
+            "inputs": {end["name"]: {"dtype": end["dtype"], "shape": end["shape"]} for end in graph.inputs},
             "state": {
                 name.removeprefix("state/"): {"dtype": str(x.dtype), "shape": list(x.shape)}
                 for name, x in self.inputs.items()
                 if name.startswith("state/")
             },
             "vector": {"length": length, "dtype": str(dtype), "layout": self.layout},
+            "sum": {
+                "protocol": _protocol(algorithm),
+                "bits": 32 if ring is None else ring.bits,
+                "helper": terms.helper,
+                "least": terms.least,
+            },
+            "noise": None if share is None else {"variance": share.variance, "least": share.least},
+            "limits": {"reports_per_day": terms.reports_per_day, "min_examples": terms.min_examples},
         }
 
+    def _share_of_noise(self) -> ShareOfNoise | None:
+        share = self._algorithm.aggregator.share
+        return None if share is None else share(total_shapes(self._algorithm).parts)
 
-Prepare = Callable[[Batch], Batch]
+    def vectors(self, params: Params, seed: int) -> dict[str, Any]:
+        """Return test vectors of training: a message, and what the simulator makes of made-up people's examples.
+
+        Args:
+          params: the global parameters of the message, as the bundle has them.
+          seed: of the rounds.
+        """
+        algorithm = self._algorithm
+        message = algorithm.message(with_params(algorithm.init(run_keys(seed).init), params))
+        cases = []
+        for number, (name, columns) in enumerate(draws(self._like, self._most).items()):
+            key = round_key(seed, number)
+            columns = {feature: column[-self._most :] for feature, column in columns.items()}
+            prepared = {feature: np.asarray(column) for feature, column in self._prepare(columns).items()}
+            total = client_total(algorithm, message, prepared, key, client=name, lengths=self.lengths).total
+            vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(total)])
+            cases.append(
+                {
+                    "name": name,
+                    "round_key": words_of(key).tolist(),
+                    "examples": plain(columns),
+                    "vector": promised(vector),
+                }
+            )
+        leaves = {f"message/{path}": np.asarray(leaf) for path, leaf in flatten(message)[0].items()}
+        tables = flatten(params)[0]
+        return {"message": {name: _referred(name, leaf, tables) for name, leaf in leaves.items()}, "cases": cases}
+
+
+def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {name: {"dtype": str(column.dtype), "shape": list(column.shape[1:])} for name, column in columns.items()}
+
+
+def _referred(name: str, leaf: np.ndarray, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Write an array of a message: by the table of the bundle that it is, if there is one."""
+    path = name.removeprefix("message/method/")
+    if path in tables and np.array_equal(tables[path], leaf):
+        return {"table": path}
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "values": numbers(leaf)}
 
 
 def packed_inputs(cohort: Cohort) -> dict[str, Any]:

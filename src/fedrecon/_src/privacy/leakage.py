@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage
+from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage, with_params
 from fedrecon._src.algorithms.rounds import client_update
 from fedrecon._src.algorithms.validation import decide_lookups, features_of
 from fedrecon._src.client.lookups.lookup_tables import lookup_groups
@@ -425,9 +425,7 @@ def leakage(
             "`leakage` attacks only methods without client state, but clients of this method keep state between rounds"
         )
     people = clients.take(np.arange(min(len(clients), most)))
-    state = algorithm.init(jax.random.key(seed))
-    state = state._replace(method=state.method._replace(params=jax.tree.map(jax.numpy.asarray, params)))
-    message = algorithm.message(state)
+    message = algorithm.message(with_params(algorithm.init(jax.random.key(seed)), params))
     victims, _ = observe(algorithm, message, people, round_key(seed, 0), rating=rating)
     if not np.isfinite(victims.uploads).all():
         wild = int((~np.isfinite(victims.uploads).all(1)).sum())
