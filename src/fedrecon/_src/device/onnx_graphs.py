@@ -66,9 +66,9 @@ def to_onnx(
 
     def flat(*values: Any) -> Any:
         named_values = dict(zip(names, values, strict=True))
-        given = {name: named_values.get(name, np.zeros(array.shape, array.dtype)) for name, array in shapes.items()}
+        inputs = {name: named_values.get(name, np.zeros(array.shape, array.dtype)) for name, array in shapes.items()}
         # sizes that are not known cannot be evaluated from a trace
-        return function(given) if any_number else inline(*given.values())
+        return function(inputs) if any_number else inline(*inputs.values())
 
     named_values = [shapes[name] for name in names]
     if any_number:

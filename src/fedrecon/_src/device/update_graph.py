@@ -101,10 +101,10 @@ class UpdateGraph:
         self.lengths = lengths_for(most, self._needs)
         state = jax.eval_shape(algorithm.init, jax.random.key(0))
         message, self._structure = flatten(jax.eval_shape(algorithm.message, state))
-        kept, self._kept = flatten(self._state_shapes())
+        client_state, self._state = flatten(self._state_shapes())
         self.inputs = {
             **{f"message/{path}": leaf for path, leaf in message.items()},
-            **{f"state/{path}": leaf for path, leaf in kept.items()},
+            **{f"state/{path}": leaf for path, leaf in client_state.items()},
             "key": jax.ShapeDtypeStruct((2,), jnp.int32),
             "round_key": jax.ShapeDtypeStruct((2,), jnp.uint32),
             **{name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in self._packed_shapes().items()},
@@ -133,16 +133,16 @@ class UpdateGraph:
         """Run a round for one client, from named arrays."""
         algorithm = self._algorithm
         message = unflatten(self._structure, _under("message/", named))
-        kept = unflatten(self._kept, {path: leaf[None] for path, leaf in _under("state/", named).items()})
+        client_state = unflatten(self._state, {path: leaf[None] for path, leaf in _under("state/", named).items()})
         start = algorithm.model.init_local(named["key"].astype(jnp.uint32))
         fixed = algorithm.define(algorithm.model._replace(init_local=lambda key: start))
         cohort = self._cohort(named)
         key = jax.random.wrap_key_data(named["round_key"])
         with plain_layers():
-            upload, kept = fixed.client(message.method, kept, cohort, key)
+            upload, client_state = fixed.client(message.method, client_state, cohort, key)
             summand = encode(algorithm, message, upload, key[None])
         outputs = self._laid_out(summand)
-        outputs |= {f"state/{path}": leaf[0] for path, leaf in flatten(kept)[0].items()}
+        outputs |= {f"state/{path}": leaf[0] for path, leaf in flatten(client_state)[0].items()}
         self.outputs = list(outputs)
         return list(outputs.values())
 
